@@ -1,0 +1,1 @@
+"""The demo: real text, an uneven plan, stock Megatron next to it."""

@@ -1,0 +1,53 @@
+"""Errors that say what was found, what was expected, where, and what to do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with an input.
+
+    `where` locates it (a file and a path inside it, a flag, a rank), `found` and `expected` state
+    the facts, `remedy` says what to do about it.
+    """
+
+    where: str
+    found: str
+    expected: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: found {self.found}; expected {self.expected}. {self.remedy}"
+
+
+class ZorseError(Exception):
+    """An error with all of its problems, raised before anything is lost."""
+
+    def __init__(self, title: str, problems: Sequence[Problem]) -> None:
+        if not problems:
+            raise ValueError("a ZorseError needs at least one problem")
+        self.title = title
+        self.problems = tuple(problems)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        lines = [f"{self.title} ({len(self.problems)} problem{'s'[: len(self.problems) > 1]}):"]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
+        return "\n".join(lines)
+
+
+class PlanError(ZorseError):
+    """The plan file cannot be used."""
+
+
+class FlagError(ZorseError):
+    """The command's flags do not fit the plan."""
+
+
+class SeamError(ZorseError):
+    """A place in Megatron that we hook into is not as we know it."""
+
+
+class RankFailure(ZorseError):
+    """A rank died or did not answer in time."""

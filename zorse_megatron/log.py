@@ -1,0 +1,21 @@
+"""What the plugin tells the user: short lines, once, on rank 0."""
+
+import os
+import sys
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of its job, or no distributed job at all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(line: str) -> None:
+    """Print one line on rank 0."""
+    if is_first_rank():
+        print(f"zorse: {line}", flush=True)
+
+
+def complain(text: str) -> None:
+    """Print an error on rank 0 and, as files may differ by node, on each node's first rank."""
+    if is_first_rank() or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"zorse: error: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Figures drawn from recorded runs and plans."""

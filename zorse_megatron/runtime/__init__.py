@@ -1,0 +1,1 @@
+"""Executes action lists over torch.distributed; imports neither Megatron nor a planner."""

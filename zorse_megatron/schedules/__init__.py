@@ -1,0 +1,1 @@
+"""Schedules as data: a plan lowers to one list of actions per rank."""
