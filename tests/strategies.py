@@ -1,0 +1,212 @@
+"""Random valid plans for property tests.
+
+`plans()` draws what the rules allow and people rarely write by hand: groups whose ranks are not in
+order, groups that are not in model order, replicas of one group with different micro-batch sizes
+and counts, replicas without micro-batches, replicas without a shard. It shrinks towards one rank
+that holds all layers and runs the batch in one micro-batch.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from zorse_megatron.schema.plan import (
+    Chunk,
+    ClusterFingerprint,
+    Group,
+    ModelFingerprint,
+    Offload,
+    Plan,
+    Predictions,
+    Recompute,
+    Replica,
+    Schedule,
+)
+
+Integers = int | SearchStrategy[int]
+
+
+@st.composite
+def plans(
+    draw: DrawFn,
+    max_world: int = 8,
+    max_groups: int = 4,
+    num_layers: Integers | None = None,
+    global_batch_size: Integers | None = None,
+    *,
+    min_groups: int = 1,
+    max_chunks_per_group: int = 1,
+    max_ranks_per_replica: int = 1,
+    schedule_names: tuple[str, ...] = ("1f1b",),
+    with_options: bool = False,
+) -> Plan:
+    """Draw a plan without problems.
+
+    `num_layers` and `global_batch_size` are numbers or strategies; without them, few layers and
+    small batches are drawn. `with_options` also draws what may be left out: names, recompute,
+    offload, model sizes, cluster, predictions.
+    """
+    layers = _number(draw, num_layers, st.integers(min_groups, max(max_groups, 8)))
+    batch = _number(draw, global_batch_size, st.integers(1, 16))
+    members = _members(draw, max_world, min_groups, min(max_groups, layers), max_ranks_per_replica)
+    groups = tuple(
+        Group(replicas=_replicas(draw, ranks, batch), **_group_options(draw, with_options))
+        for ranks in members
+    )
+    world_size = sum(len(ranks) for group in members for ranks in group)
+    return Plan(
+        schema_version=1,
+        global_batch_size=batch,
+        model=ModelFingerprint(num_layers=layers, **_model_options(draw, with_options)),
+        groups=groups,
+        chunks=_chunks(draw, len(groups), layers, max_chunks_per_group),
+        schedule=Schedule(name=draw(st.sampled_from(schedule_names))),
+        **_plan_options(draw, with_options, world_size),
+    )
+
+
+def _number(draw: DrawFn, given: Integers | None, default: SearchStrategy[int]) -> int:
+    return given if isinstance(given, int) else draw(default if given is None else given)
+
+
+def _members(
+    draw: DrawFn, max_world: int, min_groups: int, max_groups: int, max_ranks_per_replica: int
+) -> list[list[tuple[int, ...]]]:
+    """Deal shuffled ranks out to replicas, and these to groups: a list of replicas per group."""
+    num_groups = draw(st.integers(min_groups, min(max_groups, max_world)))
+    num_replicas = draw(st.integers(num_groups, max_world))
+    spare = max_world - num_replicas
+    sizes = []
+    for _ in range(num_replicas):
+        size = draw(st.integers(1, min(max_ranks_per_replica, 1 + spare)))
+        spare -= size - 1
+        sizes.append(size)
+    ranks = iter(draw(st.permutations(range(sum(sizes)))))
+    replicas = iter([tuple(next(ranks) for _ in range(size)) for size in sizes])
+    extras = _parts(draw, num_replicas - num_groups, num_groups)
+    return [[next(replicas) for _ in range(1 + extra)] for extra in extras]
+
+
+def _replicas(draw: DrawFn, members: list[tuple[int, ...]], batch: int) -> tuple[Replica, ...]:
+    """Share the batch out: some replicas may get nothing, the others different sizes and counts."""
+    # Idle replicas are drawn apart from the shares so that they stay the exception.
+    idle = st.sampled_from([False, False, False, True])
+    is_idle = draw(st.lists(idle, min_size=len(members), max_size=len(members)))
+    if all(is_idle):
+        is_idle[0] = False
+    num_active = is_idle.count(False)
+    least = 1 if num_active <= batch else 0
+    shares = iter(_parts(draw, batch - least * num_active, num_active))
+    weights = [draw(_shard_weights()) for _ in members]
+    if not any(weights):
+        weights[draw(st.integers(0, len(members) - 1))] = 1.0
+    replicas = []
+    for ranks, rests, weight in zip(members, is_idle, weights, strict=True):
+        samples = 0 if rests else least + next(shares)
+        size = draw(_micro_batch_sizes(samples))
+        replicas.append(
+            Replica(
+                ranks=ranks,
+                micro_batch_size=size,
+                num_microbatches=samples // size,
+                shard_weight=weight,
+            )
+        )
+    return tuple(replicas)
+
+
+def _micro_batch_sizes(samples: int) -> SearchStrategy[int]:
+    """Sizes that divide `samples`; any size for a replica that runs none."""
+    if samples == 0:
+        return st.integers(1, 4)
+    return st.sampled_from([size for size in range(1, samples + 1) if samples % size == 0])
+
+
+def _shard_weights() -> SearchStrategy[float]:
+    """Even shares, no share, small integers, and fractions that do not divide evenly."""
+    return st.one_of(
+        st.sampled_from([1.0, 0.0, 2.0, 3.0]),
+        st.floats(min_value=0.01, max_value=8.0, allow_subnormal=False),
+    )
+
+
+def _chunks(
+    draw: DrawFn, num_groups: int, num_layers: int, max_per_group: int
+) -> tuple[Chunk, ...]:
+    """Cut the layers into chunks, at least one for each group, in any order of the groups."""
+    owners = list(range(num_groups))
+    for group in range(num_groups):
+        spare = num_layers - len(owners)
+        owners += [group] * draw(st.integers(0, min(max_per_group - 1, spare)))
+    owners = draw(st.permutations(owners))
+    extras = _parts(draw, num_layers - len(owners), len(owners))
+    chunks, first = [], 0
+    for group, extra in zip(owners, extras, strict=True):
+        chunks.append(Chunk(group=group, layers=(first, first + 1 + extra)))
+        first += 1 + extra
+    return tuple(chunks)
+
+
+def _parts(draw: DrawFn, total: int, count: int) -> list[int]:
+    """Split `total` into `count` parts of 0 or more."""
+    cuts = draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1))
+    edges = [0, *sorted(cuts), total]
+    return [stop - start for start, stop in pairwise(edges)]
+
+
+def _group_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:
+    if not with_options:
+        return {}
+    count = st.integers(1, 4)
+    recompute = st.one_of(
+        st.builds(Recompute, mode=st.sampled_from(["none", "selective"])),
+        st.builds(Recompute, mode=st.just("full"), num_layers=st.none() | count),
+    )
+    flag = st.booleans()
+    offload = st.builds(Offload, parameters=flag, optimizer_state=flag, activations=flag)
+    return {
+        "name": draw(st.none() | st.text()),
+        "recompute": draw(st.none() | recompute),
+        "offload": draw(st.none() | offload),
+    }
+
+
+def _model_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:
+    if not with_options:
+        return {}
+    size = st.none() | st.integers(1, 200_000)
+    sizes = [
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "seq_length",
+        "vocab_size",
+    ]
+    tied = draw(st.none() | st.booleans())
+    return {**{name: draw(size) for name in sizes}, "tied_embeddings": tied}
+
+
+def _plan_options(draw: DrawFn, with_options: bool, world_size: int) -> dict[str, Any]:
+    if not with_options:
+        return {}
+
+    def per_rank(entry: SearchStrategy[Any]) -> SearchStrategy[Any]:
+        return st.none() | st.tuples(*[entry] * world_size)
+
+    positive = st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+    cluster = st.builds(
+        ClusterFingerprint, name=st.none() | st.text(), gpu_kinds=per_rank(st.text())
+    )
+    predictions = st.builds(
+        Predictions,
+        iteration_s=positive,
+        tokens_per_s=positive,
+        peak_memory_bytes=per_rank(st.integers(0, 1 << 40)),
+    )
+    return {
+        "cluster": draw(st.none() | cluster),
+        "predictions": draw(st.none() | predictions),
+    }

@@ -1,0 +1,28 @@
+"""`zorse actions`: what each rank does in one iteration."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zorse_megatron.cli.console import print_plain, reported_errors
+from zorse_megatron.schema.load import load_plan
+
+
+def actions(
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this global rank.")] = None,
+) -> None:
+    """Print the list of actions of each rank for one iteration of a plan."""
+    from zorse_megatron.schedules.lower import lower_plan
+
+    with reported_errors():
+        plan = load_plan(path)
+        lists = lower_plan(plan)
+    if rank is not None and rank >= plan.world_size:
+        raise typer.BadParameter(
+            f"found {rank}; expected 0 to {plan.world_size - 1}, the ranks of {path}",
+            param_hint="--rank",
+        )
+    lines = str(lists).splitlines()
+    print_plain("\n".join(lines) if rank is None else lines[rank])

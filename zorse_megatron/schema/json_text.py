@@ -1,0 +1,116 @@
+"""JSON as text: reading it strictly, and laying it out for people.
+
+Reading reports what Python's parser would pass over: keys given twice, and whether a file that
+does not parse was cut off. Layout keeps short things on one line, so that a replica is a line.
+"""
+
+import json
+from typing import Any
+
+from pydantic_core import from_json
+
+from zorse_megatron.errors import PlanError, Problem
+
+# Of a line without its key, which comes on top.
+_LINE_WIDTH = 100
+
+
+class JsonObject(dict[str, Any]):
+    """A JSON object that remembers which of its keys came more than once."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def read_json(data: bytes, source: str) -> tuple[Any, list[Problem]]:
+    """Parse UTF-8 JSON; return the value, and a Problem for each key that an object repeats.
+
+    Raises PlanError when there is no value to return. Lists of Problems name `source`.
+    """
+    try:
+        # "-sig" because some Windows editors start the file with a byte order mark.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{data[error.start]:02x}, which is not UTF-8 ({error.reason})"
+        where = f"{source}: byte {error.start}"
+        raise _unreadable(source, where, found, "Save the file as UTF-8.") from error
+    try:
+        from_json(text)  # For the message: json.loads cannot tell that the text was cut off.
+        value = json.loads(text, object_pairs_hook=_object)
+    except ValueError as error:
+        raise _syntax_error(text, source, str(error)) from error
+    return value, _repeated_keys(value, source, "")
+
+
+def layout(value: Any, indent: int = 0) -> str:
+    """Lay out JSON with two spaces of indentation; short things and plain lists get one line.
+
+    Of a list of several objects or lists, each entry gets a line of its own at least.
+    """
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    is_table = isinstance(value, list) and len(value) > 1
+    is_short = indent > 0 and not is_table and indent + len(line) <= _LINE_WIDTH
+    if is_short or not _is_nested(value):
+        return line
+    pad = " " * (indent + 2)
+    if isinstance(value, dict):
+        keys = [json.dumps(key, ensure_ascii=False) for key in value]
+        items = [
+            f"{pad}{key}: {layout(item, indent + 2)}"
+            for key, item in zip(keys, value.values(), strict=True)
+        ]
+        return "{\n" + ",\n".join(items) + "\n" + " " * indent + "}"
+    items = [pad + layout(item, indent + 2) for item in value]
+    return "[\n" + ",\n".join(items) + "\n" + " " * indent + "]"
+
+
+def _is_nested(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, dict | list) for item in value)
+    return isinstance(value, dict) and bool(value)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
+    result = JsonObject(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        result.repeated = tuple(key for key in result if keys.count(key) > 1)
+    return result
+
+
+def _repeated_keys(value: Any, source: str, path: str) -> list[Problem]:
+    problems = []
+    if isinstance(value, JsonObject):
+        for key in value.repeated:
+            problems.append(
+                Problem(
+                    where=f"{source}: {path or 'top level'}",
+                    found=f'key "{key}" more than once',
+                    expected="every key of an object once",
+                    remedy="Keep one of them; other messages are about the last one.",
+                )
+            )
+        for key, item in value.items():
+            problems += _repeated_keys(item, source, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            problems += _repeated_keys(item, source, f"{path}[{index}]")
+    return problems
+
+
+def _syntax_error(text: str, source: str, message: str) -> PlanError:
+    reason, _, place = message.rpartition(" at ")
+    where = f"{source}: {place}"
+    if not text.strip():
+        return _unreadable(source, source, "an empty file", "Write the plan again.")
+    if reason.startswith("EOF"):
+        found = "the end of the file in the middle of the JSON: it looks cut off"
+        remedy = "Copy or write the file again, whole."
+    else:
+        found = f"text that is not JSON ({reason})"
+        remedy = "JSON has no comments, no trailing commas, and double quotes only."
+    return _unreadable(source, where, found, remedy)
+
+
+def _unreadable(source: str, where: str, found: str, remedy: str) -> PlanError:
+    problem = Problem(where=where, found=found, expected="a plan in JSON, in UTF-8", remedy=remedy)
+    return PlanError(f"{source} is not a plan", [problem])
