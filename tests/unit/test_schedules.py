@@ -1,0 +1,251 @@
+"""Samples, order and lowering: proven on random plans, and against Megatron's own 1F1B."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+
+from tests.strategies import plans
+from zorse_megatron.errors import PlanError
+from zorse_megatron.schedules.actions import (
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionLists,
+    Kind,
+    parse_action,
+    parse_action_lists,
+)
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.samples import micro_batches, pieces, replica_micro_batches
+from zorse_megatron.schedules.validate import ScheduleError, check_executable
+from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+
+
+def even_plan(stages: int, replicas: int, count: int, size: int = 1) -> Plan:
+    """A stock layout: PP=stages, DP=replicas."""
+    groups = tuple(
+        Group(
+            replicas=tuple(
+                Replica(
+                    ranks=(stage * replicas + r,),
+                    micro_batch_size=size,
+                    num_microbatches=count,
+                    shard_weight=1.0,
+                )
+                for r in range(replicas)
+            )
+        )
+        for stage in range(stages)
+    )
+    return Plan(
+        schema_version=1,
+        global_batch_size=replicas * count * size,
+        model=ModelFingerprint(num_layers=stages),
+        groups=groups,
+        chunks=tuple(Chunk(group=s, layers=(s, s + 1)) for s in range(stages)),
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+def computations(lists: ActionLists, rank: int) -> list[str]:
+    return [
+        f"{a.kind}{a.micro_batch}"
+        for a in lists.ranks[rank]
+        if a.kind in (Kind.FORWARD, Kind.BACKWARD)
+    ]
+
+
+def megatron_1f1b(stage: int, stages: int, count: int) -> list[str]:
+    """The order of forward_backward_pipelining_without_interleaving, written from its rules."""
+    warmup = min(stages - stage - 1, count)
+    order = [f"F{i}" for i in range(warmup)]
+    for i in range(count - warmup):
+        order += [f"F{i + warmup}", f"B{i}"]
+    return order + [f"B{i}" for i in range(count - warmup, count)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_equal_groups_give_megatrons_1f1b(stages: int, replicas: int, count: int) -> None:
+    plan = even_plan(stages, replicas, count)
+    lists = lower_plan(plan)
+    for rank in range(plan.world_size):
+        expected = megatron_1f1b(rank // replicas, stages, count)
+        assert computations(lists, rank) == expected
+
+
+@pytest.mark.parametrize(("replicas", "count", "size"), [(1, 4, 2), (2, 3, 1), (3, 4, 5)])
+def test_equal_replicas_get_the_samples_of_megatrons_sampler(
+    replicas: int, count: int, size: int
+) -> None:
+    plan = even_plan(2, replicas, count, size)
+    for rank in range(plan.world_size):
+        # MegatronPretrainingSampler: rank r takes [r * size, (r + 1) * size) of each round.
+        expected = [
+            (i * replicas * size + (rank % replicas) * size) for i in range(count)
+        ]
+        assert [m.start for m in replica_micro_batches(plan, rank)] == expected
+
+
+@given(plan=plans())
+def test_micro_batches_partition_the_global_batch(plan: Plan) -> None:
+    for group in plan.groups:
+        laid_out = micro_batches(group)
+        assert [m.start for m in laid_out] == [0, *(m.stop for m in laid_out)][:-1]
+        assert laid_out[-1].stop == plan.global_batch_size
+        counts = Counter(m.replica for m in laid_out)
+        assert all(counts[i] == r.num_microbatches for i, r in enumerate(group.replicas))
+        for m in laid_out:
+            assert m.size == group.replicas[m.replica].micro_batch_size
+
+
+@given(plan=plans())
+def test_pieces_equal_brute_force(plan: Plan) -> None:
+    for left, right in zip(plan.groups, plan.groups[1:], strict=False):
+        sources, targets = micro_batches(left), micro_batches(right)
+        found = {(p.source, p.target): set(range(p.start, p.stop)) for p in pieces(sources, targets)}
+        expected = {
+            (a, b): overlap
+            for a in sources
+            for b in targets
+            if (overlap := set(range(a.start, a.stop)) & set(range(b.start, b.stop)))
+        }
+        assert found == expected
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_lists_do_each_thing_once_and_can_be_executed(plan: Plan) -> None:
+    lists = lower_plan(plan)
+    check_executable(lists)
+    for rank, actions in enumerate(lists.ranks):
+        mine = replica_micro_batches(plan, rank)
+        words = Counter((a.kind, a.micro_batch) for a in actions)
+        for m in mine:
+            assert words[Kind.FORWARD, m.index] == words[Kind.BACKWARD, m.index] == 1
+        assert sum(a.kind in (Kind.FORWARD, Kind.BACKWARD) for a in actions) == 2 * len(mine)
+        order = [a.micro_batch for a in actions if a.kind is Kind.FORWARD]
+        assert order == sorted(order), "the data loader yields micro-batches in this order"
+        _check_coverage(plan, rank, actions)
+
+
+def _check_coverage(plan: Plan, rank: int, actions: tuple[Action, ...]) -> None:
+    """Each micro-batch's samples cross each boundary of its chunk exactly once."""
+    (chunk,) = plan.chunks_of_group(plan.group_of_rank(rank))
+    for m in replica_micro_batches(plan, rank):
+        for kind, crosses in (
+            (Kind.RECEIVE_ACTIVATION, chunk > 0),
+            (Kind.SEND_GRADIENT, chunk > 0),
+            (Kind.SEND_ACTIVATION, chunk < len(plan.chunks) - 1),
+            (Kind.RECEIVE_GRADIENT, chunk < len(plan.chunks) - 1),
+        ):
+            samples = [
+                s
+                for a in actions
+                if (a.kind, a.micro_batch) == (kind, m.index) and a.samples
+                for s in range(*a.samples)
+            ]
+            assert sorted(samples) == (list(range(m.start, m.stop)) if crosses else [])
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_one_sequence_runs_even_if_every_transfer_blocks(plan: Plan) -> None:
+    """Before receives are moved forward, lists run with unbuffered blocking sends and receives."""
+    from zorse_megatron.schedules.lower import _Sequence
+
+    sequence = _Sequence(plan)
+    sequence.play(forward_only=False)
+    check_executable(
+        ActionLists(ranks=tuple(map(tuple, sequence.lists))), blocking=True
+    )
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_evaluation_lists_can_be_executed(plan: Plan) -> None:
+    lists = lower_plan(plan, forward_only=True)
+    check_executable(lists)
+    kinds = {a.kind for actions in lists.ranks for a in actions}
+    assert kinds <= {Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION}
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_lists_print_and_parse_back(plan: Plan) -> None:
+    lists = lower_plan(plan, tied=True)
+    assert parse_action_lists(str(lists)) == lists
+
+
+def test_every_action_prints_and_parses_back() -> None:
+    for kind in Kind:
+        if kind in SENDS | RECEIVES:
+            action = Action(kind=kind, chunk=2, micro_batch=11, peer=7, samples=(8, 12))
+        elif kind in (Kind.FORWARD, Kind.BACKWARD):
+            action = Action(kind=kind, chunk=2, micro_batch=11)
+        elif kind in (Kind.TIE, Kind.SCALE, Kind.STEP):
+            action = Action(kind=kind)
+        else:
+            action = Action(kind=kind, chunk=2)
+        assert parse_action(str(action)) == action
+
+
+@pytest.mark.parametrize("word", ["", "F", "1X2", "1SA2<3[0:1]", "1RA2>3[0:1]", "STEPS", "-1F0"])
+def test_what_is_no_action_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="expected an action"):
+        parse_action(word)
+
+
+def test_in_flight_micro_batches_stay_bounded() -> None:
+    """Activation memory: no replica holds more than its limit, whatever the batch."""
+    plan = even_plan(4, 1, 64)
+    lists = lower_plan(plan)
+    for rank in range(4):
+        held = peak = 0
+        for word in computations(lists, rank):
+            held += 1 if word[0] == "F" else -1
+            peak = max(peak, held)
+        assert peak == 4 - rank
+
+
+def test_a_stuck_list_is_reported_with_every_rank() -> None:
+    broken = parse_action_lists("rank 0: 0F0 0RG0<1[0:1] 0B0\nrank 1: 1RA0<0[0:1] 1F0 1B0")
+    with pytest.raises(ScheduleError, match=r"no rank can go on[\s\S]*»0B0«[\s\S]*»1F0«"):
+        check_executable(broken)
+
+
+def test_ends_that_do_not_match_are_reported() -> None:
+    broken = parse_action_lists("rank 0: 0F0 0SA0>1[0:2]\nrank 1: 1RA0<0[0:1] 1F0")
+    with pytest.raises(ScheduleError, match="rank 0 sends"):
+        check_executable(broken)
+
+
+def test_a_send_without_receive_is_reported() -> None:
+    broken = parse_action_lists("rank 0: 0F0 0SA0>1[0:1]\nrank 1: STEP")
+    with pytest.raises(ScheduleError, match="have no other end"):
+        check_executable(broken)
+
+
+def test_what_cannot_be_lowered_yet_is_refused_all_at_once() -> None:
+    from zorse_megatron.schema.plan import Offload, Recompute
+
+    replica = Replica(ranks=(0, 1), micro_batch_size=1, num_microbatches=1, shard_weight=1.0)
+    plan = Plan(
+        schema_version=1,
+        global_batch_size=1,
+        model=ModelFingerprint(num_layers=2),
+        groups=(
+            Group(
+                replicas=(replica,),
+                recompute=Recompute(mode="full"),
+                offload=Offload(parameters=True),
+            ),
+        ),
+        chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2))),
+        schedule=Schedule(name="breadth_first"),
+    )
+    with pytest.raises(PlanError) as caught:
+        lower_plan(plan)
+    assert len(caught.value.problems) == 5

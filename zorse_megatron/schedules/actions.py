@@ -1,0 +1,133 @@
+"""The vocabulary of schedules: what one rank does, one action after the other.
+
+An action prints as a short word and parses back:
+
+| word          | meaning                                                                  |
+|---------------|--------------------------------------------------------------------------|
+| `1F3`         | forward of chunk 1 on this rank's micro-batch 3                          |
+| `1B3`         | backward of the same                                                     |
+| `1SA3>4[8:12]`| start to send samples 8..11 of chunk 1's output (activation) to rank 4   |
+| `2RA0<1[8:12]`| start to receive them from rank 1, for chunk 2's micro-batch 0           |
+| `2SG0>1[8:12]`| start to send the gradient of those samples back to rank 1               |
+| `1RG3<4[8:12]`| start to receive it from rank 4, for chunk 1's micro-batch 3             |
+| `1REDUCE`     | sum chunk 1's gradients over its group into each rank's shard            |
+| `TIE`         | sum the tied embedding's gradient over the first and the last chunk      |
+| `SCALE`       | divide all gradients by the global batch's number of tokens              |
+| `STEP`        | norm, clipping and optimizer step on this rank's shards                  |
+| `1GATHER`     | make chunk 1's parameters whole again from the group's shards            |
+| `1RELEASE`    | drop chunk 1's full parameters, keep the shard                           |
+| `1OFFLOAD`    | copy chunk 1's state to host memory                                      |
+| `1FETCH`      | copy it back                                                             |
+
+Sends and receives only start a transfer. A forward or backward waits for the receives that it
+consumes; a send's buffer is kept until it has left.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_ACTIVATION = "SA"
+    RECEIVE_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECEIVE_GRADIENT = "RG"
+    REDUCE = "REDUCE"
+    TIE = "TIE"
+    SCALE = "SCALE"
+    STEP = "STEP"
+    GATHER = "GATHER"
+    RELEASE = "RELEASE"
+    OFFLOAD = "OFFLOAD"
+    FETCH = "FETCH"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
+RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
+TRANSFERS = SENDS | RECEIVES
+WHOLE_RANK = frozenset({Kind.TIE, Kind.SCALE, Kind.STEP})
+
+MATCHING = {
+    Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION,
+    Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT,
+}
+"""The receive that takes what a send sends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One step of one rank's list. Unused fields are None.
+
+    `peer` is a global rank; `samples` is a half-open interval of the global batch.
+    """
+
+    kind: Kind
+    chunk: int | None = None
+    micro_batch: int | None = None
+    peer: int | None = None
+    samples: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        if self.kind in WHOLE_RANK:
+            return str(self.kind)
+        if self.kind in TRANSFERS:
+            assert self.samples is not None
+            arrow = ">" if self.kind in SENDS else "<"
+            start, stop = self.samples
+            return f"{self.chunk}{self.kind}{self.micro_batch}{arrow}{self.peer}[{start}:{stop}]"
+        suffix = "" if self.micro_batch is None else str(self.micro_batch)
+        return f"{self.chunk}{self.kind}{suffix}"
+
+
+_TRANSFER = re.compile(r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)\]")
+_COMPUTE = re.compile(r"(\d+)([FB])(\d+)")
+_CHUNK = re.compile(r"(\d+)(REDUCE|GATHER|RELEASE|OFFLOAD|FETCH)")
+
+
+def parse_action(word: str) -> Action:
+    """Read back what `str(action)` wrote. Raises ValueError on anything else."""
+    if word in WHOLE_RANK:
+        return Action(kind=Kind(word))
+    if match := _COMPUTE.fullmatch(word):
+        return Action(kind=Kind(match[2]), chunk=int(match[1]), micro_batch=int(match[3]))
+    if match := _CHUNK.fullmatch(word):
+        return Action(kind=Kind(match[2]), chunk=int(match[1]))
+    match = _TRANSFER.fullmatch(word)
+    if match is None or (match[4] == ">") != (Kind(match[2]) in SENDS):
+        raise ValueError(f"found {word!r}; expected an action such as 1F3, 1SA3>4[8:12] or STEP")
+    return Action(
+        kind=Kind(match[2]),
+        chunk=int(match[1]),
+        micro_batch=int(match[3]),
+        peer=int(match[5]),
+        samples=(int(match[6]), int(match[7])),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionLists:
+    """One list of actions per global rank: what the simulator prices and the runtime executes."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks)
+        )
+
+
+def parse_action_lists(text: str) -> ActionLists:
+    """Read back what `str(action_lists)` wrote. Raises ValueError with the offending line."""
+    ranks = []
+    for number, line in enumerate(text.splitlines()):
+        head, separator, words = line.partition(":")
+        if not separator or head.strip() != f"rank {number}":
+            raise ValueError(f"line {number + 1}: found {line[:40]!r}; expected 'rank {number}: …'")
+        ranks.append(tuple(map(parse_action, words.split())))
+    return ActionLists(ranks=tuple(ranks))
