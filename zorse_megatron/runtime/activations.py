@@ -1,0 +1,110 @@
+"""Tensors that travel between chunks: cut along the batch dimension, joined again."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from zorse_megatron.runtime.transport import Transport, Work
+from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.samples import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSpec:
+    """What a boundary activation looks like: [sequence_length, samples, hidden_size]."""
+
+    sequence_length: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, num_samples: int) -> torch.Tensor:
+        """An uninitialised activation of `num_samples` samples."""
+        shape = (self.sequence_length, num_samples, self.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Incoming:
+    samples: tuple[int, int]
+    buffer: torch.Tensor
+    work: Work
+
+
+@dataclass(kw_only=True)
+class Mailbox:
+    """Starts the sends and receives of one rank and joins what arrived.
+
+    Keys are (is activation, chunk, micro-batch).
+    """
+
+    transport: Transport
+    spec: ActivationSpec
+    global_batch_size: int
+    on_wait: Callable[[float], None] = lambda _: None
+    incoming: dict[tuple[bool, int, int], list[_Incoming]] = field(default_factory=dict)
+    leaving: list[tuple[Work, torch.Tensor]] = field(default_factory=list)
+
+    def start_receive(self, action: Action) -> None:
+        """Post one receive; its data is taken with `take`."""
+        assert action.samples is not None and action.peer is not None
+        start, stop = action.samples
+        buffer = self.spec.empty(stop - start)
+        work = self.transport.receive(buffer, peer=action.peer, tag=self._tag(action))
+        piece = _Incoming(samples=(start, stop), buffer=buffer, work=work)
+        self.incoming.setdefault(self._key(action), []).append(piece)
+
+    def start_send(self, action: Action, tensor: torch.Tensor, micro_batch: MicroBatch) -> None:
+        """Send the action's samples of `tensor`, which holds all of `micro_batch`."""
+        assert action.samples is not None and action.peer is not None
+        self._forget_what_left()
+        start, stop = action.samples
+        part = tensor
+        if (start, stop) != (micro_batch.start, micro_batch.stop):
+            part = tensor[:, start - micro_batch.start : stop - micro_batch.start]
+        part = part.contiguous()
+        work = self.transport.send(part, peer=action.peer, tag=self._tag(action))
+        self.leaving.append((work, part))
+
+    def take(self, *, activation: bool, chunk: int, micro_batch: MicroBatch) -> torch.Tensor:
+        """Wait for all pieces of a micro-batch and join them along the batch dimension."""
+        parts = self.incoming.pop((activation, chunk, micro_batch.index))
+        parts.sort(key=lambda piece: piece.samples)
+        covered = [micro_batch.start, *(piece.samples[1] for piece in parts)]
+        assert covered[-1] == micro_batch.stop and covered[:-1] == [p.samples[0] for p in parts]
+        before_s = time.perf_counter()
+        for piece in parts:
+            piece.work.wait()
+        self.on_wait(time.perf_counter() - before_s)
+        if len(parts) == 1:
+            return parts[0].buffer
+        return torch.cat([piece.buffer for piece in parts], dim=1)
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, _ in self.leaving:
+            work.wait()
+        self.leaving.clear()
+
+    def _forget_what_left(self) -> None:
+        done = [entry for entry in self.leaving if entry[0].is_completed()]
+        if done:
+            for work, _ in done:
+                work.wait()  # raises the error of a send that failed
+            self.leaving = [entry for entry in self.leaving if not entry[0].is_completed()]
+
+    @staticmethod
+    def _key(action: Action) -> tuple[bool, int, int]:
+        assert action.chunk is not None and action.micro_batch is not None
+        return action.kind is Kind.RECEIVE_ACTIVATION, action.chunk, action.micro_batch
+
+    def _tag(self, action: Action) -> int:
+        """A number that both ends derive, and no other transfer of the step shares."""
+        assert action.chunk is not None and action.samples is not None
+        gradient = action.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
+        # Name the boundary by its lower chunk, which both ends can tell.
+        upper_end = action.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
+        boundary = action.chunk - 1 if upper_end else action.chunk
+        return 2 * (boundary * self.global_batch_size + action.samples[0]) + gradient

@@ -1,0 +1,168 @@
+"""Runs one rank's list of actions, in its order and nothing else.
+
+What a forward, a backward, a reduction or a step does is the business of a `ChunkRunner`; the
+executor moves the tensors between chunks and keeps the order. A training step has two halves, as
+Megatron's `train_step` calls the schedule first and the optimizer later: `run_until_step` runs the
+list up to STEP, `run_rest` runs STEP and what follows.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from zorse_megatron.runtime.activations import Mailbox
+from zorse_megatron.runtime.trace import Trace
+from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
+from zorse_megatron.schedules.samples import MicroBatch
+
+
+class ChunkRunner(Protocol):
+    """What the actions mean for a real model."""
+
+    def forward(
+        self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Run a forward; returns the activation for the next chunk (None on the last)."""
+
+    def backward(
+        self, chunk: int, micro_batch: MicroBatch, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Run a backward; returns the gradient for the previous chunk (None on the first)."""
+
+    def reduce(self, chunk: int) -> None:
+        """Sum the chunk's gradients over its group into the shards."""
+
+    def tie(self) -> None:
+        """Sum the tied embedding's gradient over its two copies."""
+
+    def scale(self) -> None:
+        """Divide all gradients by the number of tokens of the global batch."""
+
+    def step(self) -> None:
+        """Norm, clipping, optimizer step on this rank's shards."""
+
+    def gather(self, chunk: int) -> None:
+        """Make the chunk's parameters whole from the group's shards."""
+
+
+class Executor:
+    """Executes action lists for one rank."""
+
+    def __init__(
+        self,
+        *,
+        micro_batches: Sequence[MicroBatch],
+        first_chunk: int,
+        last_chunk: int,
+        mailbox: Mailbox,
+        trace: Trace,
+    ) -> None:
+        """`micro_batches`: this rank's; chunks are numbered in model order over all groups."""
+        self.micro_batches = tuple(micro_batches)
+        self.first_chunk = first_chunk
+        self.last_chunk = last_chunk
+        self.mailbox = mailbox
+        self.trace = trace
+        self.step = -1
+        self.rest: list[Action] = []
+        self.to_send: dict[tuple[Kind, int, int], torch.Tensor] = {}
+        mailbox.on_wait = trace.waited
+
+    def run_until_step(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
+        """Start a new list and run it up to STEP, or to its end if it has none."""
+        self.step += 1
+        at = next((i for i, a in enumerate(actions) if a.kind is Kind.STEP), len(actions))
+        self.rest = list(actions[at:])
+        self._run(actions[:at], runner)
+        self.mailbox.flush()
+        assert not self.to_send and not self.mailbox.incoming, "actions left tensors behind"
+
+    def run_rest(self, runner: ChunkRunner) -> None:
+        """Run STEP and what follows it; once per `run_until_step`."""
+        rest, self.rest = self.rest, []
+        assert rest, "there is no step to run: run_until_step comes first"
+        self._run(rest, runner)
+
+    def _run(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
+        remaining = self._count_sends(actions)
+        for action in actions:
+            with self.trace.record(self.step, action):
+                self._execute(action, runner, remaining)
+
+    @staticmethod
+    def _count_sends(actions: Sequence[Action]) -> dict[tuple[Kind, int, int], int]:
+        counts: dict[tuple[Kind, int, int], int] = {}
+        for action in actions:
+            if action.kind in SENDS:
+                key = _produced(action)
+                counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def _execute(
+        self, action: Action, runner: ChunkRunner, remaining: dict[tuple[Kind, int, int], int]
+    ) -> None:
+        if action.kind in RECEIVES:
+            self.mailbox.start_receive(action)
+        elif action.kind in SENDS:
+            self._send(action, remaining)
+        elif action.kind is Kind.FORWARD:
+            self._forward(action, runner)
+        elif action.kind is Kind.BACKWARD:
+            self._backward(action, runner)
+        else:
+            self._on_state(action, runner)
+
+    def _forward(self, action: Action, runner: ChunkRunner) -> None:
+        chunk, micro_batch = self._operands(action)
+        activation = None
+        if chunk != self.first_chunk:
+            activation = self.mailbox.take(activation=True, chunk=chunk, micro_batch=micro_batch)
+        output = runner.forward(chunk, micro_batch, activation)
+        if chunk != self.last_chunk:
+            assert output is not None
+            self.to_send[Kind.SEND_ACTIVATION, chunk, micro_batch.index] = output
+
+    def _backward(self, action: Action, runner: ChunkRunner) -> None:
+        chunk, micro_batch = self._operands(action)
+        gradient = None
+        if chunk != self.last_chunk:
+            gradient = self.mailbox.take(activation=False, chunk=chunk, micro_batch=micro_batch)
+        input_gradient = runner.backward(chunk, micro_batch, gradient)
+        if chunk != self.first_chunk:
+            assert input_gradient is not None
+            self.to_send[Kind.SEND_GRADIENT, chunk, micro_batch.index] = input_gradient
+
+    def _send(self, action: Action, remaining: dict[tuple[Kind, int, int], int]) -> None:
+        key = _produced(action)
+        _, micro_batch = self._operands(action)
+        self.mailbox.start_send(action, self.to_send[key], micro_batch)
+        remaining[key] -= 1
+        if not remaining[key]:
+            del self.to_send[key]
+
+    def _on_state(self, action: Action, runner: ChunkRunner) -> None:
+        match action.kind:
+            case Kind.REDUCE:
+                assert action.chunk is not None
+                runner.reduce(action.chunk)
+            case Kind.TIE:
+                runner.tie()
+            case Kind.SCALE:
+                runner.scale()
+            case Kind.STEP:
+                runner.step()
+            case Kind.GATHER:
+                assert action.chunk is not None
+                runner.gather(action.chunk)
+            case _:
+                raise NotImplementedError(f"{action} is in the vocabulary but not executed yet")
+
+    def _operands(self, action: Action) -> tuple[int, MicroBatch]:
+        assert action.chunk is not None and action.micro_batch is not None
+        return action.chunk, self.micro_batches[action.micro_batch]
+
+
+def _produced(action: Action) -> tuple[Kind, int, int]:
+    assert action.chunk is not None and action.micro_batch is not None
+    return action.kind, action.chunk, action.micro_batch
