@@ -1,0 +1,81 @@
+"""`zorse_megatron.pretrain`, with what it computes written down for a comparison.
+
+Writes to `$ZORSE_TEST_RECORD`: `steps-rank<R>.json` (exact loss and gradient norm of every step that
+this rank logs) and `weights-rank<R>.pt` (its parameters after the last step, by their names in the
+whole model). The recorder reads what stock's own loop passes to `training_log`, so it is the same
+for stock and for a plan.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.pretrain import main
+
+RECORD = Path(os.environ.get("ZORSE_TEST_RECORD", "/nowhere"))
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")
+
+
+def recording_log(training_log: Callable[..., Any], steps: list[dict[str, Any]]) -> Any:
+    def log(loss_dict: Any, total: Any, lr: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        loss_scale, _, skipped, grad_norm = args[:4]
+        steps.append(
+            {
+                "iteration": iteration,
+                "loss": {name: value.item() for name, value in loss_dict.items()},
+                "grad_norm": None if grad_norm is None else float(grad_norm),
+                "skipped": skipped,
+                "loss_scale": float(loss_scale),
+                "lr": lr,
+            }
+        )
+        return training_log(loss_dict, total, lr, iteration, *args, **kwargs)
+
+    return log
+
+
+def recording_train(train: Callable[..., Any], steps: list[dict[str, Any]]) -> Any:
+    def train_and_record(
+        forward_step: Any, model: Any, optimizer: Any, *args: Any, **kw: Any
+    ) -> Any:
+        import torch
+
+        rank = os.environ.get("RANK", "0")
+        torch.save(weights(model[0]), RECORD / f"initial-rank{rank}.pt")
+        result = train(forward_step, model, optimizer, *args, **kw)
+        torch.save(weights(model[0]), RECORD / f"weights-rank{rank}.pt")
+        (RECORD / f"steps-rank{rank}.json").write_text(json.dumps(steps))
+        return result
+
+    return train_and_record
+
+
+def weights(chunk: Any) -> dict[str, Any]:
+    """Parameters by their names in the whole model."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    return {
+        _LAYER.sub(lambda m: f"{m[1]}{numbers[int(m[2])]}.", name): parameter.detach().clone()
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def record() -> None:
+    if cpu_mode.needed():
+        cpu_mode.enable()
+    import megatron.training.training as training
+
+    steps: list[dict[str, Any]] = []
+    RECORD.mkdir(parents=True, exist_ok=True)
+    training.training_log = recording_log(training.training_log, steps)
+    training.train = recording_train(training.train, steps)
+    main()
+
+
+if __name__ == "__main__":
+    record()

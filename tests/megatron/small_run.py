@@ -1,0 +1,39 @@
+"""The flags of the small training run that the end-to-end tests share."""
+
+from pathlib import Path
+
+from tests.megatron.launch import MegatronServer, RunResult
+
+# The flags of `zorse_megatron.adapter.byte_corpus.tokenizer_flags`, spelled out: the test process
+# must not import Megatron, and `test_corpus.py` checks that they are the same.
+TOKENIZER_FLAGS = (
+    *("--tokenizer-type", "NullTokenizer"),
+    *("--vocab-size", "256"),
+    *("--null-tokenizer-eod-id", "0"),
+    *("--make-vocab-size-divisible-by", "32"),
+)
+
+
+def small_run_flags(corpus_prefix: Path, *, train_iters: int = 6) -> list[str]:
+    """Return the flags of a GPT with 4 layers of width 64 that trains on `corpus_prefix`."""
+    return [
+        *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+        *("--seq-length", "64", "--max-position-embeddings", "64"),
+        *("--micro-batch-size", "2", "--global-batch-size", "8"),
+        *("--train-iters", str(train_iters), "--lr", "1e-2"),
+        *("--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0"),
+        *("--data-path", str(corpus_prefix), "--split", "90,10,0", *TOKENIZER_FLAGS),
+        # Stock cannot do without --eval-interval even where it evaluates nothing. Data loader
+        # workers would be two more processes for each rank.
+        *("--eval-iters", "0", "--eval-interval", "1000"),
+        *("--num-workers", "0", "--log-interval", "1"),
+    ]
+
+
+def stock(
+    server: MegatronServer, flags: list[str], world_size: int = 1, *, timeout_s: float = 120
+) -> RunResult:
+    """Train stock Megatron; raises RankFailure unless every rank ends with status 0."""
+    return server.run_ranks(
+        flags, world_size, entry="tests.megatron.stock_entry", timeout_s=timeout_s
+    ).check()

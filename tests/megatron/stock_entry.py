@@ -1,0 +1,24 @@
+"""Stock Megatron through our GPT entry, with CPU mode where there is no GPU.
+
+Saving a checkpoint re-imports this file in another process: nothing heavy at module level.
+"""
+
+import sys
+
+
+def main() -> None:
+    from zorse_megatron.adapter import cpu_mode, rebind
+
+    if cpu_mode.needed():
+        cpu_mode.enable()
+        sys.argv[1:] = cpu_mode.with_cpu_flags(sys.argv[1:])
+
+    from zorse_megatron.adapter import gpt_entry
+    from zorse_megatron.adapter.stock_fixes import STOCK_FIXES
+
+    rebind.apply(STOCK_FIXES)
+    gpt_entry.main()
+
+
+if __name__ == "__main__":
+    main()

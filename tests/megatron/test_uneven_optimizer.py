@@ -1,0 +1,162 @@
+"""Unequal shards against a stock replicated optimizer that sees the same gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron import tiny_gpt
+from tests.megatron.tiny_gpt import Setup
+from tests.ranks.harness import run_ranks
+from zorse_megatron.errors import FlagError
+
+WEIGHTS = [(3, 1, 0), (1, 1, 1), (0, 1, 0)]
+
+
+def _largest_difference(ours: Any, stock: Any, setup: Setup) -> float:
+    mine, theirs = tiny_gpt.weights_of(ours, setup), tiny_gpt.weights_of(stock, setup)
+    assert mine.keys() == theirs.keys()
+    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
+
+
+def _compare_steps(
+    weights_list: Sequence[Sequence[float]], setup: Setup, tolerance: float, overflow_step: int
+) -> None:
+    """Four steps of each, gradients by hand; at `overflow_step` one rank's gradients overflow."""
+    tiny_gpt.start()
+    collection = tiny_gpt.groups_of([[0, 1, 2]], setup)
+    for weights in weights_list:
+        ours, our_optimizer = tiny_gpt.make_ours(setup, collection, weights)
+        stock, stock_optimizer = tiny_gpt.make_stock(setup)
+        for step in range(4):
+            rank = dist.get_rank()
+            parts = [rank] if rank != 2 else [2, 3, 4]  # unequal numbers of micro-batches
+            scales = [float("inf") if step == overflow_step and r == 1 else 1.0 for r in range(3)]
+            tiny_gpt.set_gradients(ours, setup, step=step, contributors=parts, scale=scales[rank])
+            every = [0, 1, 2, 3, 4]
+            tiny_gpt.set_gradients(stock, setup, step=step, contributors=every, scale=max(scales))
+            mine = tiny_gpt.reduce_and_step(ours, our_optimizer)
+            theirs = tiny_gpt.reduce_and_step(stock, stock_optimizer)
+            assert mine[0] == theirs[0] == (step != overflow_step)
+            if mine[0]:
+                assert mine[1] == pytest.approx(theirs[1], rel=max(1e-6, tolerance))
+            assert mine[2] == theirs[2]
+            assert our_optimizer.get_loss_scale() == stock_optimizer.get_loss_scale()
+            assert _largest_difference(ours, stock, setup) <= tolerance
+        (part,) = our_optimizer.chained_optimizers
+        assert part.step_count == 4 - (overflow_step >= 0)
+        owned = sum(p.numel() for p in part.get_parameters())
+        assert (owned == 0) == (weights[dist.get_rank()] == 0)
+
+
+@pytest.mark.parametrize(
+    ("setup", "tolerance"),
+    [
+        (Setup(), 0.0),
+        (Setup(clip_grad=0.5), 2.4e-7),  # two units in the last place of 1.0
+        (Setup(dtype=torch.bfloat16), 0.0),
+        (Setup(dtype=torch.bfloat16, grad_reduce_in_fp32=False, clip_grad=0.5), 1e-3),
+    ],
+    ids=["fp32", "fp32-clip", "bf16", "bf16-clip-bf16-gradients"],
+)
+def test_steps_equal_stock(setup: Setup, tolerance: float) -> None:
+    # bf16 gradients are rounded after each addition, so the order of ranks shows there.
+    run_ranks(3, _compare_steps, WEIGHTS, setup, tolerance, -1, timeout_s=120)
+
+
+def test_fp16_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    setup = Setup(dtype=torch.float16, clip_grad=0.5)
+    run_ranks(3, _compare_steps, WEIGHTS, setup, 1e-3, 1, timeout_s=120)
+
+
+def _train(chunk: Any, optimizer: Any, *, rows: Sequence[int], step: int) -> float:
+    """One step of real forwards and backwards, one row per micro-batch; returns the norm."""
+    for row in rows:
+        dice = torch.Generator().manual_seed(100 * step + row)
+        tokens = torch.randint(tiny_gpt.VOCAB, (1, tiny_gpt.SEQUENCE), generator=dice)
+        positions = torch.arange(tiny_gpt.SEQUENCE)[None]
+
+        def backward(tokens: torch.Tensor = tokens, positions: torch.Tensor = positions) -> None:
+            mask = torch.triu(torch.ones(1, 1, *[tiny_gpt.SEQUENCE] * 2, dtype=torch.bool), 1)
+            chunk(tokens, positions, mask, labels=tokens.roll(-1, 1)).sum().backward()
+
+        if row == rows[-1]:
+            backward()
+        else:
+            with chunk.no_sync():
+                backward()
+    return tiny_gpt.reduce_and_step(chunk, optimizer, divide_by=5.0 * tiny_gpt.SEQUENCE)[1]
+
+
+def _compare_training(weights: Sequence[float], setup: Setup) -> None:
+    tiny_gpt.start()
+    collection = tiny_gpt.groups_of([[0, 1, 2]], setup)
+    ours, our_optimizer = tiny_gpt.make_ours(setup, collection, weights)
+    stock, stock_optimizer = tiny_gpt.make_stock(setup)
+    assert (len(ours.bucket_groups) > 3) == setup.overlap
+    # Each rank in turn has no micro-batch: in the first step, later, and never.
+    splits = [([], [0, 1], [2, 3, 4]), ([0, 1, 2, 3], [], [4]), ([0], [1, 2], [3, 4]), ([], [0, 1, 2, 3, 4], [])]  # fmt: skip # noqa: E501
+    for step, split in enumerate(splits):
+        mine = _train(ours, our_optimizer, rows=split[dist.get_rank()], step=step)
+        theirs = _train(stock, stock_optimizer, rows=[0, 1, 2, 3, 4], step=step)
+        assert mine == pytest.approx(theirs, rel=1e-5)
+        if setup.overlap and step == 1:  # what evaluation and saving do between steps
+            ours.disable_forward_pre_hook()
+            assert _largest_difference(ours, stock, setup) < 1e-5
+            ours.enable_forward_pre_hook()
+    if setup.overlap:
+        ours.disable_forward_pre_hook()
+    assert _largest_difference(ours, stock, setup) < 1e-5
+
+
+@pytest.mark.parametrize("weights", [(3, 1, 0), (1, 1, 1)])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_training_with_idle_ranks_equals_stock(weights: tuple[float, ...], overlap: bool) -> None:
+    setup = Setup(clip_grad=1.0, overlap=overlap, bucket_size=2000 if overlap else None)
+    run_ranks(3, _compare_training, weights, setup, timeout_s=120)
+
+
+def _skip_large_norms() -> list[tuple[bool, int]]:
+    tiny_gpt.start()
+    setup = Setup(grad_norm_skip_threshold=5.0)
+    collection = tiny_gpt.groups_of([[0, 1]], setup)
+    chunk, optimizer = tiny_gpt.make_ours(setup, collection, (1, 0))
+    results = []
+    for step, scale in enumerate([0.1, 10.0, 0.1]):
+        tiny_gpt.set_gradients(chunk, setup, step=step, contributors=[0], scale=scale)
+        success, _, _ = tiny_gpt.reduce_and_step(chunk, optimizer)
+        results.append((success, optimizer.chained_optimizers[0].step_count))
+    return results
+
+
+def test_too_large_norms_skip_the_step_on_ranks_that_own_nothing_too() -> None:
+    results = run_ranks(2, _skip_large_norms)
+    assert results == [[(True, 1), (False, 1), (True, 2)]] * 2
+
+
+def _refusals() -> list[str]:
+    tiny_gpt.start()
+    setup = Setup()
+    collection = tiny_gpt.groups_of([[0]], setup)
+    model = tiny_gpt.build_gpt(setup, collection)
+    messages = []
+    with pytest.raises(FlagError) as refused:
+        tiny_gpt.wrap(model, setup, collection, (1,), average_in_collective=True, nccl_ub=True)
+    messages.append(str(refused.value))
+    chunk = tiny_gpt.wrap(model, setup, collection, (1,))
+    with pytest.raises(FlagError) as refused:
+        tiny_gpt.build_ours(setup, chunk, collection, optimizer="sgd")
+    messages.append(str(refused.value))
+    with pytest.raises(ValueError, match="one per rank"):
+        tiny_gpt.wrap(tiny_gpt.build_gpt(setup, collection), setup, collection, (1, 2))
+    return messages
+
+
+def test_options_that_cannot_be_kept_are_refused() -> None:
+    (messages,) = run_ranks(1, _refusals)
+    assert "2 problems" in messages[0]
+    assert "Remove --ddp-average-in-collective." in messages[0]
+    assert "Remove --use-nccl-ub." in messages[0]
+    assert "--optimizer: found 'sgd'; expected 'adam'" in messages[1]

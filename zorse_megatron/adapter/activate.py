@@ -1,0 +1,87 @@
+"""Puts a plan into effect: hooks before the script runs, process groups when it calls `pretrain`."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zorse_megatron.adapter import rebind
+from zorse_megatron.adapter.stock_fixes import STOCK_FIXES
+from zorse_megatron.adapter.versions import check_megatron, installed_megatron
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.log import say
+from zorse_megatron.schema.load import fingerprint
+from zorse_megatron.schema.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRun:
+    """What the command line says about the plan."""
+
+    plan: Plan
+    trace_directory: Path | None = None
+
+
+def activate(run: PlanRun | None) -> None:
+    """Apply all hooks that must be in place before the user's script is imported.
+
+    Without a plan, stock Megatron stays as it is but for `STOCK_FIXES`. Imports Megatron: enable
+    CPU mode first where it is needed. Raises SeamError when Megatron is not as we know it.
+    """
+    check_megatron(installed_megatron())
+    rebind.apply(STOCK_FIXES)
+    if run is None:
+        return
+    from zorse_megatron.adapter.hooks import argument_records, entry_records
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rebind.apply(argument_records(run.plan, world_size=world_size))
+    rebind.apply(entry_records(partial(_pretrain_under_plan, run)))
+    say(
+        f"plan {fingerprint(run.plan)}: {run.plan.world_size} ranks in groups of "
+        + "|".join(str(len(run.plan.groups[c.group].ranks)) for c in run.plan.chunks)
+    )
+
+
+def _pretrain_under_plan(run: PlanRun, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def pretrain(cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
+        from zorse_megatron.adapter.training import train_under_plan
+
+        if getattr(cfg_container, "model", None) is None:
+            raise FlagError(
+                "This script cannot run under a plan",
+                [
+                    Problem(
+                        where="the script's call of pretrain()",
+                        found="a config container without a model config",
+                        expected="one with cfg_container.model, as in upstream's pretrain_gpt.py",
+                        remedy="Use pretrain_gpt.py of Megatron-LM core_v0.19 as the pattern.",
+                    )
+                ],
+            )
+        _initialize_distributed()
+        return train_under_plan(run, partial(stock, cfg_container, *args, **kwargs), cfg_container)
+
+    return pretrain
+
+
+def _initialize_distributed() -> None:
+    """What stock's `_initialize_distributed` does, earlier: groups are made before it runs."""
+    import torch
+    import torch.distributed as dist
+    from megatron.training import get_args
+
+    if dist.is_initialized():
+        return
+    args = get_args()
+    if torch.cuda.device_count() > 0:
+        torch.cuda.set_device(args.local_rank)
+    dist.init_process_group(
+        backend=args.distributed_backend,
+        world_size=args.world_size,
+        rank=args.rank,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )

@@ -1,0 +1,201 @@
+"""Megatron's gradient buckets with shards of unequal size, reduced and gathered in one order.
+
+Source: `megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup`, whose equal
+shards and tensor collectives are replaced; when to communicate stays as it is there, except that
+the order is fixed. Stock starts a bucket's reduction when its last gradient arrives, which is the
+same order everywhere only as long as all ranks run the same backward. Here a rank may run none in
+a step and start all of its reductions at the end, so buckets wait for the ones before them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
+
+
+class UnevenBucketGroup(_ParamAndGradBucketGroup):
+    """Buckets that communicate together; each has `shard_bounds`, one interval per group rank.
+
+    `shard_bounds` are positions in the bucket (see `schedules.shards`), set by
+    `data_parallel.UnevenDistributedDataParallel`.
+    """
+
+    order: "BucketOrder"
+    param_gather_handle: Any
+
+    def __init__(self, buckets: list[Any], ddp_config: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(buckets, ddp_config, group, group.size())
+        self.group = group
+        self.grad_sync_requested = False
+        self.grad_sync_dispatched = False
+
+    def reset(self) -> None:
+        """Prepare for the next step."""
+        super().reset()
+        self.grad_sync_requested = False
+        self.grad_sync_dispatched = False
+
+    # Gradients.
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Reduce now, or with overlap_grad_reduce as soon as all buckets before this one have been.
+
+        Raises RuntimeError when this step's reduction has been started already (not in the first
+        step, in which stock ignores it too).
+        """
+        if not self.ddp_config.overlap_grad_reduce:
+            self.dispatch_grad_sync(force_all_reduce=bool(force_all_reduce))
+            return
+        if self.grad_sync_dispatched:
+            if self.is_first_batch:
+                return
+            raise RuntimeError("this bucket's gradients are being reduced already in this step")
+        self.grad_sync_requested = True
+        self.order.dispatch_requested(force_all_reduce=bool(force_all_reduce))
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the reduction; start it first where no backward has.
+
+        Raises RuntimeError when a backward ran but left gradients out, as stock does.
+        """
+        overlap = self.ddp_config.overlap_grad_reduce
+        if overlap and not self.grad_sync_dispatched and not self.grad_reduce_finished:
+            self._refuse_partial_backward()
+            self.order.dispatch_through(self, force_all_reduce=bool(force_all_reduce))
+        super().finish_grad_sync(force_all_reduce=force_all_reduce)
+
+    def _refuse_partial_backward(self) -> None:
+        # No count at all means that this rank had no micro-batch in this step.
+        if self.per_param_grad_ready_counts and not self.is_first_batch:
+            raise RuntimeError(
+                f"{len(self.per_param_grad_ready_counts)} of the bucket's {len(self.params)} "
+                "parameters got a gradient in this step, unlike in the first one; with "
+                "--overlap-grad-reduce a backward must reach the same parameters in every step"
+            )
+
+    def dispatch_grad_sync(self, *, force_all_reduce: bool) -> None:
+        """Start the reduction, out of `order`'s or stock's hands; waits unless it overlaps."""
+        self._prepare_gradients()
+        async_op = self.ddp_config.overlap_grad_reduce
+        works = [self._reduce(bucket, force_all_reduce, async_op) for bucket in self.buckets]
+        self.grad_reduce_handle = Works([w for w in works if w is not None]) if async_op else None
+        self.grad_sync_dispatched = async_op
+
+    def _reduce(self, bucket: Any, force_all_reduce: bool, async_op: bool) -> Any:
+        if force_all_reduce:
+            return dist.all_reduce(bucket.grad_data, group=self.group, async_op=async_op)
+        return reduce_scatter_uneven(
+            bucket.grad_data, bucket.shard_bounds, self.group, async_op=async_op
+        )
+
+    def _prepare_gradients(self) -> None:
+        """What stock's `start_grad_sync` does before it communicates."""
+        self._wait_for_graph_replays()
+        for bucket in self.buckets:
+            for param in bucket.params_with_extra_main_grads:
+                if getattr(param, "main_grad_copy_in_grad_buffer", None) is not None:
+                    param.main_grad_copy_in_grad_buffer.copy_(param.main_grad)
+        config = self.ddp_config
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            self.check_grads(
+                check_for_nan_or_inf=config.check_for_nan_in_grad,
+                check_for_large=config.check_for_large_grads,
+            )
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.gradient_scaling_factor != 1.0:
+                    bucket.grad_data *= bucket.gradient_scaling_factor
+
+    def _wait_for_graph_replays(self) -> None:
+        """A CUDA graph may still be adding to the gradients that are about to be read."""
+        events = {
+            event
+            for bucket in self.buckets
+            for param in bucket.params_list
+            if (event := getattr(param, "_cudagraph_wgrad_ready_event", None)) is not None
+        }
+        for event in events:
+            torch.cuda.current_stream().wait_event(event)
+
+    # Parameters.
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gather the shards of parameters; returns at once with overlap_param_gather.
+
+        `force_sync` waits in any case.
+        """
+        overlap = self.ddp_config.overlap_param_gather
+        if force_sync and self.param_gather_handle is not None:
+            self.param_gather_handle.wait()
+            self.param_gather_handle = None
+            self._post_param_sync()
+            return
+        assert self.param_gather_handle is None, "these parameters are being gathered already"
+        async_op = overlap and not force_sync
+        works = [
+            all_gather_uneven(bucket.param_data, bucket.shard_bounds, self.group, async_op=async_op)
+            for bucket in self.buckets
+        ]
+        self.param_gather_handle = Works([w for w in works if w is not None]) if async_op else None
+        if force_sync and overlap:
+            self._post_param_sync()
+        self.param_gather_dispatched = True
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        """Wait for the gather; start it, and all that come before it, where nobody has."""
+        self.order.dispatch_gathers_before(self)
+        super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch)
+
+
+class BucketOrder:
+    """The order of one model chunk's communication: the same on all ranks of its group.
+
+    Gradients are reduced from the first bucket to the last (buckets hold parameters from the
+    output back to the input), parameters are gathered from the last to the first, and a step's
+    gathers all come before its reductions.
+    """
+
+    def __init__(self, groups: Sequence[UnevenBucketGroup]) -> None:
+        self.groups = tuple(groups)
+        for group in self.groups:
+            group.order = self
+
+    def dispatch_requested(self, *, force_all_reduce: bool) -> None:
+        """Start the reductions that are asked for and have no unstarted one before them."""
+        for group in self.groups:
+            if group.grad_sync_dispatched:
+                continue
+            if not group.grad_sync_requested:
+                return
+            self._dispatch(group, force_all_reduce)
+
+    def dispatch_through(self, last: UnevenBucketGroup, *, force_all_reduce: bool) -> None:
+        """Start the reductions up to and including `last`, asked for or not."""
+        for group in self.groups:
+            if not group.grad_sync_dispatched:
+                self._dispatch(group, force_all_reduce)
+            if group is last:
+                return
+
+    def _dispatch(self, group: UnevenBucketGroup, force_all_reduce: bool) -> None:
+        first_in_step = not any(other.grad_sync_dispatched for other in self.groups)
+        if group.ddp_config.overlap_param_gather and first_in_step:
+            self._finish_param_gathers()
+        group.dispatch_grad_sync(force_all_reduce=force_all_reduce)
+
+    def dispatch_gathers_before(self, group: UnevenBucketGroup) -> None:
+        """Start the gathers that come before that of `group`."""
+        for other in reversed(self.groups):
+            if other is group:
+                return
+            if not other.param_gather_dispatched:
+                other.start_param_sync()
+
+    def _finish_param_gathers(self) -> None:
+        """Take part in the gathers that this rank's forward did not ask for; wait for all."""
+        for group in reversed(self.groups):
+            group.finish_param_sync(skip_next_bucket_dispatch=True)

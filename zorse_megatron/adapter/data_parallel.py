@@ -1,0 +1,150 @@
+"""Megatron's DDP wrapper for a group whose ranks own shards of unequal size.
+
+Every rank holds the chunk's whole parameters and gradients. Gradients are summed (never averaged)
+into the owners' shards; the optimizer then steps the shards and the owners' new parameters are
+gathered. See `bucket_groups` for the communication, `distributed_optimizer` for the step.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from zorse_megatron.adapter.bucket_groups import BucketOrder, UnevenBucketGroup
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.schedules.shards import shard_bounds
+
+
+class UnevenDistributedDataParallel(DistributedDataParallel):
+    """`DistributedDataParallel` with one more argument, `shard_weights`.
+
+    `shard_weights`: one float >= 0 per rank of the data-parallel group, in the order of the group;
+    each bucket is cut in this proportion, and a rank with weight 0 owns nothing. A rank may run
+    any number of micro-batches in a step, none included, as long as it then calls
+    `finish_grad_sync`. With overlap_param_gather a rank without micro-batches should call
+    `start_param_sync` at the start of the step, or the others wait for it.
+
+    Raises FlagError for options that unequal shards cannot keep.
+    """
+
+    bucket_groups: list[Any]
+
+    def __init__(  # noqa: PLR0917  (stock's signature)
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        full_param_layout: Any = None,
+        *,
+        shard_weights: Sequence[float],
+    ) -> None:
+        problems = _problems(config, ddp_config, module)
+        if problems:
+            raise FlagError("Gradients cannot be reduced into unequal shards", problems)
+        super().__init__(
+            config=config,
+            ddp_config=ddp_config,
+            module=module,
+            disable_bucketing=disable_bucketing,
+            pg_collection=pg_collection,
+            full_param_layout=full_param_layout,
+        )
+        self.shard_weights = tuple(shard_weights)
+        self._cut_buckets()
+        self._replace_bucket_groups()
+
+    def _cut_buckets(self) -> None:
+        if len(self.shard_weights) != self.intra_dp_cp_group.size():
+            raise ValueError(
+                f"found {len(self.shard_weights)} shard weights for a data-parallel group of "
+                f"{self.intra_dp_cp_group.size()} ranks; expected one per rank"
+            )
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                bucket.shard_bounds = shard_bounds(bucket.grad_data.numel(), self.shard_weights)
+
+    def _replace_bucket_groups(self) -> None:
+        """Exchange stock's bucket groups for ours and link them as stock's `__init__` does."""
+        groups = [
+            UnevenBucketGroup(group.buckets, self.ddp_config, self.intra_dp_cp_group)
+            for group in self.bucket_groups
+        ]
+        self.bucket_groups = groups
+        self.bucket_order = BucketOrder(groups)
+        self.param_to_bucket_group = {
+            param: group for group in groups for bucket in group.buckets for param in bucket.params
+        }
+        if self.ddp_config.overlap_param_gather:
+            for previous, group in pairwise(groups):
+                group.next_param_gather_bucket_group = previous
+
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Gather the shards of all parameters, in the order in which a forward asks for them.
+
+        With overlap_param_gather, gathers that are done or under way are left alone unless
+        `force_sync`, so that a rank without micro-batches may call this in any step.
+        """
+        for group in reversed(self.bucket_groups):
+            pending = not (self.ddp_config.overlap_param_gather and group.param_gather_dispatched)
+            if pending or force_sync:
+                self._start_bucket_group_param_sync(group, force_sync=force_sync)
+
+
+def _problems(config: Any, ddp_config: Any, module: torch.nn.Module) -> list[Problem]:
+    """Everything in the configuration that unequal shards cannot keep."""
+    problems = []
+    if not ddp_config.use_distributed_optimizer:
+        problems.append(
+            _problem("use_distributed_optimizer", "False", "True", "Set it in the DDP config.")
+        )
+    if not config.calculate_per_token_loss:
+        problems.append(
+            _problem("calculate_per_token_loss", "False", "True", "Add --calculate-per-token-loss.")
+        )
+    if ddp_config.overlap_param_gather and not ddp_config.overlap_grad_reduce:
+        problems.append(
+            _problem("overlap_grad_reduce", "False", "True", "Add --overlap-grad-reduce.")
+        )
+    problems += [
+        _problem(name, repr(value), repr(expected), f"Remove {flag}.")
+        for name, expected, flag in _UNSUPPORTED
+        if (value := getattr(ddp_config, name)) != expected
+    ]
+    experts = [n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)]
+    if experts:
+        problems.append(
+            _problem(
+                "expert-parallel parameters",
+                f"{len(experts)}, {experts[0]} first",
+                "none",
+                "Use --expert-model-parallel-size 1.",
+            )
+        )
+    return problems
+
+
+# Each changes what is in the buffers or who reduces them: (field, value it must have, flag).
+_UNSUPPORTED = (
+    ("num_distributed_optimizer_instances", 1, "--num-distributed-optimizer-instances"),
+    ("average_in_collective", False, "--ddp-average-in-collective"),
+    (
+        "reduce_scatter_with_fp32_accumulation",
+        False,
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+    ),
+    ("fp8_param_gather", False, "--fp8-param-gather"),
+    ("fp4_param_gather", False, "--fp4-param-gather"),
+    ("nccl_ub", False, "--use-nccl-ub"),
+    ("use_megatron_fsdp", False, "--use-megatron-fsdp"),
+    ("use_custom_fsdp", False, "--use-custom-fsdp"),
+)
+
+
+def _problem(where: str, found: str, expected: str, remedy: str) -> Problem:
+    return Problem(where=where, found=found, expected=expected, remedy=remedy)

@@ -1,0 +1,103 @@
+"""Megatron's distributed optimizer for shards of unequal size.
+
+Source: `megatron.core.optimizer.distrib_optimizer.DistributedOptimizer`. Which elements a rank owns
+is the only difference to stock's step; checkpoints are in `optimizer_checkpoint`.
+"""
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+from zorse_megatron.adapter import optimizer_checkpoint
+from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
+from zorse_megatron.errors import FlagError, Problem
+
+
+class UnevenDistributedOptimizer(DistributedOptimizer):
+    """`DistributedOptimizer` over buckets cut by `UnevenDistributedDataParallel`.
+
+    Works for fp32, bf16 and fp16 with torch's Adam and AdamW or a fused Adam. A rank that owns
+    nothing has empty parameter groups, and takes part in all collectives.
+
+    `step_count` is the number of updates so far, the same on all ranks; a rank that owns nothing
+    has no other record of it.
+    """
+
+    def __init__(self, *args: Any, checkpoint_layout: CheckpointLayout, **kwargs: Any) -> None:
+        """Takes stock's arguments and the layout in which `sharded_state_dict` writes."""
+        super().__init__(*args, **kwargs)
+        self.checkpoint_layout = checkpoint_layout
+        self.step_count = 0
+        self._last_grad_norm = 0.0
+
+    @classmethod
+    def _build_model_gbuf_range(cls, param_and_grad_buffer: Any, bucket_index: int) -> dict:
+        """The parameters' parts in this rank's shard of a bucket (stock: equal shards)."""
+        bucket = param_and_grad_buffer.buckets[bucket_index]
+        start, stop = bucket.shard_bounds[param_and_grad_buffer.data_parallel_group.rank()]
+        shard = Range(bucket.offset + start, bucket.offset + stop)
+        param_map = cls._build_model_gbuf_param_range_map(
+            param_and_grad_buffer.param_index_map, shard, bucket.offset
+        )
+        return {"param_map": param_map}
+
+    def get_grad_norm(self) -> Any:
+        """The norm over all ranks' shards; every rank must call."""
+        self._last_grad_norm = super().get_grad_norm()
+        return self._last_grad_norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update this rank's shards and, unless deferred, gather all parameters."""
+        # ChainedOptimizer.step makes this comparison only on ranks that own parameters; the
+        # others would go on to the gather alone.
+        threshold = self.config.grad_norm_skip_threshold
+        if math.isfinite(threshold) and self._last_grad_norm > threshold:
+            return False
+        successful = super().step_with_ready_grads()
+        self.step_count += 1
+        return successful
+
+    # Checkpoints.
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict | None = None,
+    ) -> dict:
+        """The state in the space of the model's parameters; see `optimizer_checkpoint`."""
+        return optimizer_checkpoint.sharded_state_dict(
+            self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata or {}
+        )
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over what `dist_checkpointing.load` made of the request to load."""
+        optimizer_checkpoint.load_state_dict(self, state_dict)
+
+    def state_dict(self) -> NoReturn:
+        """Refuse: a plain state dict cannot say which elements a rank owns."""
+        raise FlagError(
+            "The optimizer state cannot be saved",
+            [
+                Problem(
+                    where="--ckpt-format",
+                    found="a format without sharded tensors",
+                    expected="torch_dist",
+                    remedy="Use --ckpt-format torch_dist, Megatron's default.",
+                )
+            ],
+        )
+
+    def save_parameter_state(self, filename: str) -> NoReturn:
+        """Refuse, as `state_dict` does."""
+        self.state_dict()
+
+    def load_parameter_state(
+        self, filename: str, *, update_legacy_format: bool = False
+    ) -> NoReturn:
+        """Refuse, as `state_dict` does."""
+        self.state_dict()

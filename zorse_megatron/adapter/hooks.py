@@ -1,0 +1,153 @@
+"""Every name of Megatron that a run under a plan rebinds, one record each."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from zorse_megatron.adapter.flags import fit_to_plan
+from zorse_megatron.adapter.rebind import Rebinding
+from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.log import say
+from zorse_megatron.schema.plan import Plan
+
+_EXACT = "tests/megatron/test_exactness.py"
+
+
+def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
+    """Hooks into argument parsing; applied before the user's script runs."""
+
+    def parse(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
+        def parse_args(
+            extra_args_provider: Any = None, ignore_unknown_args: bool = False
+        ) -> Namespace:
+            args = stock(extra_args_provider, ignore_unknown_args)
+            for note in fit_to_plan(args, plan, world_size=world_size):
+                say(note)
+            return args
+
+        return parse_args
+
+    def validate(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def validate_args(args: Namespace, defaults: Any = None) -> Any:
+            # One rank per stage: then stock's grid arithmetic is that of one replica that takes
+            # the whole global batch, which is what a plan's groups are to the training loop.
+            args.world_size = len(plan.chunks)
+            try:
+                return stock(args, {} if defaults is None else defaults)
+            finally:
+                args.world_size = world_size
+
+        return validate_args
+
+    return [
+        Rebinding(
+            target="megatron.training.arguments:parse_args",
+            make=parse,
+            parameters=("extra_args_provider", "ignore_unknown_args"),
+            why="flags are checked against the plan, and what the plan decides is set",
+            versions=MEGATRON_VERSIONS,
+            test="tests/megatron/test_bad_input.py",
+            delete_when="upstream takes a plan, or patches/ is merged",
+        ),
+        Rebinding(
+            target="megatron.training.arguments:validate_args",
+            make=validate,
+            parameters=("args", "defaults"),
+            why="stock divides the world size by the stages and the batch by the quotient; unequal "
+            "groups have no such quotient",
+            versions=MEGATRON_VERSIONS,
+            test=_EXACT,
+            delete_when="validate_args stops assuming equal data-parallel groups",
+        ),
+    ]
+
+
+def entry_records(make_pretrain: Callable[[Any], Any]) -> list[Rebinding]:
+    """Hook into `pretrain`, by the name that scripts import."""
+    return [
+        Rebinding(
+            target="megatron.training:pretrain",
+            make=make_pretrain,
+            parameters=(
+                "cfg_container",
+                "train_valid_test_dataset_provider",
+                "model_type",
+                "forward_step_func",
+                "model_provider",
+                "process_non_loss_data_func",
+                "get_embedding_ranks",
+                "get_position_embedding_ranks",
+                "non_loss_data_func",
+                "store",
+                "inprocess_call_wrapper",
+                "p2p_communicator",
+                "pg_collection",
+                "skip_model_parallel_init",
+            ),
+            why="an unmodified script passes no process groups; they are made from the plan here",
+            versions=MEGATRON_VERSIONS,
+            test=_EXACT,
+            delete_when="scripts pass pg_collection themselves",
+        )
+    ]
+
+
+def training_records(
+    *,
+    make_ddp: Callable[[Any], Any],
+    make_optimizer: Callable[[Any], Any],
+    forward_backward: Callable[..., Any],
+    make_loader: Callable[[Any], Any],
+    tell_last_rank: Callable[[Any], Any] | None,
+) -> list[Rebinding]:
+    """Hooks into the training loop; applied when `pretrain` is called."""
+    training = "megatron.training.training"
+    record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
+    records = [
+        record(
+            target="megatron.training.models.dist_utils:DistributedDataParallel",
+            make=make_ddp,
+            why="the builder names the wrapper's class instead of taking it",
+            delete_when="build_distributed_models takes the DDP class as an argument",
+        ),
+        record(
+            target=f"{training}:get_megatron_optimizer",
+            make=make_optimizer,
+            parameters=(
+                "config",
+                "model_chunks",
+                "config_overrides",
+                "use_gloo_process_groups",
+                "pg_collection",
+                "dump_param_to_param_group_map",
+            ),
+            why="setup_model_and_optimizer passes no pg_collection and names the optimizer's class",
+            delete_when="setup_model_and_optimizer passes pg_collection and takes the class",
+        ),
+        record(
+            target=f"{training}:get_forward_backward_func",
+            make=lambda _stock: lambda *args, **kwargs: forward_backward,
+            parameters=("pp_size", "vp_size", "schedule_pg_collection"),
+            why="the schedule is the plan's list of actions",
+            delete_when="pretrain takes a forward_backward_func",
+        ),
+        record(
+            target=f"{training}:build_pretraining_data_loader",
+            make=make_loader,
+            parameters=("dataset", "consumed_samples"),
+            why="replicas read unequal parts of the global batch",
+            delete_when="stock's samplers take the samples of each replica",
+        ),
+    ]
+    if tell_last_rank is not None:
+        records += [
+            record(
+                target=f"{training}:{name}",
+                make=tell_last_rank,
+                why="stock prints the loss on the job's last rank, which does not know it here",
+                delete_when="print_rank_last prints on a rank of the last stage",
+            )
+            for name in ("train_step", "evaluate")
+        ]
+    return records

@@ -1,0 +1,72 @@
+"""Who knows the loss, and who prints it.
+
+Stock sums losses over the last stage's data-parallel group, each member of which has run at least
+one micro-batch, and prints on the job's last rank, which is in that group. Neither need hold under
+a plan: a replica of the last group may run no micro-batch, and the last rank may be in any group.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class IdleReplicaLosses:
+    """Zero losses for replicas of the last group that run no micro-batch.
+
+    They take part in stock's sum over the group (`train_step`, `evaluate`) without adding to it.
+    """
+
+    def __init__(self, *, group: dist.ProcessGroup, has_idle: bool, first_active_rank: int) -> None:
+        """`first_active_rank`: the global rank that tells the others which losses there are."""
+        self.group = group
+        self.has_idle = has_idle
+        self.first_active_rank = first_active_rank
+        self.names: tuple[str, ...] | None = None
+
+    def complete(self, losses: list[Any]) -> list[Any]:
+        """Return `losses`, or zeros if there are none; a collective call the first time."""
+        if not self.has_idle:
+            return losses
+        if self.names is None:
+            self.names = self._agree_on_names(losses)
+        if losses:
+            return losses
+        return [{name: torch.zeros(2, device="cuda") for name in self.names}]
+
+    def _agree_on_names(self, losses: list[Any]) -> tuple[str, ...]:
+        names = [tuple(losses[0]) if losses else None]
+        dist.broadcast_object_list(names, src=self.first_active_rank, group=self.group)
+        assert names[0] is not None
+        return names[0]
+
+
+def tell_last_rank(
+    function: Callable[..., Any], *, source: int, target: int, rank: int
+) -> Callable[..., Any]:
+    """Wrap `train_step` or `evaluate`: the last rank gets the losses of `source`.
+
+    Both return a tuple whose first item is the dictionary of losses. Only `source`, a rank of the
+    last group, and `target`, the job's last rank, communicate.
+    """
+
+    def with_losses(*args: Any, **kwargs: Any) -> Any:
+        losses, *rest = function(*args, **kwargs)
+        if rank == source:
+            dist.send_object_list([_on_host(losses)], dst=target)
+        elif rank == target:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, src=source)
+            losses = _on_device(received[0])
+        return (losses, *rest)
+
+    return with_losses
+
+
+def _on_host(losses: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    return None if losses is None else {name: value.cpu() for name, value in losses.items()}
+
+
+def _on_device(losses: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    return None if losses is None else {name: value.cuda() for name, value in losses.items()}

@@ -1,0 +1,103 @@
+"""Full-precision numbers of every iteration, for programs: `--zorse-metrics FILE`.
+
+Stock prints a loss with seven digits and averages it over the logging interval. The recorder sits
+where stock logs, on the rank that prints (the job's last), with or without a plan, and appends one
+line of JSON per iteration. Nothing is rounded: a float32 loss is written as the exact value that
+it has as a Python float.
+"""
+
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import get_args
+
+from zorse_megatron.adapter.rebind import Rebinding
+from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+
+
+class MetricsFile:
+    """Appends one record per iteration to a file; complete lines only, so it can be followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last_s: float | None = None
+
+    def append(self, losses: dict[str, Any], **numbers: Any) -> None:
+        """Write `losses` by their own names ("lm loss"), and `numbers`; NaN and Inf become null."""
+        now_s = time.perf_counter()
+        record = {
+            "iteration": numbers.pop("iteration"),
+            **{name: _number(value) for name, value in losses.items()},
+            **{name: _number(value) for name, value in numbers.items()},
+            # Since the line before; an evaluation or a save in between is in it.
+            "elapsed_s": None if self.last_s is None else now_s - self.last_s,
+        }
+        self.last_s = now_s
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def _number(value: Any) -> float | int | bool | None:
+    """A plain number; stock has tensors and floats, and None for what a rank does not know."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def metrics_records(path: Path) -> list[Rebinding]:
+    """Return the hook that writes `path`; apply it once, before training starts."""
+    return [
+        Rebinding(
+            target="megatron.training.training:training_log",
+            make=lambda stock: _recording(stock, MetricsFile(path)),
+            parameters=(
+                "loss_dict",
+                "total_loss_dict",
+                "learning_rate",
+                "iteration",
+                "loss_scale",
+                "report_memory_flag",
+                "skipped_iter",
+                "grad_norm",
+                "params_norm",
+                "num_zeros_in_grad",
+                "max_attention_logit",
+                "pg_collection",
+                "is_first_iteration",
+                "seqlen_squared_sum_in_batch",
+                "total_real_tokens_in_batch",
+            ),
+            why="stock's log lines are rounded and averaged over the logging interval",
+            versions=MEGATRON_VERSIONS,
+            test="tests/megatron/test_metrics.py",
+            delete_when="Megatron writes its scalars in full precision without TensorBoard",
+        )
+    ]
+
+
+def _recording(stock: Callable[..., Any], metrics: MetricsFile) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            given = signature.bind(*args, **kwargs).arguments
+            metrics.append(
+                given["loss_dict"],
+                iteration=given["iteration"],
+                grad_norm=given["grad_norm"],
+                learning_rate=given["learning_rate"],
+                loss_scale=given["loss_scale"],
+                skipped=bool(given["skipped_iter"]),
+                consumed_samples=get_args().consumed_train_samples,
+            )
+        return stock(*args, **kwargs)
+
+    return training_log

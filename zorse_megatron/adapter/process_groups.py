@@ -1,0 +1,113 @@
+"""The process groups of a plan, as Megatron's `ProcessGroupCollection`.
+
+The counterpart of Megatron's `RankGenerator` and `initialize_model_parallel`, which only know grids
+of equal groups. Each plan group is a data-parallel group; a rank is its own tensor-, context- and
+expert-parallel group; the model-parallel group, over which Megatron reduces statistics, is the
+world. The pipeline has no group of ranks, because a rank has no single previous and next rank:
+stock asks its pipeline group for a position only (`PipelinePosition`).
+"""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from zorse_megatron.schema.plan import Plan
+
+
+class PipelinePosition:
+    """Stands in for a pipeline process group: which stage of how many, and nothing else.
+
+    Anything but `rank()` and `size()` raises, so that a stock collective over the pipeline, which
+    would mean something else under a plan, is found instead of hanging.
+    """
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self._stage = stage
+        self._num_stages = num_stages
+
+    def rank(self) -> int:
+        """This rank's stage."""
+        return self._stage
+
+    def size(self) -> int:
+        """Number of stages."""
+        return self._num_stages
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a plan has no pipeline process group, so it has no {name!r}: stages have different "
+            "numbers of ranks. Something in Megatron communicates over the pipeline where "
+            "zorse-megatron does not know of it."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanGroups:
+    """One rank's process groups."""
+
+    group: dist.ProcessGroup
+    """The ranks that hold the same layers."""
+    alone: dist.ProcessGroup
+    """This rank."""
+    world: dist.ProcessGroup
+    stage: int
+    num_stages: int
+
+    @property
+    def position(self) -> PipelinePosition:
+        """What stands in for the pipeline group."""
+        return PipelinePosition(self.stage, self.num_stages)
+
+
+def create_groups(plan: Plan, *, rank: int) -> PlanGroups:
+    """Create the groups of `rank`; a collective call, after `init_process_group`.
+
+    `new_group` sorts its ranks, so a rank's place in `group` is its place among the group's sorted
+    ranks (see `shard_weights_by_group_rank`).
+    """
+    number = plan.group_of_rank(rank)
+    # Every group is created by all ranks, in one order: the form that all backends support.
+    groups = [dist.new_group(sorted(g.ranks)) for g in plan.groups]
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert dist.group.WORLD is not None
+    (stage,) = plan.chunks_of_group(number)
+    return PlanGroups(
+        group=groups[number],
+        alone=alone,
+        world=dist.group.WORLD,
+        stage=stage,
+        num_stages=len(plan.chunks),
+    )
+
+
+def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:
+    """Shard weights of the group of `rank`, in the order of the process group (sorted ranks).
+
+    The ranks of a replica share its weight equally.
+    """
+    group = plan.groups[plan.group_of_rank(rank)]
+    weights = {
+        member: replica.shard_weight / len(replica.ranks)
+        for replica in group.replicas
+        for member in replica.ranks
+    }
+    return tuple(weights[member] for member in sorted(weights))
+
+
+def collection_of(groups: PlanGroups) -> ProcessGroupCollection:
+    """The collection that is passed to Megatron's models, DDP, optimizer and training loop."""
+    alone, group, world = groups.alone, groups.group, groups.world
+    collection = ProcessGroupCollection(
+        tp=alone, cp=alone, tp_cp=alone, ep=alone, expt_tp=alone, tp_ep=alone,
+        gtp_remat=alone, expt_gtp_remat=alone,
+        dp=group, dp_cp=group, dp_cp_gtp_remat=group, intra_dp_cp=group, tp_dp_cp=group,
+        expt_dp=group, expt_dp_gtp_remat=group, intra_expt_dp=group,
+        mp=world, tp_ep_pp=world, tp_ep_pp_with_egtp_remat=world, intra_dist_opt=world,
+        pp=groups.position,
+    )  # fmt: skip
+    # Set explicitly: stock tells "None on purpose" from "forgotten".
+    collection.embd = None
+    collection.pos_embd = None
+    return collection

@@ -1,0 +1,75 @@
+"""Each replica reads exactly its samples of Megatron's global sample order.
+
+Stock's own sampler, told that it is the only data-parallel rank, yields the order in which a
+single process would consume the data set. That stream is cut into global batches, and of each
+global batch a replica takes the intervals that its plan gives it. So every plan consumes the same
+samples in the same step as a single process, for every sampler that stock has.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.utils.data
+
+from zorse_megatron.adapter.global_groups import one_data_parallel_rank
+from zorse_megatron.schedules.samples import MicroBatch
+
+LoaderBuilder = Callable[[Any, int], Any]
+
+
+class PlanBatchSampler:
+    """Yields, for each global batch, one list of indices per micro-batch of this replica."""
+
+    def __init__(
+        self,
+        global_order: Any,
+        *,
+        global_batch_size: int,
+        micro_batches: Sequence[MicroBatch],
+    ) -> None:
+        """`global_order`: a stock batch sampler with one data-parallel rank."""
+        self.global_order = global_order
+        self.global_batch_size = global_batch_size
+        self.micro_batches = tuple(micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.global_order)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        pending: list[int] = []
+        for indices in self.global_order:
+            pending += indices
+            while len(pending) >= self.global_batch_size:
+                batch = pending[: self.global_batch_size]
+                pending = pending[self.global_batch_size :]
+                for micro_batch in self.micro_batches:
+                    yield batch[micro_batch.start : micro_batch.stop]
+
+
+def plan_loader_builder(
+    stock: LoaderBuilder, *, global_batch_size: int, micro_batches: Sequence[MicroBatch]
+) -> LoaderBuilder:
+    """Wrap stock's `build_pretraining_data_loader` so that its loaders follow the plan."""
+
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+        with one_data_parallel_rank():
+            loader = stock(dataset, consumed_samples)
+        if loader is None or not micro_batches:
+            return loader
+        sampler: Any = PlanBatchSampler(
+            loader.batch_sampler,
+            global_batch_size=global_batch_size,
+            micro_batches=micro_batches,
+        )
+        # A loader's sampler cannot be replaced, so the loader is built again around ours.
+        return torch.utils.data.DataLoader(
+            loader.dataset,
+            batch_sampler=sampler,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            persistent_workers=loader.persistent_workers,
+            worker_init_fn=loader.worker_init_fn,
+            collate_fn=loader.collate_fn,
+        )
+
+    return build_pretraining_data_loader

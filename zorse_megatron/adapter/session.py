@@ -1,0 +1,195 @@
+"""One training run under a plan, on one rank: what the hooks into Megatron share."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from zorse_megatron.adapter.chunk_runner import MegatronChunkRunner, StepInputs
+from zorse_megatron.adapter.loss_report import IdleReplicaLosses
+from zorse_megatron.adapter.process_groups import (
+    PlanGroups,
+    collection_of,
+    shard_weights_by_group_rank,
+)
+from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
+from zorse_megatron.runtime.executor import Executor
+from zorse_megatron.runtime.trace import Trace
+from zorse_megatron.runtime.transport import make_transport
+from zorse_megatron.schedules.actions import SENDS, ActionLists
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.samples import replica_micro_batches
+from zorse_megatron.schedules.validate import check_executable
+from zorse_megatron.schema.plan import Plan
+
+
+@dataclass(kw_only=True)
+class PlanSession:
+    """Executes the plan's lists for Megatron's training loop.
+
+    `forward_backward` takes the place of stock's schedules, `optimizer_step` runs the second half
+    of the same list when `train_step` calls the optimizer.
+    """
+
+    plan: Plan
+    rank: int
+    groups: PlanGroups
+    tied_embeddings: bool
+    sequence_length: int
+    trace_directory: Path | None = None
+    tied: TiedEmbedding | None = None
+    collection: ProcessGroupCollection = field(init=False)
+    training: ActionLists = field(init=False)
+    evaluation: ActionLists = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.collection = collection_of(self.groups)
+        self.training = lower_plan(self.plan, tied=self.tied_embeddings)
+        self.evaluation = lower_plan(self.plan, forward_only=True)
+        check_executable(self.training)
+        check_executable(self.evaluation)
+        self.micro_batches = replica_micro_batches(self.plan, self.rank)
+        self.chunk = self.groups.stage
+        self.is_last_chunk = self.chunk == self.groups.num_stages - 1
+        self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
+        self.trace = Trace(num_steps=None if self.trace_directory else 0)
+        self.idle_losses = self._idle_losses()
+        self.executor: Executor | None = None
+        self.runner: MegatronChunkRunner | None = None
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """[first, stop) of the layers that this rank holds."""
+        return self.plan.chunks[self.chunk].layers
+
+    def describe(self, rank: int) -> str:
+        """Name a rank for people."""
+        number = self.plan.group_of_rank(rank)
+        name = self.plan.groups[number].name
+        (chunk,) = self.plan.chunks_of_group(number)
+        first, stop = self.plan.chunks[chunk].layers
+        label = "" if name is None else f" '{name}'"
+        return f"rank {rank} (group {number}{label}, layers {first} to {stop - 1})"
+
+    @property
+    def last_group_ranks(self) -> list[int]:
+        """The ranks that know the loss."""
+        return sorted(self.plan.groups[self.plan.chunks[-1].group].ranks)
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        **_unused: Any,
+    ) -> list[Any]:
+        """Run one step; the counterpart of stock's `forward_backward_func`.
+
+        What stock passes beyond these (sizes, group collection) is in the plan.
+        """
+        (chunk_model,) = model if isinstance(model, list) else [model]
+        if isinstance(data_iterator, list):
+            (data_iterator,) = data_iterator
+        config = get_model_config(chunk_model)
+        inputs = StepInputs(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=chunk_model,
+            config=config,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        self.runner = MegatronChunkRunner(
+            inputs=inputs,
+            collection=self.collection,
+            num_micro_batches=len(self.micro_batches),
+            is_last_chunk=self.is_last_chunk,
+            tied=self.tied,
+        )
+        executor = self._executor(config)
+        lists = self.evaluation if forward_only else self.training
+        timers = config.timers
+        if timers is not None:
+            timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        executor.run_until_step(lists.ranks[self.rank], self.runner)
+        if timers is not None:
+            timers("forward-backward").stop()
+        if self.is_last_chunk and not collect_non_loss_data:
+            return self.idle_losses.complete(self.runner.losses)
+        return self.runner.losses
+
+    def optimizer_step(self, stock_step: Any) -> Any:
+        """Run the rest of the list: the step, by stock's `stock_step`, and the gathers."""
+        assert self.runner is not None and self.executor is not None
+        self.runner.stock_step = stock_step
+        self.executor.run_rest(self.runner)
+        result = self.runner.step_result
+        self.runner = None  # drops this step's graph and losses
+        return result
+
+    def save_trace(self) -> None:
+        """Write what was executed, if asked for."""
+        if self.trace_directory is not None:
+            self.trace.save(self.trace_directory, rank=self.rank)
+
+    def _executor(self, config: Any) -> Executor:
+        if self.executor is None:
+            self.executor = Executor(
+                micro_batches=self.micro_batches,
+                first_chunk=0,
+                last_chunk=self.groups.num_stages - 1,
+                mailbox=Mailbox(
+                    transport=make_transport(
+                        backend=dist.get_backend(), rank=self.rank, edges=self._edges()
+                    ),
+                    spec=ActivationSpec(
+                        sequence_length=self.sequence_length,
+                        hidden_size=config.hidden_size,
+                        dtype=_boundary_dtype(config),
+                        device=torch.device("cuda", torch.cuda.current_device())
+                        if dist.get_backend() == "nccl"
+                        else torch.device("cpu"),
+                    ),
+                    global_batch_size=self.plan.global_batch_size,
+                ),
+                trace=self.trace,
+            )
+        return self.executor
+
+    def _idle_losses(self) -> IdleReplicaLosses:
+        replicas = self.plan.groups[self.plan.chunks[-1].group].replicas
+        active = [replica for replica in replicas if replica.num_microbatches]
+        return IdleReplicaLosses(
+            group=self.groups.group,
+            has_idle=len(active) < len(replicas),
+            first_active_rank=active[0].ranks[0],
+        )
+
+    def _edges(self) -> list[tuple[int, int]]:
+        """All (source, target) pairs of the job, in one order that every rank derives."""
+        return sorted(
+            {
+                (rank, action.peer)
+                for lists in (self.training, self.evaluation)
+                for rank, actions in enumerate(lists.ranks)
+                for action in actions
+                if action.kind in SENDS and action.peer is not None
+            }
+        )
+
+
+def _boundary_dtype(config: Any) -> torch.dtype:
+    """The dtype of activations between stages, as stock's `P2PCommunicator` has it."""
+    if config.pipeline_dtype is not None:
+        return config.pipeline_dtype
+    return config.params_dtype

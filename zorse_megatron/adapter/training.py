@@ -1,0 +1,214 @@
+"""Stock's `pretrain`, called with the plan's groups and with the plan's hooks in place."""
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.training import get_args
+from megatron.training.initialize import _set_random_seed, set_jit_fusion_options
+
+from zorse_megatron.adapter import global_groups, rebind
+from zorse_megatron.adapter.activate import PlanRun
+from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
+from zorse_megatron.adapter.data_parallel import UnevenDistributedDataParallel
+from zorse_megatron.adapter.flags import model_problems
+from zorse_megatron.adapter.hooks import training_records
+from zorse_megatron.adapter.initial_weights import copy_single_process_weights
+from zorse_megatron.adapter.loss_report import tell_last_rank
+from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
+from zorse_megatron.adapter.process_groups import PipelinePosition, create_groups
+from zorse_megatron.adapter.sample_order import plan_loader_builder
+from zorse_megatron.adapter.session import PlanSession
+from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.errors import FlagError, PlanError, Problem
+from zorse_megatron.runtime.health import Heartbeat, is_communication_error
+from zorse_megatron.schema.load import fingerprint
+
+
+def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any) -> Any:
+    """Make the session, then call stock's `pretrain` with it.
+
+    `stock_pretrain` has the script's own arguments bound; `cfg` is its config container. Raises
+    FlagError when the model of the flags is not the plan's, PlanError when ranks read different
+    plans.
+    """
+    args = get_args()
+    problems = model_problems(args, run.plan)
+    if problems:
+        raise FlagError("The command does not fit the plan", problems)
+    _check_same_plan(run)
+    groups = create_groups(run.plan, rank=args.rank)
+    group_ranks = sorted(run.plan.groups[run.plan.group_of_rank(args.rank)].ranks)
+    global_groups.fill(groups, rank=args.rank, group_ranks=group_ranks)
+    session = PlanSession(
+        plan=run.plan,
+        rank=args.rank,
+        groups=groups,
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        sequence_length=args.seq_length,
+        trace_directory=run.trace_directory,
+    )
+    _configure(cfg, session)
+    with rebind.applied(_records(session)), watched(session):
+        return stock_pretrain(pg_collection=session.collection, skip_model_parallel_init=True)
+
+
+@contextmanager
+def watched(session: PlanSession) -> Iterator[None]:
+    """Run the block while all ranks watch each other; end with one line if one is gone."""
+    heartbeat = Heartbeat(
+        # A connection of its own: the default one may be inside a blocking call.
+        store=dist.distributed_c10d._get_default_store().clone(),
+        rank=session.rank,
+        world_size=session.plan.world_size,
+        timeout_s=60 * get_args().distributed_timeout_minutes,
+        describe=session.describe,
+    )
+    heartbeat.start()
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        if is_communication_error(error):
+            heartbeat.blame(error)
+        heartbeat.fail(error)
+        raise
+    finally:
+        session.save_trace()
+    dist.barrier()
+    heartbeat.finish()
+
+
+def _check_same_plan(run: PlanRun) -> None:
+    """Every rank reads its own copy of the file; they must be the same."""
+    mine = fingerprint(run.plan)
+    theirs: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(theirs, mine)
+    others = {rank: other for rank, other in enumerate(theirs) if other != theirs[0]}
+    if others:
+        raise PlanError(
+            "The ranks have different plans",
+            [
+                Problem(
+                    where=f"rank {rank}",
+                    found=f"plan {other}",
+                    expected=f"plan {theirs[0]}, as on rank 0",
+                    remedy="Copy the same plan file to every node.",
+                )
+                for rank, other in others.items()
+            ],
+        )
+
+
+def _configure(cfg: Any, session: PlanSession) -> None:
+    """Set on the script's config container what the plan needs."""
+    # The user's flag is kept in args: it decides the format of checkpoints.
+    cfg.ddp.use_distributed_optimizer = True
+    cfg.ddp.overlap_param_gather = False
+    cfg.model.pre_wrap_hooks.append(partial(_set_initial_weights, cfg.model, session))
+
+
+def _set_initial_weights(model_config: Any, session: PlanSession, chunks: list[Any]) -> list[Any]:
+    if get_args().perform_initialization:
+        (chunk,) = chunks
+        copy_single_process_weights(
+            chunk,
+            model_config=model_config,
+            collection=session.collection,
+            layers=session.layers,
+            seed_everything=partial(_seed_as_single_process, session.groups.alone),
+        )
+    return chunks
+
+
+def _seed_as_single_process(alone: dist.ProcessGroup) -> None:
+    """Bring all random generators to where a stock single process has them before it builds."""
+    args = get_args()
+    _set_random_seed(
+        args.seed,
+        te_rng_tracker=args.te_rng_tracker,
+        inference_rng_tracker=args.inference_rng_tracker,
+        pp_group=PipelinePosition(0, 1),
+        dp_group=alone,
+        tp_group=alone,
+        ep_group=alone,
+        etp_group=alone,
+    )
+    # Stock warms its fused functions up on random input between seeding and building.
+    set_jit_fusion_options(tp_size=args.tensor_model_parallel_size)
+
+
+def _records(session: PlanSession) -> list[rebind.Rebinding]:
+    last_rank = session.plan.world_size - 1
+    knows = session.last_group_ranks
+    return training_records(
+        make_ddp=lambda _stock: partial(
+            UnevenDistributedDataParallel, shard_weights=session.shard_weights
+        ),
+        make_optimizer=lambda _stock: partial(_build_optimizer, session),
+        forward_backward=session.forward_backward,
+        make_loader=partial(
+            plan_loader_builder,
+            global_batch_size=session.plan.global_batch_size,
+            micro_batches=session.micro_batches,
+        ),
+        tell_last_rank=None
+        if last_rank in knows
+        else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
+    )
+
+
+def _build_optimizer(
+    session: PlanSession,
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Build the optimizer, and let the executor call its step."""
+    distributed = get_args().use_distributed_optimizer
+    optimizer = build_uneven_optimizer(
+        config,
+        model_chunks,
+        config_overrides=config_overrides,
+        pg_collection=session.collection,
+        checkpoint_layout=CheckpointLayout.DISTRIBUTED
+        if distributed
+        else CheckpointLayout.REPLICATED,
+    )
+    session.tied = _tied_embedding(session, model_chunks, optimizer)
+    _defer_parameter_gather(optimizer.chained_optimizers)
+    stock_step = optimizer.step
+    optimizer.step = lambda: session.optimizer_step(stock_step)
+    return optimizer
+
+
+def _tied_embedding(session: PlanSession, model_chunks: list[Any], optimizer: Any) -> Any:
+    """What sums the tied embedding's gradient, on ranks that hold a copy; a collective call."""
+    num_stages = session.groups.num_stages
+    if not session.tied_embeddings or num_stages == 1:
+        return None
+    at_an_end = session.chunk in (0, num_stages - 1)
+    first, last = (session.plan.groups[session.plan.chunks[end].group] for end in (0, -1))
+    tied = TiedEmbedding(
+        model_chunks=model_chunks if at_an_end else [],
+        first_ranks=sorted(first.ranks),
+        last_ranks=sorted(last.ranks),
+        group=session.groups.world,
+    )
+    tied.check_update_rule(optimizer)
+    return tied if at_an_end else None
+
+
+def _defer_parameter_gather(optimizers: Iterable[Any]) -> None:
+    """Leave the gather after the step to the action list.
+
+    `_defer_param_sync` is stock's own switch for this (`DistributedOptimizer.step_with_ready_grads`).
+    """
+    for optimizer in optimizers:
+        optimizer._defer_param_sync = True

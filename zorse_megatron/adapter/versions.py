@@ -1,0 +1,49 @@
+"""The versions that we know, checked before Megatron is imported."""
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from zorse_megatron.errors import Problem, SeamError
+
+MEGATRON_VERSIONS = ">=0.19,<0.20"
+
+
+def installed_megatron() -> str | None:
+    """Version of the installed megatron-core distribution, None without one."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def megatron_directory() -> Path | None:
+    """Where `import megatron.core` would come from, found without importing it."""
+    spec = importlib.util.find_spec("megatron")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def check_megatron(version: str | None) -> None:
+    """Raise SeamError unless `version` is one that our hooks were written for."""
+    # Release candidates of a known version have the same seams.
+    if version is not None and SpecifierSet(MEGATRON_VERSIONS).contains(
+        Version(version), prereleases=True
+    ):
+        return
+    found = "no megatron-core" if version is None else f"megatron-core {version}"
+    raise SeamError(
+        "This Megatron cannot run a plan",
+        [
+            Problem(
+                where="the Python environment",
+                found=found,
+                expected=f"megatron-core {MEGATRON_VERSIONS}",
+                remedy='Run: pip install "megatron-core[training]>=0.19,<0.20"',
+            )
+        ],
+    )

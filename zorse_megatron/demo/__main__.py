@@ -1,0 +1,153 @@
+"""`python -m zorse_megatron.demo`: stock Megatron and an uneven plan, trained side by side.
+
+Writes a corpus, runs both jobs one after the other on the CPU, compares loss and gradient norm of
+every iteration, and leaves figures, logs and numbers in the output folder. The exit status is 0 if
+the two runs are the same, 1 if not or if a job failed.
+"""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from zorse_megatron.demo.compare import Comparison, read_metrics
+from zorse_megatron.demo.jobs import Job, Progress, run_job
+from zorse_megatron.demo.model import TRAIN_ITERATIONS, demo_plan, training_flags
+from zorse_megatron.demo.report import (
+    draw_loss,
+    draw_timeline,
+    loss_table,
+    plan_label,
+    write_json,
+)
+from zorse_megatron.errors import ZorseError
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan
+
+CORPUS_BYTES = 2_000_000
+# Without a terminal there is no line to redraw: one line per this many iterations.
+TELL_EVERY = 10
+
+
+def main(
+    output: Annotated[
+        Path, typer.Option(help="Folder for figures, logs and numbers; its old ones are replaced.")
+    ] = Path("demo-output"),
+) -> None:
+    """Train with stock Megatron and under an uneven plan, and compare."""
+    console = Console(highlight=False)
+    started_s = time.monotonic()
+    try:
+        _demo(output.resolve(), console)
+    except ZorseError as error:
+        console.print(str(error), style="bold red", markup=False)
+        raise typer.Exit(1) from error
+    console.print(f"Done in {time.monotonic() - started_s:.0f} s.")
+
+
+def _demo(output: Path, console: Console) -> None:
+    plan = demo_plan()
+    _empty(output)
+    plan_path = output / "plan.json"
+    save_plan(plan, plan_path)
+    flags = _flags(output, console)
+    traces = output / "traces"
+    jobs = {
+        "stock": _job(output, "stock", 1, flags),
+        "plan": _job(
+            output,
+            "plan",
+            plan.world_size,
+            [*flags, "--zorse-plan", str(plan_path), "--zorse-trace", str(traces)],
+        ),
+    }
+    console.print(f"1. stock Megatron on 1 process;  2. {plan_label(plan)} ({plan_path.name})")
+    durations_s = {name: _run(job, console) for name, job in jobs.items()}
+    comparison = Comparison(
+        stock=read_metrics(_metrics(output, "stock"), num_iterations=TRAIN_ITERATIONS),
+        plan=read_metrics(_metrics(output, "plan"), num_iterations=TRAIN_ITERATIONS),
+    )
+    _report(output, console, comparison, plan, durations_s)
+    comparison.check()
+    console.print(
+        f"The two runs are the same: over {TRAIN_ITERATIONS} iterations the losses differ by at "
+        f"most {comparison.max_abs_loss_difference:.1e}, the gradient norms by at most "
+        f"{comparison.max_relative_grad_norm_difference:.1e} of their size.",
+        style="bold green",
+    )
+
+
+def _empty(output: Path) -> None:
+    """Make the folder, and remove what an earlier demo left there and nothing else."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in ("corpus", "traces"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    for pattern in ("*.metrics.jsonl", "*.log", "*.png", "demo.json"):
+        for file in output.glob(pattern):
+            file.unlink()
+
+
+def _flags(output: Path, console: Console) -> list[str]:
+    with console.status("writing the corpus ..."):
+        # Imports Megatron, which takes seconds.
+        from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
+
+        corpus = write_corpus(output / "corpus" / "text", max_bytes=CORPUS_BYTES)
+    console.print(
+        f"corpus: {corpus.num_documents} source files of Python's standard library, "
+        f"{corpus.num_tokens / 1e6:.1f} million bytes, one token each"
+    )
+    return training_flags(corpus.prefix, tokenizer=tokenizer_flags())
+
+
+def _metrics(output: Path, name: str) -> Path:
+    return output / f"{name}.metrics.jsonl"
+
+
+def _job(output: Path, name: str, num_ranks: int, arguments: list[str]) -> Job:
+    metrics = ("--zorse-metrics", str(_metrics(output, name)))
+    return Job(name=name, num_ranks=num_ranks, arguments=(*arguments, *metrics), directory=output)
+
+
+def _run(job: Job, console: Console) -> float:
+    with console.status(f"{job.name}: starting {job.num_ranks} process(es) ...") as status:
+
+        def tell(progress: Progress) -> None:
+            line = (
+                f"{job.name}: iteration {progress.iteration}/{progress.num_iterations}, "
+                f"loss {progress.loss:.4f}"
+            )
+            status.update(line)
+            if not console.is_terminal and progress.iteration % TELL_EVERY == 0:
+                console.print(line)
+
+        duration_s = run_job(job, tell)
+    console.print(
+        f"{job.name}: {job.num_ranks} process(es) trained in {duration_s:.0f} s; log: "
+        f"{os.path.relpath(job.log)}"
+    )
+    return duration_s
+
+
+def _report(
+    output: Path,
+    console: Console,
+    comparison: Comparison,
+    plan: Plan,
+    durations_s: dict[str, float],
+) -> None:
+    console.print(loss_table(comparison))
+    written = [
+        write_json(output / "demo.json", comparison, plan, durations_s=durations_s),
+        draw_loss(output / "loss.png", comparison, plan),
+        draw_timeline(output / "timeline.png", output / "traces", plan),
+    ]
+    console.print("written: " + ", ".join(os.path.relpath(path) for path in written))
+
+
+if __name__ == "__main__":
+    typer.run(main)

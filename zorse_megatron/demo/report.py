@@ -1,0 +1,116 @@
+"""What the demo leaves behind: a table, two figures and a file for programs."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from zorse_megatron.demo.compare import (
+    MAX_ABS_LOSS_DIFFERENCE,
+    MAX_RELATIVE_GRAD_NORM_DIFFERENCE,
+    Comparison,
+    Iteration,
+    rows_to_show,
+)
+from zorse_megatron.plots.curves import Curve, draw_curves
+from zorse_megatron.plots.gantt import draw_gantt
+from zorse_megatron.plots.steps import duration_s, spans_of_step, training_steps, typical_step
+from zorse_megatron.runtime.trace import load_trace
+from zorse_megatron.schema.load import dump_plan, fingerprint
+from zorse_megatron.schema.plan import Plan
+
+STOCK_LABEL = "stock Megatron, one process"
+
+
+def plan_label(plan: Plan) -> str:
+    """Name a plan by the sizes of its groups."""
+    sizes = "|".join(str(len(plan.groups[chunk.group].ranks)) for chunk in plan.chunks)
+    return f"plan, {plan.world_size} unequal ranks in groups of {sizes}"
+
+
+def loss_table(comparison: Comparison, *, every: int = 5) -> Table:
+    """Losses and gradient norms side by side, every few iterations."""
+    table = Table(title="Loss and gradient norm, iteration by iteration")
+    for heading in ("step", "stock loss", "plan loss", "difference", "stock norm", "plan norm"):
+        table.add_column(heading, justify="right")
+    for index in rows_to_show(len(comparison.stock), every=every):
+        stock, plan = comparison.stock[index], comparison.plan[index]
+        table.add_row(
+            str(stock.iteration),
+            f"{stock.loss:.8f}",
+            f"{plan.loss:.8f}",
+            f"{plan.loss - stock.loss:+.1e}",
+            f"{stock.grad_norm:.6f}",
+            f"{plan.grad_norm:.6f}",
+        )
+    return table
+
+
+def draw_loss(path: Path, comparison: Comparison, plan: Plan) -> Path:
+    """Draw both loss curves and their difference."""
+    return draw_curves(
+        path,
+        first=_curve(STOCK_LABEL, comparison.stock),
+        second=_curve(plan_label(plan), comparison.plan),
+        title="The same training, with stock Megatron and under an uneven plan (fp32)",
+        tolerance=MAX_ABS_LOSS_DIFFERENCE,
+        unit="nats per byte",
+    )
+
+
+def draw_timeline(path: Path, trace_directory: Path, plan: Plan) -> Path:
+    """Draw the iteration of median duration from the traces."""
+    traces = dict(load_trace(file) for file in sorted(trace_directory.glob("trace-rank*.json")))
+    step = typical_step(traces)
+    iteration = training_steps(traces).index(step) + 1
+    return draw_gantt(
+        path,
+        plan=plan,
+        spans=spans_of_step(traces, step),
+        title=f"Iteration {iteration} under the plan: {duration_s(traces, step) * 1e3:.0f} ms, "
+        f"{plan.world_size} processes sharing one machine's CPU",
+    )
+
+
+def write_json(
+    path: Path, comparison: Comparison, plan: Plan, *, durations_s: dict[str, float]
+) -> Path:
+    """Write everything that was compared, for programs."""
+    content: dict[str, Any] = {
+        "steps": len(comparison.stock),
+        "max_abs_loss_diff": comparison.max_abs_loss_difference,
+        "max_rel_grad_norm_diff": comparison.max_relative_grad_norm_difference,
+        "allowed": {
+            "max_abs_loss_diff": MAX_ABS_LOSS_DIFFERENCE,
+            "max_rel_grad_norm_diff": MAX_RELATIVE_GRAD_NORM_DIFFERENCE,
+        },
+        "plan": json.loads(dump_plan(plan)),
+        "plan_fingerprint": fingerprint(plan),
+        "job_duration_s": durations_s,
+        "median_iteration_s": {
+            "stock": _median_iteration_s(comparison.stock),
+            "plan": _median_iteration_s(comparison.plan),
+        },
+        "iterations": {
+            "stock": [asdict(iteration) for iteration in comparison.stock],
+            "plan": [asdict(iteration) for iteration in comparison.plan],
+        },
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _curve(label: str, run: tuple[Iteration, ...]) -> Curve:
+    return Curve(
+        label=label,
+        iterations=[iteration.iteration for iteration in run],
+        losses=[iteration.loss for iteration in run],
+    )
+
+
+def _median_iteration_s(run: tuple[Iteration, ...]) -> float | None:
+    durations = [iteration.elapsed_s for iteration in run if iteration.elapsed_s is not None]
+    return median(durations) if durations else None

@@ -1,0 +1,157 @@
+"""One iteration as a chart: what each rank did, and when, from its recorded spans."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from zorse_megatron.plots.figure import TEXT, new_figure, save_figure
+from zorse_megatron.runtime.trace import Span
+from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Kind, parse_action
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.spans import spell
+
+_MS = 1e3
+_BAR_HEIGHT = 0.72
+_EDGE = "#BBBBBB"
+# A micro-batch's number is written into bars at least this wide, as a part of the whole chart.
+_WIDE_ENOUGH_FOR_NUMBER = 0.012
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Look:
+    """How one class of actions is drawn."""
+
+    label: str
+    colour: str
+    hatch: str | None = None
+
+
+_FORWARD = _Look(label="forward", colour="#56B4E9")
+_BACKWARD = _Look(label="backward", colour="#E69F00")
+_WAIT = _Look(label="wait for another rank", colour="#E8E8E8", hatch="////")
+_TRANSFER = _Look(label="start a send or receive", colour="#009E73")
+_REDUCE = _Look(label="sum gradients*", colour="#CC79A7")
+_STEP = _Look(label="optimizer step*", colour="#8C2D04")
+_GATHER = _Look(label="gather parameters*", colour="#B3A100")
+_OTHER = _Look(label="move state", colour="#7F7F7F")
+
+_LOOKS = {
+    Kind.FORWARD: _FORWARD,
+    Kind.BACKWARD: _BACKWARD,
+    **dict.fromkeys(TRANSFERS, _TRANSFER),
+    **dict.fromkeys((Kind.REDUCE, Kind.TIE, Kind.SCALE), _REDUCE),
+    Kind.STEP: _STEP,
+    Kind.GATHER: _GATHER,
+    **dict.fromkeys((Kind.RELEASE, Kind.OFFLOAD, Kind.FETCH), _OTHER),
+}
+
+
+def draw_gantt(path: Path, *, plan: Plan, spans: Mapping[int, Sequence[Span]], title: str) -> Path:
+    """Draw the spans of one step; `spans`: rank -> its spans of that step.
+
+    Time 0 is the start of the earliest span. The ranks' clocks are taken to agree.
+    """
+    missing = sorted(set(range(plan.world_size)) - spans.keys())
+    if missing:
+        raise ValueError(f"found no spans of ranks {missing}; expected those of all the plan's")
+    rows = [rank for chunk in plan.chunks for rank in plan.groups[chunk.group].ranks]
+    figure = new_figure(width_inches=12, height_inches=1.9 + 0.62 * len(rows))
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=12, loc="left")
+    bars = _Bars(axes, [spans[rank] for rank in rows])
+    for row, rank in enumerate(rows):
+        for span in spans[rank]:
+            bars.draw(row, span)
+    _draw_groups(axes, plan, rows)
+    axes.set_xlim(0, bars.whole_ms)
+    axes.set_ylim(len(rows) - 0.45, -0.55)  # the first rank on top
+    axes.set_xlabel(
+        "time since the start of the iteration (ms). Numbers: micro-batches. *: with waiting"
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(
+        handles=bars.legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
+    return save_figure(figure, path)
+
+
+class _Bars:
+    """Draws spans as bars, and knows which looks the legend needs."""
+
+    def __init__(self, axes: Axes, spans: Sequence[Sequence[Span]]) -> None:
+        self.axes = axes
+        self.used: set[_Look] = set()
+        self.origin_s = min(span.start_s for of_rank in spans for span in of_rank)
+        end_s = max(span.end_s for of_rank in spans for span in of_rank)
+        self.whole_ms = (end_s - self.origin_s) * _MS
+
+    def draw(self, row: int, span: Span) -> None:
+        """Draw the wait of a span and then its work."""
+        action = parse_action(span.action)
+        start_ms = (span.start_s - self.origin_s) * _MS
+        waited_ms = span.waited_s * _MS
+        work_ms = (span.end_s - span.start_s) * _MS - waited_ms
+        if waited_ms > 0:
+            self._bar(row, start_ms, waited_ms, _WAIT)
+        self._bar(row, start_ms + waited_ms, work_ms, _LOOKS[action.kind])
+        is_wide = work_ms > self.whole_ms * _WIDE_ENOUGH_FOR_NUMBER
+        if action.kind in COMPUTE and is_wide:
+            middle_ms = start_ms + waited_ms + work_ms / 2
+            number = str(action.micro_batch)
+            self.axes.text(middle_ms, row, number, ha="center", va="center", fontsize=7, color=TEXT)
+
+    def legend(self) -> list[Patch]:
+        """One entry for each look in use."""
+        looks = [look for look in dict.fromkeys([*_LOOKS.values(), _WAIT]) if look in self.used]
+        return [
+            Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=_EDGE, label=look.label)
+            for look in looks
+        ]
+
+    def _bar(self, row: int, start_ms: float, width_ms: float, look: _Look) -> None:
+        self.used.add(look)
+        self.axes.broken_barh(
+            [(start_ms, width_ms)],
+            (row - _BAR_HEIGHT / 2, _BAR_HEIGHT),
+            facecolor=look.colour,
+            hatch=look.hatch,
+            edgecolor=_EDGE if look.hatch else "white",
+            # An edge would hide the narrow bars of transfers.
+            linewidth=0 if look is _TRANSFER else 0.3,
+        )
+
+
+def _draw_groups(axes: Axes, plan: Plan, rows: Sequence[int]) -> None:
+    """Name each rank on the left and each group on the right; a line between groups."""
+    axes.set_yticks(range(len(rows)), [_rank_label(plan, rank) for rank in rows], fontsize=9)
+    first = 0
+    for chunk in plan.chunks:
+        group = plan.groups[chunk.group]
+        middle = first + (len(group.ranks) - 1) / 2
+        name = group.name or f"group {chunk.group}"
+        axes.text(
+            1.01,
+            middle,
+            f"{name}\n{_layers(chunk.layers)}",
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=10,
+            color=TEXT,
+        )
+        first += len(group.ranks)
+        if first < len(rows):
+            axes.axhline(first - 0.5, color=TEXT, linewidth=0.8)
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    return f"layer{'s'[: layers[1] - layers[0] > 1]} {spell([layers])}"
+
+
+def _rank_label(plan: Plan, rank: int) -> str:
+    group, replica = plan.replica_of_rank(rank)
+    work = plan.groups[group].replicas[replica]
+    return f"rank {rank}\n{work.num_microbatches} x {work.micro_batch_size} samples"

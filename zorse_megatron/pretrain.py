@@ -1,0 +1,138 @@
+"""Trains a Megatron model under a plan: `python -m zorse_megatron.pretrain`.
+
+    torchrun --nproc-per-node 5 -m zorse_megatron.pretrain [SCRIPT.py] MEGATRON_FLAGS \\
+        --zorse-plan plan.json
+
+SCRIPT.py is the user's own, unmodified training script, for instance upstream's pretrain_gpt.py;
+without it, an equal GPT entry of ours runs on the installed megatron.training. Without
+`--zorse-plan` everything is stock. On a machine without a GPU, all of it runs on CPU over gloo.
+
+`--zorse-trace DIR` writes what each rank executed, and when. `--zorse-metrics FILE` appends one
+line of JSON per iteration, with loss and gradient norm in full precision; it needs no plan.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zorse_megatron.errors import FlagError, Problem, ZorseError
+from zorse_megatron.log import complain
+
+BAD_INPUT = 2
+"""Exit status for input that cannot be used, as for argparse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The command line, split into ours and Megatron's."""
+
+    script: Path | None
+    plan: Path | None
+    trace: Path | None
+    metrics: Path | None
+    megatron: tuple[str, ...]
+
+
+def split_command(argv: Sequence[str]) -> Command:
+    """Split the arguments after the module name. Raises FlagError for a flag without value."""
+    rest = list(argv)
+    script = None
+    if rest and not rest[0].startswith("-") and rest[0].endswith(".py"):
+        script = Path(rest.pop(0))
+    ours: dict[str, Path | None] = dict.fromkeys(
+        ("--zorse-plan", "--zorse-trace", "--zorse-metrics")
+    )
+    megatron: list[str] = []
+    problems = []
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if not flag.startswith("--zorse-"):
+            megatron.append(flag + equals + value)
+        elif flag not in ours:
+            problems.append(_unknown_flag(flag, ours))
+        elif not equals and (not rest or rest[0].startswith("--")):
+            problems.append(_no_value(flag))
+        else:
+            ours[flag] = Path(value if equals else rest.pop(0))
+    if script is not None and not script.is_file():
+        problems.append(_no_script(script))
+    if problems:
+        raise FlagError("The command cannot be used", problems)
+    return Command(
+        script=script,
+        plan=ours["--zorse-plan"],
+        trace=ours["--zorse-trace"],
+        metrics=ours["--zorse-metrics"],
+        megatron=tuple(megatron),
+    )
+
+
+def _unknown_flag(flag: str, ours: dict[str, Path | None]) -> Problem:
+    return Problem(
+        where=flag,
+        found="an unknown flag",
+        expected=f"one of {', '.join(ours)}",
+        remedy="Check the spelling.",
+    )
+
+
+def _no_value(flag: str) -> Problem:
+    return Problem(where=flag, found="no value", expected="a path", remedy=f"Write {flag} PATH.")
+
+
+def _no_script(script: Path) -> Problem:
+    return Problem(
+        where=str(script),
+        found="no such file",
+        expected="your training script, e.g. pretrain_gpt.py",
+        remedy="Correct the path, or leave it out to run the built-in GPT entry.",
+    )
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command. Raises ZorseError before anything is lost if its input cannot be used."""
+    command = split_command(argv)
+    plan_run = None
+    if command.plan is not None:
+        # The plan is checked before torch and Megatron are imported: bad input fails in a second.
+        from zorse_megatron.schedules.lower import unsupported
+        from zorse_megatron.schema.load import load_plan
+
+        plan = load_plan(command.plan)
+        from zorse_megatron.errors import PlanError
+
+        if problems := unsupported(plan):
+            raise PlanError(f"{command.plan} asks for what this version cannot execute", problems)
+    from zorse_megatron.adapter import cpu_mode
+
+    megatron_flags = list(command.megatron)
+    if cpu_mode.needed():
+        cpu_mode.enable()
+        megatron_flags = cpu_mode.with_cpu_flags(megatron_flags)
+    from zorse_megatron.adapter.activate import PlanRun, activate
+
+    if command.plan is not None:
+        plan_run = PlanRun(plan=plan, trace_directory=command.trace)
+    activate(plan_run)
+    if command.metrics is not None:
+        from zorse_megatron.adapter import rebind
+        from zorse_megatron.adapter.metrics import metrics_records
+
+        rebind.apply(metrics_records(command.metrics))
+    from zorse_megatron.adapter.entry import run_entry
+
+    run_entry(command.script, megatron_flags)
+
+
+def main() -> None:
+    """Entry point; exits with status 2 and all problems on bad input."""
+    try:
+        run(sys.argv[1:])
+    except ZorseError as error:
+        complain(str(error))
+        sys.exit(BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()
