@@ -146,6 +146,12 @@ LAYOUTS = {
             4,
         ),
     ),
+    # Neither rank 0 nor the last rank is where stock expects it: on an end of the pipeline.
+    "1|3|1, ends inside": plan_of(
+        ((replica(2, 4, 2),), 1),
+        ((replica(0, 1, 4, 3.0), replica(4, 2, 1, 1.1), replica(1, 2, 1, 0.7)), 2),
+        ((replica(3, 8, 1),), 1),
+    ),
     "2|3, idle at the end": plan_of(
         ((replica(0, 2, 2), replica(1, 4, 1)), 2),
         ((replica(2, 4, 2, 0.5), replica(3, 1, 0, 2.0), replica(4, 1, 0, 0.0)), 2),

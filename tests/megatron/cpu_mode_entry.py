@@ -35,6 +35,17 @@ def check_other_devices_stay() -> None:
     assert torch.zeros(2).to(torch.zeros(2, dtype=torch.int64)).dtype == torch.int64
 
 
+def check_factories_are_still_known_to_torch() -> None:
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == "meta"
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+
+    def add_one(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(2)
+
+    assert torch.equal(torch.jit.script(add_one)(torch.zeros(2)), torch.ones(2))
+
+
 def check_type_names() -> None:
     names = {
         torch.float32: "FloatTensor",

@@ -46,22 +46,26 @@ def test_stock_trains(
 
 def test_stock_trains_under_torchrun(corpus_prefix: Path) -> None:
     """The same without our test harness: processes that import everything themselves."""
-    finished = subprocess.run(
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    launcher = subprocess.Popen(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", "0", "-m", "tests.megatron.stock_entry"),
+            *(*torchrun, "--nproc-per-node", "2", "-m", "tests.megatron.stock_entry"),
             *small_run_flags(corpus_prefix),
         ],
         cwd=REPOSITORY,
         env=server_environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
-        check=False,
     )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
-    assert len(losses(finished.stdout)) == 6
-    assert finished.stdout.count("zorse: no GPU found: Megatron runs on CPU over gloo") == 1
+    try:
+        output, _ = launcher.communicate(timeout=180)
+    finally:
+        launcher.terminate()  # torchrun ends its ranks when it is asked to stop, not when killed
+        launcher.wait()
+    assert launcher.returncode == 0, output[-4000:]
+    assert len(losses(output)) == 6
+    assert output.count("zorse: no GPU found: Megatron runs on CPU over gloo") == 1
 
 
 def test_precisions_agree(megatron_server: MegatronServer, corpus_prefix: Path) -> None:

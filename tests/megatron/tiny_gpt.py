@@ -140,10 +140,9 @@ def wrap(
         grad_reduce_in_fp32=setup.grad_reduce_in_fp32,
         overlap_grad_reduce=setup.overlap,
         overlap_param_gather=setup.overlap and weights is not None,
-        use_distributed_optimizer=weights is not None,
         bucket_size=setup.bucket_size,
         check_for_nan_in_grad=setup.dtype is not torch.float16,
-        **options,
+        **{"use_distributed_optimizer": weights is not None, **options},
     )
     arguments = {
         "config": get_model_config(model),
@@ -205,20 +204,23 @@ def build_ours(
     )
 
 
-def make_stock(setup: Setup, *, group: Any = None, seed: int = 0) -> tuple[Any, Any]:
-    """Stock's wrapped chunk and replicated optimizer; alone on this rank unless `group`."""
+def make_stock(
+    setup: Setup, *, seed: int = 0, use_distributed_optimizer: bool = False
+) -> tuple[Any, Any]:
+    """Stock's wrapped chunk and optimizer, alone on this rank."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     from zorse_megatron.adapter.process_groups import PlanGroups, collection_of
 
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     collection = collection_of(
-        PlanGroups(group=group or alone, alone=alone, world=alone, stage=0, num_stages=1)
+        PlanGroups(group=alone, alone=alone, world=alone, stage=0, num_stages=1)
     )
     setup = replace(setup, overlap=False)
-    chunk = wrap(build_gpt(setup, collection, seed), setup, collection, None)
+    distributed = {"use_distributed_optimizer": use_distributed_optimizer}
+    chunk = wrap(build_gpt(setup, collection, seed), setup, collection, None, **distributed)
     optimizer = get_megatron_optimizer(
-        optimizer_config(setup),
+        optimizer_config(setup, **distributed),
         [chunk],
         use_gloo_process_groups=False,
         pg_collection=collection,
@@ -246,9 +248,13 @@ def set_gradients(
                 parameter.main_grad.add_((gradient * scale).to(parameter.main_grad.dtype))
 
 
-def reduce_and_step(chunk: Any, optimizer: Any, *, divide_by: float = 8.0) -> tuple[Any, Any, Any]:
+def reduce_and_step(
+    chunk: Any, optimizer: Any, *, divide_by: float = 8.0, tied: Any = None
+) -> tuple[Any, Any, Any]:
     """What `train_step` does after the backward; returns success, norm and number of zeros."""
     chunk.finish_grad_sync()
+    if tied is not None:
+        tied.reduce()
     chunk.scale_gradients(1.0 / divide_by)
     result = optimizer.step()
     chunk.zero_grad_buffer()

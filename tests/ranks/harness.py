@@ -7,6 +7,7 @@ its Python stack before it is stopped.
 
 import faulthandler
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -41,7 +42,7 @@ class _Rank:
         if self.answer is not None or not self.pipe.poll(0.02):
             return
         try:
-            self.answer = self.pipe.recv()
+            self.answer = pickle.loads(self.pipe.recv_bytes())
         except EOFError:
             self.process.join()
             self.answer = (False, f"died with exit code {self.process.exitcode}, no traceback")
@@ -136,5 +137,6 @@ def _rank_main(
             dist.destroy_process_group()
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)
+        # Plain pickle: multiprocessing's own would share tensors' memory with a rank that ends.
+        pipe.send_bytes(pickle.dumps(answer))
         pipe.close()

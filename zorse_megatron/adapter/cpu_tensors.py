@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._device
+from torch.jit._builtins import _find_builtin, _register_builtin
 
 from zorse_megatron.adapter.cpu_device import called_by_megatron
 
@@ -96,8 +98,14 @@ def _make_tensor_type(type_: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Put the wrappers in place. `cpu_mode.enable` calls this once."""
+    # `with torch.device("meta")` knows the factories by identity, from the first time it is asked.
+    torch.utils._device._device_constructors()
     for name in FACTORIES:
-        setattr(torch, name, _on_host(getattr(torch, name)))
+        factory = getattr(torch, name)
+        wrapper = _on_host(factory)
+        # torch.jit.script, too, tells by identity which function is an operator.
+        _register_builtin(wrapper, _find_builtin(factory))
+        setattr(torch, name, wrapper)
     tensor: Any = torch.Tensor
     for name in TENSOR_FACTORIES:
         setattr(tensor, name, _on_host(getattr(tensor, name)))

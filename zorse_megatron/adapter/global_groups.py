@@ -92,9 +92,22 @@ def fill(groups: PlanGroups, *, rank: int, group_ranks: list[int]) -> None:
 @contextmanager
 def one_data_parallel_rank() -> Iterator[None]:
     """Within the block, stock sees rank 0 of 1 in data parallelism: the global sample order."""
-    before = parallel_state._MPU_DATA_PARALLEL_RANK
-    parallel_state._MPU_DATA_PARALLEL_RANK = 0
+    with _presented("_MPU_DATA_PARALLEL_RANK", 0):
+        yield
+
+
+@contextmanager
+def first_stage() -> Iterator[None]:
+    """Within the block, stock sees this rank on the first pipeline stage."""
+    with _presented("_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0):
+        yield
+
+
+@contextmanager
+def _presented(name: str, value: int) -> Iterator[None]:
+    before = getattr(parallel_state, name)
+    setattr(parallel_state, name, value)
     try:
         yield
     finally:
-        parallel_state._MPU_DATA_PARALLEL_RANK = before
+        setattr(parallel_state, name, before)

@@ -99,6 +99,7 @@ def training_records(
     make_optimizer: Callable[[Any], Any],
     forward_backward: Callable[..., Any],
     make_loader: Callable[[Any], Any],
+    make_datasets: Callable[[Any], Any],
     tell_last_rank: Callable[[Any], Any] | None,
 ) -> list[Rebinding]:
     """Hooks into the training loop; applied when `pretrain` is called."""
@@ -138,6 +139,16 @@ def training_records(
             parameters=("dataset", "consumed_samples"),
             why="replicas read unequal parts of the global batch",
             delete_when="stock's samplers take the samples of each replica",
+        ),
+        record(
+            target=f"{training}:build_train_valid_test_datasets",
+            make=make_datasets,
+            parameters=(
+                "build_train_valid_test_datasets_provider",
+                "train_valid_test_num_samples",
+            ),
+            why="rank 0 must build the data sets for all, and may be on a middle stage",
+            delete_when="stock lets a rank of the first stage build and decide",
         ),
     ]
     if tell_last_rank is not None:

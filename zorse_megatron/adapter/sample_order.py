@@ -7,11 +7,12 @@ samples in the same step as a single process, for every sampler that stock has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch.utils.data
 
-from zorse_megatron.adapter.global_groups import one_data_parallel_rank
+from zorse_megatron.adapter.global_groups import first_stage, one_data_parallel_rank
 from zorse_megatron.schedules.samples import MicroBatch
 
 LoaderBuilder = Callable[[Any, int], Any]
@@ -73,3 +74,17 @@ def plan_loader_builder(
         )
 
     return build_pretraining_data_loader
+
+
+def datasets_on_rank_0(stock: Callable[..., Any], *, rank: int) -> Callable[..., Any]:
+    """Wrap stock's `build_train_valid_test_datasets`: rank 0 builds whatever stage it is on.
+
+    Stock takes it for granted that rank 0 is on the first stage: rank 0 alone writes the index
+    files that the others read, and decides for all whether there is anything to train on.
+    """
+
+    def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
+        with first_stage() if rank == 0 else nullcontext():
+            return stock(*args, **kwargs)
+
+    return build_train_valid_test_datasets

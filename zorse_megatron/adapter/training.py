@@ -20,7 +20,7 @@ from zorse_megatron.adapter.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.adapter.process_groups import PipelinePosition, create_groups
-from zorse_megatron.adapter.sample_order import plan_loader_builder
+from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.errors import FlagError, PlanError, Problem
@@ -155,6 +155,7 @@ def _records(session: PlanSession) -> list[rebind.Rebinding]:
             global_batch_size=session.plan.global_batch_size,
             micro_batches=session.micro_batches,
         ),
+        make_datasets=partial(datasets_on_rank_0, rank=session.rank),
         tell_last_rank=None
         if last_rank in knows
         else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
