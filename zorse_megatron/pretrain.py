@@ -96,14 +96,11 @@ def run(argv: Sequence[str]) -> None:
     plan_run = None
     if command.plan is not None:
         # The plan is checked before torch and Megatron are imported: bad input fails in a second.
-        from zorse_megatron.schedules.lower import unsupported
+        from zorse_megatron.schedules.lower import refuse_unsupported
         from zorse_megatron.schema.load import load_plan
 
         plan = load_plan(command.plan)
-        from zorse_megatron.errors import PlanError
-
-        if problems := unsupported(plan):
-            raise PlanError(f"{command.plan} asks for what this version cannot execute", problems)
+        refuse_unsupported(plan, str(command.plan))
     from zorse_megatron.adapter import cpu_mode
 
     megatron_flags = list(command.megatron)
@@ -125,10 +122,15 @@ def run(argv: Sequence[str]) -> None:
     run_entry(command.script, megatron_flags)
 
 
-def main() -> None:
-    """Entry point; exits with status 2 and all problems on bad input."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; exits with status 2 and all problems on bad input.
+
+    `argv` (default: the process's own) starts with the script, if there is one. The patch to
+    upstream's pretrain_gpt.py calls this from inside the script, which then runs a second time,
+    without our flags (see patches/).
+    """
     try:
-        run(sys.argv[1:])
+        run(sys.argv[1:] if argv is None else argv)
     except ZorseError as error:
         complain(str(error))
         sys.exit(BAD_INPUT)

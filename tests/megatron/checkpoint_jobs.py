@@ -96,9 +96,10 @@ def _save(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
         FullyParallelSaveStrategyWrapper,
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.utils import unwrap_model
 
     metadata = _metadata(job, collection)
-    state = {"model": chunk.sharded_state_dict(metadata=metadata)}
+    state = {"model": unwrap_model(chunk).sharded_state_dict(metadata=metadata)}
     state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
     if dist.get_rank() == 0:
         directory.mkdir()
@@ -116,11 +117,12 @@ def _load(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
         FullyParallelLoadStrategyWrapper,
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.utils import unwrap_model
 
     metadata = dist_checkpointing.load_content_metadata(str(directory))
     assert metadata is not None
     metadata["dp_cp_group"] = collection.dp_cp
-    request = {"model": chunk.sharded_state_dict(metadata=metadata)}
+    request = {"model": unwrap_model(chunk).sharded_state_dict(metadata=metadata)}
     request["optimizer"] = optimizer.sharded_state_dict(request, is_loading=True, metadata=metadata)
     strategy: Any = TorchDistLoadShardedStrategy()
     if job.fully_parallel:

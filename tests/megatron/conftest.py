@@ -32,3 +32,13 @@ def corpus_prefix(
         timeout_s=60,
     ).check()
     yield prefix
+
+
+@pytest.fixture(scope="session")
+def corpus(megatron_server: MegatronServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text whose samples differ in how many tokens count, with --eod-mask-loss."""
+    prefix = tmp_path_factory.mktemp("masked") / "text"
+    megatron_server.run_ranks(
+        [str(prefix)], 1, entry="tests.megatron.masked_corpus_entry", timeout_s=60
+    ).check()
+    return prefix

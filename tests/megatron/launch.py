@@ -26,6 +26,8 @@ REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
 # What the server needs beyond a job's own timeout to end the ranks and answer.
 ANSWER_MARGIN_S = 30.0
+# After one rank has failed the others wait for it in vain: they get this long to fail as well.
+GRACE_AFTER_FAILURE_S = 5.0
 TAIL_LINES = 40
 
 
@@ -87,11 +89,12 @@ class MegatronServer:
         entry: str = "zorse_megatron.pretrain",
         timeout_s: float,
         env: Mapping[str, str] | None = None,
+        grace_after_failure_s: float = GRACE_AFTER_FAILURE_S,
     ) -> RunResult:
         """Run the module `entry` with `argv` as `world_size` ranks on this machine.
 
         Raises RankFailure when they have not all ended after `timeout_s`. When one rank fails the
-        others are ended after a few seconds, and the result tells.
+        others are ended after `grace_after_failure_s`, and the result tells.
         """
         with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as output_dir:
             job = {
@@ -99,6 +102,7 @@ class MegatronServer:
                 "world_size": world_size,
                 "entry": entry,
                 "timeout_s": timeout_s,
+                "grace_after_failure_s": grace_after_failure_s,
                 "env": dict(env or {}),
                 "output_dir": output_dir,
             }
@@ -180,6 +184,14 @@ def run_ranks(
     entry: str = "zorse_megatron.pretrain",
     timeout_s: float,
     env: Mapping[str, str] | None = None,
+    grace_after_failure_s: float = GRACE_AFTER_FAILURE_S,
 ) -> RunResult:
     """`MegatronServer.run_ranks` on this process's own server."""
-    return default_server().run_ranks(argv, world_size, entry=entry, timeout_s=timeout_s, env=env)
+    return default_server().run_ranks(
+        argv,
+        world_size,
+        entry=entry,
+        timeout_s=timeout_s,
+        env=env,
+        grace_after_failure_s=grace_after_failure_s,
+    )

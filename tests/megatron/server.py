@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 POLL_S = 0.01
-# After one rank has failed the others wait for it in vain: they get this long to fail as well.
-GRACE_AFTER_FAILURE_S = 5.0
 # Between the request for tracebacks and the end.
 GRACE_FOR_TRACEBACKS_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -132,14 +130,17 @@ class Ranks:
                     end_group(pid, signal.SIGKILL)  # what a dead rank leaves behind
         return len(self.returncodes) == len(self.pids)
 
-    def wait(self, until_s: float, client_is_gone: Any) -> bool:
-        """Wait for all ranks; whether they ended by themselves before `until_s`."""
+    def wait(self, until_s: float, client_is_gone: Any, *, grace_s: float) -> bool:
+        """Wait for all ranks; whether they ended by themselves before `until_s`.
+
+        After the first failure the others have `grace_s` to end as well.
+        """
         failed_at_s: float | None = None
         while not self.poll():
             now_s = time.monotonic()
             if failed_at_s is None and any(self.returncodes.values()):
                 failed_at_s = now_s
-            given_up = failed_at_s is not None and now_s > failed_at_s + GRACE_AFTER_FAILURE_S
+            given_up = failed_at_s is not None and now_s > failed_at_s + grace_s
             if given_up or now_s > until_s or client_is_gone():
                 return given_up
             time.sleep(POLL_S)
@@ -175,7 +176,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             become_rank(job, rank, port)
         pids.append(pid)
     ranks = Ranks(pids)
-    in_time = ranks.wait(started_s + job["timeout_s"], client_is_gone)
+    in_time = ranks.wait(
+        started_s + job["timeout_s"], client_is_gone, grace_s=job["grace_after_failure_s"]
+    )
     ranks.end()
     return {
         "returncodes": [ranks.returncodes[rank] for rank in range(job["world_size"])],

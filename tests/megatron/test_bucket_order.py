@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
+from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.tiny_gpt import Setup
-from tests.ranks.harness import run_ranks
 
 
 def _build(setup: Setup, collection: Any, weights: tuple[float, ...]) -> Any:
@@ -62,7 +62,7 @@ def _noted(dispatch: Any, number: int, starts: list[int]) -> Any:
 
 
 def test_idle_and_training_ranks_agree_on_the_order() -> None:
-    first, second = run_ranks(2, _train, Setup(overlap=True, bucket_size=1), (1, 2))
+    first, second = run_megatron_ranks(2, _train, Setup(overlap=True, bucket_size=1), (1, 2))
     assert first == second
-    (alone,) = run_ranks(1, _train, Setup(), (1,))
+    (alone,) = run_megatron_ranks(1, _train, Setup(), (1,))
     assert torch.allclose(torch.tensor(first), torch.tensor(alone), rtol=1e-6, atol=1e-7)

@@ -22,8 +22,8 @@ from tests.megatron.comparison import (
     plan_run,
     stock_run,
 )
+from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.strategies import plans
-from zorse_megatron.adapter.byte_corpus import tokenizer_flags, write_byte_corpus
 from zorse_megatron.schema.plan import Plan
 
 MAX_LOSS_DIFFERENCE = 2e-5
@@ -35,28 +35,11 @@ NO_CLIP = ("--clip-grad", "0")
 MASKED = ("--eod-mask-loss",)
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text whose samples differ in how many tokens count.
-
-    The end-of-document token is masked with --eod-mask-loss: rare in long documents, every second
-    or third token in short ones.
-    """
-    prefix = tmp_path_factory.mktemp("corpus") / "text"
-    documents = []
-    for number in range(1500):
-        long = number % 60 == 0
-        text = bytes(33 + (number * 7 + i * i) % 90 for i in range(900 if long else 1 + number % 3))
-        documents.append((f"document {number}", text))
-    write_byte_corpus(prefix, documents=documents, max_bytes=10**7)
-    return prefix
-
-
 def flags_for(corpus: Path, *more: str, steps: int = STEPS) -> tuple[str, ...]:
     return (
         *BASE_FLAGS,
         *("--train-iters", str(steps), "--data-path", str(corpus), "--split", "90,5,5"),
-        *tokenizer_flags(),
+        *TOKENIZER_FLAGS,
         *more,
     )
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
+from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.tiny_gpt import Setup
-from tests.ranks.harness import run_ranks
 from zorse_megatron.errors import FlagError
 
 WEIGHTS = [(3, 1, 0), (1, 1, 1), (0, 1, 0)]
@@ -63,12 +63,12 @@ def _compare_steps(
 )
 def test_steps_equal_stock(setup: Setup, tolerance: float) -> None:
     # bf16 gradients are rounded after each addition, so the order of ranks shows there.
-    run_ranks(3, _compare_steps, WEIGHTS, setup, tolerance, -1, timeout_s=120)
+    run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, tolerance, -1, timeout_s=120)
 
 
 def test_fp16_overflow_on_one_rank_skips_the_step_on_all() -> None:
     setup = Setup(dtype=torch.float16, clip_grad=0.5)
-    run_ranks(3, _compare_steps, WEIGHTS, setup, 1e-3, 1, timeout_s=120)
+    run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, 1e-3, 1, timeout_s=120)
 
 
 def _train(chunk: Any, optimizer: Any, *, rows: Sequence[int], step: int) -> float:
@@ -115,7 +115,7 @@ def _compare_training(weights: Sequence[float], setup: Setup) -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_training_with_idle_ranks_equals_stock(weights: tuple[float, ...], overlap: bool) -> None:
     setup = Setup(clip_grad=1.0, overlap=overlap, bucket_size=2000 if overlap else None)
-    run_ranks(3, _compare_training, weights, setup, timeout_s=120)
+    run_megatron_ranks(3, _compare_training, weights, setup, timeout_s=120)
 
 
 def _skip_large_norms() -> list[tuple[bool, int]]:
@@ -132,7 +132,7 @@ def _skip_large_norms() -> list[tuple[bool, int]]:
 
 
 def test_too_large_norms_skip_the_step_on_ranks_that_own_nothing_too() -> None:
-    results = run_ranks(2, _skip_large_norms)
+    results = run_megatron_ranks(2, _skip_large_norms)
     assert results == [[(True, 1), (False, 1), (True, 2)]] * 2
 
 
@@ -155,7 +155,7 @@ def _refusals() -> list[str]:
 
 
 def test_options_that_cannot_be_kept_are_refused() -> None:
-    (messages,) = run_ranks(1, _refusals)
+    (messages,) = run_megatron_ranks(1, _refusals)
     assert "2 problems" in messages[0]
     assert "Remove --ddp-average-in-collective." in messages[0]
     assert "Remove --use-nccl-ub." in messages[0]

@@ -35,11 +35,12 @@ class Setup:
 
 
 def start() -> None:
-    """Enable CPU mode, and set up Megatron's random state and global groups (world = DP)."""
+    """Enable CPU mode and, once, set up Megatron's random state and global groups (world = DP)."""
     cpu_mode.enable()
     from megatron.core import parallel_state, tensor_parallel
 
-    parallel_state.initialize_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(7)
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from zorse_megatron.cli.console import print_plain, reported_errors
 from zorse_megatron.errors import PlanError
+from zorse_megatron.schedules.lower import refuse_unsupported
 from zorse_megatron.schema.json_text import layout
 from zorse_megatron.schema.load import fingerprint, load_plan
 from zorse_megatron.schema.plan import Group, Plan, Replica
@@ -27,7 +28,7 @@ def check(
         _check_as_json(path)
         return
     with reported_errors(to_stderr=False):
-        plan = load_plan(path)
+        plan = _load(path)
     print_plain(
         f"{path}: OK, plan {fingerprint(plan)}: {plan.world_size} ranks, "
         f"{len(plan.groups)} groups, {len(plan.chunks)} chunks, {plan.model.num_layers} layers, "
@@ -36,9 +37,16 @@ def check(
     Console().print(_table(plan))
 
 
+def _load(path: Path) -> Plan:
+    """Load a plan that this version can execute."""
+    plan = load_plan(path)
+    refuse_unsupported(plan, str(path))
+    return plan
+
+
 def _check_as_json(path: Path) -> None:
     try:
-        plan = load_plan(path)
+        plan = _load(path)
     except PlanError as error:
         problems = [dataclasses.asdict(problem) for problem in error.problems]
         typer.echo(layout({"ok": False, "problems": problems}))

@@ -5,9 +5,10 @@ every iteration, and leaves figures, logs and numbers in the output folder. The 
 the two runs are the same, 1 if not or if a job failed.
 """
 
-import os
+import logging
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from zorse_megatron.demo.compare import Comparison, read_metrics
 from zorse_megatron.demo.jobs import Job, Progress, run_job
 from zorse_megatron.demo.model import TRAIN_ITERATIONS, demo_plan, training_flags
 from zorse_megatron.demo.report import (
+    STOCK_LABEL,
     draw_loss,
     draw_timeline,
     loss_table,
@@ -65,7 +67,7 @@ def _demo(output: Path, console: Console) -> None:
             [*flags, "--zorse-plan", str(plan_path), "--zorse-trace", str(traces)],
         ),
     }
-    console.print(f"1. stock Megatron on 1 process;  2. {plan_label(plan)} ({plan_path.name})")
+    console.print(f"two jobs, one after the other: {STOCK_LABEL}; {plan_label(plan)}")
     durations_s = {name: _run(job, console) for name, job in jobs.items()}
     comparison = Comparison(
         stock=read_metrics(_metrics(output, "stock"), num_iterations=TRAIN_ITERATIONS),
@@ -92,14 +94,16 @@ def _empty(output: Path) -> None:
 
 
 def _flags(output: Path, console: Console) -> list[str]:
-    with console.status("writing the corpus ..."):
-        # Imports Megatron, which takes seconds.
+    with console.status("writing the corpus ..."), warnings.catch_warnings():
+        # Importing Megatron takes seconds, and tells of packages that the demo does not need.
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
 
         corpus = write_corpus(output / "corpus" / "text", max_bytes=CORPUS_BYTES)
     console.print(
-        f"corpus: {corpus.num_documents} source files of Python's standard library, "
-        f"{corpus.num_tokens / 1e6:.1f} million bytes, one token each"
+        f"corpus: {corpus.num_documents} files of Python's standard library, "
+        f"{corpus.num_tokens / 1e6:.1f} million byte tokens"
     )
     return training_flags(corpus.prefix, tokenizer=tokenizer_flags())
 
@@ -114,7 +118,7 @@ def _job(output: Path, name: str, num_ranks: int, arguments: list[str]) -> Job:
 
 
 def _run(job: Job, console: Console) -> float:
-    with console.status(f"{job.name}: starting {job.num_ranks} process(es) ...") as status:
+    with console.status(f"{job.name}: starting ...") as status:
 
         def tell(progress: Progress) -> None:
             line = (
@@ -127,8 +131,7 @@ def _run(job: Job, console: Console) -> float:
 
         duration_s = run_job(job, tell)
     console.print(
-        f"{job.name}: {job.num_ranks} process(es) trained in {duration_s:.0f} s; log: "
-        f"{os.path.relpath(job.log)}"
+        f"{job.name}: done in {duration_s:.0f} s, start-up included; log: {_short(job.log)}"
     )
     return duration_s
 
@@ -146,7 +149,12 @@ def _report(
         draw_loss(output / "loss.png", comparison, plan),
         draw_timeline(output / "timeline.png", output / "traces", plan),
     ]
-    console.print("written: " + ", ".join(os.path.relpath(path) for path in written))
+    console.print("written: " + ", ".join(map(_short, written)))
+
+
+def _short(path: Path) -> str:
+    """The path from here if it is below, else in full."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,9 @@ def duration_s(traces: Traces, step: int) -> float:
     return max(span.end_s for span in spans) - min(span.start_s for span in spans)
 
 
-def typical_step(traces: Traces) -> int:
-    """The training step with the median duration, of those after the first (which warms up)."""
+def fastest_step(traces: Traces) -> int:
+    """The training step with the shortest duration, in which the machine disturbed least."""
     steps = training_steps(traces)
     if not steps:
         raise ValueError("found no training step that all ranks recorded; expected one at least")
-    by_duration = sorted(steps[1:] or steps, key=lambda step: duration_s(traces, step))
-    return by_duration[len(by_duration) // 2]
+    return min(steps, key=lambda step: duration_s(traces, step))

@@ -88,6 +88,13 @@ class Heartbeat:
             self._publish(word)
         except dist.DistError:
             return  # the store has ended with its host; nobody is left to be told
+        if word != _DONE:
+            self._let_others_read()
+
+    def _let_others_read(self) -> None:
+        """Keep the store, which usually lives in rank 0, until the others have seen why."""
+        if self.rank == 0:
+            time.sleep(2 * self.interval_s)
 
     def _run(self) -> None:
         beats = 0
@@ -105,6 +112,7 @@ class Heartbeat:
                 )
                 return
             if loss is not None and not self.stopping.is_set():
+                self._let_others_read()
                 self.stop_process(
                     f"{self.describe(loss.rank)} {loss.reason}: rank {self.rank} stops"
                 )

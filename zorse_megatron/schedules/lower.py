@@ -68,15 +68,20 @@ def unsupported(plan: Plan) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
+def refuse_unsupported(plan: Plan, source: str = "The plan") -> None:
+    """Raise PlanError with everything in the plan that this version cannot execute."""
+    problems = unsupported(plan)
+    if problems:
+        raise PlanError(f"{source} is valid but asks for what is not executed yet", problems)
+
+
 def lower_plan(plan: Plan, *, forward_only: bool = False, tied: bool | None = None) -> ActionLists:
     """Lower a plan to action lists, for a training step or (forward_only) an evaluation step.
 
     `tied`: whether the embedding and the output weight are one; None takes it from the plan's
     model. Raises PlanError with everything that cannot be lowered.
     """
-    problems = unsupported(plan)
-    if problems:
-        raise PlanError("The plan asks for what this version cannot execute", problems)
+    refuse_unsupported(plan)
     if tied is None:
         tied = bool(plan.model.tied_embeddings)
     sequence = _Sequence(plan)

@@ -1,0 +1,48 @@
+# Everything that a developer runs. `make help` lists it.
+
+# The interpreter that makes the environment; Megatron's wheel is tested on 3.12 only.
+PYTHON312 ?= python3.12
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test check lint clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Make .venv and install the package into it (done by the others if need be)
+
+# An environment that was left half made has no working pip and is made anew.
+$(INSTALLED): pyproject.toml
+	@command -v $(PYTHON312) >/dev/null || { \
+		echo "make: found no $(PYTHON312); expected Python 3.12. Install it, or name it:" \
+			"make PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON312) -m venv --clear $(VENV)
+	@echo "installing into $(VENV): some minutes the first time ..."
+	@$(BIN)/python -m pip install --quiet torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and compare (2 to 5 minutes)
+	@$(BIN)/python -m zorse_megatron.demo
+
+test: lint ## Run the linters and all tests
+	@$(BIN)/python -m pytest
+
+check: lint ## Run the linters and the fast tests (seconds, no Megatron)
+	@$(BIN)/python -m pytest tests/unit
+
+lint: $(INSTALLED) ## Run the linters alone: format, style, types, layers
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo >$(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
+
+clean: ## Remove what demo, tests and tools leave behind; .venv stays
+	@rm -rf demo-output build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache \
+		.hypothesis
+	@find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) \
+		-print0 | xargs -0 rm -rf

@@ -1,0 +1,74 @@
+"""The recording entry, but one rank dies: `ZORSE_TEST_DEATH=<how>:<rank>:<when>`.
+
+Death is noticed after `ZORSE_TEST_TIMEOUT_S` where a test is not about how long that takes.
+
+`kill:1:5` - rank 1 is killed in the middle of its fifth step; `raise:1:5` - it fails there by an
+error of its own; `save:1:2` - it is killed in the middle of its second checkpoint.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from tests.megatron.recording_entry import record
+from zorse_megatron.adapter import cpu_mode
+
+HOW, RANK, WHEN = os.environ["ZORSE_TEST_DEATH"].split(":")
+
+
+def die() -> None:
+    if HOW == "raise":
+        raise ValueError("this rank has a fault of its own")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, action: Any, runner: Any) -> Any:
+        if self.step + 1 == int(WHEN):
+            die()
+        return backward(self, action, runner)
+
+    return run
+
+
+def dying_save(write: Callable[..., Any]) -> Callable[..., Any]:
+    saves = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        saves.append(1)
+        if len(saves) == int(WHEN):
+            die()
+        return write(*args, **kwargs)
+
+    return run
+
+
+def hurried(init: Callable[..., None], timeout_s: float) -> Callable[..., None]:
+    def run(self: Any, **kwargs: Any) -> None:
+        init(self, **{**kwargs, "timeout_s": timeout_s})
+
+    return run
+
+
+if __name__ == "__main__":
+    if cpu_mode.needed():
+        cpu_mode.enable()
+    if "ZORSE_TEST_TIMEOUT_S" in os.environ:
+        from zorse_megatron.runtime.health import Heartbeat
+
+        Heartbeat.__init__ = hurried(  # type: ignore[method-assign]
+            Heartbeat.__init__, float(os.environ["ZORSE_TEST_TIMEOUT_S"])
+        )
+    if os.environ["RANK"] == RANK:
+        if HOW == "save":
+            from megatron.core.dist_checkpointing.strategies.torch import (
+                TorchDistSaveShardedStrategy as Strategy,
+            )
+
+            Strategy.async_save = dying_save(Strategy.async_save)
+        else:
+            from zorse_megatron.runtime.executor import Executor
+
+            Executor._backward = dying_backward(Executor._backward)
+    record()

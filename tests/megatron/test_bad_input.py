@@ -1,0 +1,171 @@
+"""Bad input: every rank exits non-zero, rank 0 says what, where and what to do, nothing hangs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
+from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.schema.load import dump_plan
+
+MAX_DURATION_S = 30.0
+FLAGS = (
+    *BASE_FLAGS,
+    *("--train-iters", "2", "--mock-data", "--split", "90,5,5"),
+    *TOKENIZER_FLAGS,
+)
+
+
+def good_plan() -> dict[str, Any]:
+    return dict(json.loads(dump_plan(LAYOUTS["2|1"])))
+
+
+def run_plan(text: str, tmp_path: Path, *flags: str, world_size: int = 3) -> RunResult:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    return run_ranks([*FLAGS, *flags, "--zorse-plan", str(path)], world_size, timeout_s=60)
+
+
+def assert_refused(result: RunResult, *facts: str) -> None:
+    assert all(code not in (0, None) for code in result.returncodes), result.returncodes
+    assert result.wall_s < MAX_DURATION_S
+    for fact in facts:
+        assert fact in result.outputs[0], f"rank 0 does not say {fact!r}:\n{result.outputs[0]}"
+    assert "expected" in result.outputs[0]
+    for output in result.outputs:
+        assert "Traceback" not in output, output
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> str:
+    plan = good_plan()
+    change(plan)
+    return json.dumps(plan)
+
+
+def first_replica(plan: dict[str, Any]) -> dict[str, Any]:
+    replica: dict[str, Any] = plan["groups"][0]["replicas"][0]
+    return replica
+
+
+BAD_PLANS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gap in the layers": (
+        edit(lambda p: p["chunks"][1].update(layers=[2, 4])),
+        ("layer 1", "chunks"),
+    ),
+    "overlap in the layers": (
+        edit(lambda p: p["chunks"][1].update(layers=[0, 4])),
+        ("layer 0", "chunks"),
+    ),
+    "too few layers": (
+        edit(lambda p: p["chunks"][1].update(layers=[1, 3])),
+        ("layer 3", "chunks"),
+    ),
+    "batch that does not add up": (
+        edit(lambda p: first_replica(p).update(num_microbatches=5)),
+        ("groups[0]", "7", "8"),
+    ),
+    "duplicate rank": (
+        edit(lambda p: first_replica(p).update(ranks=[1])),
+        ("rank 1", "rank 0"),
+    ),
+    "unknown key": (
+        edit(lambda p: first_replica(p).update(micro_batchsize=5)),
+        ("groups[0].replicas[0]: found unknown key \"micro_batchsize\"", "\"micro_batch_size\"?"),
+    ),
+    "wrong type": (
+        edit(lambda p: first_replica(p).update(micro_batch_size="1")),
+        ("groups[0].replicas[0].micro_batch_size: found \"1\"", "integer"),
+    ),
+    "truncated JSON": (
+        dump_plan(LAYOUTS["2|1"])[:200],
+        ("line",),
+    ),
+    "several at once": (
+        edit(lambda p: (p["chunks"][1].update(layers=[2, 4]), p.update(global_batch_size=9))),
+        ("layer 1", "groups[0]", "groups[1]"),
+    ),
+    "not executed yet": (
+        edit(lambda p: p["schedule"].update(name="interleaved")),
+        ("schedule.name", "1f1b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_bad_plan(case: str, tmp_path: Path) -> None:
+    text, facts = BAD_PLANS[case]
+    assert_refused(run_plan(text, tmp_path), "plan.json", *facts)
+
+
+def test_plan_for_another_world_size(tmp_path: Path) -> None:
+    result = run_plan(json.dumps(good_plan()), tmp_path, world_size=2)
+    assert_refused(result, "WORLD_SIZE", "found 2", "expected 3")
+
+
+def test_missing_plan(tmp_path: Path) -> None:
+    result = run_ranks([*FLAGS, "--zorse-plan", str(tmp_path / "no.json")], 3, timeout_s=60)
+    assert_refused(result, "no.json")
+
+
+BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tensor parallel": (("--tensor-model-parallel-size", "2"), ("--tensor-model-parallel-size",)),
+    "another model": (("--num-layers", "6"), ("--num-layers", "found 6", "expected 4")),
+    "another batch": (("--global-batch-size", "16"), ("--global-batch-size", "16", "8")),
+    "another number of stages": (
+        ("--pipeline-model-parallel-size", "3"),
+        ("--pipeline-model-parallel-size", "found 3"),
+    ),
+    "several flags at once": (
+        ("--num-layers", "6", "--tensor-model-parallel-size", "2", "--dataloader-type", "external"),
+        ("--num-layers", "--tensor-model-parallel-size", "--dataloader-type"),
+    ),
+    "unknown flag of ours": (("--zorse-plam", "x"), ("--zorse-plam", "--zorse-plan")),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_flags_that_do_not_fit(case: str, tmp_path: Path) -> None:
+    flags, facts = BAD_FLAGS[case]
+    assert_refused(run_plan(json.dumps(good_plan()), tmp_path, *flags), *facts)
+
+
+def test_model_that_differs_in_what_megatron_derives(tmp_path: Path) -> None:
+    """ffn_hidden_size and the padded vocabulary are only known after validation."""
+    plan = good_plan()
+    plan["model"] |= {"ffn_hidden_size": 96, "vocab_size": 1000, "tied_embeddings": False}
+    result = run_plan(json.dumps(plan), tmp_path)
+    assert_refused(result, "--untie-embeddings-and-output-weights", "model.tied_embeddings")
+    plan["model"].pop("tied_embeddings")
+    result = run_plan(json.dumps(plan), tmp_path)
+    assert_refused(result, "--ffn-hidden-size", "found 128", "expected 96", "--padded-vocab-size")
+
+
+def test_unsupported_megatron_version(tmp_path: Path) -> None:
+    result = run_ranks(
+        [*FLAGS, "--zorse-plan", str(tmp_path / "plan.json")],
+        2,
+        entry="tests.megatron.other_version_entry",
+        timeout_s=60,
+        env={"ZORSE_TEST_PLAN": str(tmp_path / "plan.json")},
+    )
+    assert_refused(result, "megatron-core 0.18.1", ">=0.19,<0.20", "pip install")
+
+
+def test_ranks_with_different_plans(tmp_path: Path) -> None:
+    """A stale copy of the file on one node."""
+    (tmp_path / "0").mkdir()
+    stale = good_plan()
+    stale["groups"][0]["replicas"][0]["shard_weight"] = 2.0
+    for rank, plan in enumerate((good_plan(), good_plan(), stale)):
+        (tmp_path / f"plan-{rank}.json").write_text(json.dumps(plan))
+    result = run_ranks(
+        [*FLAGS, "--zorse-plan", str(tmp_path / "plan-RANK.json")],
+        3,
+        entry="tests.megatron.rank_in_argv_entry",
+        timeout_s=60,
+    )
+    assert_refused(result, "rank 2", "on rank 0", "Copy the same plan")

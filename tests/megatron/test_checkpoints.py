@@ -1,0 +1,102 @@
+"""Checkpoints carry over: from any plan to any plan, to stock Megatron and back.
+
+A run saves after 4 of 8 steps; another one resumes there. Its curve must equal that of the run that
+saved and went on (fp32: 1e-5).
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, Recorded, plan_run, run_recorded
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.schema.plan import Plan
+
+MAX_DIFFERENCE = 1e-5
+SAVED, STEPS = 4, 8
+PIPELINE_2 = ("--pipeline-model-parallel-size", "2")
+
+# name -> plan, or stock's flags and world size.
+RUNS: dict[str, Plan | tuple[tuple[str, ...], int]] = {
+    "2|1|2": LAYOUTS["2|1|2"],
+    "1|3|1": LAYOUTS["1|3|1, ends inside"],
+    "5": LAYOUTS["5, one idle"],
+    "1|2": LAYOUTS["1|2"],
+    "stock": ((), 1),
+    "stock PP=2": (PIPELINE_2, 2),
+}
+
+
+def start(name: str, flags: list[str]) -> Recorded:
+    run = RUNS[name]
+    if isinstance(run, Plan):
+        return plan_run(run, flags)
+    more, world_size = run
+    return run_recorded([*flags, *more], world_size)
+
+
+@pytest.fixture(scope="module")
+def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> "Saved":
+    return Saved(corpus, tmp_path_factory)
+
+
+class Saved:
+    """Runs that saved, each made once."""
+
+    def __init__(self, corpus: Path, factory: pytest.TempPathFactory) -> None:
+        self.corpus = corpus
+        self.factory = factory
+        self.runs: dict[tuple[str, tuple[str, ...]], tuple[Path, Recorded]] = {}
+
+    def flags(self, *more: str) -> list[str]:
+        return [
+            *BASE_FLAGS,
+            *("--train-iters", str(STEPS), "--data-path", str(self.corpus), "--split", "90,5,5"),
+            *TOKENIZER_FLAGS,
+            *("--eod-mask-loss", "--clip-grad", "0.5", "--save-interval", str(SAVED)),
+            *more,
+        ]
+
+    def by(self, name: str, *more: str) -> tuple[Path, Recorded]:
+        if (name, more) not in self.runs:
+            directory = self.factory.mktemp("checkpoints")
+            run = start(name, self.flags("--save", str(directory), *more))
+            self.runs[name, more] = directory, run
+        return self.runs[name, more]
+
+    def resume(self, name: str, directory: Path, *more: str) -> Recorded:
+        where = ("--load", str(directory), "--ckpt-step", str(SAVED))
+        return start(name, self.flags(*where, *more))
+
+
+def assert_same_rest(resumed: Recorded, uninterrupted: Recorded) -> None:
+    rest = uninterrupted.steps[SAVED:]
+    assert len(resumed.steps) == len(rest) == STEPS - SAVED
+    for mine, theirs in zip(resumed.steps, rest, strict=True):
+        step = mine["iteration"]
+        assert step == theirs["iteration"]
+        assert mine["lr"] == pytest.approx(theirs["lr"], rel=1e-12)
+        loss, expected = mine["loss"]["lm loss"], theirs["loss"]["lm loss"]
+        assert abs(loss - expected) <= MAX_DIFFERENCE, f"loss of step {step}"
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), f"step {step}"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("by", "then"),
+    [
+        ("2|1|2", "2|1|2"),
+        ("2|1|2", "1|3|1"),
+        ("2|1|2", "5"),
+        ("2|1|2", "stock"),
+        ("2|1|2", "stock PP=2"),
+        ("5", "2|1|2"),
+        ("stock", "2|1|2"),
+        ("stock", "5"),
+        ("stock PP=2", "1|3|1"),
+    ],
+)
+def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
+    more = () if tied else ("--untie-embeddings-and-output-weights",)
+    directory, uninterrupted = saved.by(by, *more)
+    assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
