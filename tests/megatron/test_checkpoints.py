@@ -100,3 +100,21 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     more = () if tied else ("--untie-embeddings-and-output-weights",)
     directory, uninterrupted = saved.by(by, *more)
     assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [("--bf16",), ("--fp16", "--initial-loss-scale", "4096"), ("--use-distributed-optimizer",)],
+    ids=["bf16", "fp16", "distributed optimizer"],
+)
+def test_resumes_with_main_weights_and_loss_scale(
+    precision: tuple[str, ...], saved: Saved
+) -> None:
+    """Main weights, moments, step and loss scale are whole: the same plan goes on bit for bit."""
+    directory, uninterrupted = saved.by("2|1|2", *precision)
+    resumed = saved.resume("2|1|2", directory, *precision)
+    assert resumed.steps == uninterrupted.steps[SAVED:]
+    other = saved.resume("5", directory, *precision)
+    # Another plan adds up in another order, so from the second step on 16 bits may differ.
+    assert other.losses[0] == pytest.approx(uninterrupted.losses[SAVED], abs=2e-3)
+    assert other.steps[0]["loss_scale"] == uninterrupted.steps[SAVED]["loss_scale"]
