@@ -1,7 +1,7 @@
 """`zorse_megatron.pretrain`, with what it computes written down for a comparison.
 
-Writes to `$ZORSE_TEST_RECORD`: `steps-rank<R>.json` (exact loss and gradient norm of every step that
-this rank logs) and `weights-rank<R>.pt` (its parameters after the last step, by their names in the
+Writes to `$ZORSE_TEST_RECORD`: `steps-rank<R>.json` (exact loss and gradient norm of every step
+that this rank logs) and `weights-rank<R>.pt` (its parameters after the last step, by their names in the
 whole model). The recorder reads what stock's own loop passes to `training_log`, so it is the same
 for stock and for a plan.
 """
@@ -68,7 +68,7 @@ def weights(chunk: Any) -> dict[str, Any]:
 def record() -> None:
     if cpu_mode.needed():
         cpu_mode.enable()
-    import megatron.training.training as training
+    from megatron.training import training
 
     steps: list[dict[str, Any]] = []
     RECORD.mkdir(parents=True, exist_ok=True)

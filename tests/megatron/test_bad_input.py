@@ -74,11 +74,11 @@ BAD_PLANS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "unknown key": (
         edit(lambda p: first_replica(p).update(micro_batchsize=5)),
-        ("groups[0].replicas[0]: found unknown key \"micro_batchsize\"", "\"micro_batch_size\"?"),
+        ('groups[0].replicas[0]: found unknown key "micro_batchsize"', '"micro_batch_size"?'),
     ),
     "wrong type": (
         edit(lambda p: first_replica(p).update(micro_batch_size="1")),
-        ("groups[0].replicas[0].micro_batch_size: found \"1\"", "integer"),
+        ('groups[0].replicas[0].micro_batch_size: found "1"', "integer"),
     ),
     "truncated JSON": (
         dump_plan(LAYOUTS["2|1"])[:200],

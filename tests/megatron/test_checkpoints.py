@@ -107,9 +107,7 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     [("--bf16",), ("--fp16", "--initial-loss-scale", "4096"), ("--use-distributed-optimizer",)],
     ids=["bf16", "fp16", "distributed optimizer"],
 )
-def test_resumes_with_main_weights_and_loss_scale(
-    precision: tuple[str, ...], saved: Saved
-) -> None:
+def test_resumes_with_main_weights_and_loss_scale(precision: tuple[str, ...], saved: Saved) -> None:
     """Main weights, moments, step and loss scale are whole: the same plan goes on bit for bit."""
     directory, uninterrupted = saved.by("2|1|2", *precision)
     resumed = saved.resume("2|1|2", directory, *precision)

@@ -106,9 +106,7 @@ def assert_tied_copies_are_equal(run: Recorded) -> None:
     ],
     ids=["no clip", "overlap", "distributed optimizer", "llama", "cyclic", "recompute"],
 )  # fmt: skip
-def test_follows_stock_with_other_flags(
-    layout: str, more: tuple[str, ...], corpus: Path
-) -> None:
+def test_follows_stock_with_other_flags(layout: str, more: tuple[str, ...], corpus: Path) -> None:
     flags = flags_for(corpus, *MASKED, *more, steps=10)
     needs_parallel = ("--overlap-grad-reduce", "--overlap-param-gather")
     alone = tuple(f for f in flags if f not in (*needs_parallel, "--use-distributed-optimizer"))

@@ -50,9 +50,7 @@ def latest(tmp_path: Path) -> str:
 def test_rank_that_dies_in_a_step(death: str, name: str, reason: str, tmp_path: Path) -> None:
     result = run_with_death(death, tmp_path)
     dead = int(death.split(":")[1])
-    for rank, (code, output) in enumerate(
-        zip(result.returncodes, result.outputs, strict=True)
-    ):
+    for rank, (code, output) in enumerate(zip(result.returncodes, result.outputs, strict=True)):
         if rank == dead:
             assert code not in (0, LOST_RANK)
             continue

@@ -83,9 +83,7 @@ def test_equal_replicas_get_the_samples_of_megatrons_sampler(
     plan = even_plan(2, replicas, count, size)
     for rank in range(plan.world_size):
         # MegatronPretrainingSampler: rank r takes [r * size, (r + 1) * size) of each round.
-        expected = [
-            (i * replicas * size + (rank % replicas) * size) for i in range(count)
-        ]
+        expected = [(i * replicas * size + (rank % replicas) * size) for i in range(count)]
         assert [m.start for m in replica_micro_batches(plan, rank)] == expected
 
 
@@ -105,7 +103,9 @@ def test_micro_batches_partition_the_global_batch(plan: Plan) -> None:
 def test_pieces_equal_brute_force(plan: Plan) -> None:
     for left, right in zip(plan.groups, plan.groups[1:], strict=False):
         sources, targets = micro_batches(left), micro_batches(right)
-        found = {(p.source, p.target): set(range(p.start, p.stop)) for p in pieces(sources, targets)}
+        found = {
+            (p.source, p.target): set(range(p.start, p.stop)) for p in pieces(sources, targets)
+        }
         expected = {
             (a, b): overlap
             for a in sources
@@ -158,9 +158,7 @@ def test_one_sequence_runs_even_if_every_transfer_blocks(plan: Plan) -> None:
 
     sequence = _Sequence(plan)
     sequence.play(forward_only=False)
-    check_executable(
-        ActionLists(ranks=tuple(map(tuple, sequence.lists))), blocking=True
-    )
+    check_executable(ActionLists(ranks=tuple(map(tuple, sequence.lists))), blocking=True)
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""Puts a plan into effect: hooks before the script runs, process groups when it calls `pretrain`."""
+"""Puts a plan into effect: hooks before the script runs, groups when it calls `pretrain`."""
 
 import os
 from collections.abc import Callable

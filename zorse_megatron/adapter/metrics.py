@@ -1,9 +1,9 @@
 """Full-precision numbers of every iteration, for programs: `--zorse-metrics FILE`.
 
-Stock prints a loss with seven digits and averages it over the logging interval. The recorder sits
-where stock logs, on the rank that prints (the job's last), with or without a plan, and appends one
-line of JSON per iteration. Nothing is rounded: a float32 loss is written as the exact value that
-it has as a Python float.
+Stock prints a loss with seven digits and averages it over the logging interval, the second line of
+a run over one iteration more. The recorder sits where stock logs, on the rank that prints (the
+job's last), with or without a plan, and appends one line of JSON per iteration. Nothing is rounded:
+a float32 loss is written as the exact value that it has as a Python float.
 """
 
 import inspect

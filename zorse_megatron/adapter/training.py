@@ -61,7 +61,7 @@ def watched(session: PlanSession) -> Iterator[None]:
     """Run the block while all ranks watch each other; end with one line if one is gone."""
     heartbeat = Heartbeat(
         # A connection of its own: the default one may be inside a blocking call.
-        store=dist.distributed_c10d._get_default_store().clone(),
+        store=dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
         rank=session.rank,
         world_size=session.plan.world_size,
         timeout_s=60 * get_args().distributed_timeout_minutes,
@@ -162,7 +162,7 @@ def _records(session: PlanSession) -> list[rebind.Rebinding]:
     )
 
 
-def _build_optimizer(
+def _build_optimizer(  # noqa: PLR0917  (stock's signature)
     session: PlanSession,
     config: Any,
     model_chunks: list[Any],
@@ -209,7 +209,7 @@ def _tied_embedding(session: PlanSession, model_chunks: list[Any], optimizer: An
 def _defer_parameter_gather(optimizers: Iterable[Any]) -> None:
     """Leave the gather after the step to the action list.
 
-    `_defer_param_sync` is stock's own switch for this (`DistributedOptimizer.step_with_ready_grads`).
+    `_defer_param_sync` is stock's own switch for it (`DistributedOptimizer.step_with_ready_grads`).
     """
     for optimizer in optimizers:
         optimizer._defer_param_sync = True

@@ -131,7 +131,9 @@ class Heartbeat:
             if seen != value:
                 self.last_seen[rank] = (value, now_s)
             elif word != _DONE and now_s - since_s > self.silence_s:
-                silent.append(Loss(rank=rank, reason=f"has been silent for {now_s - since_s:.0f} s"))
+                silent.append(
+                    Loss(rank=rank, reason=f"has been silent for {now_s - since_s:.0f} s")
+                )
         return silent[0] if silent else None
 
     def _publish(self, word: str) -> None:

@@ -8,6 +8,8 @@ for its receive. The receives are then started one computation earlier than that
 overlap with it; as starting a receive never waits, this keeps the property (see `validate`).
 """
 
+from itertools import pairwise
+
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, Action, ActionLists, Kind
 from zorse_megatron.schedules.one_f_one_b import in_flight_limits
@@ -88,8 +90,7 @@ def lower_plan(plan: Plan, *, forward_only: bool = False, tied: bool | None = No
     sequence.play(forward_only=forward_only)
     lists = [_receive_early(actions) for actions in sequence.lists]
     if not forward_only:
-        for rank, actions in enumerate(lists):
-            actions += _update(plan, rank, tied=tied)
+        lists = [actions + _update(plan, rank, tied=tied) for rank, actions in enumerate(lists)]
     return ActionLists(ranks=tuple(tuple(actions) for actions in lists))
 
 
@@ -103,7 +104,7 @@ class _Sequence:
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
         self.outgoing: dict[tuple[int, int, int], list[Piece]] = {}
         self.incoming: dict[tuple[int, int, int], list[Piece]] = {}
-        for chunk, (left, right) in enumerate(zip(self.layouts, self.layouts[1:], strict=False)):
+        for chunk, (left, right) in enumerate(pairwise(self.layouts)):
             for piece in pieces(left, right):
                 source, target = piece.source, piece.target
                 self.outgoing.setdefault((chunk, source.replica, source.index), []).append(piece)

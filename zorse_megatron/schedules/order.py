@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zorse_megatron.schedules.samples import MicroBatch, Piece, pieces
 
@@ -61,7 +62,7 @@ class Pipeline:
         *,
         forward_only: bool,
     ) -> None:
-        """`layouts[c]`: chunk c's micro-batches; `limits[c][replica]`: how many may be in flight."""
+        """`layouts[c]`: chunk c's micro-batches; `limits[c][replica]`: most in flight."""
         self.forward_only = forward_only
         self.last = len(layouts) - 1
         counts = [self._count(layout) for layout in layouts]
@@ -78,7 +79,7 @@ class Pipeline:
         }
         self.changed = set(self.workers)
         """Workers that something happened to: only these can have become able to start."""
-        links = [pieces(a, b) for a, b in zip(layouts, layouts[1:], strict=False)]
+        links = [pieces(a, b) for a, b in pairwise(layouts)]
         self.missing_forward = self._dependencies(links, upstream=True)
         self.missing_backward = self._dependencies(links, upstream=False)
         self.feeds: dict[tuple[int, MicroBatch], list[MicroBatch]] = {}
@@ -115,9 +116,7 @@ class Pipeline:
         while remaining or running:
             for event in self._startable(now):
                 remaining -= 1
-                heapq.heappush(
-                    running, (event.end, event.chunk, event.micro_batch.replica, event)
-                )
+                heapq.heappush(running, (event.end, event.chunk, event.micro_batch.replica, event))
                 yield event
             if not running:
                 self._raise_limit()
