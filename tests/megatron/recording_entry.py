@@ -1,9 +1,9 @@
 """`zorse_megatron.pretrain`, with what it computes written down for a comparison.
 
 Writes to `$ZORSE_TEST_RECORD`: `steps-rank<R>.json` (exact loss and gradient norm of every step
-that this rank logs) and `weights-rank<R>.pt` (its parameters after the last step, by their names in the
-whole model). The recorder reads what stock's own loop passes to `training_log`, so it is the same
-for stock and for a plan.
+that this rank logs), `initial-rank<R>.pt` and `weights-rank<R>.pt` (its parameters before the first
+and after the last step, by their names in the whole model). The recorder reads what stock's own
+loop passes to `training_log`, so it is the same for stock and for a plan.
 """
 
 import json

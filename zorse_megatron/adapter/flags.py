@@ -66,6 +66,7 @@ REFUSALS = (
     _off("use_precision_aware_optimizer", _NOT_YET),
     _off("data_parallel_random_init", _NOT_YET),
     _off("save_wgrads_interval", _NOT_YET),
+    _off("log_params_norm", _NOT_YET),
     _off("init_model_with_meta_device", _NOT_YET),
     _off("dataloader_inter_document_masking", _NOT_YET),
     _off("full_validation", _NOT_YET),

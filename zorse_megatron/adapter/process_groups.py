@@ -8,6 +8,7 @@ stock asks its pipeline group for a position only (`PipelinePosition`).
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class PlanGroups:
         return PipelinePosition(self.stage, self.num_stages)
 
 
-def create_groups(plan: Plan, *, rank: int) -> PlanGroups:
+def create_groups(plan: Plan, *, rank: int, timeout: timedelta) -> PlanGroups:
     """Create the groups of `rank`; a collective call, after `init_process_group`.
 
     `new_group` sorts its ranks, so a rank's place in `group` is its place among the group's sorted
@@ -69,8 +70,8 @@ def create_groups(plan: Plan, *, rank: int) -> PlanGroups:
     """
     number = plan.group_of_rank(rank)
     # Every group is created by all ranks, in one order: the form that all backends support.
-    groups = [dist.new_group(sorted(g.ranks)) for g in plan.groups]
-    alone = dist.new_group([rank], use_local_synchronization=True)
+    groups = [dist.new_group(sorted(g.ranks), timeout=timeout) for g in plan.groups]
+    alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     assert dist.group.WORLD is not None
     (stage,) = plan.chunks_of_group(number)
     return PlanGroups(

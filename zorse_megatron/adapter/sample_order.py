@@ -6,45 +6,17 @@ global batch a replica takes the intervals that its plan gives it. So every plan
 samples in the same step as a single process, for every sampler that stock has.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch.utils.data
 
 from zorse_megatron.adapter.global_groups import first_stage, one_data_parallel_rank
+from zorse_megatron.runtime.batch_sampler import PlanBatchSampler
 from zorse_megatron.schedules.samples import MicroBatch
 
 LoaderBuilder = Callable[[Any, int], Any]
-
-
-class PlanBatchSampler:
-    """Yields, for each global batch, one list of indices per micro-batch of this replica."""
-
-    def __init__(
-        self,
-        global_order: Any,
-        *,
-        global_batch_size: int,
-        micro_batches: Sequence[MicroBatch],
-    ) -> None:
-        """`global_order`: a stock batch sampler with one data-parallel rank."""
-        self.global_order = global_order
-        self.global_batch_size = global_batch_size
-        self.micro_batches = tuple(micro_batches)
-
-    def __len__(self) -> int:
-        return len(self.global_order)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        pending: list[int] = []
-        for indices in self.global_order:
-            pending += indices
-            while len(pending) >= self.global_batch_size:
-                batch = pending[: self.global_batch_size]
-                pending = pending[self.global_batch_size :]
-                for micro_batch in self.micro_batches:
-                    yield batch[micro_batch.start : micro_batch.stop]
 
 
 def plan_loader_builder(

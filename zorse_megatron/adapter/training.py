@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,8 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     if problems:
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
-    groups = create_groups(run.plan, rank=args.rank)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    groups = create_groups(run.plan, rank=args.rank, timeout=timeout)
     group_ranks = sorted(run.plan.groups[run.plan.group_of_rank(args.rank)].ranks)
     global_groups.fill(groups, rank=args.rank, group_ranks=group_ranks)
     session = PlanSession(
@@ -70,6 +72,9 @@ def watched(session: PlanSession) -> Iterator[None]:
     heartbeat.start()
     try:
         yield
+    except (SystemExit, KeyboardInterrupt):
+        heartbeat.finish()
+        raise
     except Exception as error:
         traceback.print_exc()
         if is_communication_error(error):
