@@ -144,21 +144,23 @@ class PlanSession:
 
     def _executor(self, config: Any) -> Executor:
         if self.executor is None:
+            backend = dist.get_backend()
+            device = torch.device("cpu")
+            if backend == "nccl":
+                device = torch.device("cuda", torch.cuda.current_device())
             self.executor = Executor(
                 micro_batches=self.micro_batches,
                 first_chunk=0,
                 last_chunk=self.groups.num_stages - 1,
                 mailbox=Mailbox(
                     transport=make_transport(
-                        backend=dist.get_backend(), rank=self.rank, edges=self._edges()
+                        backend=backend, rank=self.rank, edges=self._edges(), device=device
                     ),
                     spec=ActivationSpec(
                         sequence_length=self.sequence_length,
                         hidden_size=config.hidden_size,
                         dtype=_boundary_dtype(config),
-                        device=torch.device("cuda", torch.cuda.current_device())
-                        if dist.get_backend() == "nccl"
-                        else torch.device("cpu"),
+                        device=device,
                     ),
                     global_batch_size=self.plan.global_batch_size,
                 ),

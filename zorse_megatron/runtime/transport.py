@@ -5,6 +5,7 @@ from one rank to another are started in the same order at both ends (`schedules.
 it for every plan), which is what NCCL needs, as it matches by order and knows no tags.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -53,8 +54,12 @@ class NcclTransport:
 
     With one communicator for both directions, a send that is not matched yet would hold back the
     receive behind it on the same stream, and two ranks could wait for each other. With one for
-    each direction, a stream carries transfers of one direction only, in one order. Not run on
-    GPUs yet: see docs/limits.md.
+    each direction, a stream carries transfers of one direction only, in one order.
+
+    Communicators are made when the transport is, all ranks in one order, because making one blocks
+    the host until both ends do. Transfers are batches of one, as torch makes a second communicator
+    for a single transfer but uses the group's own for a batch (`ProcessGroupNCCL::pointToPoint`).
+    Not run on GPUs yet: see docs/limits.md.
     """
 
     def __init__(self, edges: dict[tuple[int, int], dist.ProcessGroup], *, rank: int) -> None:
@@ -63,20 +68,29 @@ class NcclTransport:
         self.rank = rank
 
     def send(self, tensor: torch.Tensor, *, peer: int, tag: int) -> Work:
-        work = dist.isend(tensor, dst=peer, group=self.edges[self.rank, peer])
-        assert work is not None
-        return work
+        return self._start(dist.isend, tensor, peer, self.edges[self.rank, peer])
 
     def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Work:
-        work = dist.irecv(buffer, src=peer, group=self.edges[peer, self.rank])
-        assert work is not None
+        return self._start(dist.irecv, buffer, peer, self.edges[peer, self.rank])
+
+    @staticmethod
+    def _start(
+        operation: Callable[..., object],
+        tensor: torch.Tensor,
+        peer: int,
+        group: dist.ProcessGroup,
+    ) -> Work:
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
         return work
 
 
-def make_transport(*, backend: str, rank: int, edges: list[tuple[int, int]]) -> Transport:
+def make_transport(
+    *, backend: str, rank: int, edges: list[tuple[int, int]], device: torch.device
+) -> Transport:
     """Create the transport for a backend; a collective call for NCCL (all ranks, same `edges`).
 
-    `edges`: every (source, target) pair of the job, in one global order.
+    `edges`: every (source, target) pair of the job, in one global order. Raises ValueError for
+    another backend.
     """
     if backend == "gloo":
         assert dist.group.WORLD is not None
@@ -84,4 +98,7 @@ def make_transport(*, backend: str, rank: int, edges: list[tuple[int, int]]) -> 
     if backend != "nccl":
         raise ValueError(f"found backend {backend!r}; expected 'gloo' or 'nccl'")
     groups = {edge: dist.new_group(list(edge)) for edge in edges}
-    return NcclTransport({e: g for e, g in groups.items() if rank in e}, rank=rank)
+    mine = {edge: group for edge, group in groups.items() if rank in edge}
+    for group in mine.values():
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return NcclTransport(mine, rank=rank)
