@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
 from tests.megatron.tiny_gpt import Setup
+from zorse_megatron.adapter.rebind import applied
 
 PARTS = 6  # every job sums the gradients of as many parts, so all jobs train alike
 
@@ -23,6 +24,8 @@ class Job:
     stock: bool = False
     distributed_layout: bool = False
     fully_parallel: bool = False
+    weights_only: bool = False  # loads as --finetune or --no-load-optim does
+    constant_structure: bool = False  # saves three times, as --ckpt-assume-constant-structure
 
     @property
     def world_size(self) -> int:
@@ -98,17 +101,24 @@ def _save(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.utils import unwrap_model
 
-    metadata = _metadata(job, collection)
-    state = {"model": unwrap_model(chunk).sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
-    if dist.get_rank() == 0:
-        directory.mkdir()
-    dist.barrier()
-    strategy: Any = TorchDistSaveShardedStrategy()
+    from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
+
+    strategy: Any = TorchDistSaveShardedStrategy(cached_metadata=job.constant_structure)
     if job.fully_parallel:
-        strategy = FullyParallelSaveStrategyWrapper(strategy, collection.dp_cp)
-    del metadata["dp_cp_group"]
-    dist_checkpointing.save(state, str(directory), strategy, content_metadata=metadata)
+        strategy = FullyParallelSaveStrategyWrapper(
+            strategy, collection.dp_cp, do_cache_distribution=job.constant_structure
+        )
+    for _ in range(3 if job.constant_structure else 1):
+        metadata = _metadata(job, collection)
+        state = {"model": unwrap_model(chunk).sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+        if dist.get_rank() == 0:
+            directory.mkdir()
+        dist.barrier()
+        del metadata["dp_cp_group"]
+        with applied([] if job.stock else CHECKPOINT_RECORDS):
+            dist_checkpointing.save(state, str(directory), strategy, content_metadata=metadata)
+        directory = directory.with_name(directory.name + "_next")
 
 
 def _load(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path) -> None:
@@ -119,17 +129,26 @@ def _load(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.utils import unwrap_model
 
+    from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
+
     metadata = dist_checkpointing.load_content_metadata(str(directory))
     assert metadata is not None
     metadata["dp_cp_group"] = collection.dp_cp
     request = {"model": unwrap_model(chunk).sharded_state_dict(metadata=metadata)}
-    request["optimizer"] = optimizer.sharded_state_dict(request, is_loading=True, metadata=metadata)
+    if not job.weights_only:
+        request["optimizer"] = optimizer.sharded_state_dict(
+            request, is_loading=True, metadata=metadata
+        )
     strategy: Any = TorchDistLoadShardedStrategy()
     if job.fully_parallel:
         strategy = FullyParallelLoadStrategyWrapper(strategy, collection.dp_cp)
-    state = dist_checkpointing.load(request, str(directory), strategy)
+    with applied([] if job.stock else CHECKPOINT_RECORDS):
+        state = dist_checkpointing.load(request, str(directory), strategy)
     chunk.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    if job.weights_only:
+        optimizer.reload_model_params()
+    else:
+        optimizer.load_state_dict(state["optimizer"])
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, torch.Tensor], dict]:

@@ -123,6 +123,10 @@ BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--num-layers", "6", "--tensor-model-parallel-size", "2", "--dataloader-type", "external"),
         ("--num-layers", "--tensor-model-parallel-size", "--dataloader-type"),
     ),
+    "checkpoints that could not be read": (
+        ("--use-distributed-optimizer", "--save", "checkpoints"),
+        ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+    ),
     "unknown flag of ours": (("--zorse-plam", "x"), ("--zorse-plam", "--zorse-plan")),
 }
 

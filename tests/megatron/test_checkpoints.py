@@ -104,7 +104,16 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
 
 @pytest.mark.parametrize(
     "precision",
-    [("--bf16",), ("--fp16", "--initial-loss-scale", "4096"), ("--use-distributed-optimizer",)],
+    [
+        ("--bf16",),
+        ("--fp16", "--initial-loss-scale", "4096"),
+        (
+            "--use-distributed-optimizer",
+            "--dist-ckpt-optim-fully-reshardable",
+            "--ckpt-fully-parallel-load",
+            "--ckpt-assume-constant-structure",
+        ),
+    ],
     ids=["bf16", "fp16", "distributed optimizer"],
 )
 def test_resumes_with_main_weights_and_loss_scale(precision: tuple[str, ...], saved: Saved) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of unequal shards: the same as stock's, and loaded by any plan and by stock."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ def _run(
             key = "embedding.word_embeddings.weight" if name == "output_layer.weight" else name
             assert torch.equal(weights.setdefault(key, weight), weight), name
     return weights
+
+
+@functools.cache
+def _uninterrupted(setup: Setup) -> dict[str, torch.Tensor]:
+    """The weights after four steps of stock."""
+    return _run(STOCK, setup, steps=range(4))
 
 
 def _run_on_rank(job: Job, setup: Setup, steps: range, load: Any, save: Any) -> dict:
@@ -109,15 +116,37 @@ def test_a_plan_writes_the_checkpoint_that_stock_writes(
 )
 @pytest.mark.parametrize("setup", [FP32, FP16], ids=["fp32", "fp16"])
 def test_training_goes_on_exactly(tmp_path: Path, setup: Setup, first: Job, second: Job) -> None:
-    whole = _run(STOCK, setup, steps=range(4))
+    whole = _uninterrupted(setup)
     _run(first, setup, steps=range(2), save=tmp_path / "checkpoint")
     resumed = _run(second, setup, steps=range(2, 4), load=tmp_path / "checkpoint")
     _assert_equal(resumed, whole)
 
 
+def test_weights_alone_start_a_new_training(tmp_path: Path) -> None:
+    """The fp32 copies that bf16 is trained on are made from the loaded weights."""
+    _run(STOCK, BF16, steps=range(2), save=tmp_path / "stock")
+    jobs = [replace(job, weights_only=True) for job in (STOCK, ONE_GROUP)]
+    stock, plan = (_run(job, BF16, steps=range(2), load=tmp_path / "stock") for job in jobs)
+    _assert_equal(plan, stock)
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+def test_steps_counted_per_group_are_kept(tmp_path: Path, distributed: bool) -> None:
+    """As the fused Adams do; rank 0 owns nothing, so it has no count of its own."""
+    setup = replace(BF16, fused_adam=True)
+    whole = _uninterrupted(setup)
+    stages = _laid_out(TWO_STAGES, distributed)
+    _run(stages, setup, steps=range(2), save=tmp_path / "plan")
+    _assert_equal(_run(OTHER_GROUP, setup, steps=range(2, 4), load=tmp_path / "plan"), whole)
+    if not distributed:  # stock's distributed optimizer needs the real FusedAdam
+        _run(STOCK, setup, steps=range(2), save=tmp_path / "stock")
+        run_megatron_ranks(1, _assert_same_checkpoint, tmp_path / "plan", tmp_path / "stock")
+        _assert_equal(_run(STOCK, setup, steps=range(2, 4), load=tmp_path / "plan"), whole)
+
+
 def test_both_layouts_load_whatever_the_flags(tmp_path: Path) -> None:
     """bf16; a plan that writes one layout reads the other, and stock's distributed one."""
-    whole = _run(STOCK, BF16, steps=range(4))
+    whole = _uninterrupted(BF16)
     for number, (first, second) in enumerate(
         [
             (_laid_out(STOCK, True), OTHER_GROUP),
@@ -130,7 +159,16 @@ def test_both_layouts_load_whatever_the_flags(tmp_path: Path) -> None:
         _assert_equal(_run(second, BF16, steps=range(2, 4), load=directory), whole)
 
 
-def test_shardings_that_only_their_writer_can_read_are_refused(tmp_path: Path) -> None:
+def test_saves_of_constant_structure(tmp_path: Path) -> None:
+    """Groups of one and of two ranks save several times; the last save loads."""
+    whole = _uninterrupted(FP32)
+    job = replace(OTHER_STAGES, constant_structure=True)
+    _run(job, FP32, steps=range(2), save=tmp_path / "save")
+    resumed = _run(ONE_GROUP, FP32, steps=range(2, 4), load=tmp_path / "save_next_next")
+    _assert_equal(resumed, whole)
+
+
+def test_shardings_that_only_their_writer_can_read_are_refused() -> None:
     with pytest.raises(RanksFailed, match="--dist-ckpt-optim-fully-reshardable"):
         run_megatron_ranks(1, _save_dp_reshardable)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.megatron.fused_adam import fused_adam
 from zorse_megatron.adapter import cpu_mode
 
 VOCAB = 96
@@ -25,6 +26,7 @@ class Setup:
     dtype: torch.dtype = torch.float32
     clip_grad: float = 0.0
     grad_norm_skip_threshold: float = float("inf")
+    fused_adam: bool = False
     overlap: bool = False
     bucket_size: int | None = None
     tied: bool = True
@@ -190,19 +192,27 @@ def make_ours(
 
 
 def build_ours(
-    setup: Setup, chunk: Any, collection: Any, *, distributed_layout: bool = False, **options: Any
+    setup: Setup,
+    chunk: Any,
+    collection: Any,
+    *,
+    distributed_layout: bool = False,
+    config_overrides: Any = None,
+    **options: Any,
 ) -> Any:
-    """Our optimizer for a wrapped chunk."""
+    """Our optimizer for a wrapped chunk; `options` are fields of its config."""
     from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
     from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 
     layout = CheckpointLayout.DISTRIBUTED if distributed_layout else CheckpointLayout.REPLICATED
-    return build_uneven_optimizer(
-        optimizer_config(setup, **options),
-        [chunk],
-        pg_collection=collection,
-        checkpoint_layout=layout,
-    )
+    with fused_adam(setup.fused_adam):
+        return build_uneven_optimizer(
+            optimizer_config(setup, **options),
+            [chunk],
+            config_overrides,
+            pg_collection=collection,
+            checkpoint_layout=layout,
+        )
 
 
 def make_stock(
@@ -220,12 +230,13 @@ def make_stock(
     setup = replace(setup, overlap=False)
     distributed = {"use_distributed_optimizer": use_distributed_optimizer}
     chunk = wrap(build_gpt(setup, collection, seed), setup, collection, None, **distributed)
-    optimizer = get_megatron_optimizer(
-        optimizer_config(setup, **distributed),
-        [chunk],
-        use_gloo_process_groups=False,
-        pg_collection=collection,
-    )
+    with fused_adam(setup.fused_adam):
+        optimizer = get_megatron_optimizer(
+            optimizer_config(setup, **distributed),
+            [chunk],
+            use_gloo_process_groups=False,
+            pg_collection=collection,
+        )
     return chunk, optimizer
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 _FORK = get_context("fork")
+END_TIMEOUT_S = 20.0
 
 
 class RanksFailed(AssertionError):
@@ -47,14 +48,22 @@ class _Rank:
             self.process.join()
             self.answer = (False, f"died with exit code {self.process.exitcode}, no traceback")
 
-    def stop(self) -> str:
-        """Stop a rank that did not answer and return the stack it hung in."""
+    def end(self) -> None:
+        """Let a rank that has answered end by itself, so that it ends its own children too."""
+        if self.answer is not None:
+            self.process.join(END_TIMEOUT_S)
+        self.process.kill()
+        self.process.join()
+
+    def report(self) -> str | None:
+        """What went wrong, if anything: a traceback, or the stack of a rank that hangs."""
+        if self.answer is not None:
+            return None if self.answer[0] else f"rank {self.number}: {self.answer[1]}"
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.3)
-        self.process.kill()
-        self.process.join()
-        return "did not answer in time; it was in:\n" + self.stack_file.read_text()
+        stack = self.stack_file.read_text()
+        return f"rank {self.number} did not answer in time; it was in:\n{stack}"
 
 
 def run_ranks(
@@ -70,23 +79,24 @@ def run_ranks(
         ranks = [
             _start(number, world_size, Path(directory), fn, args) for number in range(world_size)
         ]
-        deadline = time.monotonic() + timeout_s
-        while any(rank.answer is None for rank in ranks) and time.monotonic() < deadline:
+        try:
+            _collect_all(ranks, time.monotonic() + timeout_s)
+            reports = [report for rank in ranks if (report := rank.report()) is not None]
+        finally:
             for rank in ranks:
-                rank.collect()
-            if any(rank.answer is not None and not rank.answer[0] for rank in ranks):
-                # The others most likely wait for the one that failed.
-                deadline = min(deadline, time.monotonic() + 2)
-        reports = []
-        for rank in ranks:
-            if rank.answer is None:
-                reports.append(f"rank {rank.number} {rank.stop()}")
-            elif not rank.answer[0]:
-                reports.append(f"rank {rank.number}: {rank.answer[1]}")
-            rank.process.join()
+                rank.end()
     if reports:
         raise RanksFailed("\n".join([f"{len(reports)} of {world_size} ranks failed", *reports]))
     return [rank.answer[1] for rank in ranks if rank.answer is not None]
+
+
+def _collect_all(ranks: list[_Rank], deadline: float) -> None:
+    """Wait for all answers; not for long once a rank has failed, as the others wait for it."""
+    while any(rank.answer is None for rank in ranks) and time.monotonic() < deadline:
+        for rank in ranks:
+            rank.collect()
+        if any(rank.answer is not None and not rank.answer[0] for rank in ranks):
+            deadline = min(deadline, time.monotonic() + 2)
 
 
 def _start(
@@ -132,11 +142,11 @@ def _rank_main(
                 world_size=world_size,
                 timeout=timedelta(seconds=600),  # the harness's own deadline is shorter
             )
-            answer = (True, call())
+            # Plain pickle: multiprocessing's would share tensors' memory with a rank that ends.
+            answer = pickle.dumps((True, call()))
             dist.barrier()  # nobody leaves while another rank still needs its connection
             dist.destroy_process_group()
         except BaseException:
-            answer = (False, traceback.format_exc())
-        # Plain pickle: multiprocessing's own would share tensors' memory with a rank that ends.
-        pipe.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
         pipe.close()

@@ -45,8 +45,9 @@ def run_entry(script: Path | None, megatron_flags: Sequence[str]) -> None:
         gpt_entry.main()
         return
     sys.argv = [str(script), *megatron_flags]
-    if (script.parent / "megatron").is_dir():
-        say(f"{script} runs on the megatron in {megatron_directory()}, not on its checkout's own")
+    own, used = script.resolve().parent / "megatron", megatron_directory()
+    if own.is_dir() and own != used:
+        say(f"{script} runs on the megatron in {used}, not on its checkout's own")
     # At the end: an installed module wins over one next to the script.
     sys.meta_path.append(SiblingModules(script.resolve().parent))
     # In the namespace of the real __main__, so that what the script defines can be pickled, while

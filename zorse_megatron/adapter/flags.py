@@ -118,6 +118,7 @@ def problems_of(args: Namespace, plan: Plan, *, world_size: int) -> list[Problem
                 )
             )
     problems += _stage_problems(args, plan)
+    problems += _checkpoint_problems(args)
     problems += _batch_problems(args, plan)
     problems += model_problems(args, plan)
     return problems
@@ -147,6 +148,24 @@ def _stage_problems(args: Namespace, plan: Plan) -> list[Problem]:
             found=f"{stages}",
             expected=f"no such flag, or {len(plan.chunks)}, the plan's number of chunks",
             remedy=_DECIDED,
+        )
+    ]
+
+
+def _checkpoint_problems(args: Namespace) -> list[Problem]:
+    """What would only be refused at the first save, when there is something to lose."""
+    stores = args.save is not None or args.load is not None
+    if not (stores and args.use_distributed_optimizer):
+        return []
+    if args.dist_ckpt_optim_fully_reshardable:
+        return []
+    return [
+        Problem(
+            where="--use-distributed-optimizer",
+            found="no --dist-ckpt-optim-fully-reshardable with it",
+            expected="both, where checkpoints are saved or loaded",
+            remedy="Add --dist-ckpt-optim-fully-reshardable: stock's other format can only be read "
+            "by equal groups of the same number of stages.",
         )
     ]
 

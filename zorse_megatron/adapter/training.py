@@ -14,6 +14,7 @@ from megatron.training.initialize import _set_random_seed, set_jit_fusion_option
 from zorse_megatron.adapter import global_groups, rebind
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
+from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
 from zorse_megatron.adapter.data_parallel import UnevenDistributedDataParallel
 from zorse_megatron.adapter.flags import model_problems
 from zorse_megatron.adapter.hooks import training_records
@@ -147,6 +148,10 @@ def _seed_as_single_process(alone: dist.ProcessGroup) -> None:
 
 
 def _records(session: PlanSession) -> list[rebind.Rebinding]:
+    return [*CHECKPOINT_RECORDS, *_session_records(session)]
+
+
+def _session_records(session: PlanSession) -> list[rebind.Rebinding]:
     last_rank = session.plan.world_size - 1
     knows = session.last_group_ranks
     return training_records(

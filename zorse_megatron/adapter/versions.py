@@ -1,7 +1,7 @@
 """The versions that we know, checked before Megatron is imported."""
 
-import importlib.metadata
 import importlib.util
+import re
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -12,12 +12,7 @@ from zorse_megatron.errors import Problem, SeamError
 MEGATRON_VERSIONS = ">=0.19,<0.20"
 
 
-def installed_megatron() -> str | None:
-    """Version of the installed megatron-core distribution, None without one."""
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+_NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?", re.MULTILINE)
 
 
 def megatron_directory() -> Path | None:
@@ -26,6 +21,20 @@ def megatron_directory() -> Path | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     return Path(next(iter(spec.submodule_search_locations)))
+
+
+def installed_megatron() -> str | None:
+    """Version of the megatron-core that an import would find, None without one.
+
+    Read from its `package_info.py`: a checkout of Megatron-LM on the path has no distribution, and
+    may hide one of another version.
+    """
+    directory = megatron_directory()
+    info = None if directory is None else directory / "core" / "package_info.py"
+    if info is None or not info.is_file():
+        return None
+    number = dict(_NUMBER.findall(info.read_text()))
+    return f"{number['MAJOR']}.{number['MINOR']}.{number['PATCH']}{number['PRE_RELEASE']}"
 
 
 def check_megatron(version: str | None) -> None:

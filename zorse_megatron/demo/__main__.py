@@ -5,19 +5,18 @@ every iteration, and leaves figures, logs and numbers in the output folder. The 
 the two runs are the same, 1 if not or if a job failed.
 """
 
-import logging
 import shutil
 import time
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from zorse_megatron.demo.compare import Comparison, read_metrics
+from zorse_megatron.demo.compare import Comparison, Run, read_run
 from zorse_megatron.demo.jobs import Job, Progress, run_job
-from zorse_megatron.demo.model import TRAIN_ITERATIONS, demo_plan, training_flags
+from zorse_megatron.demo.model import MIN_ITERATIONS, TRAIN_ITERATIONS, demo_plan, training_flags
+from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.demo.report import (
     STOCK_LABEL,
     draw_loss,
@@ -39,24 +38,27 @@ def main(
     output: Annotated[
         Path, typer.Option(help="Folder for figures, logs and numbers; its old ones are replaced.")
     ] = Path("demo-output"),
+    iterations: Annotated[
+        int, typer.Option(min=MIN_ITERATIONS, help="Training iterations of each job.")
+    ] = TRAIN_ITERATIONS,
 ) -> None:
     """Train with stock Megatron and under an uneven plan, and compare."""
     console = Console(highlight=False)
     started_s = time.monotonic()
     try:
-        _demo(output.resolve(), console)
+        _demo(output.resolve(), console, iterations)
     except ZorseError as error:
         console.print(str(error), style="bold red", markup=False)
         raise typer.Exit(1) from error
     console.print(f"Done in {time.monotonic() - started_s:.0f} s.")
 
 
-def _demo(output: Path, console: Console) -> None:
+def _demo(output: Path, console: Console, num_iterations: int) -> None:
     plan = demo_plan()
     _empty(output)
     plan_path = output / "plan.json"
     save_plan(plan, plan_path)
-    flags = _flags(output, console)
+    flags = _flags(output, console, num_iterations)
     traces = output / "traces"
     jobs = {
         "stock": _job(output, "stock", 1, flags),
@@ -70,15 +72,16 @@ def _demo(output: Path, console: Console) -> None:
     console.print(f"two jobs, one after the other: {STOCK_LABEL}; {plan_label(plan)}")
     durations_s = {name: _run(job, console) for name, job in jobs.items()}
     comparison = Comparison(
-        stock=read_metrics(_metrics(output, "stock"), num_iterations=TRAIN_ITERATIONS),
-        plan=read_metrics(_metrics(output, "plan"), num_iterations=TRAIN_ITERATIONS),
+        stock=_read(output, jobs["stock"], num_iterations),
+        plan=_read(output, jobs["plan"], num_iterations),
     )
     _report(output, console, comparison, plan, durations_s)
     comparison.check()
     console.print(
-        f"The two runs are the same: over {TRAIN_ITERATIONS} iterations the losses differ by at "
+        f"The two runs are the same: over {num_iterations} iterations the losses differ by at "
         f"most {comparison.max_abs_loss_difference:.1e}, the gradient norms by at most "
-        f"{comparison.max_relative_grad_norm_difference:.1e} of their size.",
+        f"{comparison.max_relative_grad_norm_difference:.1e} of their size, the validation losses "
+        f"by at most {comparison.max_abs_validation_difference:.1e}.",
         style="bold green",
     )
 
@@ -93,11 +96,9 @@ def _empty(output: Path) -> None:
             file.unlink()
 
 
-def _flags(output: Path, console: Console) -> list[str]:
-    with console.status("writing the corpus ..."), warnings.catch_warnings():
-        # Importing Megatron takes seconds, and tells of packages that the demo does not need.
-        warnings.simplefilter("ignore")
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+def _flags(output: Path, console: Console, num_iterations: int) -> list[str]:
+    with console.status("writing the corpus ..."), quiet_imports():
+        # Imports Megatron, which takes seconds.
         from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
 
         corpus = write_corpus(output / "corpus" / "text", max_bytes=CORPUS_BYTES)
@@ -105,11 +106,15 @@ def _flags(output: Path, console: Console) -> list[str]:
         f"corpus: {corpus.num_documents} files of Python's standard library, "
         f"{corpus.num_tokens / 1e6:.1f} million byte tokens"
     )
-    return training_flags(corpus.prefix, tokenizer=tokenizer_flags())
+    return training_flags(corpus.prefix, tokenizer=tokenizer_flags(), num_iterations=num_iterations)
 
 
 def _metrics(output: Path, name: str) -> Path:
     return output / f"{name}.metrics.jsonl"
+
+
+def _read(output: Path, job: Job, num_iterations: int) -> Run:
+    return read_run(_metrics(output, job.name), job.log, num_iterations=num_iterations)
 
 
 def _job(output: Path, name: str, num_ranks: int, arguments: list[str]) -> Job:

@@ -1,7 +1,9 @@
 """Are the two runs the same? Their metrics files, compared iteration by iteration."""
 
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,9 @@ MAX_ABS_LOSS_DIFFERENCE = 2e-5
 stock's own layouts: 9.5e-7 over 20 iterations); a wrong scale or a lost sample moves it by 1e-3 or
 more."""
 MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4
+# Stock's line (`megatron.training.training:evaluate_and_print_results`), e.g.
+# " validation loss at iteration 20 | lm loss value: 3.048148E+00 | lm loss PPL: ..."
+_VALIDATION = re.compile(r" validation loss at (.+?) \| lm loss value: ([-+.\dEe]+) \|")
 
 
 class DemoError(ZorseError):
@@ -32,57 +37,88 @@ class Iteration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Both runs, iteration by iteration."""
+class Run:
+    """What one run says: iteration by iteration, and at each evaluation."""
 
-    stock: tuple[Iteration, ...]
-    plan: tuple[Iteration, ...]
+    iterations: tuple[Iteration, ...]
+    validation_losses: tuple[tuple[str, float], ...]
+    """(where, loss), e.g. ("iteration 20", 3.603627); stock prints seven digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Both runs, which have the same number of iterations."""
+
+    stock: Run
+    plan: Run
 
     @property
-    def loss_differences(self) -> list[float]:
-        """Plan minus stock."""
-        return [b.loss - a.loss for a, b in zip(self.stock, self.plan, strict=True)]
+    def pairs(self) -> list[tuple[Iteration, Iteration]]:
+        """(stock, plan), iteration by iteration."""
+        return list(zip(self.stock.iterations, self.plan.iterations, strict=True))
 
     @property
     def max_abs_loss_difference(self) -> float:
         """The largest distance of the two losses."""
-        return max(map(abs, self.loss_differences))
+        return _largest(plan.loss - stock.loss for stock, plan in self.pairs)
 
     @property
     def max_relative_grad_norm_difference(self) -> float:
         """The largest distance of the two gradient norms, as a part of stock's."""
-        return max(
-            abs(b.grad_norm - a.grad_norm) / a.grad_norm
-            for a, b in zip(self.stock, self.plan, strict=True)
+        return _largest(
+            (plan.grad_norm - stock.grad_norm) / stock.grad_norm for stock, plan in self.pairs
         )
+
+    @property
+    def max_abs_validation_difference(self) -> float:
+        """The largest distance of the two validation losses; infinite if one run has others."""
+        stock, plan = dict(self.stock.validation_losses), dict(self.plan.validation_losses)
+        if not stock or stock.keys() != plan.keys():
+            return math.inf
+        return _largest(plan[where] - loss for where, loss in stock.items())
 
     def check(self) -> None:
         """Raise DemoError with everything in which the runs differ too much."""
-        problems = []
-        for what, found, allowed in (
+        norms = self.max_relative_grad_norm_difference
+        compared = (
             ("loss", self.max_abs_loss_difference, MAX_ABS_LOSS_DIFFERENCE),
-            (
-                "relative gradient norm",
-                self.max_relative_grad_norm_difference,
-                MAX_RELATIVE_GRAD_NORM_DIFFERENCE,
-            ),
-        ):
-            if not found <= allowed:
-                problems.append(
-                    Problem(
-                        where=f"largest difference in {what}",
-                        found=f"{found:.3e}",
-                        expected=f"at most {allowed:.0e}",
-                        remedy="The plan did not train as one process does. Please report it with "
-                        "demo.json.",
-                    )
-                )
+            ("relative gradient norm", norms, MAX_RELATIVE_GRAD_NORM_DIFFERENCE),
+            ("validation loss", self.max_abs_validation_difference, MAX_ABS_LOSS_DIFFERENCE),
+        )
+        problems = [
+            Problem(
+                where=f"largest difference in {what}",
+                found=f"{found:.3e}",
+                expected=f"at most {allowed:.0e}",
+                remedy="The plan did not train as one process does: please report it, with "
+                "demo.json.",
+            )
+            for what, found, allowed in compared
+            if not found <= allowed
+        ]
         if problems:
             raise DemoError("The two runs differ", problems)
 
 
-def read_metrics(path: Path, *, num_iterations: int) -> tuple[Iteration, ...]:
-    """Read what `--zorse-metrics` wrote; raises DemoError unless every iteration is there once."""
+def _largest(differences: Iterable[float]) -> float:
+    """The largest absolute value; NaN if one is, which `max` may pass over."""
+    sizes = [abs(difference) for difference in differences]
+    return math.nan if any(map(math.isnan, sizes)) else max(sizes)
+
+
+def read_run(metrics: Path, log: Path, *, num_iterations: int) -> Run:
+    """Read a run's metrics file and log; raises DemoError for an incomplete run."""
+    return Run(
+        iterations=_read_metrics(metrics, num_iterations),
+        validation_losses=tuple(
+            (match[1], float(match[2]))
+            for match in _VALIDATION.finditer(log.read_text(encoding="utf-8", errors="replace"))
+        ),
+    )
+
+
+def _read_metrics(path: Path, num_iterations: int) -> tuple[Iteration, ...]:
+    """Read what `--zorse-metrics` wrote: every iteration once, with finite numbers."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     records = [json.loads(line) for line in lines]
     found = [record["iteration"] for record in records]

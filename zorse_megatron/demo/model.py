@@ -18,7 +18,7 @@ NUM_HEADS = 4
 SEQ_LENGTH = 64
 GLOBAL_BATCH_SIZE = 24
 TRAIN_ITERATIONS = 40
-EVALUATION_INTERVAL = 20
+MIN_ITERATIONS = 4
 
 
 def demo_plan() -> Plan:
@@ -54,10 +54,12 @@ def _replica(rank: int, size: int, count: int, weight: float) -> Replica:
     )
 
 
-def training_flags(corpus: Path, *, tokenizer: list[str]) -> list[str]:
+def training_flags(corpus: Path, *, tokenizer: list[str], num_iterations: int) -> list[str]:
     """Megatron's flags, the same for both jobs.
 
-    fp32 without dropout, so that only the order of summation may differ between the two.
+    fp32 without dropout, so that only the order of summation may differ between the two. The
+    learning rate is one at which rounding errors do not grow: at 2e-3 two of stock's own layouts
+    are 1e-3 apart after 30 iterations, at 1e-3 they stay within 5e-7 (measured on this model).
     """
     flags: dict[str, object] = {
         "--num-layers": NUM_LAYERS,
@@ -69,17 +71,17 @@ def training_flags(corpus: Path, *, tokenizer: list[str]) -> list[str]:
         "--hidden-dropout": 0,
         "--micro-batch-size": 4,
         "--global-batch-size": GLOBAL_BATCH_SIZE,
-        "--train-iters": TRAIN_ITERATIONS,
+        "--train-iters": num_iterations,
         "--lr": 1e-3,
         "--min-lr": 1e-4,
         "--lr-decay-style": "cosine",
-        "--lr-warmup-iters": 5,
+        "--lr-warmup-iters": max(1, num_iterations // 8),
         "--weight-decay": 0.1,
         "--clip-grad": 1.0,
         "--data-path": corpus,
         "--data-cache-path": corpus.parent / "cache",
         "--split": "90,10,0",
-        "--eval-interval": EVALUATION_INTERVAL,
+        "--eval-interval": num_iterations // 2,
         "--eval-iters": 2,
         "--log-interval": 1,
         "--seed": 1234,

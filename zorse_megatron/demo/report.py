@@ -1,7 +1,9 @@
 """What the demo leaves behind: a table, two figures and a file for programs."""
 
 import json
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -37,8 +39,9 @@ def loss_table(comparison: Comparison, *, every: int = 5) -> Table:
     table = Table(title="Loss and gradient norm, iteration by iteration")
     for heading in ("step", "stock loss", "plan loss", "difference", "stock norm", "plan norm"):
         table.add_column(heading, justify="right")
-    for index in rows_to_show(len(comparison.stock), every=every):
-        stock, plan = comparison.stock[index], comparison.plan[index]
+    pairs = comparison.pairs
+    for index in rows_to_show(len(pairs), every=every):
+        stock, plan = pairs[index]
         table.add_row(
             str(stock.iteration),
             f"{stock.loss:.8f}",
@@ -54,8 +57,8 @@ def draw_loss(path: Path, comparison: Comparison, plan: Plan) -> Path:
     """Draw both loss curves and their difference."""
     return draw_curves(
         path,
-        first=_curve(STOCK_LABEL, comparison.stock),
-        second=_curve(plan_label(plan), comparison.plan),
+        first=_curve(STOCK_LABEL, comparison.stock.iterations),
+        second=_curve(plan_label(plan), comparison.plan.iterations),
         title="The same training, with stock Megatron and under an uneven plan (fp32)",
         tolerance=MAX_ABS_LOSS_DIFFERENCE,
         unit="nats per byte",
@@ -81,10 +84,14 @@ def write_json(
     path: Path, comparison: Comparison, plan: Plan, *, durations_s: dict[str, float]
 ) -> Path:
     """Write everything that was compared, for programs."""
+    validation = comparison.max_abs_validation_difference
+    runs = {"stock": comparison.stock, "plan": comparison.plan}
     content: dict[str, Any] = {
-        "steps": len(comparison.stock),
+        "steps": len(comparison.pairs),
         "max_abs_loss_diff": comparison.max_abs_loss_difference,
         "max_rel_grad_norm_diff": comparison.max_relative_grad_norm_difference,
+        # null: the runs were evaluated at different iterations.
+        "max_abs_validation_loss_diff": validation if math.isfinite(validation) else None,
         "allowed": {
             "max_abs_loss_diff": MAX_ABS_LOSS_DIFFERENCE,
             "max_rel_grad_norm_diff": MAX_RELATIVE_GRAD_NORM_DIFFERENCE,
@@ -93,19 +100,16 @@ def write_json(
         "plan_fingerprint": fingerprint(plan),
         "job_duration_s": durations_s,
         "median_iteration_s": {
-            "stock": _median_iteration_s(comparison.stock),
-            "plan": _median_iteration_s(comparison.plan),
+            name: _median_iteration_s(run.iterations) for name, run in runs.items()
         },
-        "iterations": {
-            "stock": [asdict(iteration) for iteration in comparison.stock],
-            "plan": [asdict(iteration) for iteration in comparison.plan],
-        },
+        "validation_losses": {name: dict(run.validation_losses) for name, run in runs.items()},
+        "iterations": {name: list(map(asdict, run.iterations)) for name, run in runs.items()},
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def _curve(label: str, run: tuple[Iteration, ...]) -> Curve:
+def _curve(label: str, run: Sequence[Iteration]) -> Curve:
     return Curve(
         label=label,
         iterations=[iteration.iteration for iteration in run],
@@ -113,6 +117,6 @@ def _curve(label: str, run: tuple[Iteration, ...]) -> Curve:
     )
 
 
-def _median_iteration_s(run: tuple[Iteration, ...]) -> float | None:
+def _median_iteration_s(run: Sequence[Iteration]) -> float | None:
     durations = [iteration.elapsed_s for iteration in run if iteration.elapsed_s is not None]
     return median(durations) if durations else None

@@ -1,0 +1,189 @@
+"""What our executor costs where stock's schedule could do the same: a plan equal to a stock layout.
+
+    python scripts/bench_no_tax.py --json
+
+Two pipeline stages of two data-parallel ranks each, once by stock's own schedule and once under a
+plan that says the same, with the same flags, on the CPU. The jobs run in pairs, in alternating
+order, and each pair gives one ratio of throughputs (plan / stock; 1 is no tax).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from zorse_megatron.demo.jobs import Job, run_job
+from zorse_megatron.demo.quiet import quiet_imports
+from zorse_megatron.errors import ZorseError
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+
+STAGES = 2
+REPLICAS = 2
+MICRO_BATCH_SIZE = 4
+NUM_MICRO_BATCHES = 8
+GLOBAL_BATCH_SIZE = REPLICAS * MICRO_BATCH_SIZE * NUM_MICRO_BATCHES
+NUM_LAYERS = 4
+SEQ_LENGTH = 128
+CORPUS_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Of one job after its warm-up, in tokens per second."""
+
+    median: float
+    """In its median iteration."""
+    fastest: float
+    """In its fastest iteration, which other load on the machine disturbs least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two jobs, one right after the other."""
+
+    first: str
+    stock: Throughput
+    plan: Throughput
+
+    @property
+    def ratio(self) -> float:
+        """Plan / stock, by the median iterations."""
+        return self.plan.median / self.stock.median
+
+    @property
+    def ratio_of_fastest(self) -> float:
+        """Plan / stock, by the fastest iterations."""
+        return self.plan.fastest / self.stock.fastest
+
+
+def even_plan() -> Plan:
+    """What `--pipeline-model-parallel-size 2` on four ranks means to stock."""
+    replica_of = {
+        rank: Replica(
+            ranks=(rank,),
+            micro_batch_size=MICRO_BATCH_SIZE,
+            num_microbatches=NUM_MICRO_BATCHES,
+            shard_weight=1.0,
+        )
+        for rank in range(STAGES * REPLICAS)
+    }
+    per_stage = NUM_LAYERS // STAGES
+    return Plan(
+        schema_version=1,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        model=ModelFingerprint(num_layers=NUM_LAYERS),
+        groups=tuple(
+            Group(replicas=tuple(replica_of[stage * REPLICAS + i] for i in range(REPLICAS)))
+            for stage in range(STAGES)
+        ),
+        chunks=tuple(
+            Chunk(group=stage, layers=(stage * per_stage, (stage + 1) * per_stage))
+            for stage in range(STAGES)
+        ),
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+def common_flags(corpus: Path, tokenizer: Sequence[str], iterations: int) -> list[str]:
+    """Megatron's flags of both jobs; `--use-distributed-optimizer` as a plan always shards."""
+    return [
+        *("--num-layers", str(NUM_LAYERS), "--hidden-size", "128", "--num-attention-heads", "4"),
+        *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+        *("--micro-batch-size", str(MICRO_BATCH_SIZE)),
+        *("--global-batch-size", str(GLOBAL_BATCH_SIZE)),
+        *("--pipeline-model-parallel-size", str(STAGES), "--use-distributed-optimizer"),
+        *("--train-iters", str(iterations), "--lr", "1e-3", "--lr-decay-style", "constant"),
+        *("--data-path", str(corpus), "--split", "100,0,0", "--num-workers", "0"),
+        *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
+        *("--calculate-per-token-loss", "--distributed-timeout-minutes", "1"),
+        *tokenizer,
+    ]
+
+
+def throughput_in(metrics: Path, warm_up: int) -> Throughput:
+    """Read the iterations after the warm-up."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    durations_s = [record["elapsed_s"] for record in records[warm_up:]]
+    tokens = GLOBAL_BATCH_SIZE * SEQ_LENGTH
+    return Throughput(median=tokens / median(durations_s), fastest=tokens / min(durations_s))
+
+
+def run_one(name: str, number: int, flags: list[str], work: Path, warm_up: int) -> Throughput:
+    """Run one job and return its throughput."""
+    metrics = work / f"{name}-{number}.jsonl"
+    own = ["--zorse-plan", str(work / "plan.json")] if name == "plan" else []
+    job = Job(
+        name=f"{name}-{number}",
+        num_ranks=STAGES * REPLICAS,
+        arguments=(*flags, *own, "--zorse-metrics", str(metrics)),
+        directory=work,
+    )
+    run_job(job, lambda _progress: None)
+    return throughput_in(metrics, warm_up)
+
+
+def run_pairs(options: argparse.Namespace, work: Path) -> list[Pair]:
+    """Run all pairs; every second one the other way round, so that a drift cancels out."""
+    with quiet_imports():
+        from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
+
+    corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
+    flags = common_flags(corpus.prefix, tokenizer_flags(), options.iterations)
+    save_plan(even_plan(), work / "plan.json")
+    pairs = []
+    for number in range(options.pairs):
+        order = ("stock", "plan") if number % 2 == 0 else ("plan", "stock")
+        found = {name: run_one(name, number, flags, work, options.warm_up) for name in order}
+        pair = Pair(first=order[0], stock=found["stock"], plan=found["plan"])
+        pairs.append(pair)
+        print(
+            f"pair {number + 1}: stock {pair.stock.median:.0f} tokens/s, "
+            f"plan {pair.plan.median:.0f} tokens/s, ratio {pair.ratio:.3f} "
+            f"({pair.ratio_of_fastest:.3f} by the fastest iterations; {pair.first} first)",
+            file=sys.stderr,
+            flush=True,
+        )
+    return pairs
+
+
+def main() -> int:
+    """Run the benchmark and print its result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of jobs (default: 5)")
+    parser.add_argument("--iterations", type=int, default=30, help="of each job (default: 30)")
+    parser.add_argument("--warm-up", type=int, default=10, help="iterations left out (default: 10)")
+    options = parser.parse_args()
+    if not 1 <= options.warm_up < options.iterations or options.pairs < 1:
+        parser.error("expected --pairs of at least 1, and 1 <= --warm-up < --iterations")
+    try:
+        with tempfile.TemporaryDirectory(prefix="zorse-bench-") as work:
+            pairs = run_pairs(options, Path(work))
+    except ZorseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    ratio = median(pair.ratio for pair in pairs)
+    fastest = median(pair.ratio_of_fastest for pair in pairs)
+    if options.json:
+        described = [
+            asdict(pair) | {"ratio": pair.ratio, "ratio_of_fastest": pair.ratio_of_fastest}
+            for pair in pairs
+        ]
+        result = {"median_ratio": ratio, "median_ratio_of_fastest": fastest, "pairs": described}
+        print(json.dumps(result, indent=1))
+    else:
+        print(
+            f"median ratio plan / stock: {ratio:.3f} over {len(pairs)} pairs "
+            f"({fastest:.3f} by the fastest iterations)"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""What the documents name exists: links, files, commands, flags, messages; what they show is so."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from inspect import signature
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from zorse_megatron.adapter.cpu_flags import _REFUSED
+from zorse_megatron.adapter.flags import REFUSALS, flag_of
+from zorse_megatron.adapter.hooks import argument_records, entry_records, training_records
+from zorse_megatron.cli.main import app
+from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.pretrain import split_command
+from zorse_megatron.schedules.lower import lower_plan
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md"))
+)
+# Files of other projects, and those that a user or the demo makes.
+NOT_OURS = {"plan.json", "pretrain_gpt.py", "demo.json"}
+PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
+# Where this repository stands in a command that is run elsewhere.
+ELSEWHERE = "/path/to/zorse-megatron/"
+
+
+def text_of(document):
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def commands_in(document):
+    """Lines of fenced blocks that begin like a command; blocks may be indented in a list."""
+    starts = ("make ", "zorse ", "torchrun ", "python ", "pip ", "git ")
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", text_of(document), re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith(starts)]
+
+
+def all_commands():
+    return [(document, line) for document in DOCUMENTS for line in commands_in(document)]
+
+
+def words_in_code(document):
+    """Words of inline code and of commands."""
+    inline = re.findall(r"`([^`\n]+)`", text_of(document))
+    return {word for text in (*inline, *commands_in(document)) for word in text.split()}
+
+
+@cache
+def megatron_and_torchrun_sources():
+    """The text of the files that define their flags; neither is imported."""
+    megatron = Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations)))
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    files = [
+        *(megatron / "training").rglob("*.py"),
+        *(megatron / "core").glob("*.py"),
+        *(megatron / "core" / "transformer").glob("*.py"),
+        *(megatron / "core" / "optimizer").glob("*.py"),
+        *(megatron / "core" / "distributed").glob("*.py"),
+        torch / "distributed" / "run.py",
+    ]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+@cache
+def help_of(*command):
+    """What a command of ours prints with --help."""
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    return shown.stdout
+
+
+@cache
+def our_flags():
+    """Every flag of our own commands."""
+    helps = [CliRunner().invoke(app, [c, "--help"]).stdout for c in ("check", "actions", "schema")]
+    helps += [help_of(sys.executable, str(path)) for path in sorted(ROOT.glob("scripts/*.py"))]
+    helps.append(help_of(sys.executable, "-m", "zorse_megatron.demo"))
+    return set(re.findall(r"--[\w-]+", "\n".join(helps))) | {
+        "--zorse-plan",
+        "--zorse-trace",
+        "--zorse-metrics",
+    }
+
+
+def is_flag_of_others(flag):
+    """Megatron defines flags by name, or from a field's name, with `no-` for a false one."""
+    sources = megatron_and_torchrun_sources()
+    name = flag.removeprefix("--")
+    plain = name.removeprefix("no-").replace("-", "_")
+    return flag in sources or re.search(rf"\b(no_)?{plain}\b", sources) is not None
+
+
+def test_there_are_documents_and_commands():
+    assert {"README.md", "docs/how-it-works.md", "docs/limits.md"} <= set(DOCUMENTS)
+    assert len(all_commands()) > 10
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)#]+)\)", text_of(document)):
+        if not link.startswith("https://"):
+            assert ((ROOT / document).parent / link).is_file(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_exist(document):
+    """Words in code that look like a file; a bare name may be short for one in the package."""
+    for word in words_in_code(document):
+        name = word.removeprefix(ELSEWHERE).rstrip(",;")
+        if not re.fullmatch(r"[\w./-]+\.(py|md|json|toml|patch|png)", name) or name in NOT_OURS:
+            continue
+        places = (ROOT, ROOT / "zorse_megatron", (ROOT / document).parent)
+        assert any((place / name).is_file() for place in places), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_flags_exist(document):
+    for word in words_in_code(document):
+        flag = word.partition("=")[0].strip(",;.")
+        if re.fullmatch(r"--[a-z0-9](-?[a-z0-9]+)*", flag):
+            assert flag in our_flags() or is_flag_of_others(flag), flag
+
+
+def test_a_flag_that_does_not_exist_would_be_found():
+    assert not is_flag_of_others("--no-such-flag-anywhere")
+
+
+@pytest.mark.parametrize(("document", "line"), all_commands())
+def test_commands_can_be_run(document, line):
+    program, *words = shlex.split(line)
+    match program:
+        case "make":
+            targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(words) <= set(targets)
+        case "zorse":
+            shown = CliRunner().invoke(app, [words[0], "--help"])
+            assert shown.exit_code == 0
+            assert all(word in shown.stdout for word in words if word.startswith("--"))
+        case "torchrun":
+            check_training_command(words)
+        case "python":
+            check_python_command(words)
+        case "git":
+            assert words[0] == "apply"
+            assert (ROOT / words[1].removeprefix(ELSEWHERE)).is_file()
+        case _:
+            assert words[0] == "install"
+
+
+def check_training_command(words):
+    """Our part of the command splits as `zorse_megatron.pretrain` splits it."""
+    if "-m" in words:
+        assert words[words.index("-m") + 1] == "zorse_megatron.pretrain"
+        words = words[words.index("-m") + 2 :]
+    known = [word for word in words if not word.endswith(".py")]
+    command = split_command(known)
+    assert command.plan is not None
+    assert set(command.megatron) <= PLACEHOLDERS | {"--nproc-per-node", "5"}
+
+
+def check_python_command(words):
+    if words[0] == "-c":
+        compile(words[1], "command", "exec")
+        return
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+        shown = help_of(sys.executable, "-m", words[1])
+    else:
+        assert (ROOT / words[0]).is_file()
+        shown = help_of(sys.executable, str(ROOT / words[0]))
+    assert all(word in shown for word in words if word.startswith("--"))
+
+
+def test_the_list_of_limits_is_complete():
+    listed = set(re.findall(r"^\| `(--[\w-]+)` \|", text_of("docs/limits.md"), re.MULTILINE))
+    refused = {flag_of(refusal.name) for refusal in REFUSALS} | {flag.flag for flag in _REFUSED}
+    assert listed == refused
+
+
+def test_the_list_of_hooks_is_complete():
+    def unused(*_args, **_kwargs):
+        raise AssertionError("a record's hook is not called to list it")
+
+    records = [
+        *argument_records(demo_plan(), world_size=5),
+        *entry_records(unused),
+        *training_records(**dict.fromkeys(signature(training_records).parameters, unused)),
+    ]
+    listed = set(re.findall(r"`(megatron[\w.]*:\w+)`", text_of("docs/how-it-works.md")))
+    assert listed == {record.target for record in records}
+
+
+def test_the_actions_of_the_demo_are_as_shown():
+    assert f"```\n{lower_plan(demo_plan())}\n```" in text_of("docs/how-it-works.md")
+
+
+def test_messages_are_those_of_the_code():
+    sources = "\n".join(p.read_text(encoding="utf-8") for p in ROOT.glob("zorse_megatron/**/*.py"))
+    messages = re.findall(r"^### `(.+)`$", text_of("docs/troubleshooting.md"), re.MULTILINE)
+    assert len(messages) > 10
+    assert [message for message in messages if message not in sources] == []

@@ -1,0 +1,107 @@
+"""Figures are drawn from what was recorded, and refuse what they cannot show."""
+
+import dataclasses
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from tests.unit.fake_trace import ACTION_S, fake_spans
+from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.plots.curves import Curve, draw_curves
+from zorse_megatron.plots.gantt import draw_gantt
+from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
+
+PLAN = demo_plan()
+
+
+def curve(losses, first_iteration=1):
+    iterations = range(first_iteration, first_iteration + len(losses))
+    return Curve(label="a run", iterations=iterations, losses=losses)
+
+
+def colours_of(path):
+    """The share of each of the figure's pixels that has one of the given colours."""
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int)
+    return {tuple(colour) for colour in np.unique(pixels.reshape(-1, 3), axis=0)}
+
+
+def rgb(text):
+    return tuple(int(text[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def test_gantt_shows_each_kind_of_action(tmp_path):
+    path = draw_gantt(tmp_path / "a" / "t.png", plan=PLAN, spans=fake_spans(PLAN), title="t")
+    colours = colours_of(path)
+    for kind in ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#8C2D04", "#B3A100"):
+        assert rgb(kind) in colours
+
+
+def test_gantt_wants_every_rank(tmp_path):
+    spans = fake_spans(PLAN)
+    del spans[3]
+    with pytest.raises(ValueError, match=r"no spans of ranks \[3\]"):
+        draw_gantt(tmp_path / "t.png", plan=PLAN, spans=spans, title="t")
+
+
+def test_equal_figures_are_equal_files(tmp_path):
+    for name in ("a.png", "b.png"):
+        draw_gantt(tmp_path / name, plan=PLAN, spans=fake_spans(PLAN), title="t")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_curves_are_drawn(tmp_path):
+    path = draw_curves(
+        tmp_path / "loss.png",
+        first=curve([5.0, 4.0, 3.0]),
+        second=curve([5.0, 4.000001, 3.0]),
+        title="t",
+        tolerance=2e-5,
+        unit="nats",
+    )
+    assert rgb("#0072B2") in colours_of(path)
+
+
+def test_curves_over_other_iterations_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="same iterations"):
+        draw_curves(
+            tmp_path / "loss.png",
+            first=curve([5.0, 4.0]),
+            second=curve([5.0, 4.0], first_iteration=2),
+            title="t",
+            tolerance=2e-5,
+            unit="nats",
+        )
+
+
+@pytest.fixture
+def traces():
+    """Three training steps, the second of which is the fastest, and an evaluation."""
+    spans = {rank: [] for rank in range(PLAN.world_size)}
+    for step, speed in ((0, 3), (1, 2), (2, 1), (3, 4)):
+        for rank, new in fake_spans(PLAN, step=step, action_s=speed * ACTION_S).items():
+            spans[rank] += new
+    is_evaluation = {rank: [span.action == "STEP" for span in new] for rank, new in spans.items()}
+    return {
+        rank: [
+            dataclasses.replace(span, action="SCALE") if span.step == 1 and steps else span
+            for span, steps in zip(spans[rank], is_evaluation[rank], strict=True)
+        ]
+        for rank in spans
+    }
+
+
+def test_evaluations_are_no_training_steps(traces):
+    assert training_steps(traces) == [0, 2, 3]
+
+
+def test_the_fastest_step_is_shown(traces):
+    assert fastest_step(traces) == 2
+    longest = max(len(spans) for spans in fake_spans(PLAN).values())
+    assert duration_s(traces, 2) == pytest.approx(longest * ACTION_S)
+    assert {span.step for spans in spans_of_step(traces, 2).values() for span in spans} == {2}
+
+
+def test_no_training_step_is_an_error():
+    with pytest.raises(ValueError, match="found no training step"):
+        fastest_step({0: []})
