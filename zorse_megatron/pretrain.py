@@ -53,10 +53,14 @@ def split_command(argv: Sequence[str]) -> Command:
             problems.append(_unknown_flag(flag, ours))
         elif not equals and (not rest or rest[0].startswith("--")):
             problems.append(_no_value(flag))
+        elif ours[flag] is not None:
+            problems.append(_given_twice(flag))
         else:
             ours[flag] = Path(value if equals else rest.pop(0))
     if script is not None and not script.is_file():
         problems.append(_no_script(script))
+    if ours["--zorse-trace"] is not None and ours["--zorse-plan"] is None:
+        problems.append(_trace_without_plan())
     if problems:
         raise FlagError("The command cannot be used", problems)
     return Command(
@@ -74,6 +78,21 @@ def _unknown_flag(flag: str, ours: dict[str, Path | None]) -> Problem:
         found="an unknown flag",
         expected=f"one of {', '.join(ours)}",
         remedy="Check the spelling.",
+    )
+
+
+def _trace_without_plan() -> Problem:
+    return Problem(
+        where="--zorse-trace",
+        found="no --zorse-plan",
+        expected="a plan: a trace says how its actions were executed",
+        remedy="Add --zorse-plan PATH, or leave --zorse-trace out.",
+    )
+
+
+def _given_twice(flag: str) -> Problem:
+    return Problem(
+        where=flag, found="it given twice", expected="it once", remedy="Leave one of them out."
     )
 
 

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from zorse_megatron.adapter.loss_report import with_token_counts
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.schedules.samples import MicroBatch
 
@@ -65,7 +66,9 @@ class MegatronChunkRunner:
             activation.requires_grad_(not inputs.forward_only)
         first = micro_batch.index == 0
         output, num_tokens = forward_step(
-            inputs.forward_step_func,
+            with_token_counts(inputs.forward_step_func)
+            if self.is_last_chunk
+            else inputs.forward_step_func,
             inputs.data_iterator,
             inputs.model,
             self.num_micro_batches,

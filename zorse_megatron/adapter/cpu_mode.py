@@ -5,6 +5,7 @@ import (`core/tensor_parallel/random.py`). It replaces names of torch, for this 
 forked children, for good; Megatron itself is not touched.
 """
 
+import ctypes
 import logging
 import os
 import sys
@@ -20,6 +21,8 @@ __all__ = ["cpu_flags", "enable", "enabled", "needed", "with_cpu_flags"]
 
 _torch_is_available = torch.cuda.is_available
 _enabled = False
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def needed() -> bool:
@@ -49,6 +52,7 @@ def enable() -> None:
         owner, attribute = _owner(name)
         setattr(owner, attribute, stand_in)
     cpu_tensors.install()
+    _keep_freed_memory()
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_no_rng_alarm)
     _enabled = True
     if os.environ.get("RANK", "0") == "0":
@@ -105,6 +109,19 @@ def _missing(name: str) -> Problem:
         expected="a name that CPU mode replaces",
         remedy="Install torch 2.11 to 2.13, or run on a GPU.",
     )
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what is freed, as torch's caching allocator does on a GPU.
+
+    By default it gives activations back to the kernel and faults them in again in the next
+    micro-batch: 5,000 to 25,000 page faults in each iteration of a small GPT, up to a fifth of
+    its time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**30)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _disable_dynamo() -> None:

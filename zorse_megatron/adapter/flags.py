@@ -44,7 +44,6 @@ REFUSALS = (
     _one("num_distributed_optimizer_instances", _NOT_YET),
     _off("num_experts", _NOT_YET),
     _off("mtp_num_layers", _NOT_YET),
-    _off("pipeline_model_parallel_layout", _DECIDED),
     _off("num_layers_per_virtual_pipeline_stage", _DECIDED),
     _off("num_virtual_stages_per_pipeline_rank", _DECIDED),
     _off("decoder_first_pipeline_num_layers", _DECIDED),
@@ -67,6 +66,28 @@ REFUSALS = (
     _off("data_parallel_random_init", _NOT_YET),
     _off("save_wgrads_interval", _NOT_YET),
     _off("log_params_norm", _NOT_YET),
+    _off("ddp_average_in_collective", _NOT_YET),
+    _off("ddp_reduce_scatter_with_fp32_accumulation", _NOT_YET),
+    _off("nccl_ub", _NOT_YET),
+    _off("fp8_param_gather", _NOT_YET),
+    _off("fp4_param_gather", _NOT_YET),
+    _off("overlap_param_gather_with_optimizer_step", _NOT_YET),
+    _off("reuse_grad_buf_for_mxfp8_param_ag", _NOT_YET),
+    _off("defer_embedding_wgrad_compute", _NOT_YET),
+    _off("qk_clip", _NOT_YET),
+    _off("log_max_attention_logit", _NOT_YET),
+    _off("yaml_cfg", _NOT_YET),
+    _off("use_mp_args_from_checkpoint_args", _NOT_YET),
+    _off("fine_grained_activation_offloading", _NOT_YET),
+    _off("cpu_offloading_num_layers", _NOT_YET),
+    _off("hybrid_layer_pattern", _NOT_YET),
+    _off("heterogeneous_layers_config_path", _NOT_YET),
+    _off("inprocess_restart", _NOT_YET),
+    _off("create_all_gather_group", _NOT_YET),
+    _off("high_priority_stream_groups", _NOT_YET),
+    _off("nccl_communicator_config_path", _NOT_YET),
+    _off("use_sharp", _NOT_YET),
+    _off("save_dgrads_interval", _NOT_YET),
     _off("init_model_with_meta_device", _NOT_YET),
     _off("dataloader_inter_document_masking", _NOT_YET),
     _off("full_validation", _NOT_YET),
@@ -119,6 +140,9 @@ def problems_of(args: Namespace, plan: Plan, *, world_size: int) -> list[Problem
             )
     problems += _stage_problems(args, plan)
     problems += _checkpoint_problems(args)
+    problems += _mask_problems(args, plan)
+    problems += _recompute_problems(args, plan)
+    problems += _layout_problems(args, plan)
     problems += _batch_problems(args, plan)
     problems += model_problems(args, plan)
     return problems
@@ -152,6 +176,34 @@ def _stage_problems(args: Namespace, plan: Plan) -> list[Problem]:
     ]
 
 
+def _mask_problems(args: Namespace, plan: Plan) -> list[Problem]:
+    """Ranks of middle chunks read no data, hence no attention mask, in stock as under a plan."""
+    if not args.reset_attention_mask or len(plan.chunks) <= 2:
+        return []
+    return [
+        Problem(
+            where="--reset-attention-mask",
+            found=f"it with {len(plan.chunks)} chunks",
+            expected="at most two chunks with it",
+            remedy="Layers of the middle chunks would attend across documents; remove the flag, or "
+            "use a plan of one or two groups.",
+        )
+    ]
+
+
+def _recompute_problems(args: Namespace, plan: Plan) -> list[Problem]:
+    return [
+        Problem(
+            where="--recompute-granularity",
+            found=f"{args.recompute_granularity!r}, while groups[{number}].recompute says 'none'",
+            expected="the plan and the command to agree",
+            remedy="Remove the flag, or the group's recompute setting.",
+        )
+        for number, group in enumerate(plan.groups)
+        if args.recompute_granularity and group.recompute is not None
+    ]
+
+
 def _checkpoint_problems(args: Namespace) -> list[Problem]:
     """What would only be refused at the first save, when there is something to lose."""
     stores = args.save is not None or args.load is not None
@@ -166,6 +218,20 @@ def _checkpoint_problems(args: Namespace) -> list[Problem]:
             expected="both, where checkpoints are saved or loaded",
             remedy="Add --dist-ckpt-optim-fully-reshardable: stock's other format can only be read "
             "by equal groups of the same number of stages.",
+        )
+    ]
+
+
+def _layout_problems(args: Namespace, plan: Plan) -> list[Problem]:
+    layout = args.pipeline_model_parallel_layout
+    if layout in (None, layout_of(plan)):
+        return []
+    return [
+        Problem(
+            where="--pipeline-model-parallel-layout",
+            found=f"{layout!r}",
+            expected=f"no such flag, or {layout_of(plan)!r}, the plan's layers",
+            remedy=_DECIDED,
         )
     ]
 

@@ -59,6 +59,7 @@ def fill(groups: PlanGroups, *, rank: int, group_ranks: list[int]) -> None:
     values |= {
         "_PIPELINE_MODEL_PARALLEL_GROUP": groups.position,
         "_PIPELINE_GLOBAL_RANKS": None,
+        "_global_process_group_list": [None, groups.group, groups.alone],
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK": groups.stage,
         "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": groups.num_stages,
         "_MPU_DATA_PARALLEL_WORLD_SIZE": 1,

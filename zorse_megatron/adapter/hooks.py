@@ -24,12 +24,18 @@ def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
             args = stock(extra_args_provider, ignore_unknown_args)
             for note in fit_to_plan(args, plan, world_size=world_size):
                 say(note)
+            say(
+                f"Megatron's own lines count one rank per chunk: its 'world size' below is "
+                f"{len(plan.chunks)}, this job has {world_size} ranks"
+            )
             return args
 
         return parse_args
 
     def validate(stock: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(args: Namespace, defaults: Any = None) -> Any:
+            # Once more: --use-checkpoint-args may have set arguments since they were parsed.
+            fit_to_plan(args, plan, world_size=world_size)
             # One rank per stage: then stock's grid arithmetic is that of one replica that takes
             # the whole global batch, which is what a plan's groups are to the training loop.
             args.world_size = len(plan.chunks)

@@ -6,10 +6,47 @@ a plan: a replica of the last group may run no micro-batch, and the last rank ma
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from zorse_megatron.errors import FlagError, Problem
+
+
+def with_token_counts(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the script's forward step: its loss function must say how many tokens it summed over.
+
+    Stock also takes a mean over an unknown number of tokens (a pair instead of a triple), from
+    which no exact mean over unequal parts can be made. Raises FlagError for that.
+    """
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        output, loss_func = forward_step_func(*args, **kwargs)
+        return output, None if loss_func is None else partial(_checked, loss_func)
+
+    return forward_step
+
+
+def _checked(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
+    result = loss_func(output, **kwargs)
+    if kwargs.get("non_loss_data"):
+        return result
+    counted = len(result) == 3 and all(value.numel() == 2 for value in result[2].values())
+    if not counted:
+        raise FlagError(
+            "This script's loss cannot be summed over unequal replicas",
+            [
+                Problem(
+                    where="the loss function that forward_step returns",
+                    found=f"a tuple of {len(result)} without token counts",
+                    expected="(sum of losses, number of tokens, {name: [sum, number]})",
+                    remedy="Return sums and counts, as upstream's pretrain_gpt.py does.",
+                )
+            ],
+        )
+    return result
 
 
 class IdleReplicaLosses:

@@ -49,10 +49,12 @@ class PlanSession:
 
     def __post_init__(self) -> None:
         self.collection = collection_of(self.groups)
-        self.training = lower_plan(self.plan, tied=self.tied_embeddings)
-        self.evaluation = lower_plan(self.plan, forward_only=True)
-        check_executable(self.training)
-        check_executable(self.evaluation)
+        # A receive that NCCL has started can hold back a computation behind it.
+        early = dist.get_backend() != "nccl"
+        self.training = lower_plan(self.plan, tied=self.tied_embeddings, early_receives=early)
+        self.evaluation = lower_plan(self.plan, forward_only=True, early_receives=early)
+        check_executable(self.training, blocking=not early)
+        check_executable(self.evaluation, blocking=not early)
         self.micro_batches = replica_micro_batches(self.plan, self.rank)
         self.chunk = self.groups.stage
         self.is_last_chunk = self.chunk == self.groups.num_stages - 1

@@ -73,8 +73,13 @@ def watched(session: PlanSession) -> Iterator[None]:
     heartbeat.start()
     try:
         yield
-    except (SystemExit, KeyboardInterrupt):
+        dist.barrier()
         heartbeat.finish()
+    except SystemExit as request:
+        heartbeat.exit(request.code)
+        raise
+    except KeyboardInterrupt as interrupt:
+        heartbeat.fail(interrupt)
         raise
     except Exception as error:
         traceback.print_exc()
@@ -84,8 +89,6 @@ def watched(session: PlanSession) -> Iterator[None]:
         raise
     finally:
         session.save_trace()
-    dist.barrier()
-    heartbeat.finish()
 
 
 def _check_same_plan(run: PlanRun) -> None:

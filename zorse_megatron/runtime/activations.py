@@ -89,11 +89,13 @@ class Mailbox:
         self.leaving.clear()
 
     def _forget_what_left(self) -> None:
-        done = [entry for entry in self.leaving if entry[0].is_completed()]
-        if done:
-            for work, _ in done:
+        still = []
+        for work, part in self.leaving:
+            if work.is_completed():
                 work.wait()  # raises the error of a send that failed
-            self.leaving = [entry for entry in self.leaving if not entry[0].is_completed()]
+            else:
+                still.append((work, part))
+        self.leaving = still
 
     @staticmethod
     def _key(action: Action) -> tuple[bool, int, int]:

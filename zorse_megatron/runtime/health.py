@@ -19,14 +19,19 @@ LOST_RANK = 3
 """Exit status of a rank that stops because another one is gone."""
 
 _BEATS_PER_TIMEOUT = 12
+_LONGEST_INTERVAL_S = 5.0
 # Half of the timeout to notice, so that every rank has ended when all of it has passed.
 _SILENCE_OF_TIMEOUT = 0.5
 _DONE = "done"
 _FAILED = "failed:"
+_EXITED = "exited:"
+_LOST_CONTACT = "lost contact"
+# These ranks need not beat any more, and it is not they who are to blame.
+_EXCUSED = (_DONE, _LOST_CONTACT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class LostRank:
     """A rank that is gone, and what is known about it."""
 
     rank: int
@@ -53,7 +58,7 @@ class Heartbeat:
         self.store = store
         self.rank = rank
         self.world_size = world_size
-        self.interval_s = timeout_s / _BEATS_PER_TIMEOUT
+        self.interval_s = min(timeout_s / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL_S)
         self.silence_s = timeout_s * _SILENCE_OF_TIMEOUT
         self.timeout_s = timeout_s
         self.describe = describe
@@ -74,11 +79,17 @@ class Heartbeat:
 
     def fail(self, error: BaseException) -> None:
         """This rank has failed by its own fault; the others are told why."""
-        self._end(f"{_FAILED}{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        first_line = next(iter(str(error).splitlines()), "")
+        self._end(f"{_FAILED}{type(error).__name__}: {first_line[:200]}")
+
+    def exit(self, status: object) -> None:
+        """This rank ends on request (`sys.exit`), as a rule together with all others."""
+        self._end(f"{_EXITED}{status}" if status else _DONE)
 
     def blame(self, error: BaseException) -> NoReturn:
         """Communication failed: wait until the rank at fault is known, or give up and raise."""
-        self.thread.join(timeout=self.timeout_s)
+        self.thread.join(timeout=self.silence_s + 2 * self.interval_s)
+        self._end(_LOST_CONTACT)
         raise error
 
     def _end(self, word: str) -> None:
@@ -88,7 +99,7 @@ class Heartbeat:
             self._publish(word)
         except dist.DistError:
             return  # the store has ended with its host; nobody is left to be told
-        if word != _DONE:
+        if word not in _EXCUSED:
             self._let_others_read()
 
     def _let_others_read(self) -> None:
@@ -101,15 +112,13 @@ class Heartbeat:
         while not self.stopping.wait(self.interval_s):
             beats += 1
             try:
-                self._publish(str(beats))
-                loss = self._find_loss()
+                loss = self._beat(beats)
             except (dist.DistError, RuntimeError) as error:
-                if self.stopping.wait(self.interval_s):
-                    return
-                self.stop_process(
-                    f"the job's store, on the host of rank 0, is gone ({type(error).__name__}): "
-                    f"rank {self.rank} stops"
-                )
+                if not self.stopping.is_set():
+                    self.stop_process(
+                        f"the job's store, on the host of rank 0, does not answer ({error}): "
+                        f"rank {self.rank} stops"
+                    )
                 return
             if loss is not None and not self.stopping.is_set():
                 self._let_others_read()
@@ -118,7 +127,18 @@ class Heartbeat:
                 )
                 return
 
-    def _find_loss(self) -> Loss | None:
+    def _beat(self, beats: int) -> LostRank | None:
+        """Beat and look for a lost rank; try once more if the store does not answer."""
+        try:
+            self._publish(str(beats))
+            return self._find_lost()
+        except (dist.DistError, RuntimeError):
+            if self.stopping.wait(self.interval_s):
+                return None
+            self._publish(str(beats))
+            return self._find_lost()
+
+    def _find_lost(self) -> LostRank | None:
         now_s = time.monotonic()
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         values = self.store.multi_get([_key(rank) for rank in others])
@@ -126,13 +146,17 @@ class Heartbeat:
         for rank, value in zip(others, values, strict=True):
             word = value.decode()
             if word.startswith(_FAILED):
-                return Loss(rank=rank, reason=f"failed ({word.removeprefix(_FAILED)})")
+                return LostRank(rank=rank, reason=f"failed ({word.removeprefix(_FAILED)})")
             seen, since_s = self.last_seen.get(rank, (b"", now_s))
             if seen != value:
                 self.last_seen[rank] = (value, now_s)
-            elif word != _DONE and now_s - since_s > self.silence_s:
+            elif word.startswith(_EXITED) and now_s - since_s > 2 * self.interval_s:
+                # It did not leave together with this rank.
+                status = word.removeprefix(_EXITED)
+                return LostRank(rank=rank, reason=f"has exited with status {status}")
+            elif word not in _EXCUSED and now_s - since_s > self.silence_s:
                 silent.append(
-                    Loss(rank=rank, reason=f"has been silent for {now_s - since_s:.0f} s")
+                    LostRank(rank=rank, reason=f"has been silent for {now_s - since_s:.0f} s")
                 )
         return silent[0] if silent else None
 

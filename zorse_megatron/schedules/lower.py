@@ -5,7 +5,9 @@ after the computation that produces it and before the one that consumes it, and 
 the part of the sequence that the rank takes part in. So the first action of the sequence that is
 not done yet can always be done: no order of execution can deadlock, not even if every send waited
 for its receive. The receives are then started one computation earlier than that, so that they
-overlap with it; as starting a receive never waits, this keeps the property (see `validate`).
+overlap with it; where starting a receive never waits, as with gloo, this keeps the property (see
+`validate`). NCCL's receives occupy a hardware queue until they are matched, so there they stay
+where they are (`early_receives=False`).
 """
 
 from itertools import pairwise
@@ -77,18 +79,25 @@ def refuse_unsupported(plan: Plan, source: str = "The plan") -> None:
         raise PlanError(f"{source} is valid but asks for what is not executed yet", problems)
 
 
-def lower_plan(plan: Plan, *, forward_only: bool = False, tied: bool | None = None) -> ActionLists:
+def lower_plan(
+    plan: Plan,
+    *,
+    forward_only: bool = False,
+    tied: bool | None = None,
+    early_receives: bool = True,
+) -> ActionLists:
     """Lower a plan to action lists, for a training step or (forward_only) an evaluation step.
 
     `tied`: whether the embedding and the output weight are one; None takes it from the plan's
-    model. Raises PlanError with everything that cannot be lowered.
+    model. `early_receives`: start receives one computation early; without it the lists run even
+    where every transfer blocks. Raises PlanError with everything that cannot be lowered.
     """
     refuse_unsupported(plan)
     if tied is None:
         tied = bool(plan.model.tied_embeddings)
     sequence = _Sequence(plan)
     sequence.play(forward_only=forward_only)
-    lists = [_receive_early(actions) for actions in sequence.lists]
+    lists = [_receive_early(actions) if early_receives else actions for actions in sequence.lists]
     if not forward_only:
         lists = [actions + _update(plan, rank, tied=tied) for rank, actions in enumerate(lists)]
     return ActionLists(ranks=tuple(tuple(actions) for actions in lists))
