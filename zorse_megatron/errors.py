@@ -41,6 +41,18 @@ class PlanError(ZorseError):
     """The plan file cannot be used."""
 
 
+class ClusterError(ZorseError):
+    """The cluster file cannot be used."""
+
+
+class ModelError(ZorseError):
+    """The description of the model cannot be used."""
+
+
+class ProfileError(ZorseError):
+    """The profile, or a file that a profile is made from, cannot be used."""
+
+
 class FlagError(ZorseError):
     """The command's flags do not fit the plan."""
 

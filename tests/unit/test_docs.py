@@ -26,7 +26,7 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md"))
 )
 # Files of other projects, and those that a user or the demo makes.
-NOT_OURS = {"plan.json", "pretrain_gpt.py", "demo.json"}
+NOT_OURS = {"plan.json", "profile.json", "pretrain_gpt.py", "demo.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 # Where this repository stands in a command that is run elsewhere.
 ELSEWHERE = "/path/to/zorse-megatron/"
@@ -80,7 +80,8 @@ def help_of(*command):
 @cache
 def our_flags():
     """Every flag of our own commands."""
-    helps = [CliRunner().invoke(app, [c, "--help"]).stdout for c in ("check", "actions", "schema")]
+    commands = ("check", "actions", "schema", "profile import", "profile show")
+    helps = [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
     helps += [help_of(sys.executable, str(path)) for path in sorted(ROOT.glob("scripts/*.py"))]
     helps.append(help_of(sys.executable, "-m", "zorse_megatron.demo"))
     return set(re.findall(r"--[\w-]+", "\n".join(helps))) | {
@@ -141,7 +142,8 @@ def test_commands_can_be_run(document, line):
             targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert set(words) <= set(targets)
         case "zorse":
-            shown = CliRunner().invoke(app, [words[0], "--help"])
+            command = words[: 2 if words[0] == "profile" else 1]
+            shown = CliRunner().invoke(app, [*command, "--help"])
             assert shown.exit_code == 0
             assert all(word in shown.stdout for word in words if word.startswith("--"))
         case "torchrun":

@@ -7,12 +7,14 @@ import typer
 from zorse_megatron import __version__
 from zorse_megatron.cli.actions import actions
 from zorse_megatron.cli.check import check
+from zorse_megatron.cli.profile import profile
 from zorse_megatron.cli.schema import schema
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(check)
 app.command()(schema)
 app.command()(actions)
+app.add_typer(profile, name="profile")
 
 
 def _print_version(wanted: bool) -> None:

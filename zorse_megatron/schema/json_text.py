@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.schema.file_kind import FileKind
 
 # Of a line without its key, which comes on top.
 _LINE_WIDTH = 100
@@ -21,24 +22,39 @@ class JsonObject(dict[str, Any]):
     repeated: tuple[str, ...] = ()
 
 
-def read_json(data: bytes, source: str) -> tuple[Any, list[Problem]]:
+def read_json(data: bytes, source: str, kind: FileKind) -> tuple[Any, list[Problem]]:
     """Parse UTF-8 JSON; return the value, and a Problem for each key that an object repeats.
 
-    Raises PlanError when there is no value to return. Lists of Problems name `source`.
+    Raises the kind's error when there is no value to return. Lists of Problems name `source`.
     """
+    text = read_text(data, source, kind)
+    try:
+        from_json(text)  # For the message: json.loads cannot tell that the text was cut off.
+        value = json.loads(text, object_pairs_hook=_object)
+    except ValueError as error:
+        raise _syntax_error(text, source, str(error), kind) from error
+    return value, _repeated_keys(value, source, "")
+
+
+def read_text(data: bytes, source: str, kind: FileKind) -> str:
+    """Decode UTF-8. Raises the kind's error for other bytes, and for a file without text."""
     try:
         # "-sig" because some Windows editors start the file with a byte order mark.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x}, which is not UTF-8 ({error.reason})"
         where = f"{source}: byte {error.start}"
-        raise _unreadable(source, where, found, "Save the file as UTF-8.") from error
-    try:
-        from_json(text)  # For the message: json.loads cannot tell that the text was cut off.
-        value = json.loads(text, object_pairs_hook=_object)
-    except ValueError as error:
-        raise _syntax_error(text, source, str(error)) from error
-    return value, _repeated_keys(value, source, "")
+        raise unreadable(source, where, found, "Save the file as UTF-8.", kind) from error
+    if not text.strip():
+        raise unreadable(source, source, "an empty file", f"Write the {kind.name} again.", kind)
+    return text
+
+
+def unreadable(source: str, where: str, found: str, remedy: str, kind: FileKind) -> ZorseError:
+    """Make the error for a file that has no value at all."""
+    expected = f"{kind.with_article} in {kind.syntax}, in UTF-8"
+    problem = Problem(where=where, found=found, expected=expected, remedy=remedy)
+    return kind.error(f"{source} is not {kind.with_article}", [problem])
 
 
 def layout(value: Any, indent: int = 0) -> str:
@@ -97,20 +113,12 @@ def _repeated_keys(value: Any, source: str, path: str) -> list[Problem]:
     return problems
 
 
-def _syntax_error(text: str, source: str, message: str) -> PlanError:
+def _syntax_error(text: str, source: str, message: str, kind: FileKind) -> ZorseError:
     reason, _, place = message.rpartition(" at ")
-    where = f"{source}: {place}"
-    if not text.strip():
-        return _unreadable(source, source, "an empty file", "Write the plan again.")
     if reason.startswith("EOF"):
         found = "the end of the file in the middle of the JSON: it looks cut off"
         remedy = "Copy or write the file again, whole."
     else:
         found = f"text that is not JSON ({reason})"
         remedy = "JSON has no comments, no trailing commas, and double quotes only."
-    return _unreadable(source, where, found, remedy)
-
-
-def _unreadable(source: str, where: str, found: str, remedy: str) -> PlanError:
-    problem = Problem(where=where, found=found, expected="a plan in JSON, in UTF-8", remedy=remedy)
-    return PlanError(f"{source} is not a plan", [problem])
+    return unreadable(source, f"{source}: {place}", found, remedy, kind)

@@ -23,8 +23,8 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ParameterValue = int | FiniteFloat | bool | str
 
 
-def _refuse_non_integer(value: Any) -> Any:
-    # Literal[1] compares with ==, so True and 1.0 would pass without this.
+def refuse_non_integer(value: Any) -> Any:
+    """Let integers pass: Literal[1] compares with ==, so True and 1.0 would be accepted."""
     if type(value) is not int:
         raise PydanticKnownError("int_type")
     return value
@@ -159,7 +159,7 @@ class Predictions:
 class Plan:
     """How to train one model on one cluster."""
 
-    schema_version: Annotated[Literal[1], BeforeValidator(_refuse_non_integer)]
+    schema_version: Annotated[Literal[1], BeforeValidator(refuse_non_integer)]
     """Version of the plan file format."""
     global_batch_size: Positive
     """Samples per iteration; the replicas of every group add up to it."""

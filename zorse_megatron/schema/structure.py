@@ -1,4 +1,4 @@
-"""Shape errors of a plan (names, types, single values), from pydantic's words into Problems."""
+"""Shape errors of a file (names, types, single values), from pydantic's words into Problems."""
 
 import dataclasses
 import difflib
@@ -10,10 +10,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.file_kind import FileKind
 
 UNKNOWN_KEY = "unexpected_keyword_argument"
-_DOCS = "docs/plan-file.md describes every field."
 _MAX_VALUE_CHARACTERS = 60
 # Below the default of 0.6, so that "shard" suggests "shard_weight".
 _LIKENESS = 0.5
@@ -33,13 +32,15 @@ _EXPECTED = {
     "literal_error": "{expected}",
     "greater_than": "a number greater than {gt}",
     "greater_than_equal": "a number of at least {ge}",
+    "less_than_equal": "a number of at most {le}",
+    "string_too_short": "a string that is not empty",
     "too_short": "at least {min_length} entry",
     "too_long": "exactly {max_length} entries",
 }
 
 
-def problems_from(error: ValidationError) -> list[Problem]:
-    """Translate every error; `where` is a path such as `groups[1].replicas[0].ranks`."""
+def problems_from(error: ValidationError, kind: FileKind) -> list[tuple[Location, Problem]]:
+    """Translate every error, with its location; `where` spells it, as in `groups[1].ranks`."""
     problems: dict[tuple[Location, str], Problem] = {}
     for details in error.errors(include_url=False):
         location = details["loc"]
@@ -47,10 +48,10 @@ def problems_from(error: ValidationError) -> list[Problem]:
             continue
         if location[:2] == ("schedule", "parameters") and len(location) == 4:
             # One error for each type of the union; the last item of the location is that type.
-            problems[location[:3], ""] = _parameter_problem(details)
+            problems[location[:3], ""] = _parameter_problem(details, kind)
         else:
-            problems[location, details["type"]] = _problem(details)
-    return list(problems.values())
+            problems[location, details["type"]] = _problem(details, kind)
+    return [(location, problem) for (location, _), problem in problems.items()]
 
 
 def without_unknown_keys(value: Any, error: ValidationError) -> bool:
@@ -68,7 +69,7 @@ def without_unknown_keys(value: Any, error: ValidationError) -> bool:
 
 
 def path_of(location: Iterable[int | str]) -> str:
-    """Spell a location: `groups[1].replicas[0]`; `top level` for the plan itself."""
+    """Spell a location: `groups[1].replicas[0]`; `top level` for the file itself."""
     path = ""
     for item in location:
         path += f"[{item}]" if isinstance(item, int) else f".{item}"
@@ -80,68 +81,68 @@ def _is_echo(details: ErrorDetails) -> bool:
     return details["type"] == "too_short" and len(details["input"]) > 0
 
 
-def _problem(details: ErrorDetails) -> Problem:
+def _problem(details: ErrorDetails, kind: FileKind) -> Problem:
     location = details["loc"]
     if details["type"] == UNKNOWN_KEY:
-        return _unknown_key(location)
+        return _unknown_key(location, kind)
     if details["type"] == "missing":
-        return _missing(location, details["input"])
+        return _missing(location, details["input"], kind)
     found, template = details["input"], _EXPECTED.get(details["type"])
     return Problem(
         where=path_of(location),
         found=_shown(found),
         expected=template.format(**details.get("ctx", {})) if template else details["msg"],
-        remedy=_remedy(found, details),
+        remedy=_remedy(found, details, kind),
     )
 
 
-def _parameter_problem(details: ErrorDetails) -> Problem:
+def _parameter_problem(details: ErrorDetails, kind: FileKind) -> Problem:
     return Problem(
         where=path_of(details["loc"][:3]),
         found=_shown(details["input"]),
         expected="a finite number, true or false, or a string",
-        remedy=_DOCS,
+        remedy=kind.see,
     )
 
 
-def _unknown_key(location: Location) -> Problem:
-    key, known = str(location[-1]), _known_keys(location[:-1])
+def _unknown_key(location: Location, kind: FileKind) -> Problem:
+    key, known = str(location[-1]), _known_keys(location[:-1], kind)
     close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_LIKENESS)
     return Problem(
         where=path_of(location[:-1]),
         found=f'unknown key "{key}"',
         expected=f"only the keys {', '.join(known)}",
-        remedy=f'Did you mean "{close[0]}"?' if close else f"Remove it. {_DOCS}",
+        remedy=f'Did you mean "{close[0]}"?' if close else f"Remove it. {kind.see}",
     )
 
 
-def _missing(location: Location, found: Any) -> Problem:
+def _missing(location: Location, found: Any, kind: FileKind) -> Problem:
     if isinstance(location[-1], int):  # A list of fixed length, such as [first, stop].
         return Problem(
             where=path_of(location[:-1]),
             found=_shown(found),
             expected="a list of 2 integers",
-            remedy=_DOCS,
+            remedy=kind.see,
         )
     return Problem(
         where=path_of(location[:-1]),
         found=f'no key "{location[-1]}"',
         expected="every required key",
-        remedy=f'Add "{location[-1]}". {_DOCS}',
+        remedy=f'Add "{location[-1]}". {kind.see}',
     )
 
 
-def _remedy(found: Any, details: ErrorDetails) -> str:
-    kind = details["type"]
-    if isinstance(found, str) and kind in ("int_type", "float_type", "bool_type"):
+def _remedy(found: Any, details: ErrorDetails, kind: FileKind) -> str:
+    error_type = details["type"]
+    if isinstance(found, str) and error_type in ("int_type", "float_type", "bool_type"):
         return "Write it without quotes."
-    if kind == "int_type" and isinstance(found, float):
+    if error_type == "int_type" and isinstance(found, float):
         return "Write it without a decimal point or exponent."
-    if kind == "literal_error" and isinstance(found, str):
+    if error_type == "literal_error" and isinstance(found, str):
         choices = details["ctx"]["expected"].replace(" or ", ", ").split(", ")
         close = difflib.get_close_matches(f"'{found}'", choices, n=1, cutoff=_LIKENESS)
-        return f"Did you mean {close[0]}?" if close else _DOCS
-    return _DOCS
+        return f"Did you mean {close[0]}?" if close else kind.see
+    return kind.see
 
 
 def _shown(value: Any) -> str:
@@ -154,9 +155,9 @@ def _shown(value: Any) -> str:
     return f"{text} ({kind})" if kind else text
 
 
-def _known_keys(location: Location) -> list[str]:
+def _known_keys(location: Location, kind: FileKind) -> list[str]:
     """Return the keys of the object at `location`, in the order of its class."""
-    owner: Any = Plan
+    owner: Any = kind.root
     for item in location:
         if isinstance(item, str):
             owner = _class_in(get_type_hints(owner)[item])
@@ -164,7 +165,7 @@ def _known_keys(location: Location) -> list[str]:
 
 
 def _class_in(hint: Any) -> Any:
-    """Return the plan class inside a hint such as `tuple[Group, ...]` or `Offload | None`."""
+    """Return the class inside a hint such as `tuple[Group, ...]` or `Offload | None`."""
     if dataclasses.is_dataclass(hint):
         return hint
     parts: Sequence[Any] = get_args(hint)

@@ -1,0 +1,266 @@
+"""Malformed and absurd cluster files: each gives one clear message, all at once and with a line."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zorse_megatron.errors import ClusterError
+from zorse_megatron.schema.cluster_yaml import load_cluster, parse_cluster
+
+NODE = "gpus: 4 x T4, nics: 10 Gb/s"
+
+
+def problems(text):
+    try:
+        parse_cluster(text.encode(), source="c.yaml")
+    except ClusterError as error:
+        return error.problems
+    return ()
+
+
+ONE_PROBLEM = {
+    "not an object": ("[1, 2]", "top level", "[1, 2] (a list)", "an object"),
+    "a text": ("hello", "top level", '"hello" (a string)', "an object"),
+    "no nodes": ("name: x", "top level", 'no key "nodes"', "every required key"),
+    "empty nodes": ("nodes: []", "line 1: nodes", "[]", "at least 1 entry"),
+    "nodes is a number": ("nodes: 3", "line 1: nodes", "3", "a list"),
+    "node is a number": ("nodes:\n  - 3", "line 2: nodes[0]", "3", "an object"),
+    "unknown key": (
+        f"nodes:\n  - {{{NODE}, nic: 1}}",
+        "line 2: nodes[0]",
+        'unknown key "nic"',
+        "only the keys name, count",
+    ),
+    "unknown kind": (
+        "nodes: [{gpus: 4 x A1000-40}]",
+        "line 1: nodes[0].gpus[0].kind",
+        '"A1000-40", which is not a known kind of GPU',
+        "a well-known kind or one of gpu_kinds",
+    ),
+    "ambiguous kind": ("nodes: [{gpus: 4 x A100}]", "gpus[0].kind", '"A100"', "a well-known kind"),
+    "unknown instance": (
+        "nodes: [p4d.24xlage]",
+        "line 1: nodes[0].instance",
+        '"p4d.24xlage", which is not a known cloud instance',
+        "one of the instances",
+    ),
+    "no gpus": ("nodes: [{nics: 1 Gb/s}]", "nodes[0]", "a node without gpus", "gpus or instance"),
+    "zero nodes": (f"nodes: [{{{NODE}, count: 0}}]", "nodes[0].count", "0", "at least 1"),
+    "zero gpus": ("nodes: [{gpus: 0 x T4}]", "nodes[0].gpus[0].count", "0", "at least 1"),
+    "half a node": (f"nodes: [{{{NODE}, count: 1.5}}]", "nodes[0].count", "1.5", "an integer"),
+    "bool for a count": (f"nodes: [{{{NODE}, count: true}}]", "count", "true", "an integer"),
+    "a million nodes too many": (
+        f"nodes: [{{{NODE}, count: 999999999999}}]",
+        "nodes",
+        "3999999999996 GPUs",
+        "at most 1000000",
+    ),
+    "a node too large": ("nodes: [{gpus: 5000 x T4}]", "gpus", "5000 GPUs in one node", "256"),
+    "no unit": (
+        "nodes: [{gpus: T4, nics: 100}]",
+        "nodes[0].nics.bandwidth",
+        "100",
+        "a bandwidth of 1 kB/s to 1 PB/s",
+    ),
+    "wrong unit": ("nodes: [{gpus: T4, nics: 100 GB}]", "bandwidth", '"100 GB"', "with its unit"),
+    "infinite": ("nodes: [{gpus: T4, nics: .inf}]", "bandwidth", "Infinity", "1 kB/s to 1 PB/s"),
+    "negative latency": (
+        "nodes: [{gpus: T4, link: {type: pcie, latency: -5 us}}]",
+        "nodes[0].link.latency",
+        '"-5 us"',
+        "0 to 100 s",
+    ),
+    "unknown link": (
+        "nodes: [{gpus: T4, link: nvlinks 5 GB/s}]",
+        "nodes[0].link.type",
+        '"nvlinks"',
+        "'nvswitch', 'nvlink' or 'pcie'",
+    ),
+    "unusual link": (
+        "nodes: [{gpus: A100-40, link: PCIe}]",
+        "nodes[0].link",
+        "pcie without bandwidth, where nvswitch is usual",
+        "the bandwidth",
+    ),
+    "no nics": (
+        "nodes:\n  - {gpus: T4, nics: 1 Gb/s}\n  - {gpus: T4}",
+        "line 3: nodes[1]",
+        "a node without nics beside other nodes",
+        "the network adapters",
+    ),
+    "same names": (
+        f"nodes: [{{{NODE}, name: a}}, {{{NODE}, name: a}}]",
+        "nodes",
+        '2 entries with the name "a"',
+        "a different name for every node",
+    ),
+    "a number for a name": (f"nodes: [{{{NODE}, name: 3}}]", "nodes[0].name", "3", "a string"),
+    "an empty name": (f"nodes: [{{{NODE}, name: ''}}]", "name", '""', "not empty"),
+    "memory of nothing": (
+        "gpu_kinds: [{name: T4, memory: 0 GB}]\nnodes: [{gpus: T4}]",
+        "gpu_kinds[0].memory",
+        '"0 GB"',
+        "1 MB to 1 PB",
+    ),
+    "a kind without figures": (
+        "gpu_kinds:\n  - {name: X1, memory: 8GB}\nnodes: [{gpus: X1}]",
+        "line 2: gpu_kinds[0]",
+        'kind "X1" without memory_bandwidth, peak',
+        "every value",
+    ),
+    "a kind like nothing": (
+        "gpu_kinds: [{name: X1, like: T5}]\nnodes: [{gpus: X1}]",
+        "gpu_kinds[0].like",
+        '"T5"',
+        "a kind that gives the values",
+    ),
+    "a kind twice": (
+        "gpu_kinds: [{name: T4, memory: 8GB}, {name: T4, memory: 9GB}]\nnodes: [{gpus: T4}]",
+        "gpu_kinds",
+        '2 entries with the name "T4"',
+        "a different name for every kind",
+    ),
+    "unknown switch": (
+        f"nodes: [{{{NODE}, switch: leaf}}]\nswitches: [leaf0]",
+        "nodes[0].switch",
+        '"leaf", which is not in switches',
+        "the name of a switch",
+    ),
+    "switch twice": (
+        f"nodes: [{{{NODE}}}]\nswitches: [a, a]",
+        "switches[1].name",
+        '"a" for a second time',
+        "a different name",
+    ),
+    "uplink to nowhere": (
+        f"nodes: [{{{NODE}}}]\nswitches: [{{name: a, uplink: {{to: b, bandwidth: 1 Gb/s}}}}]",
+        "line 2: switches[0].uplink.to",
+        '"b", which is not in switches',
+        "the name of another switch",
+    ),
+    "uplink to itself": (
+        f"nodes: [{{{NODE}}}]\nswitches: [{{name: a, uplink: {{to: a, bandwidth: 1 Gb/s}}}}]",
+        "switches[0].uplink.to",
+        'lead back to "a"',
+        "end at a switch without to",
+    ),
+    "some nodes without region": (
+        f"nodes:\n  - {{{NODE}, region: a}}\n  - {{{NODE}}}\n"
+        "between_regions: [{bandwidth: 1 Gb/s, latency: 1 ms}]",
+        "line 3: nodes[1]",
+        "a node without region",
+        "for every node or for none",
+    ),
+    "regions without link": (
+        f"nodes: [{{{NODE}, region: a}}, {{{NODE}, region: b}}]",
+        "top level",
+        "no link between the regions a | b",
+        "links that join all regions",
+    ),
+    "link of a region to itself": (
+        f"nodes: [{{{NODE}, region: a}}]\n"
+        "between_regions: [{regions: [a, a], bandwidth: 1 Gb/s, latency: 1 ms}]",
+        "between_regions[0].regions",
+        "[a, a]",
+        "two different regions",
+    ),
+    "link to no region": (
+        f"nodes: [{{{NODE}, region: a}}]\n"
+        "between_regions: [{regions: [a, b], bandwidth: 1 Gb/s, latency: 1 ms}]",
+        "between_regions[0].regions",
+        '"b", where no node is',
+        "regions that have nodes: a",
+    ),
+    "link twice": (
+        f"nodes: [{{{NODE}, region: a}}, {{{NODE}, region: b}}]\nbetween_regions:\n"
+        "  - {regions: [a, b], bandwidth: 1 Gb/s, latency: 1 ms}\n"
+        "  - {regions: [b, a], bandwidth: 2 Gb/s, latency: 1 ms}",
+        "line 4: between_regions[1]",
+        "a second entry for the same regions",
+        "one entry for each pair",
+    ),
+    "switch of another region": (
+        f"nodes: [{{{NODE}, region: a, switch: s}}, {{{NODE}, region: b}}]\n"
+        "switches: [{name: s, region: b}]\n"
+        "between_regions: [{bandwidth: 1 Gb/s, latency: 1 ms}]",
+        "nodes[0].switch",
+        'at switch "s" in region "b"',
+        "a switch of the same region",
+    ),
+    "key twice": (
+        f"nodes: [{{{NODE}}}]\nnodes: [g5.12xlarge]",
+        "line 2: top level",
+        "nodes",
+        "once",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONE_PROBLEM)
+def test_one_clear_message(case):
+    text, where, found, expected = ONE_PROBLEM[case]
+    (problem,) = problems(text)
+    assert problem.where.startswith("c.yaml: ")
+    assert where in problem.where
+    assert found in problem.found
+    assert expected in problem.expected
+    assert problem.remedy.endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [
+        ("nodes: [{gpus: 4 x A1000-40}]", "A100-40"),
+        ("nodes: [{gpus: 4 x H100-8}]", "H100-80"),
+        ("nodes: [p4d.24xlage]", "p4d.24xlarge"),
+        (f"nodes: [{{{NODE}, nic: 1}}]", "nics"),
+        (f"nodes: [{{{NODE}, switch: leef}}]\nswitches: [leaf]", "leaf"),
+    ],
+)
+def test_did_you_mean(text, suggestion):
+    (problem,) = problems(text)
+    assert f'Did you mean "{suggestion}"?' in problem.remedy
+
+
+def test_all_problems_at_once():
+    found = problems(
+        "nodes:\n  - {gpus: 4 x Z9}\n  - {gpus: 4 x T4, link: NVLink}\n  - {instance: x}\n"
+    )
+    assert [problem.where for problem in found] == [
+        "c.yaml: line 2: nodes[0].gpus[0].kind",
+        "c.yaml: line 3: nodes[1].link",
+        "c.yaml: line 4: nodes[2].instance",
+        "c.yaml: line 2: nodes[0]",
+        "c.yaml: line 3: nodes[1]",
+    ]
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ClusterError, match="no readable file"):
+        load_cluster(tmp_path / "cluster.yaml")
+
+
+VALUES = st.sampled_from(
+    ["", "x", "3", "-1", "1e400", "null", "true", "[]", "{}", "4 x T4", "1 Gb/s", ".nan", "[[1]]"]
+)
+
+
+@given(st.data())
+def test_any_value_anywhere_gives_a_cluster_or_problems(data):
+    def draw(default):
+        return data.draw(VALUES) if data.draw(st.integers(0, 5)) == 0 else default
+
+    text = f"""
+name: {draw("lab")}
+gpu_kinds: [{{name: {draw("K")}, like: {draw("T4")}, memory: {draw("8GB")}}}]
+nodes:
+  - {{name: {draw("a")}, count: {draw("2")}, gpus: {draw("2 x K")}, nics: {draw("1 Gb/s")},
+     switch: {draw("s")}, region: {draw("r")}, host_memory: {draw("1TB")}, link: {draw("PCIe")}}}
+switches: [{{name: {draw("s")}, region: {draw("r")}, uplink: {draw("{bandwidth: 1 Gb/s}")}}}]
+between_regions: {draw("[]")}
+"""
+    for problem in problems(text):
+        assert problem.where.startswith("c.yaml: ")
+        assert all(dataclasses.astuple(problem))

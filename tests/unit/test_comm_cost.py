@@ -1,0 +1,298 @@
+"""Prices of transfers and collectives: closed forms, a ring played step by step, rules."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.topologies import GB_PER_S, node, topologies, two_regions
+from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.interface import CommCost
+from zorse_megatron.costs.rings import UNEVEN_PENALTY, Shards, ring_traffic
+from zorse_megatron.topology.curves import LinkCurve, LogFit
+from zorse_megatron.topology.spec import NodeSpec, RegionLink, TopologySpec
+
+MB = 10**6
+RATE = 10 * GB_PER_S  # of a NIC of tests.topologies.node
+
+
+def even(comm: GraphComm, ranks: Sequence[int], total: int) -> float:
+    return comm.all_gather_s(tuple(ranks), (total // len(ranks),) * len(ranks))
+
+
+def only(comm: GraphComm, ranks: Sequence[int], sizes: Sequence[int], what: str) -> float:
+    """Time of the option called `algorithm form`."""
+    found = {
+        f"{option.algorithm} {option.form}": option.time_s
+        for option in comm.options(tuple(ranks), tuple(sizes))
+    }
+    return found[what]
+
+
+def test_point_to_point() -> None:
+    comm: CommCost = GraphComm(two_regions())
+    assert comm.transfer_s(3, 3, MB) == 0.0
+    assert comm.transfer_s(0, 1, 80 * MB) == pytest.approx(4e-6 + 1e-3)
+    assert comm.transfer_s(0, 4, 10 * MB) == pytest.approx(20e-6 + 1e-3)  # same leaf: the NIC
+    assert comm.transfer_s(0, 8, 10 * MB) == pytest.approx(22e-6 + 1e-3)  # two uplinks more
+    assert comm.transfer_s(0, 16, MB) == pytest.approx(0.03 + 21e-6 + 1e-3)
+    assert comm.transfer_s(0, 16, 0) == pytest.approx(0.03 + 21e-6)
+    assert ("w0/nic0:out", RATE) in comm.shared_links(0, 16)
+    assert comm.host_link_bytes_per_s(20) == 16 * GB_PER_S
+
+
+def test_the_narrowest_of_gpu_link_and_nic_counts() -> None:
+    nodes = (node("a", num_nics=1, nic_bytes_per_s=50 * GB_PER_S), node("b", num_nics=4))
+    comm = GraphComm(TopologySpec(nodes=nodes))
+    assert comm.transfer_s(0, 4, 10 * MB) == pytest.approx(20e-6 + 1e-3)  # one of b's NICs
+    wide = GraphComm(TopologySpec(nodes=(nodes[0], node("b", nic_bytes_per_s=50 * GB_PER_S))))
+    assert wide.transfer_s(0, 4, 16 * MB) == pytest.approx(20e-6 + 1e-3)  # the GPU's PCIe
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+def test_a_shared_nic_is_charged_once(num_gpus: int) -> None:
+    """The same buffer over two nodes takes as long with eight GPUs on a NIC as with one."""
+    nodes = tuple(
+        node(name, num_gpus, intra_latency_s=0.0, nic_latency_s=0.0) for name in ("a", "b")
+    )
+    comm = GraphComm(TopologySpec(nodes=nodes))
+    ranks = range(2 * num_gpus)
+    expected = (len(ranks) - 1) / len(ranks) * 800 * MB / RATE
+    sizes = (800 * MB // len(ranks),) * len(ranks)
+    assert only(comm, ranks, sizes, "ring equal") == pytest.approx(expected)
+
+
+def play_ring(sizes: Sequence[float], rates: Sequence[float], hops_s: Sequence[float]) -> float:
+    """All-gather on a ring, message by message: link i leads from member i to the next.
+
+    A member sends its own shard first and then what it receives, one message at a time.
+    """
+    count = len(sizes)
+    arrived = [[0.0 if owner == at else math.inf for owner in range(count)] for at in range(count)]
+    free = [0.0] * count
+    for step in range(count - 1):
+        before = [list(row) for row in arrived]
+        for at in range(count):
+            owner, target = (at - step) % count, (at + 1) % count
+            start = max(before[at][owner], free[at])
+            free[at] = start + sizes[owner] / rates[at]
+            arrived[target][owner] = free[at] + hops_s[at]
+    return max(max(row) for row in arrived)
+
+
+latencies = st.floats(0, 1e-3)
+
+
+@given(st.integers(1, 4), st.integers(2, 5), latencies, latencies, st.integers(1, 100))
+def test_ring_against_the_game_with_equal_rates(
+    per_node: int, num_nodes: int, inside_s: float, between_s: float, megabytes: int
+) -> None:
+    """Where all links are equally fast the formula is exact."""
+    spec = TopologySpec(
+        nodes=tuple(
+            node(
+                f"n{i}",
+                per_node,
+                intra_bytes_per_s=RATE,
+                intra_latency_s=inside_s,
+                nic_latency_s=between_s,
+            )
+            for i in range(num_nodes)
+        )
+    )
+    count = spec.num_gpus
+    hops = ([inside_s] * (per_node - 1) + [between_s]) * num_nodes
+    expected = play_ring([megabytes * MB] * count, [RATE] * count, hops)
+    found = only(GraphComm(spec), range(count), [megabytes * MB] * count, "ring equal")
+    assert found == pytest.approx(expected)
+
+
+@settings(max_examples=60)
+@given(topologies(), st.integers(1, 50 * MB))
+def test_ring_against_the_game(spec: TopologySpec, size: int) -> None:
+    """In any cluster: at least the slowest link's share, at most one more pass of every link."""
+    comm = GraphComm(spec)
+    ranks = tuple(sorted(range(spec.num_gpus), key=lambda r: spec.nodes[spec.node_of(r)].region))
+    if len(ranks) < 2 or spec.switches:
+        return
+    found = only(comm, ranks, [size] * len(ranks), "ring equal")
+    pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+    rates, hops = [], []
+    for first, second in pairs:
+        same = spec.node_of(first) == spec.node_of(second)
+        node_of = spec.nodes[spec.node_of(first)]
+        # Between nodes all NICs of the ranks there work together, each with its part of a message.
+        nodes = [spec.nodes[spec.node_of(rank)] for rank in (first, second)]
+        wide = [min(n.nics_bytes_per_s, n.num_gpus * n.host_link_bytes_per_s) for n in nodes]
+        between = comm.routes.between_nodes(spec.node_of(first), spec.node_of(second))
+        rates.append(
+            node_of.intra_bytes_per_s
+            if same
+            else min(*wide, *(link.bytes_per_s for link in between), math.inf)
+        )
+        hops.append(comm.routes.route(first, second).latency_s)
+    played = play_ring([float(size)] * len(ranks), rates, hops)
+    one_pass = sum(size / rate for rate in rates)
+    # Links between regions that the ring passes twice are shared, which the game leaves out.
+    is_shared = len({node.region for node in spec.nodes}) == 3
+    assert played <= found + one_pass
+    assert is_shared or found <= played + sum(hops) + 1e-12
+
+
+sizes_lists = st.lists(st.integers(0, 1000), min_size=2, max_size=12).filter(any)
+
+
+@given(sizes_lists)
+def test_the_form_follows_the_rule(sizes: list[int]) -> None:
+    """Grouped broadcasts carry less once the largest share exceeds 1 / (N - 1)."""
+    shards = Shards.of(tuple(map(float, sizes)))
+    ways = {way.form: way.bytes_per_link for way in ring_traffic(shards)}
+    if len(set(sizes)) == 1:
+        assert ways == {"equal": sizes[0] * (len(sizes) - 1)}
+        return
+    assert ways == {"padded": max(sizes) * (len(sizes) - 1), "grouped": sum(sizes)}
+    is_beyond = max(sizes) * (len(sizes) - 1) > sum(sizes)
+    assert (ways["grouped"] < ways["padded"]) == is_beyond
+
+
+def test_uneven_shards_cost_what_cephalo_measured() -> None:
+    spec = TopologySpec(nodes=tuple(node(f"n{i}", 1, nic_latency_s=0.0) for i in range(4)))
+    comm = GraphComm(spec)
+    ranks = tuple(range(4))
+    assert UNEVEN_PENALTY == 1.25
+    # Largest share 0.7 > 1/3: grouped, S / B.
+    assert comm.all_gather_s(ranks, (70 * MB, 10 * MB, 10 * MB, 10 * MB)) == pytest.approx(
+        1.25 * 100 * MB / RATE
+    )
+    # Largest share 0.28 < 1/3: padded, 3 * s_max / B.
+    nearly_even = (28 * MB, 24 * MB, 24 * MB, 24 * MB)
+    assert comm.all_gather_s(ranks, nearly_even) == pytest.approx(1.25 * 84 * MB / RATE)
+    grouped = GraphComm(spec, uneven_forms=("grouped",))
+    assert grouped.all_gather_s(ranks, nearly_even) == pytest.approx(1.25 * 100 * MB / RATE)
+    assert even(comm, ranks, 100 * MB) == pytest.approx(75 * MB / RATE)
+    # A member without a shard takes part.
+    assert comm.all_gather_s(ranks, (0, 0, 0, 100 * MB)) == pytest.approx(1.25 * 100 * MB / RATE)
+    with pytest.raises(ValueError, match="no form"):
+        GraphComm(spec, uneven_forms=())
+
+
+def test_hierarchical_pays_for_fewer_slow_hops() -> None:
+    """With small shards latency decides: K - 1 slow hops and g - 1 fast ones, not K g - 1."""
+    nodes = tuple(node(f"n{i}", 8, intra_latency_s=1e-6, nic_latency_s=1e-3) for i in range(4))
+    comm = GraphComm(TopologySpec(nodes=nodes))
+    ranks, sizes = range(32), (1000,) * 32
+    total = 32_000
+    inside = 7 * (total / 8 / (80 * GB_PER_S) + 1e-6)
+    between = 3 * 8000 / RATE + 3e-3
+    assert only(comm, ranks, sizes, "hierarchical equal") == pytest.approx(inside + between)
+    ring = 31 * 1000 / RATE + 4 * 7e-6 + 3e-3 + 1e-3 - 1e-6
+    assert only(comm, ranks, sizes, "ring equal") == pytest.approx(ring)
+    assert comm.all_gather_s(tuple(ranks), sizes) == pytest.approx(inside + between)
+
+
+def test_uplinks_and_far_links_are_passed_once_each_way() -> None:
+    comm = GraphComm(two_regions())
+    ranks = tuple(range(24))
+    shard = 240 * MB
+    expected = 23 * shard / GB_PER_S
+    found = only(comm, ranks, (shard,) * 24, "ring equal")
+    assert found == pytest.approx(expected, rel=0.02) and found > expected + 2 * 0.03 - 1e-3
+    west = tuple(range(16))
+    assert only(comm, west, (shard,) * 16, "ring equal") == pytest.approx(
+        15 * shard / RATE, rel=0.01
+    )
+
+
+def test_a_ring_over_a_chain_of_regions_passes_the_middle_twice() -> None:
+    regions = ("a", "b", "c")
+    links = tuple(
+        RegionLink(regions=pair, bytes_per_s=GB_PER_S, latency_s=0.0)
+        for pair in (("a", "b"), ("a", "c"))
+    )
+    nodes = tuple(node(name, 1, region=name, nic_latency_s=0.0) for name in regions)
+    comm = GraphComm(TopologySpec(nodes=nodes, region_links=links))
+    # a > b > c > a: b to c goes through a, on links that carry a to b and c to a the other way.
+    assert even(comm, (0, 1, 2), 300 * MB) == pytest.approx(200 * MB / GB_PER_S)
+    names = [name for name, _ in comm.shared_links(1, 2)]
+    assert "a--b:b>a" in names and "a--c:a>c" in names
+
+
+def test_all_reduce_is_latency() -> None:
+    nodes = tuple(node(f"n{i}", 8) for i in range(16))
+    comm = GraphComm(TopologySpec(nodes=nodes))
+    ranks = tuple(range(128))
+    tree = 2 * (3 * 4e-6 + 4 * 20e-6)
+    assert comm.all_reduce_s(ranks, 8) == pytest.approx(tree, rel=1e-3)
+    assert comm.all_reduce_s(ranks[:8], 8) == pytest.approx(2 * 3 * 4e-6, rel=1e-3)
+    assert comm.all_reduce_s(ranks[:1], 8) == 0.0
+    large = 1280 * MB  # then the ring wins: 2 (N - 1) / N bytes
+    assert comm.all_reduce_s(ranks, large) == pytest.approx(2 * 127 / 128 * large / RATE, rel=0.03)
+
+
+def with_curves(name: str) -> NodeSpec:
+    """Curves like those that are published for GH200 nodes of four."""
+
+    def curve(a: float, b: float, c: float, cap: float) -> LinkCurve:
+        return LinkCurve(
+            max_bytes_per_s=cap * GB_PER_S, fit=LogFit(quadratic=a, linear=b, constant=c)
+        )
+
+    return node(
+        name,
+        num_nics=4,
+        intra_curves=((2, curve(-0.5, 14, 44, 125)), (4, curve(-0.75, 26, 82, 250))),
+        nic_curves=((1, curve(-0.16, 2.8, 11.7, 23)), (4, curve(-0.65, 11.4, 45, 92))),
+    )
+
+
+def test_curves_replace_constants() -> None:
+    spec = TopologySpec(nodes=tuple(with_curves(f"n{i}") for i in range(2)))
+    comm = GraphComm(spec)
+    first = spec.nodes[0]
+    for size in (1000, MB, 64 * MB):
+        assert comm.transfer_s(0, 1, size) == first.intra_curves[0][1].transfer_s(size)
+        assert comm.transfer_s(0, 4, size) == first.nic_curves[0][1].transfer_s(size)
+    ring = comm.all_gather_s((0, 1, 2, 3), (8 * MB,) * 4)
+    assert ring == pytest.approx(3 * first.intra_curves[1][1].transfer_s(8 * MB))
+    # One rank of each node: the curve of one GPU. All: that of four.
+    one = comm.all_gather_s((0, 4), (8 * MB,) * 2)
+    assert one == pytest.approx(first.nic_curves[0][1].transfer_s(8 * MB))
+    everyone = only(comm, range(8), (8 * MB,) * 8, "ring equal")
+    assert everyone == pytest.approx(7 * first.nic_curves[1][1].transfer_s(8 * MB))
+    assert comm.all_reduce_s((0, 4), 8) > 0
+
+
+@settings(max_examples=60)
+@given(topologies(), st.data())
+def test_what_holds_in_every_cluster(spec: TopologySpec, data: st.DataObject) -> None:
+    comm = GraphComm(spec)
+    everyone = list(range(spec.num_gpus))
+    ranks = tuple(data.draw(st.permutations(everyone)))[: data.draw(st.integers(1, len(everyone)))]
+    sizes = tuple(data.draw(st.integers(0, 50 * MB)) for _ in ranks)
+    time_s = comm.all_gather_s(ranks, sizes)
+    assert comm.reduce_scatter_s(ranks, sizes) == time_s
+    assert 0 <= time_s < math.inf
+    if len(ranks) == 1 or not any(sizes):
+        assert time_s == 0
+        return
+    # The order of the ranks does not matter, more bytes do.
+    order = data.draw(st.permutations(range(len(ranks))))
+    shuffled = tuple(ranks[i] for i in order), tuple(sizes[i] for i in order)
+    assert comm.all_gather_s(*shuffled) == pytest.approx(time_s)
+    assert comm.all_gather_s(ranks, tuple(2 * size for size in sizes)) >= time_s
+    total = sum(sizes)
+    even_s = comm.all_gather_s(ranks, (total / len(ranks),) * len(ranks))  # type: ignore[arg-type]
+    assert even_s <= time_s * (1 + 1e-9)
+    for other in ranks[1:]:
+        assert comm.transfer_s(ranks[0], other, MB) > comm.transfer_s(ranks[0], other, 0) >= 0
+    assert comm.all_reduce_s(ranks, 8) > 0
+
+
+def test_arguments_must_match() -> None:
+    comm = GraphComm(two_regions())
+    with pytest.raises(ValueError, match="2 ranks and 1 shards"):
+        comm.all_gather_s((0, 1), (1,))
+    with pytest.raises(ValueError, match="rank 24"):
+        comm.transfer_s(0, 24, 1)

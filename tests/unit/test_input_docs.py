@@ -1,0 +1,167 @@
+"""The documents of the input files say what the code does, and their examples load."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from typer.testing import CliRunner
+
+from zorse_megatron.cli.main import app
+from zorse_megatron.errors import ClusterError
+from zorse_megatron.schema.cluster_file import ClusterFile
+from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.instances import INSTANCES
+from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.model_yaml import ModelFile, parse_model
+from zorse_megatron.schema.presets import GPU_KINDS, canonical_kind
+from zorse_megatron.schema.profile import Profile
+from zorse_megatron.schema.profile_import import (
+    LAYER_TABLE,
+    LINK_TABLE,
+    MEMORY_TABLE,
+    TENSOR_PARALLEL_TABLE,
+)
+from zorse_megatron.schema.profile_load import parse_profile
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROOTS = {"cluster-file.md": ClusterFile, "model-file.md": ModelFile, "profile-file.md": Profile}
+LINKS = {"nvswitch": "NVSwitch", "nvlink": "NVLink", "pcie": "PCIe"}
+
+
+def text_of(name):
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def blocks(name, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(name), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", blocks("cluster-file.md", "yaml"))
+def test_cluster_examples_load(text):
+    assert parse_cluster(text.encode()).world_size >= 8
+
+
+@pytest.mark.parametrize("text", blocks("model-file.md", "yaml"))
+def test_model_examples_load(text):
+    assert parse_model(text.encode()).num_parameters > 1e9
+
+
+@pytest.mark.parametrize("text", blocks("profile-file.md", "json"))
+def test_profile_examples_load(text):
+    assert parse_profile(text.encode()).gpu_kinds() == ("L4",)
+
+
+def test_there_are_examples():
+    languages = dict(zip(ROOTS, ("yaml", "yaml", "json"), strict=True))
+    counts = [len(blocks(name, kind)) for name, kind in languages.items()]
+    assert counts == [3, 2, 1]
+
+
+def test_what_the_example_says_of_ranks():
+    found = parse_cluster(blocks("cluster-file.md", "yaml")[0].encode())
+    assert found.gpu_kinds == ("A6000",) * 4 + ("V100-16",) * 4
+
+
+def test_problems_are_as_shown():
+    (shown,) = re.findall(r"^```\n(cluster\.yaml.*?)^```", text_of("cluster-file.md"), re.S | re.M)
+    spoilt = "nodes:\n  - {gpus: 8 x A1000-40}\n  - {gpus: 8 x T4}\n"
+    with pytest.raises(ClusterError) as caught:
+        parse_cluster(spoilt.encode(), source="cluster.yaml")
+    assert str(caught.value) + "\n" == shown
+
+
+def documented_fields(name):
+    """The names in the first column of the table under each heading, and whether required."""
+    tables = {}
+    for section in re.split(r"^### ", text_of(name), flags=re.MULTILINE)[1:]:
+        heading = section.splitlines()[0].strip("`")
+        tables[heading] = re.findall(r"^\| `(\w+)` \|.*?\| (yes|no) \|", section, re.MULTILINE)
+    return tables
+
+
+def real_fields(root):
+    tables = {}
+
+    def inner_class(hint):
+        if dataclasses.is_dataclass(hint):
+            return hint, False
+        for part in get_args(hint):
+            found, is_list = inner_class(part)
+            if found:
+                return found, is_list or getattr(hint, "__origin__", None) is tuple
+        return None, False
+
+    def visit(owner, path):
+        rows = []
+        for field in dataclasses.fields(owner):
+            default = (field.default, field.default_factory)
+            required = default == (dataclasses.MISSING, dataclasses.MISSING)
+            rows.append((field.name, "yes" if required else "no"))
+            inner, is_list = inner_class(get_type_hints(owner)[field.name])
+            if inner:
+                visit(inner, f"{path}{field.name}" + ("[]" if is_list else "") + ".")
+        tables[path.removesuffix(".") or f"{owner.__name__} (top level)"] = rows
+
+    visit(root, "")
+    return tables
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_every_field_is_documented_where_it_belongs(name):
+    assert documented_fields(name) == real_fields(ROOTS[name])
+
+
+def test_gpu_kinds_are_as_shown():
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| (\d+) GB \| ([\d.]+ [GT]B/s) \| ([\d.]+) TFLOP/s \| ([\d.]+) TFLOP/s "
+        r"\| (.*?) \|$",
+        text_of("cluster-file.md"),
+        re.MULTILINE,
+    )
+    shown = {row[0]: row[1:] for row in rows}
+    real = {}
+    for kind in GPU_KINDS.values():
+        rate = kind.memory_bytes_per_s / 1e9
+        peak = kind.peak
+        real[kind.name] = (
+            str(kind.memory_bytes // 10**9),
+            f"{rate / 1e3:.1f} TB/s" if rate >= 1000 else f"{rate:.1f} GB/s",
+            f"{peak.of('float16') / 1e12:g}",
+            f"{peak.of('float32') / 1e12:g}",
+            f"{LINKS[kind.link_type]} {kind.link_bytes_per_s / 1e9:g} GB/s",
+        )
+    assert shown == real
+
+
+def test_spellings_are_as_said():
+    assert {canonical_kind(name) for name in ("a100-40", "A100 40", "a100x40")} == {"A100-40"}
+
+
+@pytest.mark.parametrize(
+    ("name", "heading", "known"),
+    [
+        ("cluster-file.md", "## Cloud instances", INSTANCES),
+        ("model-file.md", "## Well-known models", MODELS),
+    ],
+)
+def test_lists_are_complete(name, heading, known):
+    section = text_of(name).split(heading)[1].split("\n## ")[0]
+    assert set(re.findall(r"`([\w.-]+)`", section)) - {"schema"} >= set(known)
+
+
+def test_tables_that_can_be_imported_are_as_shown():
+    rows = re.findall(r"^\| [^|`]+ \| ((?:`\w+`(?:, )?)+) \|$", text_of("profile-file.md"), re.M)
+    shown = [re.findall(r"`(\w+)`", row) for row in rows]
+    tables = (LAYER_TABLE, TENSOR_PARALLEL_TABLE, MEMORY_TABLE, LINK_TABLE)
+    assert shown == [list(table) for table in tables]
+
+
+def test_commands_and_flags_exist():
+    text = text_of("profile-file.md")
+    for command in set(re.findall(r"^zorse (profile \w+)", text, re.MULTILINE)):
+        assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0
+    helps = [CliRunner().invoke(app, ["profile", c, "--help"]).output for c in ("import", "show")]
+    for flag in re.findall(r"`(--[\w-]+)`", text):
+        assert flag in "".join(helps)

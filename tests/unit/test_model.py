@@ -1,0 +1,168 @@
+import csv
+import dataclasses
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.measured import MEASURED, needs_measured
+from zorse_megatron.schema import model as model_module
+from zorse_megatron.schema import model_presets
+from zorse_megatron.schema.model import ModelShape, padded_vocab_size
+from zorse_megatron.schema.model_presets import MODELS, canonical_model
+from zorse_megatron.schema.model_yaml import parse_model
+
+
+def shape(**changes):
+    """A small model whose counts can be done by hand."""
+    small = ModelShape(
+        name="small",
+        num_layers=3,
+        hidden_size=8,
+        ffn_hidden_size=20,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=3,
+        vocab_size=32,
+        seq_length=16,
+    )
+    return dataclasses.replace(small, **changes)
+
+
+def test_examples():
+    assert doctest.testmod(model_module).failed == 0
+    assert doctest.testmod(model_presets).failed == 0
+
+
+# By hand: query 8 x 12, key and value 8 x 12 together, projection 12 x 8: 288.
+# Feed-forward: 8 x 20 + 20 x 8 = 320. Norms: 2 x 2 x 8 = 32.
+# Biases: query, key, value 24, behind attention 8, first matrix 20, second 8: 60.
+@pytest.mark.parametrize(
+    ("changes", "layer"),
+    [
+        ({}, 288 + 320 + 32 + 60),
+        ({"linear_bias": False}, 288 + 320 + 32),
+        ({"linear_bias": False, "qkv_bias": True}, 288 + 320 + 32 + 24),
+        ({"linear_bias": False, "norm": "rmsnorm"}, 288 + 320 + 16),
+        ({"linear_bias": False, "activation": "swiglu"}, 288 + 480 + 32),
+        ({"activation": "swiglu"}, 288 + 480 + 32 + 80),
+        ({"qk_norm": True, "norm": "rmsnorm"}, 288 + 320 + 16 + 60 + 6),
+    ],
+)
+def test_layer_by_hand(changes, layer):
+    assert shape(**changes).layer_parameters() == layer
+
+
+def test_whole_model_by_hand():
+    whole = shape(position_embedding="learned", max_positions=16)
+    assert whole.embedding_parameters() == 32 * 8 + 16 * 8
+    assert whole.head_parameters() == 16 + 32 * 8
+    assert whole.num_parameters == 384 + 3 * 700 + 272
+    tied = dataclasses.replace(whole, tied_embeddings=True)
+    assert tied.num_parameters == whole.num_parameters - 256
+
+
+def test_tensor_parallel_by_hand():
+    # Whole on every rank: norms 32, biases behind attention and behind the feed-forward block 16.
+    assert shape().layer_parameters(2) == (288 + 320 + 24 + 20) // 2 + 32 + 16
+    assert shape().embedding_parameters(2) == 16 * 8
+
+
+@given(st.sampled_from(sorted(MODELS)), st.sampled_from([1, 2, 4, 8]))
+def test_split_layers_add_up(name, ranks):
+    model = MODELS[name]
+    own = model.layer_parameters(ranks)
+    assert model.layer_parameters() <= ranks * own
+    assert ranks * (own - model.layer_matrix_parameters(ranks)) < 0.01 * model.layer_parameters()
+
+
+# Published: Llama 6.7B, 13.0B, 32.5B, 65.2B (arXiv 2302.13971); Llama 3 8.03B, 70.6B (model
+# cards); GPT-3 2.7B and 6.7B (arXiv 2005.14165, table 2.1).
+@pytest.mark.parametrize(
+    ("name", "billions", "tolerance"),
+    [
+        ("llama-7b", 6.738, 1e-3),
+        ("llama-13b", 13.016, 1e-3),
+        ("llama-33b", 32.529, 1e-3),
+        ("llama-65b", 65.286, 1e-3),
+        ("llama3-8b", 8.030, 1e-3),
+        ("llama3-70b", 70.554, 1e-3),
+        ("gpt-2.7b", 2.65, 0.06),
+        ("gpt-6.7b", 6.66, 0.04),
+    ],
+)
+def test_published_sizes(name, billions, tolerance):
+    assert MODELS[name].num_parameters == pytest.approx(billions * 1e9, rel=tolerance)
+
+
+@needs_measured
+def test_published_shapes():
+    """The authors of Zorse count 49,152 rows in every table."""
+    with (MEASURED / "model_shapes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 9
+    for row in rows:
+        model = dataclasses.replace(MODELS[row["model"]], vocab_size=49152)
+        assert (model.hidden_size, model.num_layers) == (
+            int(row["hidden_size"]),
+            int(row["num_layers"]),
+        )
+        assert model.layer_parameters() == int(row["params_per_layer"])
+        assert model.num_parameters == int(row["total_params"])
+
+
+@needs_measured
+def test_published_parameters_by_tensor_parallel_size():
+    """Embedding and layers of Sailor's models, exactly, for every split."""
+    with (MEASURED / "model_memory_tp.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    first = [row for row in rows if row["layer_index"] in ("0", "1")]
+    assert len(first) == 26
+    for row in first:
+        ranks = int(row["tensor_parallel"])
+        vocab = padded_vocab_size(50257, tensor_parallel=ranks)
+        model = dataclasses.replace(MODELS[canonical_model(row["model"])], vocab_size=vocab)
+        count = model.embedding_parameters if row["layer_index"] == "0" else model.layer_parameters
+        assert count(ranks) == int(float(row["params_floats"]))
+
+
+def model_of(text):
+    return parse_model(text.encode(), source="model.yaml")
+
+
+def test_yaml_defaults_are_those_of_megatron():
+    found = model_of(
+        "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nvocab_size: 128\nseq_length: 32"
+    )
+    assert found == ModelShape(
+        name="model",
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=16,
+        vocab_size=128,
+        seq_length=32,
+    )
+
+
+def test_yaml_preset():
+    assert model_of("preset: llama-7b") == MODELS["llama-7b"]
+    changed = model_of("preset: Llama-7B\nseq_length: 4096\nnum_attention_heads: 16")
+    assert changed.seq_length == 4096
+    assert (changed.num_query_groups, changed.kv_channels) == (16, 256)
+    assert changed.layer_parameters() == MODELS["llama-7b"].layer_parameters()
+    assert model_of("preset: gpt-1.3b\nseq_length: 4096").max_positions == 4096
+
+
+def test_yaml_learned_positions():
+    text = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nvocab_size: 128\n"
+    assert model_of(text + "seq_length: 32\nposition_embedding: learned").max_positions == 32
+
+
+def test_fingerprint():
+    found = MODELS["llama3-8b"].fingerprint()
+    assert (found.num_layers, found.num_query_groups, found.vocab_size) == (32, 8, 128256)
+    assert found.tied_embeddings is False

@@ -1,0 +1,72 @@
+import doctest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import PydanticCustomError
+
+from zorse_megatron.schema import quantities
+from zorse_megatron.schema.quantities import BANDWIDTH, COMPUTE_RATE, LATENCY, MEMORY_SIZE
+
+
+def test_examples():
+    assert doctest.testmod(quantities).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("quantity", "text", "value"),
+    [
+        (MEMORY_SIZE, "80GiB", 80 * 2**30),
+        (MEMORY_SIZE, "80 GB", 80e9),
+        (MEMORY_SIZE, "1.5 TB", 1.5e12),
+        (MEMORY_SIZE, 16_000_000_000, 16e9),
+        (BANDWIDTH, "50 Gb/s", 6.25e9),
+        (BANDWIDTH, "50Gbps", 6.25e9),
+        (BANDWIDTH, "220 GB/s", 220e9),
+        (BANDWIDTH, "1 GiB/s", 2**30),
+        (BANDWIDTH, 1e9, 1e9),
+        (BANDWIDTH, "1e9 B/s", 1e9),
+        (LATENCY, "5 us", 5e-6),
+        (LATENCY, "50 us", 50e-6),
+        (LATENCY, "5 µs", 5e-6),
+        (LATENCY, "60ms", 60e-3),
+        (LATENCY, 0, 0.0),
+        (COMPUTE_RATE, "312 TFLOP/s", 312e12),
+        (COMPUTE_RATE, "35TFLOPS", 35e12),
+    ],
+)
+def test_values(quantity, text, value):
+    assert quantity.parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("quantity", "text", "expected"),
+    [
+        (MEMORY_SIZE, "80", "with its unit"),
+        (MEMORY_SIZE, 80, "1 MB to 1 PB"),
+        (MEMORY_SIZE, "80 Gb", "with its unit"),
+        (MEMORY_SIZE, "-80 GB", "1 MB to 1 PB"),
+        (MEMORY_SIZE, "80 GB/s", "with its unit"),
+        (BANDWIDTH, "fast", "with its unit"),
+        (BANDWIDTH, 50, "1 kB/s to 1 PB/s"),
+        (BANDWIDTH, "1e999 GB/s", "1 kB/s to 1 PB/s"),
+        (BANDWIDTH, float("nan"), "1 kB/s to 1 PB/s"),
+        (BANDWIDTH, 10**4000, "1 kB/s to 1 PB/s"),
+        (BANDWIDTH, True, "such as"),
+        (BANDWIDTH, ["50 Gb/s"], "such as"),
+        (LATENCY, "3 h", "with its unit"),
+        (LATENCY, 5000, "0 to 100 s"),
+        (COMPUTE_RATE, 312, "1 GFLOP/s"),
+    ],
+)
+def test_refused(quantity, text, expected):
+    with pytest.raises(PydanticCustomError) as caught:
+        quantity.parse(text)
+    assert expected in str(caught.value)
+
+
+@given(st.floats(1e3, 1e14), st.sampled_from(["B/s", "kB/s", "MB/s", "GB/s"]))
+def test_a_byte_is_eight_bits(value, unit):
+    in_bits = unit.replace("B", "b")
+    rate = value / BANDWIDTH.units[unit]
+    assert BANDWIDTH.parse(f"{8 * rate!r} {in_bits}") == pytest.approx(value)

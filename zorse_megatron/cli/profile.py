@@ -1,0 +1,155 @@
+"""`zorse profile`: make a profile from tables of measurements, and say what one contains."""
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from zorse_megatron.cli.console import print_plain, reported_errors
+from zorse_megatron.costs.curve import Replaced, fit_curve
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.json_text import layout
+from zorse_megatron.schema.model_yaml import load_model
+from zorse_megatron.schema.profile import Profile, Times
+from zorse_megatron.schema.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile_load import PROFILE_FILE, load_profile, save_profile
+from zorse_megatron.schema.strict import read_file
+
+profile = typer.Typer(
+    no_args_is_help=True, help="Measured times and memory: import tables, show a profile."
+)
+# Below this a correction is the rounding of a fall between two points.
+_SMALL_CHANGE = 0.005
+
+
+@profile.command("import")
+def import_profile(  # noqa: PLR0917
+    tables: Annotated[list[Path], typer.Argument(metavar="CSV...", help="The tables.")],
+    out: Annotated[Path, typer.Option(metavar="PROFILE", help="The file to write.")],
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="YAML", help="Shape of a model that is not well known; repeatable."),
+    ] = None,
+    origin: Annotated[str | None, typer.Option(help="Who measured, for the record.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of tables without that column.")] = "float32",
+    seq_length: Annotated[int, typer.Option(min=1, help="Of tables without that column.")] = 2048,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Make a profile from CSV tables of measurements."""
+    with reported_errors():
+        shapes = {shape.name: shape for shape in map(load_model, model or [])}
+        settings = Settings(
+            origin=origin, dtype=_dtype(dtype), seq_length=seq_length, models=shapes
+        )
+        files = [Table(name=str(path), data=read_file(path, PROFILE_FILE)) for path in tables]
+        imported = import_tables(files, settings)
+        save_profile(imported.profile, out)
+    summary = _summary(imported.profile)
+    if as_json:
+        typer.echo(layout({"profile": str(out), "notes": list(imported.notes), **summary}))
+        return
+    print_plain(f"{out}: {_counts(imported.profile)}")
+    for note in imported.notes:
+        print_plain(f"note: {note}")
+    count = len(summary["not_believed"])
+    if count:
+        points = f"{count} point{'s'[: count > 1]}"
+        print_plain(f"note: {points} will not be believed; zorse profile show lists them")
+
+
+@profile.command()
+def show(
+    path: Annotated[Path, typer.Argument(metavar="PROFILE", help="The profile file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Say what a profile contains, and which of its points will not be believed."""
+    with reported_errors():
+        loaded = load_profile(path)
+    summary = _summary(loaded)
+    if as_json:
+        typer.echo(layout(summary))
+        return
+    print_plain(f"{path}: {_counts(loaded)}")
+    grid = Grid("GPU", "Models", "Sequence lengths", "Dtypes", "Series", "Points")
+    for kind, facts in summary["gpu_kinds"].items():
+        cells = [", ".join(map(str, facts[key])) for key in ("models", "seq_lengths", "dtypes")]
+        grid.add_row(*map(Text, [kind, *cells, str(facts["series"]), str(facts["points"])]))
+    Console().print(grid)
+    for entry in summary["not_believed"]:
+        print_plain(_sentence(entry))
+
+
+def _dtype(name: str) -> Dtype:
+    for known in get_args(Dtype):
+        if name == known:
+            return known
+    raise typer.BadParameter(
+        f'found "{name}"; expected one of {", ".join(get_args(Dtype))}', param_hint="--dtype"
+    )
+
+
+def _counts(loaded: Profile) -> str:
+    return (
+        f"{len(loaded.times)} series of times on {len(loaded.gpu_kinds())} kinds of GPU, "
+        f"{len(loaded.updates)} optimizer steps, {len(loaded.memory)} memory entries, "
+        f"{len(loaded.links)} links"
+    )
+
+
+def _summary(loaded: Profile) -> dict[str, Any]:
+    by_kind: dict[str, list[Times]] = defaultdict(list)
+    for times in loaded.times:
+        by_kind[times.gpu_kind].append(times)
+    return {
+        "sources": [dataclasses.asdict(source) for source in loaded.sources],
+        "gpu_kinds": {
+            kind: {
+                "models": list(dict.fromkeys(times.model for times in entries)),
+                "seq_lengths": sorted({times.seq_length for times in entries}),
+                "dtypes": sorted({times.dtype for times in entries}),
+                "series": len(entries),
+                "points": sum(len(times.micro_batch_sizes) for times in entries),
+            }
+            for kind, entries in by_kind.items()
+        },
+        "not_believed": [entry for times in loaded.times for entry in _not_believed(times)],
+    }
+
+
+def _not_believed(times: Times) -> list[dict[str, Any]]:
+    entries = []
+    for direction in ("forward", "backward"):
+        _, points = fit_curve(times.micro_batch_sizes, getattr(times, f"{direction}_s"))
+        entries += [
+            {
+                "gpu_kind": times.gpu_kind,
+                "model": times.model,
+                "seq_length": times.seq_length,
+                "dtype": times.dtype,
+                "tensor_parallel": times.tensor_parallel,
+                "part": times.part,
+                "direction": direction,
+                **dataclasses.asdict(point),
+            }
+            for point in points
+            if _is_large(point)
+        ]
+    return entries
+
+
+def _is_large(point: Replaced) -> bool:
+    return abs(point.used_s - point.measured_s) > _SMALL_CHANGE * point.used_s
+
+
+def _sentence(entry: dict[str, Any]) -> str:
+    return (
+        f"not believed: {entry['gpu_kind']}, {entry['model']} at sequence length "
+        f"{entry['seq_length']} in {entry['dtype']}, tensor parallel {entry['tensor_parallel']}, "
+        f"{entry['part']} {entry['direction']}, micro-batch {entry['micro_batch_size']}: "
+        f"{1e3 * entry['measured_s']:.3f} ms, used {1e3 * entry['used_s']:.3f} ms"
+    )

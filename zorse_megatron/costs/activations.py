@@ -1,0 +1,113 @@
+"""What a transformer layer keeps from its forward to its backward, tensor by tensor.
+
+The list is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with the widths of
+grouped queries and gated feed-forward layers in place of theirs, and flash attention (Dao et al.
+2022) as an alternative: it keeps one number per head and token in place of the score matrix. For
+their GPT the sum is their 34 s b h + 5 a s^2 b bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.schema.model import ModelShape
+
+Attention = Literal["flash", "unfused"]
+_MASK_BYTES = 1
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One tensor that is kept, for one sample."""
+
+    name: str
+    elements: int
+    element_bytes: int
+    is_split: bool
+    """Whether tensor-parallel ranks hold a part each; the others are whole on every rank, or split
+    by sequence parallelism."""
+    in_core_attention: bool = False
+    """Whether recomputing core attention makes it unnecessary to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerActivations:
+    """How a model's layers are computed, as far as it changes what is kept."""
+
+    model: ModelShape
+    element_bytes: int
+    attention: Attention = "flash"
+    has_dropout: bool = False
+
+    def saved(self) -> Iterator[Saved]:
+        """Yield every tensor that one layer keeps for one sample."""
+        model = self.model
+        hidden, tokens = model.hidden_size, model.seq_length
+        yield self._whole("input of the norm before attention", hidden)
+        yield self._whole("input of query, key and value", hidden)
+        yield self._split("query, key and value", model.query_width + model.key_value_width)
+        yield from self._scores(model.num_attention_heads * tokens)
+        yield self._split("input of the projection", model.query_width)
+        if self.has_dropout:
+            yield self._mask("dropout mask behind attention", hidden)
+        yield self._whole("input of the norm before the feed-forward block", hidden)
+        yield self._whole("input of the first matrix", hidden)
+        if model.activation != "relu":  # its gradient follows from its output
+            yield self._split("input of the activation", model.ffn_input_width)
+        yield self._split("input of the second matrix", model.ffn_hidden_size)
+        if self.has_dropout:
+            yield self._mask("dropout mask behind the feed-forward block", hidden)
+
+    def bytes_per_sample(
+        self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False
+    ) -> int:
+        """Return what one layer keeps of one sample on each rank."""
+        whole = tensor_parallel if sequence_parallel else 1
+        total = 0
+        for tensor in self.saved():
+            if mode == "full" and tensor.name != "input of the norm before attention":
+                continue
+            if mode == "selective" and tensor.in_core_attention:
+                continue
+            ranks = tensor_parallel if tensor.is_split else whole
+            total += -(-tensor.elements // ranks) * tensor.element_bytes
+        return total
+
+    def _scores(self, rows: int) -> Iterator[Saved]:
+        """What core attention keeps; `rows` is the number of rows of all score matrices."""
+        if self.attention == "flash":
+            yield Saved(
+                name="sums of the softmax",
+                elements=rows,
+                element_bytes=_FLOAT32_BYTES,
+                is_split=True,
+                in_core_attention=True,
+            )
+            return
+        elements = rows * self.model.seq_length
+        names = {"softmax": self.element_bytes}
+        if self.has_dropout:
+            names |= {"dropout mask of the softmax": _MASK_BYTES, "its output": self.element_bytes}
+        for name, element_bytes in names.items():
+            yield Saved(
+                name=name,
+                elements=elements,
+                element_bytes=element_bytes,
+                is_split=True,
+                in_core_attention=True,
+            )
+
+    def _whole(self, name: str, width: int) -> Saved:
+        return self._tensor(name, width, self.element_bytes, is_split=False)
+
+    def _split(self, name: str, width: int) -> Saved:
+        return self._tensor(name, width, self.element_bytes, is_split=True)
+
+    def _mask(self, name: str, width: int) -> Saved:
+        return self._tensor(name, width, _MASK_BYTES, is_split=False)
+
+    def _tensor(self, name: str, width: int, element_bytes: int, *, is_split: bool) -> Saved:
+        elements = self.model.seq_length * width
+        return Saved(name=name, elements=elements, element_bytes=element_bytes, is_split=is_split)

@@ -1,0 +1,166 @@
+"""Times from published figures: a roofline with fitted shares. For what nobody measured.
+
+Williams et al. 2009 (roofline), with the sum of compute and memory time in place of their maximum:
+in a layer the two are different kernels that run one after the other.
+"""
+
+from collections.abc import Mapping
+
+from zorse_megatron.costs.efficiency import (
+    Shares,
+    element_bytes,
+    is_sixteen_bit,
+    shares_of,
+    traffic_of,
+)
+from zorse_megatron.costs.flops import attention_flops, elementwise_bytes, head_flops, layer_flops
+from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.costs.provenance import Provenance
+from zorse_megatron.costs.same_chip import equal_kinds
+from zorse_megatron.schema.gpu import Dtype, GpuKind
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.presets import GPU_KINDS
+
+# Nothing is faster than the CPU can launch it: about 20 kernels forward and 40 backward, 5 us each.
+_LEAST_FORWARD_S, _LEAST_BACKWARD_S = 100e-6, 200e-6
+# Share of the memory bandwidth that streaming kernels reach; Adam reaches it in Sailor's
+# measurements: 28 bytes per parameter in 22.5 ps on an A100-40, in 37.3 ps on a V100.
+_STREAMING = 0.8
+# Logits: 16-bit out of the product, to float32, through softmax and loss; back again.
+_LOGIT_PASSES_FORWARD, _LOGIT_PASSES_BACKWARD = 14.0, 10.0
+# The table's gradient is made dense, and added to the accumulated one in float32.
+_TABLE_GRADIENT_BYTES = 12.0
+
+
+class AnalyticCompute:
+    """`ComputeCost` from published figures; model, sequence length, dtype are fixed.
+
+    `tensor_parallel` prices the part of one rank, without communication.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        *,
+        dtype: Dtype,
+        kinds: Mapping[str, GpuKind] = GPU_KINDS,
+        tensor_parallel: int = 1,
+    ) -> None:
+        self.model = model
+        self.dtype: Dtype = dtype
+        self.kinds = kinds
+        self.tensor_parallel = tensor_parallel
+        self._shares_of: dict[str, tuple[Shares, bool]] = {}
+
+    def knows(self, kind: str) -> bool:
+        """Whether the kind's figures are known for this dtype."""
+        try:
+            self._peak(kind)
+        except LookupError:
+            return False
+        return True
+
+    def provenance(self, kind: str) -> Provenance:
+        """Say what the times of a kind rest on. Raises LookupError for an unknown kind."""
+        source = self._gpu(kind).source
+        _, is_fitted = self._shares(kind)
+        shares = "shares fitted to this chip" if is_fitted else "shares that are usual elsewhere"
+        return Provenance(basis="analytic", detail=f"roofline from {source}, {shares}")
+
+    def layer(self, kind: str, micro_batch_size: float) -> PassTimes:
+        """One transformer layer, nothing recomputed. Raises LookupError for an unknown kind."""
+        model, ranks = self.model, self.tensor_parallel
+        flops = micro_batch_size * layer_flops(model, ranks)
+        moved = micro_batch_size * elementwise_bytes(model, element_bytes(self.dtype), ranks)
+        peak, bandwidth = self._peak(kind), self._gpu(kind).memory_bytes_per_s
+        shares, _ = self._shares(kind)
+        there, back = traffic_of(self.dtype)
+        weights = model.layer_parameters(ranks)
+        forward_bytes = there.elementwise_passes * moved + there.bytes_per_parameter * weights
+        backward_bytes = back.elementwise_passes * moved + back.bytes_per_parameter * weights
+        return PassTimes(
+            forward_s=max(
+                _LEAST_FORWARD_S, flops / (peak * shares.forward) + forward_bytes / bandwidth
+            ),
+            backward_s=max(
+                _LEAST_BACKWARD_S, 2 * flops / (peak * shares.backward) + backward_bytes / bandwidth
+            ),
+        )
+
+    def embedding(self, kind: str, micro_batch_size: float) -> PassTimes:
+        """Token (and position) embedding: memory traffic only."""
+        model, width = self.model, element_bytes(self.dtype)
+        rate = _STREAMING * self._gpu(kind).memory_bytes_per_s
+        output = micro_batch_size * model.seq_length * model.hidden_size * width
+        table = model.embedding_parameters(self.tensor_parallel)
+        return PassTimes(
+            forward_s=4 * output / rate,
+            backward_s=(3 * output + _TABLE_GRADIENT_BYTES * table) / rate,
+        )
+
+    def head(self, kind: str, micro_batch_size: float) -> PassTimes:
+        """Final norm, output layer and loss."""
+        model, ranks = self.model, self.tensor_parallel
+        flops = micro_batch_size * head_flops(model, ranks)
+        logits = micro_batch_size * model.seq_length * (model.vocab_size // ranks)
+        rate = _STREAMING * self._gpu(kind).memory_bytes_per_s
+        shares, _ = self._shares(kind)
+        there, back = traffic_of(self.dtype)
+        table, peak = model.table_parameters(ranks), self._peak(kind)
+        forward_bytes = _LOGIT_PASSES_FORWARD * logits + there.bytes_per_parameter * table
+        backward_bytes = _LOGIT_PASSES_BACKWARD * logits + back.bytes_per_parameter * table
+        return PassTimes(
+            forward_s=flops / (peak * shares.forward) + forward_bytes / rate,
+            backward_s=2 * flops / (peak * shares.backward) + backward_bytes / rate,
+        )
+
+    def recompute_s(self, kind: str, micro_batch_size: float, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward."""
+        if mode == "none":
+            return 0.0
+        forward_s = self.layer(kind, micro_batch_size).forward_s
+        return forward_s if mode == "full" else forward_s * attention_share(self.model)
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Adam on a shard: gradient, main parameter and moments in float32, read and written."""
+        rate = _STREAMING * self._gpu(kind).memory_bytes_per_s
+        return num_parameters * step_bytes_per_parameter(self.dtype) / rate
+
+    def _shares(self, kind: str) -> tuple[Shares, bool]:
+        if kind not in self._shares_of:
+            self._shares_of[kind] = shares_of(equal_kinds(kind, self.kinds), self.dtype)
+        return self._shares_of[kind]
+
+    def _gpu(self, kind: str) -> GpuKind:
+        try:
+            return self.kinds[kind]
+        except KeyError:
+            known = ", ".join(self.kinds)
+            raise LookupError(
+                f"found no figures for GPU kind {kind}; expected one of {known}. Describe it "
+                "under gpu_kinds of the cluster file, or give a profile that has it."
+            ) from None
+
+    def _peak(self, kind: str) -> float:
+        try:
+            return self._gpu(kind).peak.of(self.dtype)
+        except LookupError as error:
+            if kind not in self.kinds:
+                raise
+            raise LookupError(
+                f"GPU kind {kind} has no units for {self.dtype}; expected a dtype that it computes "
+                "in. Train in another dtype, leave this kind out, or give a profile that has it."
+            ) from error
+
+
+def attention_share(model: ModelShape) -> float:
+    """Return the share of core attention in the operations of a layer."""
+    return attention_flops(model) / layer_flops(model)
+
+
+def step_bytes_per_parameter(dtype: Dtype) -> float:
+    """Return the traffic of Adam: reads gradient, main parameter and two moments, writes three.
+
+    With 16-bit parameters the result is written once more, and gradients are read for their norm.
+    """
+    return 28.0 + (6.0 if is_sixteen_bit(dtype) else 0.0)

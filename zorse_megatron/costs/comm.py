@@ -1,0 +1,168 @@
+"""Time of transfers and collectives over the topology graph: the `CommCost` of the simulator.
+
+Ring: bytes per link over the bandwidth of the slowest link of the ring, plus the latency of the
+way round. Hierarchical: first between nodes, each node as one member whose NICs work together,
+then inside every node; fewer hops over slow links, but the two phases add up. The cheaper one
+counts, in the cheapest form that fits the shards (see `rings`). Costs depend on the nodes of a
+set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a new set.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from zorse_megatron.costs.rank_set import RankSet, rank_set
+from zorse_megatron.costs.rings import Form, Shards, Traffic, ring_traffic
+from zorse_megatron.topology.curves import curve_for
+from zorse_megatron.topology.routes import Routes
+from zorse_megatron.topology.spec import NodeSpec, TopologySpec
+
+Algorithm = Literal["ring", "hierarchical"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveOption:
+    """One way to run a gather or a scatter."""
+
+    algorithm: Algorithm
+    form: Form
+    time_s: float
+
+
+class GraphComm:
+    """Communication cost over a cluster's topology; see `costs.interface.CommCost`.
+
+    `uneven_forms`: which forms of collectives over unequal shards the runtime has.
+    """
+
+    def __init__(
+        self,
+        spec: TopologySpec,
+        *,
+        uneven_forms: tuple[Literal["padded", "grouped"], ...] = ("padded", "grouped"),
+    ) -> None:
+        if not uneven_forms:
+            raise ValueError("found no form for uneven shards; expected padded, grouped or both")
+        self.spec = spec
+        self.routes = Routes(spec)
+        self._forms: tuple[Form, ...] = ("equal", *uneven_forms)
+        self._sets: dict[tuple[int, ...], RankSet] = {}
+
+    def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
+        """Point to point: the latency of the way, and the time on its slowest link."""
+        if source == target:
+            return 0.0
+        route = self.routes.route(source, target)
+        first, second = self.spec.node_of(source), self.spec.node_of(target)
+        nodes = (self.spec.nodes[first], self.spec.nodes[second])
+        if first == second and nodes[0].intra_curves:
+            return curve_for(nodes[0].intra_curves, 2).transfer_s(num_bytes)
+        if first == second:
+            return route.latency_s + num_bytes / route.bytes_per_s
+        between = self.routes.between_nodes(first, second)
+        slowest = min((link.bytes_per_s for link in between), default=math.inf)
+        ends_s = (_leave_node_s(node, num_bytes) for node in nodes)
+        return route.latency_s + max(num_bytes / slowest, *ends_s)
+
+    def shared_links(self, source: int, target: int) -> tuple[tuple[str, float], ...]:
+        """Links on the way with what each carries, in the order of travel."""
+        route = self.routes.route(source, target)
+        return tuple((link.name, link.bytes_per_s) for link in route.links)
+
+    def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The same as the all-gather backwards."""
+        return self.all_gather_s(ranks, shard_bytes)
+
+    def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The cheapest option; 0 for one rank or no bytes."""
+        times = (option.time_s for option in self.options(ranks, shard_bytes))
+        return min(times, default=0.0)
+
+    def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """The faster of a ring (scatter, then gather) and a tree over regions, nodes and GPUs."""
+        if len(ranks) < 2:
+            return 0.0
+        members = self._set(ranks)
+        even = Shards.of((num_bytes / len(ranks),) * len(ranks))
+        ring_s = 2 * _ring_options(members, even)[0].time_s
+        return min(ring_s, _tree_s(members, num_bytes))
+
+    def host_link_bytes_per_s(self, rank: int) -> float:
+        """PCIe of one GPU to host memory."""
+        return self.spec.nodes[self.spec.node_of(rank)].host_link_bytes_per_s
+
+    def options(
+        self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]
+    ) -> tuple[CollectiveOption, ...]:
+        """All ways to run an all-gather (or reduce-scatter), for explanations."""
+        if len(ranks) != len(shard_bytes) or not ranks:
+            raise ValueError(
+                f"found {len(ranks)} ranks and {len(shard_bytes)} shards; expected as many of both"
+            )
+        if len(ranks) == 1 or not any(shard_bytes):
+            return ()
+        members, shards = self._set(ranks), Shards.of(shard_bytes)
+        found = list(_ring_options(members, shards))
+        if len(members.nodes) > 1 and members.inside:
+            found += _hierarchical_options(members, shards, shard_bytes)
+        return tuple(option for option in found if option.form in self._forms)
+
+    def _set(self, ranks: tuple[int, ...]) -> RankSet:
+        if ranks not in self._sets:
+            self._sets[ranks] = rank_set(ranks, self.routes)
+        return self._sets[ranks]
+
+
+def _leave_node_s(node: NodeSpec, num_bytes: int) -> float:
+    """Time from one GPU through the NIC, or the other way; as measured where it was."""
+    if node.nic_curves:
+        return curve_for(node.nic_curves, 1).transfer_s(num_bytes)
+    return num_bytes / min(node.host_link_bytes_per_s, node.port_bytes_per_s)
+
+
+def _ring_options(members: RankSet, shards: Shards) -> tuple[CollectiveOption, ...]:
+    return tuple(
+        _option("ring", way, shards, members.ring_rate(way.message_bytes), members.ring_latency_s)
+        for way in ring_traffic(shards)
+    )
+
+
+def _hierarchical_options(
+    members: RankSet, shards: Shards, shard_bytes: tuple[int, ...]
+) -> tuple[CollectiveOption, ...]:
+    on_node = [0.0] * len(members.nodes)
+    for slot, size in zip(members.slots, shard_bytes, strict=True):
+        on_node[slot] += size
+    # Nodes with different numbers of ranks hold unequal blocks even where all shards are equal.
+    ways = ring_traffic(Shards.of(tuple(on_node)))
+    latency_s = members.crossing_latency_s + _inside_s(members, shards.total_bytes)
+    rates = (members.between.at(way.message_bytes) for way in ways)
+    return tuple(
+        _option("hierarchical", way, shards, rate, latency_s)
+        for way, rate in zip(ways, rates, strict=True)
+    )
+
+
+def _option(
+    algorithm: Algorithm, way: Traffic, shards: Shards, bytes_per_s: float, latency_s: float
+) -> CollectiveOption:
+    time_s = shards.penalty * (way.bytes_per_link / bytes_per_s + latency_s)
+    return CollectiveOption(algorithm=algorithm, form=way.form, time_s=time_s)
+
+
+def _inside_s(members: RankSet, total: float) -> float:
+    """Every GPU of a node ends with the whole buffer, of which it got its part over the NICs."""
+    return max(
+        (node.count - 1) * (total / node.count / node.rate.at(total / node.count) + node.hop_s)
+        for node in members.inside
+    )
+
+
+def _tree_s(members: RankSet, num_bytes: int) -> float:
+    """Reduce to one rank over a binary tree and send the result back the same way."""
+    most_inside = max((node.count for node in members.nodes), default=1)
+    inside_hop_s = max((node.floor_s for node in members.inside), default=0.0)
+    depth_s = math.ceil(math.log2(most_inside)) * inside_hop_s
+    depth_s += math.ceil(math.log2(len(members.nodes))) * members.near_hop_s
+    depth_s += math.ceil(math.log2(members.num_regions)) * members.far_hop_s
+    return 2 * (depth_s + num_bytes / members.ring_rate(num_bytes))

@@ -1,0 +1,236 @@
+"""Times from a profile: measured where the model was measured, scaled or analytic elsewhere.
+
+A layer of another shape or sequence length is priced by its closest measured relative: the measured
+time at the same number of tokens, times the ratio of the two analytic times. On the public times
+this is off by 5 % in the mean where the analytic model alone is off by 6 % and the plain ratio of
+operations by 6 % (docs/cost-models.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from zorse_megatron.costs.analytic import (
+    AnalyticCompute,
+    attention_share,
+    step_bytes_per_parameter,
+)
+from zorse_megatron.costs.curve import Replaced
+from zorse_megatron.costs.flops import head_flops, layer_flops
+from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.costs.provenance import Provenance
+from zorse_megatron.costs.same_chip import equal_kinds
+from zorse_megatron.costs.series import Series, Wanted, closest
+from zorse_megatron.schema.gpu import Dtype, GpuKind
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.presets import GPU_KINDS
+from zorse_megatron.schema.profile import Part, Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjustment:
+    """A measured point that is not believed."""
+
+    gpu_kind: str
+    part: Part
+    model: str
+    seq_length: int
+    direction: str
+    point: Replaced
+
+    def __str__(self) -> str:
+        point = self.point
+        change = 100 * (point.used_s / point.measured_s - 1) if point.measured_s else 0.0
+        return (
+            f"{self.gpu_kind}, {self.model} at sequence length {self.seq_length}, {self.part} "
+            f"{self.direction}, micro-batch {point.micro_batch_size}: measured "
+            f"{1e3 * point.measured_s:.3f} ms, used {1e3 * point.used_s:.3f} ms ({change:+.0f} %)"
+        )
+
+
+class ProfiledCompute:
+    """`ComputeCost` from a profile; model, sequence length, dtype are fixed.
+
+    `kinds` are the figures of the cluster's GPUs, for what the profile does not have.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        model: ModelShape,
+        *,
+        dtype: Dtype,
+        kinds: Mapping[str, GpuKind] = GPU_KINDS,
+        tensor_parallel: int = 1,
+    ) -> None:
+        self.profile = profile
+        self.model = model
+        self.dtype: Dtype = dtype
+        self.kinds = kinds
+        self.tensor_parallel = tensor_parallel
+        self.analytic = self._analytic_for(model, tensor_parallel)
+        self._found: dict[tuple[Part, str], tuple[Series, float] | None] = {}
+        self._times: dict[tuple[Part, str, int], PassTimes] = {}
+        self._step_s_per_parameter: dict[str, float | None] = {}
+        self._relatives: dict[str, AnalyticCompute] = {}
+
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """One transformer layer, nothing recomputed. Raises LookupError for an unknown kind."""
+        return self._cached("layer", kind, micro_batch_size)
+
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Token (and position) embedding."""
+        return self._cached("embedding", kind, micro_batch_size)
+
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Final norm, output layer and loss."""
+        return self._cached("head", kind, micro_batch_size)
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward."""
+        if mode == "none":
+            return 0.0
+        forward_s = self.layer(kind, micro_batch_size).forward_s
+        return forward_s if mode == "full" else forward_s * attention_share(self.model)
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Optimizer step on a shard: measured per parameter, or by memory traffic."""
+        if kind not in self._step_s_per_parameter:
+            self._step_s_per_parameter[kind] = self._measured_step(kind)
+        rate = self._step_s_per_parameter[kind]
+        return self.analytic.step_s(kind, num_parameters) if rate is None else rate * num_parameters
+
+    def provenance(self, kind: str, part: Part = "layer") -> Provenance:
+        """Say what the times of a kind rest on. Raises LookupError for an unknown kind."""
+        found = self._closest(part, kind)
+        if found is None:
+            return self.analytic.provenance(kind)
+        series, distance = found
+        times = series.times
+        said = (
+            f"{times.model} on {times.gpu_kind} at sequence length {times.seq_length} in "
+            f"{times.dtype}, tensor parallel {times.tensor_parallel}; {times.source}"
+        )
+        source = next(each for each in self.profile.sources if each.name == times.source)
+        basis = "scaled" if distance else source.kind
+        return Provenance(basis=basis, detail=said)
+
+    def adjustments(self, kind: str) -> tuple[Adjustment, ...]:
+        """Return the measured points behind the times of a kind that are not believed."""
+        result = []
+        for part in ("layer", "embedding", "head"):
+            found = self._closest(part, kind)
+            for direction, points in (found[0].replaced() if found else {}).items():
+                result += [
+                    Adjustment(
+                        gpu_kind=kind,
+                        part=part,
+                        model=found[0].times.model,
+                        seq_length=found[0].times.seq_length,
+                        direction=direction,
+                        point=point,
+                    )
+                    for point in points
+                    if found
+                ]
+        return tuple(result)
+
+    def _cached(self, part: Part, kind: str, micro_batch_size: int) -> PassTimes:
+        key = (part, kind, micro_batch_size)
+        if key not in self._times:
+            if micro_batch_size < 1:
+                raise ValueError(f"found micro-batch size {micro_batch_size}; expected 1 or more")
+            self._times[key] = self._price(part, kind, micro_batch_size)
+        return self._times[key]
+
+    def _price(self, part: Part, kind: str, micro_batch_size: int) -> PassTimes:
+        found = self._closest(part, kind)
+        if found is not None:
+            return self._scaled(*found, kind, micro_batch_size)
+        if part == "layer":
+            return self.analytic.layer(kind, micro_batch_size)
+        if part == "embedding":
+            return self.analytic.embedding(kind, micro_batch_size)
+        return self._head_like_layer(kind, micro_batch_size)
+
+    def _scaled(
+        self, series: Series, distance: float, kind: str, micro_batch_size: int
+    ) -> PassTimes:
+        """Return the measured time at as many tokens, times the ratio of the analytic times."""
+        if not distance:
+            return PassTimes(
+                forward_s=series.forward.at(micro_batch_size),
+                backward_s=series.backward.at(micro_batch_size),
+            )
+        sizes = series.times.micro_batch_sizes
+        size = micro_batch_size * self.model.seq_length / series.model.seq_length
+        size = min(max(size, sizes[0]), sizes[-1])
+        forward = backward = self._flops_ratio(series, micro_batch_size, size)
+        if self.analytic.knows(kind):
+            own = self.analytic.layer(kind, micro_batch_size)
+            other = self._relative(series).layer(kind, size)
+            forward = own.forward_s / other.forward_s
+            backward = own.backward_s / other.backward_s
+        return PassTimes(
+            forward_s=series.forward.at(size) * forward,
+            backward_s=series.backward.at(size) * backward,
+        )
+
+    def _flops_ratio(self, series: Series, micro_batch_size: int, size: float) -> float:
+        own = micro_batch_size * layer_flops(self.model, self.tensor_parallel)
+        return own / (size * layer_flops(series.model, series.times.tensor_parallel))
+
+    def _head_like_layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """The head does what layers do, so what makes their time differ is applied to it too."""
+        layer = self.layer(kind, micro_batch_size)
+        if not self.analytic.knows(kind):
+            ratio = head_flops(self.model) / layer_flops(self.model)
+            return PassTimes(forward_s=layer.forward_s * ratio, backward_s=layer.backward_s * ratio)
+        expected = self.analytic.layer(kind, micro_batch_size)
+        head = self.analytic.head(kind, micro_batch_size)
+        return PassTimes(
+            forward_s=head.forward_s * layer.forward_s / expected.forward_s,
+            backward_s=head.backward_s * layer.backward_s / expected.backward_s,
+        )
+
+    def _measured_step(self, kind: str) -> float | None:
+        """Return seconds per parameter, or None where no step was measured.
+
+        A step of another dtype counts by the bytes that it moves.
+        """
+        same = set(equal_kinds(kind, self.kinds))
+        bytes_here = step_bytes_per_parameter(self.dtype)
+        rates = [
+            entry.update_s
+            / entry.num_parameters
+            * bytes_here
+            / step_bytes_per_parameter(entry.dtype)
+            for entry in self.profile.updates
+            if entry.gpu_kind in same
+        ]
+        return median(rates) if rates else None
+
+    def _closest(self, part: Part, kind: str) -> tuple[Series, float] | None:
+        if (part, kind) not in self._found:
+            wanted = Wanted(
+                part=part,
+                model=self.model,
+                gpu_kind=kind,
+                dtype=self.dtype,
+                tensor_parallel=self.tensor_parallel,
+            )
+            self._found[part, kind] = closest(self.profile, wanted, self.kinds)
+        return self._found[part, kind]
+
+    def _relative(self, series: Series) -> AnalyticCompute:
+        """Return the analytic times of what a series measured."""
+        times = series.times
+        key = f"{times.model} {times.seq_length} {times.tensor_parallel}"
+        if key not in self._relatives:
+            self._relatives[key] = self._analytic_for(series.model, times.tensor_parallel)
+        return self._relatives[key]
+
+    def _analytic_for(self, model: ModelShape, tensor_parallel: int) -> AnalyticCompute:
+        return AnalyticCompute(
+            model, dtype=self.dtype, kinds=self.kinds, tensor_parallel=tensor_parallel
+        )

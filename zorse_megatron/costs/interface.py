@@ -1,0 +1,90 @@
+"""What the simulator and the planner ask of a cost model. Times in seconds, sizes in bytes.
+
+Implementations: `costs.compute` (from a profile, or analytic where nothing was measured),
+`costs.memory` and `costs.comm` (over the topology graph).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+RecomputeMode = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """Duration of one micro-batch through one part of the model, on one GPU."""
+
+    forward_s: float
+    backward_s: float
+
+
+class ComputeCost(Protocol):
+    """Time of computations by GPU kind; sequence length, dtype and model are fixed."""
+
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """One transformer layer, nothing recomputed. Raises LookupError for an unknown kind."""
+
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Token (and position) embedding."""
+
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Final norm, output layer and loss."""
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward."""
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Optimizer step on a shard of `num_parameters`."""
+
+
+class MemoryCost(Protocol):
+    """Bytes on a GPU; model, sequence length, dtype and optimizer are fixed."""
+
+    def layer_parameters(self) -> int:
+        """Number of parameters of one transformer layer."""
+
+    def embedding_parameters(self) -> int:
+        """Number of parameters of the embedding."""
+
+    def head_parameters(self, *, tied_on_same_rank: bool) -> int:
+        """Number of parameters of the final norm and the head."""
+
+    def parameter_bytes(self, num_parameters: int) -> int:
+        """Whole parameters as they are computed with."""
+
+    def gradient_bytes(self, num_parameters: int) -> int:
+        """Whole gradients as they are accumulated."""
+
+    def state_bytes(self, num_parameters: int) -> int:
+        """Main parameters and optimizer moments of a shard."""
+
+    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
+        """What one layer keeps from forward to backward."""
+
+    def boundary_bytes(self, micro_batch_size: int) -> int:
+        """One activation between two layers, as it is sent."""
+
+    def head_bytes(self, micro_batch_size: int) -> int:
+        """Logits and what the loss keeps while the head runs."""
+
+
+class CommCost(Protocol):
+    """Time of communication between global ranks, on an otherwise idle network."""
+
+    def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
+        """Point to point."""
+
+    def shared_links(self, source: int, target: int) -> tuple[tuple[str, float], ...]:
+        """(link name, bytes per second) of the path, for contention; names are global."""
+
+    def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """Sum of a buffer into shards of these sizes, best of the forms that the rule allows."""
+
+    def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The reverse."""
+
+    def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """Small statistics: latency of the group."""
+
+    def host_link_bytes_per_s(self, rank: int) -> float:
+        """PCIe to pinned host memory."""

@@ -1,0 +1,173 @@
+"""Bytes of a transformer on a GPU, as Megatron-Core trains it.
+
+Parameters and gradients are whole on every rank of a group; main parameters and Adam's moments are
+sharded. Beside what is priced here a process holds its CUDA context, communication buffers and
+fragmentation: the planner's margin is for those.
+"""
+
+from dataclasses import dataclass
+
+from zorse_megatron.costs.activations import Attention, LayerActivations
+from zorse_megatron.costs.efficiency import element_bytes, is_sixteen_bit
+from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.profile import Part, Profile
+
+_FLOAT32_BYTES = 4
+_MOMENTS_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Bytes of each parameter, in each of its forms."""
+
+    parameter_bytes: int
+    """As it is computed with."""
+    gradient_bytes: int
+    """As it is accumulated."""
+    state_bytes: int
+    """Main parameter, where it is another one, and Adam's two moments."""
+
+
+def precision_of(dtype: Dtype, *, gradient_bytes: int = _FLOAT32_BYTES) -> Precision:
+    """Return what Megatron keeps: 2 + 4 + 12 bytes in 16 bits, 4 + 4 + 8 in float32.
+
+    Megatron accumulates bfloat16 gradients in float32 always, float16 ones with
+    `--accumulate-allreduce-grads-in-fp32`; without it `gradient_bytes` is 2.
+    """
+    main_bytes = _FLOAT32_BYTES if is_sixteen_bit(dtype) else 0
+    return Precision(
+        parameter_bytes=element_bytes(dtype),
+        gradient_bytes=gradient_bytes,
+        state_bytes=main_bytes + _MOMENTS_BYTES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerMemory:
+    """`MemoryCost` by formula; what a profile measured of a layer can take its place.
+
+    Sizes are those of one rank of `tensor_parallel`.
+    """
+
+    model: ModelShape
+    dtype: Dtype
+    precision: Precision
+    attention: Attention = "flash"
+    has_dropout: bool = False
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    measured_layer_elements: int | None = None
+    """What a layer keeps of one sample with nothing recomputed, its input included."""
+    measured_head_elements: int | None = None
+    """What the head keeps of one sample."""
+
+    def layer_parameters(self) -> int:
+        """Number of parameters of one transformer layer."""
+        return self.model.layer_parameters(self.tensor_parallel)
+
+    def embedding_parameters(self) -> int:
+        """Number of parameters of the embedding."""
+        return self.model.embedding_parameters(self.tensor_parallel)
+
+    def head_parameters(self, *, tied_on_same_rank: bool) -> int:
+        """Number of parameters of the final norm and the head.
+
+        A tied head on another rank than the embedding has a copy of the table.
+        """
+        own = self.model.head_parameters(self.tensor_parallel)
+        if self.model.tied_embeddings and not tied_on_same_rank:
+            return own + self.model.table_parameters(self.tensor_parallel)
+        return own
+
+    def parameter_bytes(self, num_parameters: int) -> int:
+        """Whole parameters as they are computed with."""
+        return num_parameters * self.precision.parameter_bytes
+
+    def gradient_bytes(self, num_parameters: int) -> int:
+        """Whole gradients as they are accumulated."""
+        return num_parameters * self.precision.gradient_bytes
+
+    def state_bytes(self, num_parameters: int) -> int:
+        """Main parameters and optimizer moments of a shard."""
+        return num_parameters * self.precision.state_bytes
+
+    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
+        """What one layer keeps from forward to backward, its input included."""
+        if mode == "none" and self.measured_layer_elements is not None:
+            return micro_batch_size * self.measured_layer_elements * element_bytes(self.dtype)
+        layer = LayerActivations(
+            model=self.model,
+            element_bytes=element_bytes(self.dtype),
+            attention=self.attention,
+            has_dropout=self.has_dropout,
+        )
+        return micro_batch_size * layer.bytes_per_sample(
+            mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
+        )
+
+    def boundary_bytes(self, micro_batch_size: int) -> int:
+        """One activation between two layers, as it is sent."""
+        ranks = self.tensor_parallel if self.sequence_parallel else 1
+        elements = micro_batch_size * self.model.seq_length * self.model.hidden_size
+        return -(-elements // ranks) * element_bytes(self.dtype)
+
+    def head_bytes(self, micro_batch_size: int) -> int:
+        """Logits and what the loss keeps while the head runs.
+
+        Of the logits there are the product itself, its softmax in float32 and its gradient; the
+        final norm keeps its input and its output.
+        """
+        width = element_bytes(self.dtype)
+        if self.measured_head_elements is not None:
+            return micro_batch_size * self.measured_head_elements * width
+        logits = self.model.seq_length * self.model.vocab_size // self.tensor_parallel
+        # In float32 the softmax takes the place of the logits.
+        per_logit = 2 * width + (_FLOAT32_BYTES if is_sixteen_bit(self.dtype) else 0)
+        return micro_batch_size * logits * per_logit + 2 * self.boundary_bytes(micro_batch_size)
+
+
+def memory_from_profile(
+    profile: Profile,
+    model: ModelShape,
+    *,
+    dtype: Dtype,
+    precision: Precision,
+    tensor_parallel: int = 1,
+    attention: Attention = "unfused",
+) -> TransformerMemory:
+    """Return the memory of a model with what a profile measured of its layers and its head.
+
+    The profile counts the input of a layer as output of the layer before, so it is added. Raises
+    LookupError where the profile has nothing of this model, sequence length and split.
+    """
+    layer = _measured(profile, "layer", model, tensor_parallel)
+    head = _measured(profile, "head", model, tensor_parallel)
+    return TransformerMemory(
+        model=model,
+        dtype=dtype,
+        precision=precision,
+        attention=attention,
+        tensor_parallel=tensor_parallel,
+        measured_layer_elements=layer,
+        measured_head_elements=head,
+    )
+
+
+def _measured(profile: Profile, part: Part, model: ModelShape, tensor_parallel: int) -> int:
+    boundary = model.seq_length * model.hidden_size
+    for entry in profile.memory:
+        shape = profile.model_named(entry.model)
+        is_same = (shape.hidden_size, shape.ffn_hidden_size, entry.seq_length) == (
+            model.hidden_size,
+            model.ffn_hidden_size,
+            model.seq_length,
+        )
+        if is_same and (entry.part, entry.tensor_parallel) == (part, tensor_parallel):
+            return entry.activation_elements + boundary
+    raise LookupError(
+        f"found no memory of the {part} of {model.name} at sequence length {model.seq_length} with "
+        f"tensor parallel {tensor_parallel} in the profile; expected one entry. Import a table "
+        "that has it, or use the formula."
+    )

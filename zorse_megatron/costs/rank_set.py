@@ -1,0 +1,182 @@
+"""What a collective over a set of ranks needs to know of the network: nodes, not pairs of ranks.
+
+A ring visits the nodes one after the other, those on one switch and in one region together. It
+enters and leaves each node once, so the node's NICs carry the ring's traffic once, whatever the
+number of ranks on the node; the same holds for the uplink of a switch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zorse_megatron.topology.curves import Curves, curve_for
+from zorse_megatron.topology.routes import Link, Routes
+from zorse_megatron.topology.spec import NodeSpec, TopologySpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Bandwidth of several links in a row: constants, and curves that are shared by so many."""
+
+    constant_bytes_per_s: float
+    curves: tuple[tuple[Curves, int], ...] = ()
+
+    def at(self, message_bytes: float) -> float:
+        """The lowest of all for messages of this size. O(distinct curves)."""
+        rates = (
+            curve_for(curves, sharing).bytes_per_s(message_bytes) for curves, sharing in self.curves
+        )
+        return min((self.constant_bytes_per_s, *rates))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRanks:
+    """The ranks of a set that are on one node."""
+
+    count: int
+    rate: Rate
+    hop_s: float
+    floor_s: float
+    """A message of no size inside the node, by the curves where there are some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSet:
+    """Ranks of one collective, as a ring over nodes."""
+
+    num_ranks: int
+    slots: tuple[int, ...]
+    """For each rank as given: its place in `nodes`."""
+    nodes: tuple[LocalRanks, ...]
+    """In ring order."""
+    inside: tuple[LocalRanks, ...]
+    """The different kinds of nodes with two ranks or more."""
+    between: Rate
+    """What the ring gets between nodes; infinite with one node."""
+    crossing_s: tuple[float, ...]
+    """Latency from each node to the next, the last to the first."""
+    near_hop_s: float
+    """Longest time of a message of no size between nodes of one region."""
+    far_hop_s: float
+    """The same between regions; 0 in one region."""
+    num_regions: int
+
+    @property
+    def ring_latency_s(self) -> float:
+        """Of the longest way round: all hops but the shortest."""
+        hops = sum((node.count - 1) * node.hop_s for node in self.nodes)
+        alone = len(self.nodes) == 1
+        crossings = (self.nodes[0].hop_s,) if alone else self.crossing_s
+        shortest = min(*crossings, *(node.hop_s for node in self.inside), math.inf)
+        return hops + sum(crossings) - (shortest if shortest < math.inf else 0.0)
+
+    @property
+    def crossing_latency_s(self) -> float:
+        """The same for a ring with one member per node."""
+        return sum(self.crossing_s) - min(self.crossing_s)
+
+    def ring_rate(self, message_bytes: float) -> float:
+        """Bandwidth of the whole ring."""
+        return min(
+            self.between.at(message_bytes),
+            *(node.rate.at(message_bytes) for node in self.inside),
+            math.inf,
+        )
+
+
+def rank_set(ranks: tuple[int, ...], routes: Routes) -> RankSet:
+    """Summarise a set of ranks. O(ranks + nodes * length of a route)."""
+    spec = routes.spec
+    owners = [spec.node_of(rank) for rank in ranks]
+    on_node: dict[int, list[int]] = {}
+    for rank, owner in zip(ranks, owners, strict=True):
+        on_node.setdefault(owner, []).append(rank)
+    order = sorted(on_node, key=lambda node: (*_place(spec, node), node))
+    slot_of = {node: slot for slot, node in enumerate(order)}
+    nodes = tuple(_local(spec.nodes[node], len(on_node[node])) for node in order)
+    crossings = [
+        _Crossing(
+            ends=(spec.nodes[first], spec.nodes[second]), links=routes.between_nodes(first, second)
+        )
+        for first, second in zip(order, order[1:] + order[:1], strict=True)
+        if first != second
+    ]
+    return RankSet(
+        num_ranks=len(ranks),
+        slots=tuple(slot_of[owner] for owner in owners),
+        nodes=nodes,
+        inside=tuple(dict.fromkeys(node for node in nodes if node.count > 1)),
+        between=_between(spec, on_node, crossings),
+        crossing_s=tuple(crossing.latency_s for crossing in crossings),
+        near_hop_s=max((each.floor_s for each in crossings if not each.is_far), default=0.0),
+        far_hop_s=max((each.floor_s for each in crossings if each.is_far), default=0.0),
+        num_regions=len({spec.nodes[node].region for node in order}),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Crossing:
+    """The ring's way from one node to the next."""
+
+    ends: tuple[NodeSpec, NodeSpec]
+    links: tuple[Link, ...]
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it leaves the region."""
+        return self.ends[0].region != self.ends[1].region
+
+    @property
+    def latency_s(self) -> float:
+        """Without what measured curves contain."""
+        return sum(node.hop_latency_s for node in self.ends) + sum(
+            link.latency_s for link in self.links
+        )
+
+    @property
+    def floor_s(self) -> float:
+        """Time of a message of no size, measured curves included."""
+        measured = (
+            curve_for(node.nic_curves, 1).transfer_s(0) for node in self.ends if node.nic_curves
+        )
+        return self.latency_s + max(measured, default=0.0)
+
+
+def _place(spec: TopologySpec, index: int) -> tuple[str, tuple[str, ...]]:
+    """Region, then switches from the top: nodes that share much come next to one another."""
+    node = spec.nodes[index]
+    chain = spec.switches_above(node.switch)
+    return node.region, tuple(switch.name for switch in reversed(chain))
+
+
+def _local(node: NodeSpec, count: int) -> LocalRanks:
+    if not node.intra_curves:
+        rate = Rate(constant_bytes_per_s=node.intra_bytes_per_s)
+        return LocalRanks(
+            count=count, rate=rate, hop_s=node.intra_latency_s, floor_s=node.intra_latency_s
+        )
+    # The curve's own floor is the latency, paid with every message.
+    rate = Rate(constant_bytes_per_s=math.inf, curves=((node.intra_curves, count),))
+    floor_s = curve_for(node.intra_curves, count).transfer_s(0)
+    return LocalRanks(count=count, rate=rate, hop_s=0.0, floor_s=floor_s)
+
+
+def _between(
+    spec: TopologySpec, on_node: dict[int, list[int]], crossings: Iterable[_Crossing]
+) -> Rate:
+    """NICs of every node, and links between nodes by how often the ring passes them."""
+    if len(on_node) == 1:
+        return Rate(constant_bytes_per_s=math.inf)
+    passes = Counter(link for crossing in crossings for link in crossing.links)
+    rates = [link.bytes_per_s / count for link, count in passes.items()]
+    curves: dict[tuple[Curves, int], None] = {}
+    for index, ranks in on_node.items():
+        node = spec.nodes[index]
+        if node.nic_curves:  # measured from the GPUs on
+            curves[node.nic_curves, len(ranks)] = None
+            continue
+        rates.append(len(ranks) * node.host_link_bytes_per_s)
+        ports = {node.port_of(rank - spec.first_ranks[index]) for rank in ranks}
+        rates.append(len(ports) * node.port_bytes_per_s)
+    return Rate(constant_bytes_per_s=min(rates, default=math.inf), curves=tuple(curves))

@@ -1,0 +1,58 @@
+"""What a kind of GPU can do."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
+LinkType = Literal["nvswitch", "nvlink", "pcie"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakFlops:
+    """Peak rate of dense matrix products by type of number; None where there is no such unit."""
+
+    float32_flops_per_s: float
+    """On the plain cores, which is what PyTorch uses by default."""
+    float16_flops_per_s: float | None = None
+    """With sums in float32, without sparsity."""
+    bfloat16_flops_per_s: float | None = None
+    """As float16."""
+    tf32_flops_per_s: float | None = None
+    """float32 on tensor cores."""
+
+    def of(self, dtype: Dtype) -> float:
+        """Return the rate of `dtype`. Raises LookupError where the GPU has no unit for it.
+
+        tf32 is only a way to run float32, so GPUs without it run that.
+        """
+        rate: float | None = getattr(self, f"{dtype}_flops_per_s")
+        if rate is None and dtype == "tf32":
+            return self.float32_flops_per_s
+        if rate is None:
+            raise LookupError(f"no peak rate for {dtype}")
+        return rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuKind:
+    """A kind of GPU, and how machines that have it are usually wired."""
+
+    name: str
+    memory_bytes: int
+    """What may be filled: the advertised size in decimal GB, a little below what drivers report."""
+    memory_bytes_per_s: float
+    """Published bandwidth of its own memory."""
+    peak: PeakFlops
+    link_type: LinkType
+    """How GPUs of this kind are usually joined in a node."""
+    link_bytes_per_s: float
+    """What one GPU reaches to another one in the node, one way."""
+    host_link_bytes_per_s: float
+    """What one GPU reaches to pinned host memory, one way."""
+    source: str
+    """Where the figures come from."""
+
+    def renamed(self, name: str) -> "GpuKind":
+        """Return the same GPU under another name."""
+        return dataclasses.replace(self, name=name)

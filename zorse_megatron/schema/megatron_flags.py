@@ -1,0 +1,167 @@
+"""The model out of Megatron's command line, without importing Megatron.
+
+Only flags that the shape depends on are read; all others are left to Megatron, which checks them
+again. Names and defaults are those of megatron-core 0.19 (`megatron/training/arguments.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.model import (
+    Activation,
+    ModelShape,
+    PositionEmbedding,
+    default_ffn_hidden_size,
+    padded_vocab_size,
+)
+from zorse_megatron.schema.model_yaml import problems_of
+
+_DIGITS = 9
+_POSITIONS: dict[str, PositionEmbedding] = {
+    "learned_absolute": "learned",
+    "rope": "rope",
+    "yarn": "rope",
+    "mrope": "rope",
+    "none": "none",
+}
+_NORMS = ("LayerNorm", "RMSNorm")
+# Models that are not a row of equal dense layers.
+_UNSUPPORTED = (
+    "--num-experts",
+    "--multi-latent-attention",
+    "--mtp-num-layers",
+    "--heterogeneous-layers-config-path",
+    "--hybrid-layer-pattern",
+    "--hybrid-override-pattern",
+    "--spec",
+)
+
+
+@dataclass(kw_only=True)
+class _Flags:
+    """The flags of a command, and what is wrong with those that were asked for."""
+
+    values: Mapping[str, str | None]
+    problems: list[Problem] = field(default_factory=list)
+
+    def has(self, flag: str) -> bool:
+        return flag in self.values
+
+    def integer(self, flag: str, default: int | None = None) -> int:
+        """Return a positive integer; without one the problem is noted and 1 returned."""
+        text = self.values.get(flag)
+        if text is not None and text.isdecimal() and len(text) <= _DIGITS and int(text) > 0:
+            return int(text)
+        if flag not in self.values and default is not None:
+            return default
+        self.add(flag, "no value" if text is None else f'"{text}"', "a positive integer")
+        return 1
+
+    def choice(self, flag: str, default: str, known: Sequence[str]) -> str:
+        """Return one of the known values."""
+        text = self.values.get(flag, default)
+        if text in known:
+            return str(text)
+        self.add(flag, "no value" if text is None else f'"{text}"', f"one of {', '.join(known)}")
+        return default
+
+    def add(self, flag: str, found: str, expected: str, remedy: str | None = None) -> None:
+        """Note a problem."""
+        remedy = remedy or f"Add {flag}, or describe the model in a YAML file."
+        self.problems.append(Problem(where=flag, found=found, expected=expected, remedy=remedy))
+
+
+def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> ModelShape:
+    """Return the model that a Megatron command trains. Raises ModelError with every problem."""
+    flags = _Flags(values=dict(_pairs(arguments)))
+    shape = _shape(flags, tensor_parallel)
+    for flag in _UNSUPPORTED:
+        if flags.has(flag):
+            remedy = "Only dense GPT models of equal layers can be planned; remove the flag."
+            flags.add(flag, "the flag", "a model without it", remedy)
+    if not flags.problems:
+        flags.problems += problems_of(shape, has_kv_channels=flags.has("--kv-channels"))
+    if flags.problems:
+        raise ModelError("the model of these Megatron flags cannot be planned", flags.problems)
+    return shape
+
+
+def dtype_from_flags(arguments: Sequence[str]) -> Dtype:
+    """Return the type of number that a Megatron command computes in."""
+    given = dict(_pairs(arguments))
+    if "--bf16" in given:
+        return "bfloat16"
+    return "float16" if "--fp16" in given else "float32"
+
+
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield (flag, value or None); of a flag given twice the last one counts, as in argparse."""
+    for index, argument in enumerate(arguments):
+        if not argument.startswith("--"):
+            continue
+        flag, has_value, value = argument.partition("=")
+        following = arguments[index + 1] if index + 1 < len(arguments) else "--"
+        yield flag, value if has_value else None if following.startswith("--") else following
+
+
+def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
+    hidden = flags.integer("--hidden-size")
+    heads = flags.integer("--num-attention-heads")
+    sequence = flags.integer("--seq-length")
+    activation, position = _activation(flags), _position(flags)
+    has_groups = flags.has("--group-query-attention")
+    is_learned = position == "learned"
+    bias = not flags.has("--disable-bias-linear")
+    return ModelShape(
+        name="megatron flags",
+        num_layers=flags.integer("--num-layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=flags.integer(
+            "--ffn-hidden-size", default_ffn_hidden_size(hidden, activation)
+        ),
+        num_attention_heads=heads,
+        num_query_groups=flags.integer("--num-query-groups", 1) if has_groups else heads,
+        kv_channels=flags.integer("--kv-channels", max(1, hidden // heads)),
+        vocab_size=_vocab_size(flags, tensor_parallel),
+        seq_length=sequence,
+        tied_embeddings=not flags.has("--untie-embeddings-and-output-weights"),
+        activation=activation,
+        norm="rmsnorm"
+        if flags.choice("--normalization", "LayerNorm", _NORMS) == "RMSNorm"
+        else "layernorm",
+        position_embedding=position,
+        max_positions=flags.integer("--max-position-embeddings") if is_learned else 0,
+        linear_bias=bias,
+        qkv_bias=flags.has("--add-qkv-bias") and not bias,
+        qk_norm=flags.has("--qk-layernorm"),
+    )
+
+
+def _activation(flags: _Flags) -> Activation:
+    if flags.has("--swiglu"):
+        return "swiglu"
+    if flags.has("--squared-relu"):
+        return "squared_relu"
+    return "geglu" if flags.has("--quick-geglu") else "gelu"
+
+
+def _position(flags: _Flags) -> PositionEmbedding:
+    if flags.has("--use-rotary-position-embeddings"):
+        return "rope"
+    chosen = flags.choice("--position-embedding-type", "learned_absolute", list(_POSITIONS))
+    return _POSITIONS[chosen]
+
+
+def _vocab_size(flags: _Flags, tensor_parallel: int) -> int:
+    if flags.has("--padded-vocab-size"):
+        return flags.integer("--padded-vocab-size")
+    if not flags.has("--vocab-size"):
+        remedy = "Add --vocab-size: the tokenizer's files are not read here."
+        flags.add("--vocab-size", "no such flag", "the number of tokens", remedy)
+        return 1
+    divisible_by = flags.integer("--make-vocab-size-divisible-by", 128)
+    return padded_vocab_size(
+        flags.integer("--vocab-size"), divisible_by=divisible_by, tensor_parallel=tensor_parallel
+    )

@@ -1,0 +1,151 @@
+"""Quantities as people write them: `80GiB`, `50 Gb/s`, `220 GB/s`, `5 us`, `312 TFLOP/s`.
+
+A text needs a unit. A plain number is one of the SI base unit (bytes, bytes per second, seconds,
+operations per second); ranges of what exists catch the number whose unit was forgotten. In rates a
+small b is a bit and a capital B a byte, as on the data sheets of networks and of links.
+"""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+# The error type of every problem with a quantity; `structure.py` shows its message as it is.
+QUANTITY_ERROR = "quantity"
+
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGT", start=1)}
+_PREFIXES = {**_DECIMAL, **_BINARY}
+_NUMBER = r"[+-]?(?:\d[\d_]{0,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][+-]?\d{1,4})?"
+_NUMBER_AND_UNIT = re.compile(rf"\s*({_NUMBER})\s*(\S.*?)?\s*")
+
+
+def _sizes() -> dict[str, float]:
+    return {f"{prefix}B": factor for prefix, factor in _PREFIXES.items()}
+
+
+def _bandwidths() -> dict[str, float]:
+    units: dict[str, float] = {}
+    for prefix, factor in _PREFIXES.items():
+        units |= dict.fromkeys((f"{prefix}B/s", f"{prefix}Bps"), factor)
+        units |= dict.fromkeys((f"{prefix}b/s", f"{prefix}bps", f"{prefix}bit/s"), factor / 8)
+    return units
+
+
+def _rates() -> dict[str, float]:
+    endings = ("FLOP/s", "FLOPS", "FLOPs")
+    return {f"{prefix}{end}": f for prefix, f in _DECIMAL.items() for end in endings}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """A physical quantity: its units as factors of the base unit, and what can be."""
+
+    name: str
+    base_unit: str
+    units: dict[str, float]
+    examples: str
+    lowest: float
+    highest: float
+    range_in_words: str
+
+    def parse(self, value: Any) -> float:
+        """Return the value in the base unit. Raises PydanticCustomError with what is expected."""
+        number = self._number(value)
+        if not self.lowest <= number <= self.highest:
+            raise self._error(f"a {self.name} of {self.range_in_words}, such as {self.examples}")
+        return number
+
+    def _number(self, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise self._error(f"a {self.name} such as {self.examples}")
+        if not isinstance(value, str):
+            # Of a whole number beyond what a float holds only the range is to be reported.
+            return float(min(value, 2**1000)) if isinstance(value, int) else value
+        match = _NUMBER_AND_UNIT.fullmatch(value)
+        unit = (match[2] or "") if match else ""
+        unit = "us" if unit in ("µs", "μs") else unit
+        if match is None or unit not in self.units:
+            raise self._error(f"a {self.name} with its unit, such as {self.examples}")
+        # In decimals, so that 50 us is 5e-05 and not the float next to it.
+        return float(Decimal(match[1].replace("_", "")) * Decimal(repr(self.units[unit])))
+
+    def _error(self, expected: str) -> PydanticCustomError:
+        # The message goes through str.format, so braces must not come from outside.
+        return PydanticCustomError(QUANTITY_ERROR, "{expected}", {"expected": expected})
+
+
+MEMORY_SIZE = Quantity(
+    name="memory size",
+    base_unit="bytes",
+    units=_sizes(),
+    examples="80GiB or 40 GB",
+    lowest=1e6,
+    highest=1e15,
+    range_in_words="1 MB to 1 PB",
+)
+BANDWIDTH = Quantity(
+    name="bandwidth",
+    base_unit="bytes per second",
+    units=_bandwidths(),
+    examples="50 Gb/s (bits) or 220 GB/s (bytes)",
+    lowest=1e3,
+    highest=1e15,
+    range_in_words="1 kB/s to 1 PB/s",
+)
+LATENCY = Quantity(
+    name="latency",
+    base_unit="seconds",
+    units={"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    examples="5 us or 60 ms",
+    lowest=0.0,
+    highest=100.0,
+    range_in_words="0 to 100 s",
+)
+COMPUTE_RATE = Quantity(
+    name="compute rate",
+    base_unit="floating-point operations per second",
+    units=_rates(),
+    examples="312 TFLOP/s",
+    lowest=1e9,
+    highest=1e18,
+    range_in_words="1 GFLOP/s to 1,000 PFLOP/s",
+)
+
+
+def _whole_bytes(value: Any) -> int:
+    return round(MEMORY_SIZE.parse(value))
+
+
+Bytes = Annotated[int, BeforeValidator(_whole_bytes)]
+BytesPerSecond = Annotated[float, BeforeValidator(BANDWIDTH.parse)]
+Seconds = Annotated[float, BeforeValidator(LATENCY.parse)]
+FlopsPerSecond = Annotated[float, BeforeValidator(COMPUTE_RATE.parse)]
+
+
+def spell_bytes(count: float) -> str:
+    """Spell a number of bytes for people.
+
+    >>> spell_bytes(40e9), spell_bytes(512)
+    ('40.0 GB', '512 B')
+    """
+    return _spell(count, "B")
+
+
+def spell_bandwidth(bytes_per_s: float) -> str:
+    """Spell a bandwidth for people.
+
+    >>> spell_bandwidth(6.25e9)
+    '6.2 GB/s'
+    """
+    return _spell(bytes_per_s, "B/s")
+
+
+def _spell(value: float, unit: str) -> str:
+    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.1f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"

@@ -1,0 +1,126 @@
+"""From plain values to the classes of a file, strictly; and files on disk.
+
+Plan, cluster, model and profile files all come through here, so that each reports all of its
+problems at once and says where they are in the same way.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.schema.file_kind import FileKind
+from zorse_megatron.schema.structure import path_of, problems_from, without_unknown_keys
+
+Rules = Callable[[Any], Iterable[Problem]]
+Lines = Mapping[str, int]
+
+
+def read_file(path: str | Path, kind: FileKind) -> bytes:
+    """Return the bytes of a file. Raises the kind's error where there is none to read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        problem = Problem(
+            where=str(path),
+            found=f"no readable file ({error.strerror or error})",
+            expected=f"{kind.with_article} file",
+            remedy="Check the path, and that every rank can read it.",
+        )
+        raise kind.error(f"cannot read {path}", [problem]) from error
+
+
+def write_file(path: str | Path, text: str) -> None:
+    """Write a text file: all of it or nothing, even if the machine stops half way."""
+    path = Path(path)
+    # In the same directory, because a rename is atomic only within one file system.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def built(
+    value: Any,
+    problems: Iterable[Problem],
+    kind: FileKind,
+    source: str,
+    *,
+    rules: Rules,
+    lines: Lines | None = None,
+) -> Any:
+    """Return `value` as an object of the kind's root class.
+
+    `problems` are those already known, located. Raises the kind's error with them, with every
+    error of shape, and with every breach of the `rules` where the shape lets them run. `lines`
+    gives the line of each path, for a format that people write.
+    """
+    found = list(problems)
+    result = None
+    try:
+        result = _adapter(kind.root).validate_json(json.dumps(value))
+    except ValidationError as error:
+        for location, problem in problems_from(error, kind):
+            found.append(_at(problem, source, lines, path_of(location)))
+        # With the unknown keys gone the rules may have more to say.
+        if without_unknown_keys(value, error):
+            result = _adapter(kind.root).validate_json(json.dumps(value))
+    if result is not None:
+        found += [_at(problem, source, lines, problem.where) for problem in rules(result)]
+    if result is None or found:
+        raise kind.error(f"{source} cannot be used", found)
+    return result
+
+
+def check_version(value: Any, source: str, kind: FileKind, version: int) -> None:
+    """Stop at a file of another version: its other keys would only be misread."""
+    found = value.get("schema_version") if isinstance(value, dict) else None
+    if type(found) is not int or found == version:
+        return  # A missing version or one of the wrong type is a problem like any other.
+    newer = found > version
+    problem = Problem(
+        where=f"{source}: schema_version",
+        found=f"{found}, " + ("written by a newer version" if newer else "which never existed"),
+        expected=str(version),
+        remedy="Update zorse-megatron here." if newer else f"Write the {kind.name} again.",
+    )
+    raise kind.error(f"{source} cannot be used", [problem])
+
+
+def plain(value: Any) -> Any:
+    """Turn an object into JSON values; fields that are None are left out."""
+    if dataclasses.is_dataclass(value):
+        pairs = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {name: plain(item) for name, item in pairs if item is not None}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(value[key]) for key in sorted(value)}
+    # -0.0 equals 0.0, so it must not get a text of its own.
+    return value + 0.0 if isinstance(value, float) else value
+
+
+@cache
+def _adapter(root: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(root)
+
+
+def _at(problem: Problem, source: str, lines: Lines | None, path: str) -> Problem:
+    """Put the file in front, and the line of the nearest thing on the path that has one."""
+    line = None
+    while lines is not None and line is None and path:
+        line = lines.get(path)
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    place = f"{source}: line {line}: " if line else f"{source}: "
+    return dataclasses.replace(problem, where=place + problem.where)
