@@ -19,13 +19,13 @@ from zorse_megatron.adapter.process_groups import (
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
 from zorse_megatron.runtime.executor import Executor
-from zorse_megatron.runtime.trace import Trace
 from zorse_megatron.runtime.transport import make_transport
 from zorse_megatron.schedules.actions import SENDS, ActionLists
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan import Plan
+from zorse_megatron.trace import Trace
 
 
 @dataclass(kw_only=True)

@@ -21,9 +21,9 @@ from zorse_megatron.demo.compare import (
 from zorse_megatron.plots.curves import Curve, draw_curves
 from zorse_megatron.plots.gantt import draw_gantt
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
-from zorse_megatron.runtime.trace import load_trace
 from zorse_megatron.schema.load import dump_plan, fingerprint
 from zorse_megatron.schema.plan import Plan
+from zorse_megatron.trace import load_trace
 
 STOCK_LABEL = "stock Megatron, one process"
 

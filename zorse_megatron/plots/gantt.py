@@ -1,6 +1,6 @@
 """One iteration as a chart: what each rank did, and when, from its recorded spans."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from zorse_megatron.plots.figure import TEXT, new_figure, save_figure
-from zorse_megatron.runtime.trace import Span
 from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Kind, parse_action
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.schema.spans import spell
+from zorse_megatron.trace import Span
 
 _MS = 1e3
 _BAR_HEIGHT = 0.72
@@ -49,15 +49,25 @@ _LOOKS = {
 }
 
 
-def draw_gantt(path: Path, *, plan: Plan, spans: Mapping[int, Sequence[Span]], title: str) -> Path:
+def draw_gantt(
+    path: Path,
+    *,
+    plan: Plan,
+    spans: Mapping[int, Sequence[Span]],
+    title: str,
+    ranks: Collection[int] | None = None,
+) -> Path:
     """Draw the spans of one step; `spans`: rank -> its spans of that step.
 
-    Time 0 is the start of the earliest span. The ranks' clocks are taken to agree.
+    Time 0 is the start of the earliest span. The ranks' clocks are taken to agree. `ranks`: draw
+    only these; all of the plan's if it is left out.
     """
-    missing = sorted(set(range(plan.world_size)) - spans.keys())
+    wanted = set(range(plan.world_size) if ranks is None else ranks)
+    missing = sorted(wanted - spans.keys())
     if missing:
         raise ValueError(f"found no spans of ranks {missing}; expected those of all the plan's")
-    rows = [rank for chunk in plan.chunks for rank in plan.groups[chunk.group].ranks]
+    in_model_order = dict.fromkeys(chunk.group for chunk in plan.chunks)
+    rows = [r for group in in_model_order for r in plan.groups[group].ranks if r in wanted]
     figure = new_figure(width_inches=12, height_inches=1.9 + 0.62 * len(rows))
     axes = figure.subplots()
     axes.set_title(title, fontsize=12, loc="left")
@@ -129,26 +139,31 @@ def _draw_groups(axes: Axes, plan: Plan, rows: Sequence[int]) -> None:
     """Name each rank on the left and each group on the right; a line between groups."""
     axes.set_yticks(range(len(rows)), [_rank_label(plan, rank) for rank in rows], fontsize=9)
     first = 0
-    for chunk in plan.chunks:
-        group = plan.groups[chunk.group]
-        middle = first + (len(group.ranks) - 1) / 2
-        name = group.name or f"group {chunk.group}"
+    shown = set(rows)
+    for number in dict.fromkeys(chunk.group for chunk in plan.chunks):
+        group = plan.groups[number]
+        count = len(shown.intersection(group.ranks))
+        if not count:
+            continue
+        middle = first + (count - 1) / 2
+        name = group.name or f"group {number}"
         axes.text(
             1.01,
             middle,
-            f"{name}\n{_layers(chunk.layers)}",
+            f"{name}\n{_layers([plan.chunks[c].layers for c in plan.chunks_of_group(number)])}",
             transform=axes.get_yaxis_transform(),
             va="center",
             fontsize=10,
             color=TEXT,
         )
-        first += len(group.ranks)
+        first += count
         if first < len(rows):
             axes.axhline(first - 0.5, color=TEXT, linewidth=0.8)
 
 
-def _layers(layers: tuple[int, int]) -> str:
-    return f"layer{'s'[: layers[1] - layers[0] > 1]} {spell([layers])}"
+def _layers(held: Sequence[tuple[int, int]]) -> str:
+    count = sum(stop - first for first, stop in held)
+    return f"layer{'s'[: count > 1]} {spell(held)}"
 
 
 def _rank_label(plan: Plan, rank: int) -> str:

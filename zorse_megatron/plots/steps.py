@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from zorse_megatron.runtime.trace import Span
 from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.trace import Span
 
 Traces = Mapping[int, Sequence[Span]]
 """Rank -> its spans."""

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from zorse_megatron.runtime.activations import Mailbox
-from zorse_megatron.runtime.trace import Trace
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.trace import Trace
 
 
 class ChunkRunner(Protocol):

@@ -1,0 +1,164 @@
+"""What the simulator's tests share: a short way to simulate, and a second way to find times."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, ActionLists, Kind
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.simulate.sizes import Sizes
+
+
+def run(
+    plan: Plan,
+    *,
+    compute: FakeCompute | None = None,
+    memory: FakeMemory | None = None,
+    comm: FakeComm | None = None,
+    kinds: Sequence[str] | None = None,
+    **options,
+) -> SimulationResult:
+    """Simulate with what is given, and with free communication on GPUs of one kind."""
+    return simulate(
+        plan,
+        compute or FakeCompute(),
+        memory or FakeMemory(),
+        comm or FakeComm(),
+        kinds or ["x"] * plan.world_size,
+        sequence_length=1,
+        **options,
+    )
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """Times of today's lists without shared links, found by asking every rank in turn.
+
+    Each rank goes on as long as the times of what it waits for are known. Transfers on one edge
+    follow each other; REDUCE and GATHER are taken as blocking, as today's lists have them at the
+    end only. Written from the executor's rules, without the simulator's tasks or events.
+    """
+
+    plan: Plan
+    lists: ActionLists
+    compute: FakeCompute
+    memory: FakeMemory
+    comm: FakeComm
+    kinds: Sequence[str]
+    spans: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    """(rank, position) -> start and end of the work."""
+
+    def __post_init__(self) -> None:
+        self.sizes = Sizes(self.plan, self.memory)
+        self.clock = [0.0] * self.plan.world_size
+        self.at = [0] * self.plan.world_size
+        self.posts = defaultdict(lambda: (deque(), deque()))
+        self.edge_free_s = defaultdict(float)
+        self.end_s = 0.0
+        self.expected = defaultdict(int)
+        self.arrived = defaultdict(list)
+        for rank, actions in enumerate(self.lists.ranks):
+            for action in actions:
+                if action.kind in RECEIVES:
+                    self.expected[self._consumer(rank, action)] += 1
+        while any([self._advance(rank) for rank in range(self.plan.world_size)]):
+            pass
+        assert all(self.at[r] == len(a) for r, a in enumerate(self.lists.ranks)), "stuck"
+
+    @staticmethod
+    def _consumer(rank: int, action: Action) -> tuple:
+        forward = action.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
+        return rank, forward, action.chunk, action.micro_batch
+
+    def _advance(self, rank: int) -> bool:
+        moved = False
+        while self.at[rank] < len(self.lists.ranks[rank]):
+            action = self.lists.ranks[rank][self.at[rank]]
+            if not self._do(rank, action):
+                break
+            self.at[rank] += 1
+            moved = True
+        return moved
+
+    def _do(self, rank: int, action: Action) -> bool:
+        if action.kind in SENDS | RECEIVES:
+            self._post(rank, action)
+            return True
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            key = self._consumer(rank, action)
+            if len(self.arrived[key]) < self.expected[key]:
+                return False
+            start_s = max([self.clock[rank], *self.arrived[key]])
+            self._span(rank, start_s, start_s + self._duration_s(rank, action))
+            return True
+        return self._meet(rank, action)
+
+    def _span(self, rank: int, start_s: float, end_s: float) -> None:
+        self.spans[rank, self.at[rank]] = start_s, end_s
+        self.clock[rank] = end_s
+        self.end_s = max(self.end_s, end_s)
+
+    def _duration_s(self, rank: int, action: Action) -> float:
+        chunk = self.plan.chunks[action.chunk]
+        size = self.sizes.micro_batch_size(rank)
+        parts = [self.compute.layer(self.kinds[rank], size)] * (chunk.layers[1] - chunk.layers[0])
+        if action.chunk == 0:
+            parts.append(self.compute.embedding(self.kinds[rank], size))
+        if action.chunk == len(self.plan.chunks) - 1:
+            parts.append(self.compute.head(self.kinds[rank], size))
+        forward = action.kind is Kind.FORWARD
+        return sum(part.forward_s if forward else part.backward_s for part in parts)
+
+    def _post(self, rank: int, action: Action) -> None:
+        sends = action.kind in SENDS
+        edge = (rank, action.peer) if sends else (action.peer, rank)
+        self.posts[edge][0 if sends else 1].append((self.clock[rank], rank, action))
+        sent, received = self.posts[edge]
+        while sent and received:
+            (send_s, _, send), (receive_s, target, receive) = sent.popleft(), received.popleft()
+            assert send.samples == receive.samples
+            num_bytes = self.memory.boundary_bytes(send.samples[1] - send.samples[0])
+            start_s = max(send_s, receive_s, self.edge_free_s[edge])
+            end_s = start_s + self.comm.transfer_s(*edge, num_bytes)
+            self.edge_free_s[edge] = end_s
+            self.end_s = max(self.end_s, end_s)
+            self.arrived[self._consumer(target, receive)].append(end_s)
+
+    def _meet(self, rank: int, action: Action) -> bool:
+        """A collective: known once all members stand at it, and then for all of them."""
+        group = self.plan.groups[self.plan.group_of_rank(rank)].ranks
+        members = group if action.chunk is not None else range(self.plan.world_size)
+        known = self.spans.get((rank, self.at[rank]))
+        if known is not None:
+            self.clock[rank] = known[1]
+            return True
+        for member in members:
+            at, actions = self.at[member], self.lists.ranks[member]
+            if at == len(actions) or actions[at].kind != action.kind:
+                return False
+        start_s = max(self.clock[member] for member in members)
+        for member in members:
+            owned = self.sizes.shards[self.plan.chunks_of_group(self.plan.group_of_rank(member))[0]]
+            own_s = self.compute.step_s(self.kinds[member], owned[member])
+            end_s = start_s + self._meeting_s(action, tuple(group), len(members))
+            if action.kind is Kind.STEP:
+                end_s += own_s
+            self.spans[member, self.at[member]] = start_s, end_s
+            self.end_s = max(self.end_s, end_s)
+        self.clock[rank] = self.spans[rank, self.at[rank]][1]
+        return True
+
+    def _meeting_s(self, action: Action, group: tuple[int, ...], count: int) -> float:
+        if count == 1:
+            return 0.0
+        if action.chunk is None:
+            return self.comm.all_reduce_s(tuple(range(count)), 4)
+        shards = tuple(self.sizes.shards[action.chunk].values())
+        if action.kind is Kind.REDUCE:
+            parts = tuple(map(self.memory.gradient_bytes, shards))
+            return self.comm.reduce_scatter_s(group, parts)
+        parts = tuple(map(self.memory.parameter_bytes, shards))
+        return self.comm.all_gather_s(group, parts)

@@ -1,0 +1,206 @@
+"""Simulating one of several equal ranks gives what simulating all of them gives."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
+from tests.unit.simulation import run
+from tests.unit.test_schedules import even_plan
+from tests.unit.test_simulate_times import one_group
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan import (
+    Chunk,
+    Group,
+    ModelFingerprint,
+    Plan,
+    Replica,
+    Schedule,
+)
+from zorse_megatron.simulate.perturb import Perturbation
+
+
+def plan_of(shapes: list[tuple[int, int]], batch: int, order=None, weights=(1.0,)) -> Plan:
+    """Groups of R replicas with micro-batches of m samples, as (R, m).
+
+    Ranks in the given order; shard weights in turn.
+    """
+    ranks = iter(order or range(sum(count for count, _ in shapes)))
+    groups = tuple(
+        Group(
+            replicas=tuple(
+                Replica(
+                    ranks=(next(ranks),),
+                    micro_batch_size=size,
+                    num_microbatches=batch // (count * size),
+                    shard_weight=weights[index % len(weights)],
+                )
+                for index in range(count)
+            )
+        )
+        for count, size in shapes
+    )
+    return Plan(
+        schema_version=1,
+        global_batch_size=batch,
+        model=ModelFingerprint(num_layers=len(shapes)),
+        groups=groups,
+        chunks=tuple(Chunk(group=g, layers=(g, g + 1)) for g in range(len(shapes))),
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+@st.composite
+def equal_plans(draw):
+    """Plans of equal work, and the kind of GPU of each rank; most groups have one kind."""
+    mixed = draw(st.sampled_from([0, 0, 2]))
+    size = st.sampled_from([1, 2, 4])
+    shapes = draw(
+        st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 8]), size), min_size=1, max_size=3)
+    )
+    batch = math.lcm(*(count * size for count, size in shapes)) * draw(st.integers(1, 3))
+    world = sum(count for count, _ in shapes)
+    order = draw(st.one_of(st.just(list(range(world))), st.permutations(range(world))))
+    weights = draw(st.sampled_from([[1.0], [1.0], [1.0, 2.0]]))
+    plan = plan_of(shapes, batch, order, weights)
+    kinds = [""] * world
+    for number, group in enumerate(plan.groups):
+        for index, rank in enumerate(group.ranks):
+            kinds[rank] = "xyz"[(number + index // mixed) % 3] if mixed else "xyz"[number]
+    return plan, kinds
+
+
+COMPUTE = FakeCompute(factors={"y": 1.7, "z": 0.4}, step_per_parameter_s=0.01, head_s=0.3)
+MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
+
+
+@given(
+    case=equal_plans(),
+    ranks_per_node=st.sampled_from([1, 2, 4]),
+    nic=st.sampled_from([3.0, 8.0, 1000.0]),
+    spine=st.sampled_from([None, 7.0]),
+    forward_only=st.booleans(),
+)
+@settings(max_examples=200)
+def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only):
+    plan, kinds = case
+    links = node_links(ranks_per_node, nic, spine_bytes_per_s=spine)
+    comm = FakeComm(latency_s=0.1, bytes_per_s=5.0, statistic_s=0.2, links=links)
+    options = {
+        "compute": COMPUTE,
+        "memory": MEMORY,
+        "comm": comm,
+        "kinds": kinds,
+        "forward_only": forward_only,
+    }
+    whole = run(plan, **options)
+    merged = run(plan, **options, merge_equal_ranks=True)
+    assert merged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
+    assert merged.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-9)
+    lists = lower_plan(plan, forward_only=forward_only)
+    for rank in range(plan.world_size):
+        for name in ("busy_s", "communication_s", "wait_s", "idle_s"):
+            one, other = (getattr(r.usage[rank], name) for r in (merged, whole))
+            assert one == pytest.approx(other, rel=1e-9, abs=1e-9)
+        first, second = (
+            {c: m.num_bytes for c, m in r.memory[rank].by_category.items()} for r in (merged, whole)
+        )
+        # What arrives at the same moment may arrive in another order when times are rounded.
+        assert first == pytest.approx(second, abs=2 * 6 * 4 * 4)
+    for rank in merged.simulated_ranks:
+        words = [span.action for span in merged.spans(rank)]
+        assert words == [str(action) for action in lists.ranks[rank]]
+        starts = [span.start_s for span in merged.spans(rank)]
+        assert starts == pytest.approx([span.start_s for span in whole.spans(rank)], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "batch", "simulated"),
+    [
+        ([(64, 1)] * 4, 256, 4),
+        ([(64, 4), (128, 1)], 2048, 2 + 4),  # rounds of 256 and 128 samples in blocks of 4
+        ([(6, 2), (4, 3)], 24, 1 * 3 + 2),  # rounds of 12 in blocks of 6: two copies
+        ([(8, 3)], 48, 1),
+        ([(3, 1), (4, 1)], 12, 7),  # nothing in common
+    ],
+)
+def test_how_many_ranks_are_left(shapes, batch, simulated):
+    memory = FakeMemory(layer_count=64 * 48)  # so that all shards are equal
+    result = run(plan_of(shapes, batch), memory=memory, merge_equal_ranks=True)
+    assert len(result.simulated_ranks) == simulated
+    assert set(result.stands_in) == set(result.simulated_ranks)
+
+
+def test_a_shared_nic_counts_all_copies():
+    """Four pipelines from one node to another through one NIC: a quarter for each."""
+    plan = plan_of([(4, 1), (4, 1)], 4)
+    comm = FakeComm(bytes_per_s=8.0, links=node_links(4, 8.0))
+    result = run(plan, memory=FakeMemory(boundary=8), comm=comm, merge_equal_ranks=True)
+    assert result.simulated_ranks == (0, 4)
+    assert [t.end_s - t.start_s for t in result.transfers()] == [4.0, 4.0]
+
+
+def lopsided(source, target):
+    """One NIC for each rank, but ranks 0 and 1 share theirs."""
+    return ((f"nic{max(1, source)}", 5.0),)
+
+
+def test_copies_that_share_a_link_are_told_apart_from_those_that_do_not():
+    plan = even_plan(2, 4, 2)
+    options = {"comm": FakeComm(bytes_per_s=5.0, links=lopsided), "memory": FakeMemory(boundary=9)}
+    merged = run(plan, merge_equal_ranks=True, **options)
+    whole = run(plan, **options)
+    assert merged.stands_in == (0, 0, 2, 2, 4, 4, 6, 6)
+    assert merged.usage == whole.usage
+    assert merged.usage[0] != merged.usage[2]
+
+
+def test_the_ends_of_a_ring_over_two_nodes_are_told_apart():
+    """With a link to each GPU, the reductions' ring loads those of the first and the last only."""
+
+    def links(source, target):
+        here, there = source // 4, target // 4
+        if here == there:
+            return ()
+        nics = ((f"nic{here}>", 20.0), (f"nic{there}<", 20.0))
+        return ((f"gpu{source}>", 9.0), *nics, (f"gpu{target}<", 9.0))
+
+    plan = even_plan(2, 8, 3)
+    memory = FakeMemory(boundary=9)
+    options = {"comm": FakeComm(bytes_per_s=9.0, links=links), "memory": memory}
+    merged = run(plan, merge_equal_ranks=True, **options)
+    whole = run(plan, **options)
+    assert merged.stands_in[:8] == (0, 1, 1, 3, 0, 1, 1, 3)
+    assert merged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (one_group((1, 2), (2, 1)), {}),
+        (one_group((1, 2), (1, 0)), {}),
+        (one_group((1, 1), (1, 1), weights=[1.0, 2.0]), {}),
+        (even_plan(2, 2, 2), {"kinds": ["x", "x", "x", "y"]}),
+        (even_plan(2, 2, 2), {"fixed_bytes": [1, 2, 1, 1]}),
+        (even_plan(2, 2, 2), {"perturbation": Perturbation(jitter=0.1)}),
+        (even_plan(2, 2, 2), {"perturbation": Perturbation(rank_factors={1: 2.0})}),
+        (
+            dataclasses.replace(
+                even_plan(2, 2, 2), model=ModelFingerprint(num_layers=2, tied_embeddings=True)
+            ),
+            {},
+        ),
+    ],
+)
+def test_unequal_ranks_are_all_simulated(plan, options):
+    result = run(plan, merge_equal_ranks=True, **options)
+    assert result.simulated_ranks == tuple(range(plan.world_size))
+
+
+def test_ranks_that_were_not_simulated_have_no_spans():
+    result = run(even_plan(2, 2, 2), merge_equal_ranks=True)
+    with pytest.raises(ValueError, match="rank 0 stands in"):
+        result.spans(1)

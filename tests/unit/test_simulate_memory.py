@@ -1,0 +1,213 @@
+"""Simulated memory: closed forms, and sums over spans on random plans."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.simulation import run
+from tests.unit.test_schedules import even_plan
+from tests.unit.test_simulate_times import one_group, priced, run_case
+from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan import ModelFingerprint, Offload, Recompute
+from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.sizes import Sizes
+
+
+def with_groups(plan, **options):
+    groups = tuple(dataclasses.replace(group, **options) for group in plan.groups)
+    return dataclasses.replace(plan, groups=groups)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_1f1b_keeps_one_micro_batch_for_each_stage_behind(stages, count):
+    """Stage s of S holds min(n, S - s) micro-batches: Narayanan et al., SC 2021, section 2.2."""
+    result = run(even_plan(stages, 1, count, size=2))
+    for stage in range(stages):
+        peak = result.memory[stage].by_category[Category.ACTIVATIONS]
+        assert peak.num_bytes == min(count, stages - stage) * 2 * 1000
+
+
+def test_state_is_whole_parameters_whole_gradients_and_a_shard():
+    plan = one_group((1, 2), (1, 1), (1, 0), weights=[1.0, 0.0, 3.0], layers=2)
+    memory = FakeMemory(layer_count=1024, embedding_count=512, head_count=1536)
+    result = run(plan, memory=memory, fixed_bytes=[7, 8, 9])
+    total = 2 * 1024 + 512 + 1536
+    for rank, share in enumerate((0.25, 0, 0.75)):
+        peak = result.memory[rank]
+        assert peak.by_category[Category.PARAMETERS].num_bytes == 2 * total
+        assert peak.by_category[Category.GRADIENTS].num_bytes == 4 * total
+        assert peak.by_category[Category.OPTIMIZER_STATE].num_bytes == 12 * total * share
+        assert peak.by_category[Category.FIXED].num_bytes == 7 + rank
+    assert result.memory[2].total_bytes == (2 + 4 + 9) * total + 9
+    assert result.memory[2].total.action is None
+
+
+def test_a_tied_head_in_one_group_has_no_parameters_of_its_own():
+    memory = FakeMemory(layer_count=64, head_count=640)
+    for tied, expected in ((True, 2 * 64), (False, 2 * (64 + 640))):
+        plan = dataclasses.replace(
+            one_group((1, 1)), model=ModelFingerprint(num_layers=1, tied_embeddings=tied)
+        )
+        parameters = run(plan, memory=memory).memory[0].by_category[Category.PARAMETERS]
+        assert parameters.num_bytes == expected
+
+
+def test_logits_live_from_forward_to_backward_on_the_last_chunk():
+    result = run(even_plan(2, 1, 4), memory=FakeMemory(head=50))
+    assert result.memory[0].by_category[Category.LOGITS].num_bytes == 0
+    assert result.memory[1].by_category[Category.LOGITS].num_bytes == 50
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept", "working"),
+    [
+        (None, 4000, 0),
+        (Recompute(mode="selective"), 2800, 300),
+        (Recompute(mode="full"), 400, 900),
+        (Recompute(mode="full", num_layers=1), 3100, 900),
+    ],
+)
+def test_recomputation_keeps_less_and_works_on_one_layer(recompute, kept, working):
+    result = run(one_group((1, 3), layers=4, recompute=recompute))
+    peak = result.memory[0].by_category[Category.ACTIVATIONS]
+    assert peak.num_bytes == kept + working
+    assert peak.action == ("0B0" if working else "0F0")
+
+
+def test_the_peak_says_when_and_by_what():
+    """Stage 0 of 2 holds two micro-batches from its second forward on."""
+    result = run(even_plan(2, 1, 4), memory=FakeMemory(layer_count=0))
+    assert result.memory[0].total.num_bytes == 2000
+    assert (result.memory[0].total.time_s, result.memory[0].total.action) == (1.0, "0F1")
+    assert result.memory[0].at_peak_bytes[Category.ACTIVATIONS] == 2000
+
+
+def test_buffers_of_a_first_stage():
+    """Outputs of 10 bytes take 2 s to send at f = 1: four forwards, then backwards.
+
+    Sends: 1-3, 3-5, 5-7, 7-9. The message that left at 3 s is given back with the send at 3 s, the
+    others only with the flush, as nothing is sent any more. The gradient is received from the
+    start of the computation before its backward on.
+    """
+    plan = even_plan(4, 1, 4)
+    memory = FakeMemory(layer_count=0, boundary=10)
+    result = run(plan, memory=memory, comm=FakeComm(bytes_per_s=5.0))
+    buffers = {
+        step.time_s: step.by_category_bytes[Category.BUFFERS] for step in result.memory_over_time(0)
+    }
+    assert buffers[0.0] == 10  # output of F0, whose send starts at 1 s
+    assert buffers[1.0] == 20
+    assert buffers[2.0] == 30
+    assert buffers[3.0] == 40  # F3's output, and the receive of the first gradient; one has left
+
+
+def test_a_batch_in_pieces_is_copied():
+    """A micro-batch of 2 samples to replicas of 1 sample each: the output, and a copy of each."""
+    one = even_plan(2, 1, 1, size=2)
+    two = even_plan(2, 2, 1, size=1)
+    third = dataclasses.replace(two.groups[1].replicas[0], ranks=(1,))
+    fourth = dataclasses.replace(two.groups[1].replicas[1], ranks=(2,))
+    group = dataclasses.replace(one.groups[1], replicas=(third, fourth))
+    plan = dataclasses.replace(one, groups=(one.groups[0], group))
+    memory = FakeMemory(layer_count=0, boundary=10)
+    comm = FakeComm(bytes_per_s=1000.0)
+    result = run(plan, memory=memory, comm=comm)
+    # 20 of the output, 10 + 10 of the copies, and receives of both gradients are under way.
+    assert result.memory[0].by_category[Category.BUFFERS].num_bytes == 60
+
+
+def test_evaluation_keeps_nothing():
+    result = run(even_plan(1, 1, 4), memory=FakeMemory(head=5), forward_only=True)
+    by_category = result.memory[0].by_category
+    assert by_category[Category.ACTIVATIONS].num_bytes == 1000
+    assert by_category[Category.GRADIENTS].num_bytes == 0
+    assert by_category[Category.LOGITS].num_bytes == 5
+
+
+def test_offloaded_activations_leave_the_gpu():
+    """Copies take 0.1 s: of eight micro-batches in flight at most three are on the GPU.
+
+    While the last forward runs, the one before it leaves and the first one comes back.
+    """
+    plan = even_plan(8, 1, 8)
+    with_offload = with_groups(plan, offload=Offload(activations=True))
+    comm = FakeComm(host_bytes_per_s=10_000.0)
+    kept = run(plan, comm=comm)
+    offloaded = run(with_offload, comm=comm)
+    assert offloaded.iteration_s == kept.iteration_s
+    assert kept.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 8000
+    assert offloaded.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 3000
+    # The last stage runs each backward right behind its forward, so nothing is copied.
+    assert offloaded.memory[7] == kept.memory[7]
+
+
+def test_slow_copies_are_waited_for():
+    """Two stages, two micro-batches; each copy takes 10 s: F0's out until 11, F1's until 21.
+
+    The first comes back from 11 to 21, the second from 21 to 31.
+    """
+    plan = with_groups(even_plan(2, 1, 2), offload=Offload(activations=True))
+    result = run(plan, comm=FakeComm(host_bytes_per_s=100.0))
+    ends = {span.action: span.end_s for span in result.spans(0)}
+    # B0 is the next computation behind F1, so F1's activations have to go and come back too.
+    assert ends["0B0"] == 21 + 2
+    assert ends["0B1"] == 31 + 2
+
+
+def test_offloaded_state_passes_through_the_gpu_in_the_step():
+    plan = one_group((1, 1), offload=Offload(optimizer_state=True))
+    result = run(plan, comm=FakeComm(host_bytes_per_s=64.0))
+    assert result.memory[0].by_category[Category.OPTIMIZER_STATE].num_bytes == 0
+    assert result.iteration_s == 3 + 12 * 640 / 64
+
+
+OPTIONS = {
+    "recompute": st.sampled_from([None, Recompute(mode="selective"), Recompute(mode="full")]),
+    "offload": st.sampled_from([None, Offload(activations=True, optimizer_state=True)]),
+}
+
+
+@st.composite
+def priced_with_options(draw):
+    plan, *costs = draw(priced())
+    groups = tuple(
+        dataclasses.replace(group, **{name: draw(value) for name, value in OPTIONS.items()})
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups), *costs
+
+
+@given(case=priced_with_options(), forward_only=st.booleans())
+def test_an_iteration_gives_back_what_it_took(case, forward_only):
+    result = run_case(case, forward_only=forward_only)
+    for rank in range(case[0].world_size):
+        steps = result.memory_over_time(rank)
+        assert steps[-1].by_category_bytes == steps[0].by_category_bytes
+        assert all(min(step.by_category_bytes) >= 0 for step in steps)
+
+
+@given(case=priced())
+@settings(max_examples=50)
+def test_activations_are_those_between_forward_and_backward(case):
+    """The number in flight is counted from the spans alone."""
+    plan, _, _, memory, _ = case
+    result = run_case(case)
+    sizes = Sizes(plan, memory)
+    for rank, actions in enumerate(lower_plan(plan).ranks):
+        starts, ends, chunk = [], [], None
+        for action, span in zip(actions, result.spans(rank), strict=True):
+            if action.kind is Kind.FORWARD:
+                chunk = action.chunk
+                starts.append(span.start_s + span.waited_s)
+            elif action.kind is Kind.BACKWARD:
+                ends.append(span.end_s)
+        most = max(
+            (sum(s <= t for s in starts) - sum(e <= t for e in ends) for t in starts), default=0
+        )
+        kept = sizes.kept_bytes(rank, chunk) if chunk is not None else 0
+        assert result.memory[rank].by_category[Category.ACTIVATIONS].num_bytes == most * kept

@@ -1,0 +1,436 @@
+"""Simulated times: closed forms, and a second implementation on random plans."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import plans
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
+from tests.unit.simulation import Reference, run
+from tests.unit.test_schedules import even_plan
+from zorse_megatron.schedules.actions import COMPUTE, Kind
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.one_f_one_b import in_flight_limits
+from zorse_megatron.schedules.order import Pipeline
+from zorse_megatron.schedules.samples import micro_batches
+from zorse_megatron.schema.plan import (
+    Chunk,
+    Group,
+    ModelFingerprint,
+    Offload,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
+from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.iteration import action_lists
+
+F, B = 1.0, 2.0
+
+
+def one_group(*replicas: tuple[int, int], weights=None, layers: int = 1, **options) -> Plan:
+    """One group of (micro-batch size, count) replicas."""
+    weights = weights or [1.0] * len(replicas)
+    return Plan(
+        schema_version=1,
+        global_batch_size=sum(size * count for size, count in replicas),
+        model=ModelFingerprint(num_layers=layers),
+        groups=(
+            Group(
+                replicas=tuple(
+                    Replica(
+                        ranks=(rank,),
+                        micro_batch_size=size,
+                        num_microbatches=count,
+                        shard_weight=weight,
+                    )
+                    for rank, ((size, count), weight) in enumerate(
+                        zip(replicas, weights, strict=True)
+                    )
+                ),
+                **options,
+            ),
+        ),
+        chunks=(Chunk(group=0, layers=(0, layers)),),
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_1f1b_of_equal_stages(stages, count, replicas):
+    """(n + S - 1) (f + b): Narayanan et al., SC 2021, section 2.2."""
+    result = run(even_plan(stages, replicas, count))
+    assert result.iteration_s == (count + stages - 1) * (F + B)
+    for usage in result.usage:
+        assert usage.busy_s == count * (F + B)
+        assert usage.communication_s == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_two_stages_with_latency(count):
+    """Both stages stop for a round trip once in every two micro-batches: all that is in flight.
+
+    For latencies up to f: (n + 1) (f + b) + 2 c ceil(n / 2).
+    """
+    latency_s = 0.25
+    result = run(even_plan(2, 1, count), comm=FakeComm(latency_s=latency_s))
+    assert result.iteration_s == (count + 1) * (F + B) + 2 * latency_s * -(-count // 2)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_one_micro_batch_pays_each_hop_once(stages):
+    comm = FakeComm(latency_s=0.25, bytes_per_s=8.0)
+    result = run(even_plan(stages, 1, 1), comm=comm, memory=FakeMemory(boundary=4))
+    hop_s = 0.25 + 4 / 8
+    assert result.iteration_s == stages * (F + B) + 2 * (stages - 1) * hop_s
+
+
+def test_forward_only_is_a_pipeline_of_forwards():
+    result = run(even_plan(4, 2, 8), forward_only=True)
+    assert result.iteration_s == (8 + 4 - 1) * F
+    assert result.tokens_per_s == 16 / result.iteration_s
+
+
+def test_one_group_is_its_slowest_replica_and_its_collectives():
+    plan = one_group((4, 3), (1, 8), (1, 0), weights=[3.0, 1.0, 0.0])
+    compute = FakeCompute(factors={"slow": 2.0}, step_per_parameter_s=0.001)
+    comm = FakeComm(collective_latency_s=1.0, bytes_per_s=64.0, statistic_s=0.5)
+    memory = FakeMemory(layer_count=1024)
+    result = run(plan, compute=compute, memory=memory, comm=comm, kinds=["x", "slow", "x"])
+    passes_s = max(12 * (F + B), 8 * 2 * (F + B))
+    reduce_s = 1 + 2 / 3 * 4 * 1024 / 64
+    gather_s = 1 + 2 / 3 * 2 * 1024 / 64
+    step_s = max(0.001 * 768, 2 * 0.001 * 256)
+    expected = passes_s + reduce_s + 0.5 + 0.5 + step_s + gather_s
+    assert result.iteration_s == pytest.approx(expected, rel=1e-12)
+    idle = result.usage[2]
+    assert idle.busy_s == 0
+    assert idle.communication_s == pytest.approx(reduce_s + 1.0 + gather_s)
+
+
+def test_chunks_are_priced_by_their_layers_and_ends():
+    plan = dataclasses.replace(
+        even_plan(2, 1, 1),
+        model=ModelFingerprint(num_layers=5),
+        chunks=(Chunk(group=0, layers=(0, 3)), Chunk(group=1, layers=(3, 5))),
+    )
+    result = run(plan, compute=FakeCompute(embedding_s=0.25, head_s=0.5))
+    first, last = (
+        {span.action: span.end_s - span.start_s - span.waited_s for span in result.spans(rank)}
+        for rank in (0, 1)
+    )
+    assert (first["0F0"], first["0B0"]) == (3 * F + 0.25, 3 * B + 0.25)
+    assert (last["1F0"], last["1B0"]) == (2 * F + 0.5, 2 * B + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "added_s"),
+    [
+        (Recompute(mode="none"), 0.0),
+        (Recompute(mode="selective"), 4 * 0.1),
+        (Recompute(mode="full"), 4 * 1.0),
+        (Recompute(mode="full", num_layers=3), 3 * 1.0),
+        (Recompute(mode="full", num_layers=9), 4 * 1.0),
+    ],
+)
+def test_recomputation_lengthens_backwards(recompute, added_s):
+    plan = one_group((2, 3), layers=4, recompute=recompute)
+    compute = FakeCompute(recomputed_s={"selective": 0.1, "full": 1.0})
+    result = run(plan, compute=compute)
+    assert result.iteration_s == pytest.approx(6 * (4 * (F + B) + added_s))
+
+
+def test_a_shared_nic_halves_two_concurrent_transfers():
+    """Two pipelines from one node to another: their activations cross one NIC at once."""
+    memory = FakeMemory(boundary=8)
+
+    def activation_s(nic_bytes_per_s):
+        comm = FakeComm(bytes_per_s=8.0, links=node_links(2, nic_bytes_per_s))
+        result = run(even_plan(2, 2, 1), memory=memory, comm=comm)
+        return [t.end_s - t.start_s for t in result.transfers() if "SA" in t.action]
+
+    assert activation_s(16.0) == [1.0, 1.0]  # wide enough for both
+    assert activation_s(8.0) == [2.0, 2.0]
+
+
+def test_reductions_of_two_groups_share_a_nic():
+    """Groups 0, 2 and 1, 3 over two nodes: alone 1 s each, together through one NIC 2 s."""
+    plan = even_plan(2, 2, 1)
+    groups = tuple(
+        Group(
+            replicas=tuple(
+                dataclasses.replace(replica, ranks=(rank,))
+                for replica, rank in zip(group.replicas, ranks, strict=True)
+            )
+        )
+        for group, ranks in zip(plan.groups, ((0, 2), (1, 3)), strict=True)
+    )
+    comm = FakeComm(bytes_per_s=1280.0, links=node_links(2, 1280.0))
+    both = run(
+        dataclasses.replace(plan, groups=groups),
+        # The first group has no backward to wait for at its end, so both reduce at once.
+        compute=FakeCompute(backward_s=0.0, forward_s=0.0),
+        comm=comm,
+    )
+    reduce_s = [s.end_s - s.start_s for s in both.spans(0) if s.action == "0REDUCE"]
+    assert reduce_s == [2.0]
+    apart = run(plan, compute=FakeCompute(backward_s=0.0, forward_s=0.0), comm=comm)
+    assert [s.end_s - s.start_s for s in apart.spans(0) if s.action == "0REDUCE"] == [1.0]
+
+
+def test_transfers_between_two_ranks_follow_each_other():
+    """Three micro-batches leave a fast rank for a slow link: one every 4 s from 1 s on."""
+    plan = even_plan(2, 1, 3)
+    comm = FakeComm(bytes_per_s=1.0)
+    result = run(plan, memory=FakeMemory(boundary=4), comm=comm, forward_only=True)
+    assert [(t.start_s, t.end_s) for t in result.transfers()] == [(1, 5), (5, 9), (9, 13)]
+    assert result.iteration_s == 14
+
+
+def test_a_tied_embedding_is_swapped_between_owners():
+    plan = dataclasses.replace(
+        even_plan(2, 2, 1), model=ModelFingerprint(num_layers=2, tied_embeddings=True)
+    )
+    memory = FakeMemory(layer_count=0, embedding_count=256)
+    comm = FakeComm(bytes_per_s=64.0, latency_s=0.5)
+    result = run(plan, memory=memory, comm=comm)
+    # Both groups own halves of 128 numbers of 4 bytes, so each rank swaps with one other.
+    for rank in range(4):
+        (tie,) = [span for span in result.spans(rank) if span.action == "TIE"]
+        assert tie.end_s - tie.start_s - tie.waited_s == pytest.approx(0.5 + 128 * 4 / 64)
+
+
+@st.composite
+def priced(draw):
+    plan = draw(plans())
+    kinds = draw(
+        st.lists(
+            st.sampled_from(["x", "y", "z"]), min_size=plan.world_size, max_size=plan.world_size
+        )
+    )
+    compute = FakeCompute(
+        factors={"y": 1.7, "z": 0.3},
+        embedding_s=draw(st.sampled_from([0.0, 0.4])),
+        head_s=draw(st.sampled_from([0.0, 0.9])),
+        step_per_parameter_s=0.001,
+    )
+    comm = FakeComm(
+        latency_s=draw(st.sampled_from([0.0, 0.3, 5.0])),
+        bytes_per_s=draw(st.sampled_from([float("inf"), 10.0, 1.0])),
+        collective_latency_s=draw(st.sampled_from([0.0, 1.3])),
+        statistic_s=draw(st.sampled_from([0.0, 0.7])),
+    )
+    return plan, kinds, compute, FakeMemory(boundary=draw(st.integers(0, 7))), comm
+
+
+@given(case=priced(), forward_only=st.booleans())
+@settings(max_examples=150)
+def test_random_plans_agree_with_a_second_implementation(case, forward_only):
+    plan, kinds, compute, memory, comm = case
+    lists = lower_plan(plan, forward_only=forward_only)
+    reference = Reference(
+        plan=plan, lists=lists, compute=compute, memory=memory, comm=comm, kinds=kinds
+    )
+    result = run(
+        plan, compute=compute, memory=memory, comm=comm, kinds=kinds, forward_only=forward_only
+    )
+    assert result.iteration_s == pytest.approx(reference.end_s, rel=1e-9)
+    for rank, actions in enumerate(lists.ranks):
+        for position, span in enumerate(result.spans(rank)):
+            if (rank, position) in reference.spans:
+                start_s, end_s = reference.spans[rank, position]
+                assert span.action == str(actions[position])
+                assert span.start_s + span.waited_s == pytest.approx(start_s, rel=1e-9, abs=1e-9)
+                assert span.end_s == pytest.approx(end_s, rel=1e-9, abs=1e-9)
+
+
+@given(plan=plans())
+def test_times_are_those_of_the_play_that_made_the_order(plan):
+    """`schedules.order` takes a replica's n micro-batches as 1/n each, a third of it forward.
+
+    With these costs and free communication every computation starts when it did there; earlier at
+    most where the play got stuck at its limits.
+    """
+    groups = [plan.groups[chunk.group] for chunk in plan.chunks]
+    limits = in_flight_limits(groups, plan.global_batch_size)
+    layouts = [micro_batches(group) for group in groups]
+    pipeline = Pipeline(layouts, limits, forward_only=False)
+    events = list(pipeline.play())
+    stuck = any(w.limit != limits[c][r] for (c, r), w in pipeline.workers.items())
+    factors, kinds = {}, [""] * plan.world_size
+    unit = {}
+    for (chunk, replica), worker in pipeline.workers.items():
+        rank = groups[chunk].replicas[replica].ranks[0]
+        first, stop = plan.chunks[chunk].layers
+        kinds[rank] = str(rank)
+        factors[str(rank)] = worker.forward_cost / (stop - first)
+        unit[chunk, replica] = rank
+    compute = FakeCompute(forward_s=1.0, backward_s=2.0, factors=factors, by_micro_batch=True)
+    result = run(plan, compute=compute, kinds=kinds)
+    starts = {
+        (rank, span.action): span.start_s + span.waited_s
+        for rank in range(plan.world_size)
+        for span in result.spans(rank)
+    }
+    for event in events:
+        rank = unit[event.chunk, event.micro_batch.replica]
+        word = f"{event.chunk}{'F' if event.forward else 'B'}{event.micro_batch.index}"
+        if stuck:
+            assert starts[rank, word] <= event.time * (1 + 1e-9)
+        else:
+            assert starts[rank, word] == pytest.approx(event.time, rel=1e-9)
+
+
+CONGESTED = node_links(2, 3.0, spine_bytes_per_s=4.0)
+
+
+def congested(case):
+    """The case with two ranks to a NIC, and all NICs behind a narrow spine."""
+    plan, kinds, compute, memory, comm = case
+    comm = dataclasses.replace(comm, bytes_per_s=3.0, links=CONGESTED)
+    return plan, kinds, compute, dataclasses.replace(memory, boundary=5), comm
+
+
+def run_case(case, **options):
+    plan, kinds, compute, memory, comm = case
+    return run(plan, compute=compute, memory=memory, comm=comm, kinds=kinds, **options)
+
+
+@given(case=priced().map(congested))
+def test_every_action_is_simulated_once_and_in_order(case):
+    plan = case[0]
+    result = run_case(case)
+    lists = lower_plan(plan)
+    for rank, actions in enumerate(lists.ranks):
+        assert [span.action for span in result.spans(rank)] == [str(a) for a in actions]
+        for span in result.spans(rank):
+            assert 0 <= span.waited_s <= span.end_s - span.start_s + 1e-9
+
+
+@given(case=priced().map(congested))
+def test_computations_of_a_rank_do_not_overlap(case):
+    plan = case[0]
+    result = run_case(case)
+    for rank, actions in enumerate(lower_plan(plan).ranks):
+        last_s = 0.0
+        for action, span in zip(actions, result.spans(rank), strict=True):
+            if action.kind in COMPUTE | {Kind.STEP, Kind.SCALE, Kind.TIE}:
+                assert span.start_s + span.waited_s >= last_s - 1e-9
+                last_s = span.end_s
+
+
+@given(case=priced().map(congested))
+def test_the_iteration_is_its_critical_path(case):
+    result = run_case(case)
+    path = result.critical_path
+    assert path[-1].end_s == result.iteration_s
+    assert path[0].start_s == 0
+    for before, after in pairwise(path):
+        assert before.end_s == after.start_s
+    assert sum(s.end_s - s.start_s for s in path) == pytest.approx(result.iteration_s)
+
+
+@given(case=priced().map(congested))
+def test_the_iteration_is_bounded_by_work_and_by_an_idle_network(case):
+    plan, kinds, compute, memory, comm = case
+    result = run_case(case)
+    idle = Reference(
+        plan=plan, lists=lower_plan(plan), compute=compute, memory=memory, comm=comm, kinds=kinds
+    )
+    assert result.iteration_s >= idle.end_s * (1 - 1e-9)
+    for usage in result.usage:
+        assert result.iteration_s >= usage.busy_s * (1 - 1e-9)
+        parts = usage.busy_s + usage.communication_s + usage.wait_s + usage.idle_s
+        assert parts == pytest.approx(result.iteration_s)
+        assert min(dataclasses.astuple(usage)) >= -1e-9
+
+
+@given(case=priced().map(congested))
+def test_links_carry_no_more_than_they_can(case):
+    result = run_case(case)
+    load = {}
+    for transfer in result.transfers():
+        if transfer.num_bytes:
+            for name, capacity in CONGESTED(transfer.source, transfer.target):
+                load.setdefault((name, capacity), []).append(transfer)
+    for (_, capacity), crossing in load.items():
+        begin = min(t.start_s for t in crossing)
+        end = max(t.end_s for t in crossing)
+        assert sum(t.num_bytes for t in crossing) <= capacity * (end - begin) * (1 + 1e-6)
+
+
+@given(case=priced().map(congested))
+@settings(max_examples=30)
+def test_the_same_input_gives_the_same_result(case):
+    first, second = run_case(case), run_case(case)
+    assert first.traces == second.traces
+    assert first.critical_path == second.critical_path
+    assert (first.usage, first.memory) == (second.usage, second.memory)
+
+
+def test_lists_that_wait_for_each_other_are_refused():
+    plan = even_plan(2, 1, 1)
+    lists = lower_plan(plan)
+    first = list(lists.ranks[0])
+    at = next(i for i, a in enumerate(first) if str(a).startswith("0SA0"))
+    # The first activation is sent only after the backward that it leads to.
+    first.append(first.pop(at))
+    stuck = dataclasses.replace(lists, ranks=(tuple(first), lists.ranks[1]))
+    with pytest.raises(SimulationError, match=r"no rank can go on:\nrank 0 at 2: 0RG0.* 0F0 »0B0«"):
+        run(plan, lists=stuck)
+
+
+def test_ends_of_a_transfer_that_differ_are_refused():
+    plan = even_plan(2, 1, 2)
+    lists = lower_plan(plan)
+    first = [a for a in lists.ranks[0] if not str(a).startswith("0SA")]
+    sends = [a for a in lists.ranks[0] if str(a).startswith("0SA")]
+    swapped = dataclasses.replace(
+        lists, ranks=((*first[:2], *sends[::-1], *first[2:]), lists.ranks[1])
+    )
+    with pytest.raises(SimulationError, match=r"sends 0SA1>1\[1:2\] where rank 1 has 1RA0<0"):
+        run(plan, lists=swapped)
+
+
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        ("0SA0", "sends and"),
+        ("1REDUCE", "1REDUCE in the lists of 1"),
+        ("STEP", "STEP in the lists"),
+    ],
+)
+def test_lists_that_do_not_fit_together_are_refused(drop, message):
+    plan = even_plan(2, 2, 2)
+    lists = lower_plan(plan)
+    rank = 2 if drop[0] == "1" else 0
+    kept = tuple(a for a in lists.ranks[rank] if not str(a).startswith(drop))
+    ranks = (*lists.ranks[:rank], kept, *lists.ranks[rank + 1 :])
+    with pytest.raises(SimulationError, match=message):
+        run(plan, lists=dataclasses.replace(lists, ranks=ranks))
+
+
+def test_inputs_that_do_not_fit_the_plan_are_refused():
+    with pytest.raises(SimulationError, match="3 kinds"):
+        run(even_plan(2, 1, 1), kinds=["x"] * 3)
+    with pytest.raises(SimulationError, match="fixed_bytes for 1"):
+        run(even_plan(2, 1, 1), fixed_bytes=[1])
+
+
+def test_recompute_and_offload_do_not_change_the_lists():
+    plan = even_plan(2, 2, 3)
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            recompute=Recompute(mode="full"),
+            offload=Offload(activations=True, optimizer_state=True),
+        )
+        for group in plan.groups
+    )
+    assert action_lists(dataclasses.replace(plan, groups=groups)) == lower_plan(plan)

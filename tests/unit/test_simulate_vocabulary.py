@@ -1,0 +1,124 @@
+"""Actions that no list of today has: ministages that are gathered and released, and offload."""
+
+import dataclasses
+
+import pytest
+
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from tests.unit.simulation import run
+from tests.unit.test_simulate_times import one_group
+from zorse_megatron.schedules.actions import parse_action_lists
+from zorse_megatron.schema.plan import Chunk, ModelFingerprint, Offload
+from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.ledger import Category
+
+MINISTAGES = (
+    "rank {r}: 0GATHER 1GATHER 0F0 0RELEASE 0SA0>{r}[{r}:{s}] 1RA0<{r}[{r}:{s}] 1F0 1B0 1RELEASE "
+    "1REDUCE 0GATHER 1SG0>{r}[{r}:{s}] 0RG0<{r}[{r}:{s}] 0B0 0RELEASE 0REDUCE SCALE STEP"
+)
+
+
+def ministage_plan():
+    """Two ranks in one group that holds two chunks of one layer."""
+    return dataclasses.replace(
+        one_group((1, 1), (1, 1)),
+        model=ModelFingerprint(num_layers=2),
+        chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2))),
+    )
+
+
+def ministage_lists():
+    return parse_action_lists("\n".join(MINISTAGES.format(r=rank, s=rank + 1) for rank in (0, 1)))
+
+
+def works(result, rank):
+    """Action -> start and end of its work; of actions that come twice, the last."""
+    return {s.action: (s.start_s + s.waited_s, s.end_s) for s in result.spans(rank)}
+
+
+def test_gathers_and_reductions_overlap_with_computation():
+    # A gather of 1280 bytes over two ranks crosses 640, a reduction of 2560 crosses 1280.
+    result = run(ministage_plan(), lists=ministage_lists(), comm=FakeComm(bytes_per_s=1280.0))
+    for rank in (0, 1):
+        work = works(result, rank)
+        assert work["1GATHER"] == (0.5, 1.0)  # behind 0GATHER, while 0F0 waits for that one only
+        assert work["0F0"] == (0.5, 1.5)
+        assert work["1F0"] == (1.5, 2.5)
+        assert work["1B0"] == (2.5, 4.5)
+        assert work["1REDUCE"] == (4.5, 5.5)
+        assert work["0GATHER"] == (5.5, 6.0)  # one collective of a rank at a time
+        assert work["0B0"] == (6.0, 8.0)
+        assert work["0REDUCE"] == (8.0, 9.0)
+        assert work["STEP"] == (9.0, 9.0)
+    assert result.iteration_s == 9.0
+    assert result.usage[0].communication_s == pytest.approx(0.5 + 1.5 + 1.0)
+
+
+def test_released_chunks_have_their_parameters_and_gradients_while_in_use():
+    result = run(ministage_plan(), lists=ministage_lists(), comm=FakeComm(bytes_per_s=1280.0))
+    taken = {step.time_s: step.by_category_bytes for step in result.memory_over_time(0)}
+    parameters = {at: by[Category.PARAMETERS] for at, by in taken.items()}
+    gradients = {at: by[Category.GRADIENTS] for at, by in taken.items()}
+    whole, shard = 2 * 640, 2 * 320
+    assert parameters[0.0] == 2 * whole  # both gathers are issued at once
+    assert parameters[1.5] == shard + whole  # 0RELEASE
+    assert parameters[4.5] == whole + shard  # 1RELEASE, and 0GATHER is issued
+    assert parameters[8.0] == 2 * shard
+    assert gradients[0.0] == 0
+    assert gradients[2.5] == 4 * 640  # 1B0
+    assert gradients[5.5] == 4 * 320  # 1REDUCE leaves the shard
+    assert gradients[6.0] == 4 * 320 + 4 * 640  # 0B0
+    assert gradients[9.0] == 0  # after STEP
+    assert result.memory[0].by_category[Category.OPTIMIZER_STATE].num_bytes == 12 * 640
+
+
+def fetching_plan(**offload):
+    return one_group((1, 1), offload=Offload(**offload))
+
+
+FETCHING = parse_action_lists("rank 0: 0FETCH 0F0 0B0 0REDUCE SCALE STEP 0GATHER 0OFFLOAD")
+
+
+@pytest.mark.parametrize(("copy_s", "step_at_s"), [(2.0, 3.0), (5.0, 5.0)])
+def test_a_fetch_overlaps_with_computation_until_the_step(copy_s, step_at_s):
+    state_bytes = 12 * 640
+    result = run(
+        fetching_plan(optimizer_state=True),
+        lists=FETCHING,
+        comm=FakeComm(host_bytes_per_s=state_bytes / copy_s),
+        compute=FakeCompute(step_per_parameter_s=1 / 640),
+    )
+    work = works(result, 0)
+    assert work["0FETCH"] == (0.0, copy_s)
+    assert work["0F0"] == (0.0, 1.0)
+    assert work["STEP"] == (step_at_s, step_at_s + 1)
+    assert work["0OFFLOAD"] == (step_at_s + 1, step_at_s + 1 + copy_s)
+    assert result.iteration_s == step_at_s + 1 + copy_s
+    steps = result.memory_over_time(0)
+    states = [step.by_category_bytes[Category.OPTIMIZER_STATE] for step in steps]
+    assert (states[0], max(states), states[-1]) == (0, state_bytes, 0)
+
+
+def test_parameters_are_fetched_before_they_are_computed_with():
+    result = run(
+        fetching_plan(parameters=True),
+        lists=FETCHING,
+        comm=FakeComm(host_bytes_per_s=640.0),
+    )
+    assert works(result, 0)["0F0"] == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("offload", "words", "message"),
+    [
+        (None, "0GATHER 0F0 0B0 0RELEASE 0F1 0B1", "runs 0F1, but .* released"),
+        (None, "0FETCH 0F0 0B0 0F1 0B1", "names nothing"),
+        (Offload(parameters=True), "0F0 0B0 0F1 0B1 0OFFLOAD", "0F0, but .* in host memory"),
+        (Offload(parameters=True), "0FETCH 0F0 0B0 0OFFLOAD 0GATHER", "in host memory"),
+        (None, "1RELEASE", "not a chunk of its group"),
+    ],
+)
+def test_what_is_not_there_cannot_be_used(offload, words, message):
+    plan = one_group((1, 2), offload=offload)
+    with pytest.raises(SimulationError, match=message):
+        run(plan, lists=parse_action_lists(f"rank 0: {words}"), memory=FakeMemory())

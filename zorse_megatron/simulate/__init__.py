@@ -1,0 +1,1 @@
+"""Prices the action lists that the runtime executes: time, memory, and why."""

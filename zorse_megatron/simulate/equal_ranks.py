@@ -1,0 +1,233 @@
+"""Ranks that are bound to do the same at the same time, so that one of them can stand for all.
+
+Copies. Let the R replicas of each group run equally many micro-batches of m samples, let r be the
+greatest common divisor of the R * m of all groups and L the least common multiple of the m. Samples
+are laid out in rounds of R * m (see `schedules.samples`). If L divides r, cut every r consecutive
+samples into g = r / L blocks of L. No micro-batch straddles a block, so the k-th blocks of all
+rounds are a pipeline of their own, the k-th of g, with R / g replicas in each group. The lists of
+each copy are those of the plan with R / g replicas and 1 / g of the batch, other names for ranks
+and samples aside: the play that makes them (`schedules.order`) breaks ties by chunk and replica
+only, which both keep, as long as it never has to raise a limit (which is checked).
+
+Classes. Copies are of one class if their ranks have the same kinds, shards and fixed memory and
+their transfers the same prices, and cross links that are alike (see `copy_classes`). All copies of
+a class run at the same times, by induction over time: their computations cost the same, their
+collectives are the same ones, and their flows have the same rates, because progressive filling
+decides by the bandwidth of links and by how many flows of each sort cross them, so that at each
+step it stops all flows of a sort or none. So it is enough to play one copy of each class, with each
+of its flows counted as often on a link as copies of it cross that link.
+
+The swaps of a tied embedding run between copies, so a plan with one is not merged.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zorse_megatron.costs.interface import CommCost
+from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.one_f_one_b import in_flight_limits
+from zorse_megatron.schedules.order import Pipeline
+from zorse_megatron.schedules.samples import micro_batches
+from zorse_megatron.schema.plan import Group, Plan
+from zorse_megatron.simulate.copy_classes import Edge, classify_copies
+from zorse_megatron.simulate.routes import EqualLinks
+from zorse_megatron.simulate.sizes import Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualRanks:
+    """The ranks to simulate, and for whom they stand."""
+
+    lists: Mapping[int, tuple[Action, ...]]
+    """Rank -> its list, with the names of the whole plan."""
+    stands_in: tuple[int, ...]
+    """Global rank -> the rank that stands for it."""
+    links: EqualLinks
+
+    @classmethod
+    def all_different(cls, plan: Plan, lists: ActionLists) -> "EqualRanks":
+        """Every rank stands for itself."""
+        return cls(
+            lists=dict(enumerate(lists.ranks)),
+            stands_in=tuple(range(plan.world_size)),
+            links=EqualLinks(),
+        )
+
+
+def find_equal_ranks(
+    sizes: Sizes,
+    comm: CommCost,
+    kinds: Sequence[str],
+    fixed_bytes: Sequence[int],
+    *,
+    forward_only: bool = False,
+) -> EqualRanks | None:
+    """Return one copy of each class; None where nothing can be merged."""
+    plan = sizes.plan
+    swaps = sizes.tied and len(plan.chunks) > 1 and not forward_only
+    if swaps or len(plan.chunks) != len(plan.groups) or not all(map(_is_even, plan.groups)):
+        return None
+    copies = Copies.of(plan)
+    if copies.count == 1:
+        return None
+    one = copies.reduced_plan()
+    if _raises_a_limit(one, forward_only=forward_only):
+        return None
+    lists = lower_plan(one, forward_only=forward_only)
+    messages = _messages(copies.renamed(lists, 0))
+
+    def look(names: Mapping[int, int]) -> Hashable:
+        ranks = [
+            (kinds[rank], fixed_bytes[rank], *(sizes.shards[c][rank] for c in sizes.chunks(rank)))
+            for rank in names.values()
+        ]
+        prices = [
+            comm.transfer_s(names[source], names[target], sizes.boundary_bytes(count))
+            for (source, target), counts in messages.items()
+            for count in (0, *sorted(counts))
+        ]
+        return (*ranks, *prices)
+
+    found = classify_copies(
+        comm,
+        copies.counterparts,
+        list(messages),
+        [group.ranks for group in plan.groups],
+        [look(names) for names in copies.counterparts],
+    )
+    simulated = sorted(set(found.first))
+    if len(simulated) == copies.count:
+        return None
+    renamed = [copies.renamed(lists, copy) for copy in simulated]
+    return EqualRanks(
+        lists={rank: actions for part in renamed for rank, actions in part.items()},
+        stands_in=copies.stands_in(found.first),
+        links=found.links,
+    )
+
+
+def _is_even(group: Group) -> bool:
+    """Whether the replicas have the same work, and some."""
+    work = {
+        (len(replica.ranks), replica.micro_batch_size, replica.num_microbatches)
+        for replica in group.replicas
+    }
+    return len(work) == 1 and group.replicas[0].num_microbatches > 0
+
+
+def _raises_a_limit(plan: Plan, *, forward_only: bool) -> bool:
+    """Whether the play of the plan's pipeline gets stuck at its limits, where it favours one."""
+    groups = [plan.groups[chunk.group] for chunk in plan.chunks]
+    limits = in_flight_limits(groups, plan.global_batch_size)
+    pipeline = Pipeline([micro_batches(g) for g in groups], limits, forward_only=forward_only)
+    for _ in pipeline.play():
+        pass
+    return any(
+        worker.limit != limits[chunk][replica]
+        for (chunk, replica), worker in pipeline.workers.items()
+    )
+
+
+def _messages(lists: Mapping[int, Sequence[Action]]) -> dict[Edge, set[int]]:
+    """(source, target) -> numbers of samples that are sent at once."""
+    found: dict[Edge, set[int]] = {}
+    for rank, actions in lists.items():
+        for action in actions:
+            if action.kind in SENDS:
+                assert action.peer is not None and action.samples is not None
+                count = action.samples[1] - action.samples[0]
+                found.setdefault((rank, action.peer), set()).add(count)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """A plan of equal work as several pipelines: r = `period`, L = `block` samples."""
+
+    plan: Plan
+    period: int
+    block: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Copies":
+        """The finest cut; one copy where the blocks do not fit."""
+        sizes = [group.replicas[0].micro_batch_size for group in plan.groups]
+        rounds = [
+            len(group.replicas) * size for group, size in zip(plan.groups, sizes, strict=True)
+        ]
+        period, block = math.gcd(*rounds), math.lcm(*sizes)
+        return cls(plan=plan, period=period, block=block if period % block == 0 else period)
+
+    @property
+    def count(self) -> int:
+        """g: how many copies."""
+        return self.period // self.block
+
+    def reduced_plan(self) -> Plan:
+        """One copy as a plan of its own, with ranks from 0 in the order of groups and replicas."""
+        groups, first = [], 0
+        for group in self.plan.groups:
+            number = len(group.replicas) // self.count
+            replicas = tuple(
+                dataclasses.replace(group.replicas[0], ranks=(first + index,), shard_weight=1.0)
+                for index in range(number)
+            )
+            groups.append(Group(replicas=replicas))  # its other settings do not change the lists
+            first += number
+        return dataclasses.replace(
+            self.plan,
+            global_batch_size=self.plan.global_batch_size // self.count,
+            groups=tuple(groups),
+            cluster=None,
+            predictions=None,
+        )
+
+    def renamed(self, lists: ActionLists, copy: int) -> dict[int, tuple[Action, ...]]:
+        """The reduced plan's lists with the whole plan's names of a copy."""
+        names = list(self._members(copy))
+        return {
+            names[rank]: tuple(self._renamed(action, names, copy) for action in actions)
+            for rank, actions in enumerate(lists.ranks)
+        }
+
+    @cached_property
+    def counterparts(self) -> tuple[dict[int, int], ...]:
+        """Copy -> rank of copy 0 -> the rank that is in its place."""
+        names = list(self._members(0))
+        return tuple(
+            dict(zip(names, self._members(copy), strict=True)) for copy in range(self.count)
+        )
+
+    def stands_in(self, first: Sequence[int]) -> tuple[int, ...]:
+        """Global rank -> its counterpart in the first copy of its class."""
+        found = {
+            rank: self.counterparts[first[copy]][original]
+            for copy, names in enumerate(self.counterparts)
+            for original, rank in names.items()
+        }
+        return tuple(found[rank] for rank in range(self.plan.world_size))
+
+    def _members(self, copy: int) -> Iterator[int]:
+        """Ranks of a copy, in the order in which the reduced plan counts them."""
+        for group in self.plan.groups:
+            size = group.replicas[0].micro_batch_size
+            for index in range(len(group.replicas) // self.count):
+                start = self._sample(index * size, copy)
+                yield group.replicas[start // size].ranks[0]
+
+    def _sample(self, sample: int, copy: int) -> int:
+        """The whole plan's name of a copy's sample."""
+        block, offset = divmod(sample, self.block)
+        return block * self.period + copy * self.block + offset
+
+    def _renamed(self, action: Action, names: Sequence[int], copy: int) -> Action:
+        if action.kind not in TRANSFERS:
+            return action
+        assert action.peer is not None and action.samples is not None
+        start = self._sample(action.samples[0], copy)
+        stop = start + action.samples[1] - action.samples[0]
+        return dataclasses.replace(action, peer=names[action.peer], samples=(start, stop))

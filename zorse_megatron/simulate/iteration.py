@@ -1,0 +1,102 @@
+"""Simulates one iteration of a plan: the entry to this package."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from zorse_megatron.costs.interface import CommCost, ComputeCost, MemoryCost
+from zorse_megatron.schedules.actions import ActionLists
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan import Offload, Plan
+from zorse_megatron.simulate.critical_path import critical_path
+from zorse_megatron.simulate.engine import play
+from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
+from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.memory import peak_memory
+from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
+from zorse_megatron.simulate.prices import Prices
+from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.simulate.routes import Routes
+from zorse_megatron.simulate.sizes import Sizes
+from zorse_megatron.simulate.timeline import Timeline
+from zorse_megatron.simulate.translate import translate
+from zorse_megatron.simulate.usage import usage_of
+
+
+def simulate(
+    plan: Plan,
+    compute: ComputeCost,
+    memory: MemoryCost,
+    comm: CommCost,
+    kinds: Sequence[str],
+    *,
+    sequence_length: int,
+    forward_only: bool = False,
+    perturbation: Perturbation | None = None,
+    fixed_bytes: Sequence[int] | None = None,
+    lists: ActionLists | None = None,
+    merge_equal_ranks: bool = False,
+) -> SimulationResult:
+    """Price one iteration of the lists that the runtime executes for `plan`.
+
+    `kinds`: the kind of GPU of each global rank. `fixed_bytes`: for each rank what is always taken
+    (CUDA context, buffers of NCCL). `lists`: other lists than `action_lists` gives.
+    `merge_equal_ranks`: simulate one of several equal ranks where the result is proven to be the
+    same (see `equal_ranks`), all of them where it is not; with it, spans exist of one rank each.
+
+    Raises PlanError for a plan that cannot be lowered, SimulationError for lists that cannot be
+    executed or inputs that do not fit, LookupError for a kind that `compute` does not know.
+    """
+    perturbation = perturbation or NO_PERTURBATION
+    fixed = tuple(fixed_bytes or [0] * plan.world_size)
+    if len(fixed) != plan.world_size:
+        raise SimulationError(
+            f"found fixed_bytes for {len(fixed)} ranks; expected {plan.world_size}"
+        )
+    sizes = Sizes(plan, memory)
+    equal = None
+    if merge_equal_ranks and lists is None and perturbation.treats_kinds_alike:
+        equal = find_equal_ranks(sizes, comm, kinds, fixed, forward_only=forward_only)
+    if equal is None:
+        whole = lists or action_lists(plan, forward_only=forward_only)
+        equal = EqualRanks.all_different(plan, whole)
+    routes = Routes(comm, link_factors=perturbation.link_factors, equal=equal.links)
+    prices = Prices(sizes, compute, routes, kinds)
+    program = translate(equal.lists, prices, perturbation)
+    timeline = Timeline(
+        program=program,
+        times=play(program),
+        sizes=sizes,
+        fixed_bytes=fixed,
+        forward_only=forward_only,
+    )
+    return _report(timeline, equal, tokens=plan.global_batch_size * sequence_length)
+
+
+def action_lists(plan: Plan, *, forward_only: bool = False) -> ActionLists:
+    """The plan's lists, also where the runtime cannot execute all of the plan yet.
+
+    Recomputation and the offload of activations and optimizer state change what an action costs,
+    not which actions there are.
+    """
+    groups = []
+    for group in plan.groups:
+        offload = group.offload
+        if offload is not None:
+            offload = Offload(parameters=offload.parameters)
+        groups.append(dataclasses.replace(group, recompute=None, offload=offload))
+    return lower_plan(dataclasses.replace(plan, groups=tuple(groups)), forward_only=forward_only)
+
+
+def _report(timeline: Timeline, equal: EqualRanks, *, tokens: int) -> SimulationResult:
+    usage = {rank: usage_of(timeline, rank) for rank in equal.lists}
+    memory = {rank: peak_memory(timeline, rank) for rank in equal.lists}
+    iteration_s = timeline.end_s
+    return SimulationResult(
+        iteration_s=iteration_s,
+        tokens_per_s=tokens / iteration_s if iteration_s else float("inf"),
+        usage=tuple(usage[rank] for rank in equal.stands_in),
+        memory=tuple(memory[rank] for rank in equal.stands_in),
+        critical_path=critical_path(timeline),
+        stands_in=equal.stands_in,
+        timeline=timeline,
+    )

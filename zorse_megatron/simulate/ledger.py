@@ -1,0 +1,225 @@
+"""Every change of the bytes on one rank's GPU, action by action."""
+
+from enum import IntEnum
+
+from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
+from zorse_megatron.simulate.residency import Residency
+from zorse_megatron.simulate.timeline import Timeline
+
+
+class Category(IntEnum):
+    """What bytes are used for."""
+
+    PARAMETERS = 0
+    GRADIENTS = 1
+    OPTIMIZER_STATE = 2
+    ACTIVATIONS = 3
+    BUFFERS = 4
+    LOGITS = 5
+    FIXED = 6
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return self.name.lower().replace("_", " ")
+
+
+Change = tuple[float, Category, int, int]
+"""(time in seconds, category, bytes more or less, position of the action in the list)."""
+
+
+def changes_of(timeline: Timeline, rank: int) -> tuple[list[int], list[Change]]:
+    """Bytes of each category at the start, and all changes in the order of time.
+
+    Changes of one moment are in the order of the list, and what is given back when an action ends
+    is given back before the next one takes anything.
+    """
+    ledger = _Ledger(timeline, rank)
+    ledger.write()
+    ledger.changes.sort(key=lambda change: change[0])  # stable
+    return ledger.start, ledger.changes
+
+
+class _Ledger:
+    def __init__(self, timeline: Timeline, rank: int) -> None:
+        self.timeline = timeline
+        self.times = timeline.times
+        self.sizes = sizes = timeline.sizes
+        self.rank = rank
+        self.track = timeline.program.tracks[rank]
+        self.residency = Residency(sizes, rank, self.track.actions)
+        self.samples = sizes.micro_batch_size(rank)
+        self.changes: list[Change] = []
+        self.received: dict[tuple[Kind, int | None, int | None], int] = {}
+        self.sends_left: dict[tuple[Kind, int | None, int | None], int] = {}
+        self.leaving: list[tuple[float, int]] = []
+        self.with_gradients: set[int] = set()
+        """Released chunks that have whole gradients now."""
+        for action in self.track.actions:
+            if action.kind in SENDS:
+                key = action.kind, action.chunk, action.micro_batch
+                self.sends_left[key] = self.sends_left.get(key, 0) + 1
+        gradients = 0
+        if not timeline.forward_only:
+            gradients = sum(
+                sizes.memory.gradient_bytes(sizes.parameters[chunk])
+                for chunk in sizes.chunks(rank)
+                if chunk not in self.residency.released
+            )
+        self.start = [0] * len(Category)
+        self.start[Category.PARAMETERS] = self.residency.start_parameter_bytes
+        self.start[Category.GRADIENTS] = gradients
+        self.start[Category.OPTIMIZER_STATE] = self.residency.start_state_bytes
+        self.start[Category.FIXED] = timeline.fixed_bytes[rank]
+
+    def write(self) -> None:
+        """Go through the list once."""
+        for position, action in enumerate(self.track.actions):
+            if action.kind in RECEIVES:
+                self._receive(position, action)
+            elif action.kind in SENDS:
+                self._send(position, action)
+            elif action.kind is Kind.FORWARD:
+                self._forward(position, action)
+            elif action.kind is Kind.BACKWARD:
+                self._backward(position, action)
+            else:
+                self._on_state(position, action)
+        if self.track.actions:
+            self._flush(len(self.track.actions) - 1)
+
+    def _note(self, time_s: float, category: Category, num_bytes: int, position: int) -> None:
+        if num_bytes:
+            self.changes.append((time_s, category, num_bytes, position))
+
+    def _receive(self, position: int, action: Action) -> None:
+        num_bytes = self._message_bytes(action)
+        key = action.kind, action.chunk, action.micro_batch
+        self.received[key] = self.received.get(key, 0) + num_bytes
+        time_s = self.timeline.reached_s(self.track, position)
+        self._note(time_s, Category.BUFFERS, num_bytes, position)
+
+    def _send(self, position: int, action: Action) -> None:
+        now_s = self.timeline.reached_s(self.track, position)
+        self._forget_what_left(now_s, position)
+        num_bytes = self._message_bytes(action)
+        whole_bytes = self.sizes.boundary_bytes(self.samples)
+        in_pieces = num_bytes != whole_bytes
+        key = action.kind, action.chunk, action.micro_batch
+        self.sends_left[key] -= 1
+        if in_pieces:
+            self._note(now_s, Category.BUFFERS, num_bytes, position)
+            if not self.sends_left[key]:
+                self._note(now_s, Category.BUFFERS, -whole_bytes, position)
+        self.leaving.append((self.times.end_s[self.track.tasks[position]], num_bytes))
+
+    def _forget_what_left(self, now_s: float, position: int) -> None:
+        staying = []
+        for left_s, num_bytes in self.leaving:
+            if left_s <= now_s:
+                self._note(now_s, Category.BUFFERS, -num_bytes, position)
+            else:
+                staying.append((left_s, num_bytes))
+        self.leaving = staying
+
+    def _flush(self, position: int) -> None:
+        """All that is under way leaves, as `Mailbox.flush` waits for at the end of the passes."""
+        now_s = self.timeline.reached_s(self.track, position)
+        for left_s, num_bytes in self.leaving:
+            self._note(max(now_s, left_s), Category.BUFFERS, -num_bytes, position)
+        self.leaving = []
+
+    def _forward(self, position: int, action: Action) -> None:
+        assert action.chunk is not None
+        chunk, sizes = action.chunk, self.sizes
+        start_s, end_s = self._run(position)
+        evaluating = self.timeline.forward_only
+        key = Kind.RECEIVE_ACTIVATION, chunk, action.micro_batch
+        received = self.received.pop(key, 0)
+        self._note(end_s if evaluating else start_s, Category.BUFFERS, -received, position)
+        if evaluating:
+            working = sizes.working_bytes(self.rank, chunk, forward_only=True)
+            self._for_a_while(position, Category.ACTIVATIONS, working)
+            self._for_a_while(position, Category.LOGITS, sizes.head_bytes(self.rank, chunk))
+        else:
+            kept = sizes.kept_bytes(self.rank, chunk)
+            self._note(start_s, Category.ACTIVATIONS, kept, position)
+            head = sizes.head_bytes(self.rank, chunk)
+            self._note(start_s, Category.LOGITS, head, position)
+            if position in self.track.copies:
+                gone_s = self.times.end_s[self.track.copies[position]]
+                self._note(gone_s, Category.ACTIVATIONS, -kept, position)
+        if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
+            output = sizes.boundary_bytes(self.samples)
+            self._note(start_s, Category.BUFFERS, output, position)
+
+    def _backward(self, position: int, action: Action) -> None:
+        assert action.chunk is not None
+        chunk, sizes = action.chunk, self.sizes
+        start_s, end_s = self._run(position)
+        kept = sizes.kept_bytes(self.rank, chunk)
+        if position in self.track.copies:
+            back_s = self.times.start_s[self.track.copies[position]]
+            self._note(back_s, Category.ACTIVATIONS, kept, position)
+        if chunk in self.residency.released and chunk not in self.with_gradients:
+            self.with_gradients.add(chunk)
+            self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
+        if (Kind.SEND_GRADIENT, chunk, action.micro_batch) in self.sends_left:
+            gradient = sizes.boundary_bytes(self.samples)
+            self._note(start_s, Category.BUFFERS, gradient, position)
+        working = sizes.working_bytes(self.rank, chunk, forward_only=False)
+        self._for_a_while(position, Category.ACTIVATIONS, working)
+        self._note(end_s, Category.ACTIVATIONS, -kept, position)
+        self._note(end_s, Category.LOGITS, -sizes.head_bytes(self.rank, chunk), position)
+        received = self.received.pop((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), 0)
+        self._note(end_s, Category.BUFFERS, -received, position)
+
+    def _on_state(self, position: int, action: Action) -> None:
+        start_s, end_s = self._run(position)
+        chunk, sizes = action.chunk, self.sizes
+        if action.kind is Kind.STEP:
+            self._flush(position)
+            for released in sorted(self.residency.released):
+                shard = sizes.memory.gradient_bytes(sizes.shards[released][self.rank])
+                self._note(end_s, Category.GRADIENTS, -shard, position)
+        elif action.kind is Kind.TIE:
+            swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
+            ready_s = self.timeline.ready_s(self.track, position)
+            self._note(ready_s, Category.BUFFERS, swapped, position)
+            self._note(end_s, Category.BUFFERS, -swapped, position)
+        elif action.kind is Kind.REDUCE and chunk in self.residency.released:
+            assert chunk is not None
+            shard = sizes.memory.gradient_bytes(sizes.shards[chunk][self.rank])
+            whole = self._gradient_bytes(chunk)
+            if chunk not in self.with_gradients:  # no micro-batches: it adds zeros to the sum
+                self._note(start_s, Category.GRADIENTS, whole, position)
+            self.with_gradients.discard(chunk)
+            self._note(end_s, Category.GRADIENTS, shard - whole, position)
+        elif position in self.residency.moves:
+            self._move(position, end_s)
+
+    def _move(self, position: int, end_s: float) -> None:
+        """Bytes are taken when a copy or a gather is issued, and given back when it is done."""
+        move = self.residency.moves[position]
+        issued_s = self.timeline.reached_s(self.track, position)
+        for category, num_bytes in (
+            (Category.PARAMETERS, move.parameter_bytes),
+            (Category.OPTIMIZER_STATE, move.state_bytes),
+        ):
+            self._note(issued_s if num_bytes > 0 else end_s, category, num_bytes, position)
+
+    def _for_a_while(self, position: int, category: Category, num_bytes: int) -> None:
+        start_s, end_s = self._run(position)
+        self._note(start_s, category, num_bytes, position)
+        self._note(end_s, category, -num_bytes, position)
+
+    def _run(self, position: int) -> tuple[float, float]:
+        task = self.track.tasks[position]
+        return self.times.start_s[task], self.times.end_s[task]
+
+    def _gradient_bytes(self, chunk: int) -> int:
+        return self.sizes.memory.gradient_bytes(self.sizes.parameters[chunk])
+
+    def _message_bytes(self, action: Action) -> int:
+        assert action.samples is not None
+        return self.sizes.boundary_bytes(action.samples[1] - action.samples[0])

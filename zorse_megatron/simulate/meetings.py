@@ -1,0 +1,48 @@
+"""Collectives: one task for all ranks that take part."""
+
+from collections.abc import Mapping, Sequence
+
+from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.prices import Prices
+from zorse_megatron.simulate.task_graph import Role, TaskGraph
+
+Meeting = tuple[Kind, int | None, int]
+"""Kind, chunk (None: the whole world), and how many of these came before in the list."""
+
+
+class Meetings:
+    """Makes the task when the first rank joins; the others wait for it too."""
+
+    def __init__(
+        self, graph: TaskGraph, prices: Prices, lists: Mapping[int, Sequence[Action]]
+    ) -> None:
+        self.graph = graph
+        self.prices = prices
+        self.ranks = lists.keys()
+        self.tasks: dict[Meeting, int] = {}
+        self.joined: dict[Meeting, int] = {}
+
+    def join(self, key: Meeting, owner: tuple[int, int], *after: int) -> int:
+        """Let a rank take part in the collective."""
+        kind, chunk, _ = key
+        if key not in self.tasks:
+            work = self.prices.statistic() if chunk is None else self.prices.collective(kind, chunk)
+            self.tasks[key] = self.graph.add_work(owner, Role.COLLECTIVE, work)
+        for earlier in after:
+            self.graph.order(earlier, self.tasks[key])
+        self.joined[key] = self.joined.get(key, 0) + 1
+        return self.tasks[key]
+
+    def check(self) -> None:
+        """Raise SimulationError where a rank that others wait for does not take part."""
+        for (kind, chunk, _), joined in self.joined.items():
+            members = set(self.ranks)
+            if chunk is not None:
+                members &= self.prices.sizes.shards[chunk].keys()
+            if joined != len(members):
+                word = kind if chunk is None else f"{chunk}{kind}"
+                raise SimulationError(
+                    f"found {word} in the lists of {joined} ranks; expected it on all "
+                    f"{len(members)}, as they would wait for each other"
+                )

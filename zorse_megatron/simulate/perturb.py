@@ -1,0 +1,65 @@
+"""What may differ from the cost models: random jitter, a mis-profiled rank or kind, a slow link."""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perturbation:
+    """How far the machines are from what the cost models say of them.
+
+    `jitter`: standard deviation of each computation's duration over its mean. The factors are
+    log-normal with mean 1, so that they are positive and add no time on average. They are drawn
+    for each rank on its own, in the order of its list, so the same seed gives the same factors
+    whatever the other ranks do.
+    """
+
+    jitter: float = 0.0
+    seed: int = 0
+    rank_factors: Mapping[int, float] = field(default_factory=dict)
+    """Global rank -> its computations take this many times as long."""
+    kind_factors: Mapping[str, float] = field(default_factory=dict)
+    """GPU kind -> the same for all of its ranks."""
+    link_factors: Mapping[str, float] = field(default_factory=dict)
+    """Name of a shared link -> its bandwidth is this many times what it was."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.jitter) and self.jitter >= 0):
+            raise ValueError(f"found jitter {self.jitter}; expected a number of 0 or more")
+        for name in ("rank_factors", "kind_factors", "link_factors"):
+            for key, factor in getattr(self, name).items():
+                if not (math.isfinite(factor) and factor > 0):
+                    raise ValueError(f"found {name}[{key!r}] = {factor}; expected it positive")
+
+    def rank_factor(self, rank: int, kind: str) -> float:
+        """How many times as long each computation of the rank takes, jitter left out."""
+        return self.rank_factors.get(rank, 1.0) * self.kind_factors.get(kind, 1.0)
+
+    def jitter_of(self, rank: int) -> "JitterSource":
+        """The factors of one rank's computations, in the order of its list."""
+        return JitterSource(self, rank)
+
+    @property
+    def treats_kinds_alike(self) -> bool:
+        """Whether ranks of one kind stay equal."""
+        return not (self.jitter or self.rank_factors or self.link_factors)
+
+
+class JitterSource:
+    """Draws one factor after the other."""
+
+    def __init__(self, perturbation: Perturbation, rank: int) -> None:
+        self._random = random.Random(f"{perturbation.seed}/{rank}")
+        variance = math.log1p(perturbation.jitter**2)  # of the logarithm
+        self._mean, self._deviation = -variance / 2, math.sqrt(variance)
+
+    def draw(self) -> float:
+        """The next factor; 1 without jitter."""
+        if not self._deviation:
+            return 1.0
+        return self._random.lognormvariate(self._mean, self._deviation)
+
+
+NO_PERTURBATION = Perturbation()

@@ -1,0 +1,85 @@
+"""What each action of a plan costs: durations and flows, asked of the cost models once."""
+
+from collections.abc import Sequence
+
+from zorse_megatron.costs.interface import ComputeCost, PassTimes
+from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.routes import Routes, Work
+from zorse_megatron.simulate.sizes import Sizes
+
+_STATISTIC_BYTES = 4  # a number of tokens (int32) or the square of a norm (fp32)
+
+
+class Prices:
+    """Durations of computations, and what collectives and copies take."""
+
+    def __init__(
+        self, sizes: Sizes, compute: ComputeCost, routes: Routes, kinds: Sequence[str]
+    ) -> None:
+        """`kinds`: the kind of GPU of each global rank."""
+        if len(kinds) != sizes.plan.world_size:
+            raise SimulationError(
+                f"found {len(kinds)} kinds of GPUs; expected {sizes.plan.world_size}, one per rank"
+            )
+        self.sizes = sizes
+        self.compute = compute
+        self.routes = routes
+        self.kinds = tuple(kinds)
+        self._passes: dict[tuple[str, int, int], PassTimes] = {}
+        self._collectives: dict[tuple[Kind, int], Work] = {}
+        self._statistic: Work | None = None
+
+    def passes(self, rank: int, chunk: int) -> PassTimes:
+        """One micro-batch of the rank through the chunk: layers, embedding, head, recompute."""
+        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
+        key = kind, size, chunk
+        if key not in self._passes:
+            self._passes[key] = self._price_passes(kind, size, chunk)
+        return self._passes[key]
+
+    def step_s(self, rank: int) -> float:
+        """Optimizer step on all that the rank owns."""
+        owned = sum(self.sizes.shards[chunk][rank] for chunk in self.sizes.chunks(rank))
+        return self.compute.step_s(self.kinds[rank], owned)
+
+    def collective(self, kind: Kind, chunk: int) -> Work:
+        """A REDUCE or a GATHER of the chunk over its group."""
+        if (kind, chunk) not in self._collectives:
+            memory, comm = self.sizes.memory, self.routes.comm
+            shards = self.sizes.shards[chunk]
+            ranks = tuple(shards)
+            reduces = kind is Kind.REDUCE
+            to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
+            time_s = comm.reduce_scatter_s if reduces else comm.all_gather_s
+            parts = tuple(to_bytes(count) for count in shards.values())
+            alone_s = time_s(ranks, parts) if len(ranks) > 1 else 0.0
+            self._collectives[kind, chunk] = self.routes.collective(ranks, sum(parts), alone_s)
+        return self._collectives[kind, chunk]
+
+    def statistic(self) -> Work:
+        """A sum of one number over all ranks: the tokens, or the norm."""
+        if self._statistic is None:
+            world = tuple(range(self.sizes.plan.world_size))
+            alone_s = self.routes.comm.all_reduce_s(world, _STATISTIC_BYTES)
+            self._statistic = Work(seconds_s=alone_s if len(world) > 1 else 0.0)
+        return self._statistic
+
+    def copy_s(self, rank: int, num_bytes: int) -> float:
+        """Bytes between the GPU and host memory, in one direction."""
+        return num_bytes / self.routes.comm.host_link_bytes_per_s(rank)
+
+    def _price_passes(self, kind: str, size: int, chunk: int) -> PassTimes:
+        layers = self.sizes.num_layers(chunk)
+        layer = self.compute.layer(kind, size)
+        forward_s, backward_s = layers * layer.forward_s, layers * layer.backward_s
+        mode, recomputed = self.sizes.recompute(chunk)
+        if recomputed:
+            backward_s += recomputed * self.compute.recompute_s(kind, size, mode)
+        ends = [self.compute.embedding(kind, size)] if chunk == 0 else []
+        if self.sizes.is_last(chunk):
+            ends.append(self.compute.head(kind, size))
+        return PassTimes(
+            forward_s=forward_s + sum(end.forward_s for end in ends),
+            backward_s=backward_s + sum(end.backward_s for end in ends),
+        )

@@ -1,0 +1,152 @@
+"""How many parameters and bytes of a plan each rank holds, asked of the memory model once."""
+
+from functools import cached_property
+
+from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
+from zorse_megatron.schedules.shards import overlaps, shard_bounds
+from zorse_megatron.schema.plan import Group, Plan, Replica
+from zorse_megatron.simulate.errors import SimulationError
+
+
+class Sizes:
+    """Sizes of the plan's chunks, and of each rank's part of them."""
+
+    def __init__(self, plan: Plan, memory: MemoryCost) -> None:
+        self.plan = plan
+        self.memory = memory
+        self.place: dict[int, tuple[int, int]] = {}
+        """Rank -> number of its group and of its replica there."""
+        for number, group in enumerate(plan.groups):
+            for index, replica in enumerate(group.replicas):
+                if len(replica.ranks) != 1:
+                    raise SimulationError(
+                        f"groups[{number}].replicas[{index}] has ranks {replica.ranks}; expected "
+                        "one rank per replica: tensor parallelism is not simulated"
+                    )
+                self.place[replica.ranks[0]] = number, index
+        self.tied = bool(plan.model.tied_embeddings)
+        self.parameters = tuple(map(self._parameters, range(len(plan.chunks))))
+        """Chunk -> number of its parameters."""
+        self.shards = tuple(map(self._shards, range(len(plan.chunks))))
+        """Chunk -> rank -> number of the parameters that the rank owns; in replica order."""
+        self._boundary: dict[int, int] = {}
+        self._kept: dict[tuple[int, int], int] = {}
+        self._working: dict[tuple[int, int], int] = {}
+
+    def group(self, rank: int) -> Group:
+        """The rank's group."""
+        return self.plan.groups[self.place[rank][0]]
+
+    def replica(self, rank: int) -> Replica:
+        """The rank's replica."""
+        group, replica = self.place[rank]
+        return self.plan.groups[group].replicas[replica]
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks that the rank's group holds."""
+        return self._chunks_of_group[self.place[rank][0]]
+
+    def micro_batch_size(self, rank: int) -> int:
+        """Samples of each of the rank's micro-batches."""
+        return self.replica(rank).micro_batch_size
+
+    def recompute(self, chunk: int) -> tuple[RecomputeMode, int]:
+        """How the chunk's layers are recomputed, and how many of them.
+
+        A group without a setting counts as one that recomputes nothing.
+        """
+        layers = self.num_layers(chunk)
+        setting = self.plan.groups[self.plan.chunks[chunk].group].recompute
+        if setting is None or setting.mode == "none":
+            return "none", 0
+        return setting.mode, min(layers, setting.num_layers or layers)
+
+    def num_layers(self, chunk: int) -> int:
+        """Transformer layers of the chunk."""
+        first, stop = self.plan.chunks[chunk].layers
+        return stop - first
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether the chunk ends in the head."""
+        return chunk == len(self.plan.chunks) - 1
+
+    def boundary_bytes(self, num_samples: int) -> int:
+        """One activation between two chunks."""
+        if num_samples not in self._boundary:
+            self._boundary[num_samples] = self.memory.boundary_bytes(num_samples)
+        return self._boundary[num_samples]
+
+    def kept_bytes(self, rank: int, chunk: int) -> int:
+        """What the chunk's layers keep of one micro-batch from its forward to its backward."""
+        size = self.micro_batch_size(rank)
+        if (chunk, size) not in self._kept:
+            mode, recomputed = self.recompute(chunk)
+            whole = self.num_layers(chunk) - recomputed
+            self._kept[chunk, size] = whole * self.memory.activation_bytes(size, "none")
+            if recomputed:
+                self._kept[chunk, size] += recomputed * self.memory.activation_bytes(size, mode)
+        return self._kept[chunk, size]
+
+    def working_bytes(self, rank: int, chunk: int, *, forward_only: bool) -> int:
+        """What one layer needs for a moment beyond what is kept.
+
+        In a backward: what is recomputed, one layer at a time. In an evaluation, which keeps
+        nothing: a whole layer, at most.
+        """
+        size = self.micro_batch_size(rank)
+        if forward_only:
+            return self.memory.activation_bytes(size, "none")
+        if (chunk, size) not in self._working:
+            mode, recomputed = self.recompute(chunk)
+            whole, kept = (self.memory.activation_bytes(size, m) for m in ("none", mode))
+            self._working[chunk, size] = max(0, whole - kept) if recomputed else 0
+        return self._working[chunk, size]
+
+    def head_bytes(self, rank: int, chunk: int) -> int:
+        """Logits of one micro-batch; 0 where the chunk has no head."""
+        if not self.is_last(chunk):
+            return 0
+        return self.memory.head_bytes(self.micro_batch_size(rank))
+
+    @cached_property
+    def tied_swaps(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Rank -> (peer, bytes): the gradients of the tied embedding that the two swap.
+
+        As `adapter.tied_embeddings`: whoever owns the same elements in the first and in the last
+        chunk. Here the embedding is cut as if it were a buffer of its own.
+        """
+        first, last = self.plan.chunks[0].group, self.plan.chunks[-1].group
+        if first == last:
+            return {}  # one group holds both ends: one copy, tied in the model
+        total = self.memory.embedding_parameters()
+        sides = [self.plan.groups[number] for number in (first, last)]
+        bounds = [shard_bounds(total, [r.shard_weight for r in g.replicas]) for g in sides]
+        swaps: dict[int, list[tuple[int, int]]] = {}
+        for both in overlaps(*bounds):
+            one = sides[0].ranks[both.first_member]
+            other = sides[1].ranks[both.second_member]
+            num_bytes = self.memory.gradient_bytes(both.stop - both.start)
+            swaps.setdefault(one, []).append((other, num_bytes))
+            swaps.setdefault(other, []).append((one, num_bytes))
+        return {rank: tuple(found) for rank, found in swaps.items()}
+
+    @cached_property
+    def _chunks_of_group(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(self.plan.chunks_of_group, range(len(self.plan.groups))))
+
+    def _parameters(self, chunk: int) -> int:
+        total = self.num_layers(chunk) * self.memory.layer_parameters()
+        if chunk == 0:
+            total += self.memory.embedding_parameters()
+        if self.is_last(chunk):
+            same_rank = self.plan.chunks[0].group == self.plan.chunks[chunk].group
+            total += self.memory.head_parameters(tied_on_same_rank=self.tied and same_rank)
+        return total
+
+    def _shards(self, chunk: int) -> dict[int, int]:
+        replicas = self.plan.groups[self.plan.chunks[chunk].group].replicas
+        bounds = shard_bounds(self.parameters[chunk], [r.shard_weight for r in replicas])
+        return {
+            replica.ranks[0]: stop - start
+            for replica, (start, stop) in zip(replicas, bounds, strict=True)
+        }

@@ -1,0 +1,110 @@
+"""Tasks and which of them wait for which: what action lists become before they are played.
+
+Every task starts as soon as all tasks that it waits for are done. Streams, on which tasks run one
+after the other, are chains of such waits.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from zorse_megatron.schedules.actions import Action
+from zorse_megatron.simulate.network import Flow
+from zorse_megatron.simulate.routes import Work
+
+NOTHING = -1
+"""In place of a task where there is none; nothing is waited for."""
+
+
+class Role(IntEnum):
+    """What a task occupies."""
+
+    COMPUTE = 0
+    TRANSFER = 1
+    COLLECTIVE = 2
+    COPY = 3
+
+
+class TaskGraph:
+    """All tasks; each is known by its number."""
+
+    def __init__(self) -> None:
+        self.seconds_s: list[float] = []
+        """Duration; of a flow: the latency that follows it."""
+        self.flows: list[Flow | None] = []
+        self.waits_for: list[int] = []
+        """How many tasks each waits for."""
+        self.waiting: list[list[int]] = []
+        """The tasks that wait for each."""
+        self.owner: list[tuple[int, int]] = []
+        """(rank, position in its list); of several ranks' task: those of one of them."""
+        self.roles: list[Role] = []
+
+    def add(self, owner: tuple[int, int], role: Role, seconds_s: float, *after: int) -> int:
+        """Add a task that takes a fixed time; returns its number."""
+        number = len(self.seconds_s)
+        self.seconds_s.append(seconds_s)
+        self.flows.append(None)
+        self.owner.append(owner)
+        self.roles.append(role)
+        self.waiting.append([])
+        count = 0
+        for earlier in after:
+            if earlier >= 0:
+                self.waiting[earlier].append(number)
+                count += 1
+        self.waits_for.append(count)
+        return number
+
+    def add_work(self, owner: tuple[int, int], role: Role, work: Work, *after: int) -> int:
+        """Add a task that may put bytes on links."""
+        number = self.add(owner, role, work.seconds_s, *after)
+        self.flows[number] = work.flow
+        return number
+
+    def order(self, earlier: int, later: int) -> None:
+        """Let `later` wait for `earlier`."""
+        if earlier >= 0:
+            self.waiting[earlier].append(later)
+            self.waits_for[later] += 1
+
+
+@dataclass(kw_only=True)
+class Track:
+    """One rank's list as tasks. Lists are by position in the list."""
+
+    rank: int
+    actions: tuple[Action, ...]
+    tasks: list[int] = field(default_factory=list)
+    """The task that does the action."""
+    before: list[int] = field(default_factory=list)
+    """The last task on the rank's main stream when the action's turn comes."""
+    own: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Position -> tasks of this rank beside the main stream that the action waits for."""
+    gates: dict[int, list[int]] = field(default_factory=dict)
+    """Position -> the communication inside an action, before which it waits for other ranks."""
+    main: list[int] = field(default_factory=list)
+    """The main stream: tasks that run one after the other and stop whatever follows them."""
+    communication: list[int] = field(default_factory=list)
+    """Collectives that the rank takes part in, and swaps of the tied embedding."""
+    copies: dict[int, int] = field(default_factory=dict)
+    """Position of a forward (backward) -> copy of its activations to (from) the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Everything that is played: the tasks of all simulated ranks."""
+
+    graph: TaskGraph
+    tracks: Mapping[int, Track]
+    capacities_bytes_per_s: tuple[float, ...]
+
+    def word(self, task: int) -> str:
+        """The action that a task belongs to."""
+        rank, position = self.graph.owner[task]
+        return str(self.tracks[rank].actions[position])
+
+
+def live(tasks: Iterable[int | None]) -> tuple[int, ...]:
+    """Only what is a task."""
+    return tuple(task for task in tasks if task is not None and task >= 0)

@@ -1,0 +1,154 @@
+"""Matches sends and receives, in the order in which both ends start them, as NCCL does."""
+
+from dataclasses import dataclass, field
+
+from zorse_megatron.schedules.actions import MATCHING, SENDS, Action, Kind
+from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.routes import Routes
+from zorse_megatron.simulate.sizes import Sizes
+from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph, Track
+
+Consumer = tuple[int, bool, int | None, int | None]
+"""(rank, forward?, chunk, micro-batch): a computation, as a receive names it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """One end of a transfer that has been started."""
+
+    rank: int
+    position: int
+    after: int
+    """The task after which it is started."""
+    token: object
+    """What must be equal at both ends."""
+    num_bytes: int
+    waiter: Consumer | int | None = None
+    """What waits for the transfer at this end."""
+
+
+@dataclass(kw_only=True)
+class _Edge:
+    sends: list[Post] = field(default_factory=list)
+    receives: list[Post] = field(default_factory=list)
+
+
+class Transfers:
+    """Collects both ends of all transfers, and then makes them tasks.
+
+    Transfers from one rank to another run one at a time, in order: each direction of each pair is
+    one stream (`runtime.transport`). A transfer starts when both ends have started it.
+    """
+
+    def __init__(self, graph: TaskGraph, sizes: Sizes, routes: Routes) -> None:
+        self.graph = graph
+        self.sizes = sizes
+        self.routes = routes
+        self.edges: dict[tuple[int, int], _Edge] = {}
+        self.consumers: dict[Consumer, int] = {}
+        """Each computation's task."""
+
+    def start(self, action: Action, *, rank: int, position: int, after: int) -> None:
+        """Note a send or a receive of a list."""
+        assert action.samples is not None and action.peer is not None
+        sends = action.kind in SENDS
+        forward = action.kind is Kind.RECEIVE_ACTIVATION
+        post = Post(
+            rank=rank,
+            position=position,
+            after=after,
+            token=(MATCHING[action.kind] if sends else action.kind, action.samples),
+            num_bytes=self.sizes.boundary_bytes(action.samples[1] - action.samples[0]),
+            waiter=None if sends else (rank, forward, action.chunk, action.micro_batch),
+        )
+        if sends:
+            self._edge(rank, action.peer).sends.append(post)
+        else:
+            self._edge(action.peer, rank).receives.append(post)
+
+    def swap(
+        self, *, rank: int, position: int, peer: int, num_bytes: int, after: int, waiter: int
+    ) -> None:
+        """Note one end of a swap of equal sizes: a send and a receive, both waited for."""
+        post = Post(
+            rank=rank,
+            position=position,
+            after=after,
+            token=(Kind.TIE, num_bytes),
+            num_bytes=num_bytes,
+            waiter=waiter,
+        )
+        self._edge(rank, peer).sends.append(post)
+        self._edge(peer, rank).receives.append(post)
+
+    def match(self, tracks: dict[int, Track]) -> None:
+        """Make every transfer a task. Raises SimulationError where two ends do not fit."""
+        received: dict[Consumer, int] = {}
+        for (source, target), edge in self.edges.items():
+            if len(edge.sends) != len(edge.receives):
+                raise SimulationError(
+                    f"from rank {source} to rank {target}: found {len(edge.sends)} sends and "
+                    f"{len(edge.receives)} receives; expected as many of both"
+                )
+            previous = NOTHING
+            for send, receive in zip(edge.sends, edge.receives, strict=True):
+                if send.token != receive.token:
+                    raise SimulationError(
+                        f"rank {source} sends {self._word(tracks, send)} where rank {target} has "
+                        f"{self._word(tracks, receive)}"
+                    )
+                previous = self._make(tracks, send, receive, previous)
+                if isinstance(receive.waiter, tuple):
+                    start, stop = tracks[target].actions[receive.position].samples or (0, 0)
+                    received[receive.waiter] = received.get(receive.waiter, 0) + stop - start
+        self._check_inputs(tracks, received)
+
+    def _edge(self, source: int, target: int) -> _Edge:
+        edge = self.edges.get((source, target))
+        if edge is None:
+            edge = self.edges[source, target] = _Edge()
+        return edge
+
+    def _make(self, tracks: dict[int, Track], send: Post, receive: Post, previous: int) -> int:
+        work = self.routes.transfer(send.rank, receive.rank, send.num_bytes)
+        owner = send.rank, send.position
+        task = self.graph.add_work(owner, Role.TRANSFER, work, send.after, receive.after, previous)
+        for post in (send, receive):
+            track = tracks[post.rank]
+            if post.waiter is None:
+                track.tasks[post.position] = task
+            elif isinstance(post.waiter, int):
+                self.graph.order(task, post.waiter)
+                track.gates.setdefault(post.position, []).append(task)
+                track.communication.append(task)
+            else:
+                track.tasks[post.position] = task
+                self.graph.order(task, self._consumer(tracks, post, post.waiter))
+        return task
+
+    def _consumer(self, tracks: dict[int, Track], post: Post, waiter: Consumer) -> int:
+        task = self.consumers.get(waiter, NOTHING)
+        if task == NOTHING or self.graph.owner[task][1] < post.position:
+            raise SimulationError(
+                f"rank {post.rank} receives {self._word(tracks, post)}, which nothing behind it "
+                "in its list consumes"
+            )
+        return task
+
+    def _check_inputs(self, tracks: dict[int, Track], received: dict[Consumer, int]) -> None:
+        """Every computation has all of its input, as `Mailbox.take` asserts."""
+        for consumer, task in self.consumers.items():
+            rank, forward, chunk, _ = consumer
+            assert chunk is not None
+            starts = chunk == 0 if forward else self.sizes.is_last(chunk)
+            wanted = 0 if starts else self.sizes.micro_batch_size(rank)
+            if received.get(consumer, 0) != wanted:
+                action = tracks[rank].actions[self.graph.owner[task][1]]
+                raise SimulationError(
+                    f"rank {rank} receives {received.get(consumer, 0)} samples for {action}; "
+                    f"expected {wanted}"
+                )
+
+    @staticmethod
+    def _word(tracks: dict[int, Track], post: Post) -> str:
+        return str(tracks[post.rank].actions[post.position])

@@ -1,0 +1,253 @@
+"""From action lists to tasks: what each action occupies, and what it waits for.
+
+The rules are the executor's (`runtime.executor`), and where the executor does not run an action
+yet, those that its word in `schedules.actions` promises:
+
+- A rank has one main stream, which runs its list in order. Beside it there are a collective
+  stream, a copy stream to the host and one from the host, and one stream for each direction of
+  each pair of ranks. On each stream things run one at a time, in list order.
+- A forward or backward runs on the main stream, when the receives that it consumes have arrived
+  and the GATHER of its chunk and the FETCH of its parameters that precede it in the list are done.
+- Sends and receives only start a transfer and take no time. The transfer runs when both ends have
+  started it and the one before it on the same pair and direction is done.
+- REDUCE and GATHER run on the collective stream, behind everything that precedes them in the list:
+  they start when all ranks of the group are there, and end on all at once. The main stream goes
+  on; so they overlap with computation, unless what follows waits for them, as in today's lists.
+- TIE, SCALE and STEP run on the main stream, behind the rank's collectives and FETCHes. TIE swaps
+  gradients between owners of the same elements, and ends with the rank's last swap. SCALE is a sum
+  of one number over all ranks; STEP such a sum (the norm) and then the optimizer step on the
+  rank's own shards. State that stays in the host passes through the GPU while the step runs: the
+  longer of the two counts.
+- OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
+  chunk's GATHER and FETCH, a FETCH for its OFFLOAD, a GATHER for a FETCH of its parameters.
+  RELEASE takes no time and waits for the chunk's GATHER.
+- With `offload.activations`, what a forward keeps is copied to the host behind it, and back one
+  computation before the backward, as a receive would be started; not where the backward is the
+  next computation.
+
+Computation and communication do not slow each other down here: on a GPU, NCCL's kernels take some
+of its processors.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
+from zorse_megatron.simulate.meetings import Meetings
+from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.simulate.prices import Prices
+from zorse_megatron.simulate.residency import Residency
+from zorse_megatron.simulate.task_graph import NOTHING, Program, Role, TaskGraph, Track, live
+from zorse_megatron.simulate.transfers import Transfers
+
+
+def translate(
+    lists: Mapping[int, Sequence[Action]], prices: Prices, perturbation: Perturbation
+) -> Program:
+    """Make tasks of the lists; `lists`: rank -> its actions.
+
+    Raises SimulationError where the lists of different ranks do not fit together.
+    """
+    graph = TaskGraph()
+    meetings = Meetings(graph, prices, lists)
+    transfers = Transfers(graph, prices.sizes, prices.routes)
+    tracks = {}
+    for rank, actions in lists.items():
+        translator = _RankTranslator(
+            rank=rank,
+            actions=tuple(actions),
+            meetings=meetings,
+            transfers=transfers,
+            perturbation=perturbation,
+        )
+        tracks[rank] = translator.translate()
+    transfers.match(tracks)
+    meetings.check()
+    return Program(graph=graph, tracks=tracks, capacities_bytes_per_s=prices.routes.capacities)
+
+
+class _RankTranslator:
+    """Makes tasks of one rank's list."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        actions: tuple[Action, ...],
+        meetings: Meetings,
+        transfers: Transfers,
+        perturbation: Perturbation,
+    ) -> None:
+        self.rank = rank
+        self.graph = meetings.graph
+        self.meetings = meetings
+        self.prices = meetings.prices
+        self.sizes = self.prices.sizes
+        self.transfers = transfers
+        self.track = Track(rank=rank, actions=actions)
+        self.residency = Residency(self.sizes, rank, actions)
+        self.factor = perturbation.rank_factor(rank, self.prices.kinds[rank])
+        self.jitter = perturbation.jitter_of(rank)
+        self.main = self.collective = self.to_host = self.from_host = NOTHING
+        self.pending: dict[tuple[Kind, int | None], int] = {}
+        """GATHERs and FETCHes of parameters that the main stream has not waited for yet."""
+        self.copies: dict[tuple[Kind, int | None], int] = {}
+        """The last GATHER, OFFLOAD and FETCH of each chunk, for the copies behind it."""
+        self.counts: dict[tuple[Kind, int | None], int] = {}
+        self.copied_out: dict[tuple[int | None, int | None], int] = {}
+        computations = [(at, a) for at, a in enumerate(actions) if a.kind in COMPUTE]
+        self.previous = {later[0]: earlier[0] for earlier, later in pairwise(computations)}
+        self.offloaded = self._offloaded([action for _, action in computations])
+
+    def translate(self) -> Track:
+        """Go through the list once."""
+        for position, action in enumerate(self.track.actions):
+            self.track.before.append(self.main)
+            self.track.tasks.append(NOTHING)
+            if action.kind in TRANSFERS:
+                self.transfers.start(action, rank=self.rank, position=position, after=self.main)
+                continue  # the task is known when its other end is
+            if action.kind in COMPUTE:
+                task = self._compute(position, action)
+            elif action.kind in (Kind.REDUCE, Kind.GATHER):
+                task = self._collective(position, action)
+            elif action.kind in (Kind.OFFLOAD, Kind.FETCH):
+                task = self._copy(position, action)
+            else:
+                task = self._blocking(position, action)
+            self.track.tasks[position] = task
+        return self.track
+
+    def _compute(self, position: int, action: Action) -> int:
+        assert action.chunk is not None
+        passes = self.prices.passes(self.rank, action.chunk)
+        forward = action.kind is Kind.FORWARD
+        seconds_s = (passes.forward_s if forward else passes.backward_s) * self.factor
+        own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
+        if not forward and (action.chunk, action.micro_batch) in self.copied_out:
+            own = self.track.own[position] = (*own, self._copy_back(position, action))
+        owner = self.rank, position
+        task = self.graph.add(owner, Role.COMPUTE, seconds_s * self.jitter.draw(), self.main, *own)
+        self.transfers.consumers[self.rank, forward, action.chunk, action.micro_batch] = task
+        self._on_main(task)
+        if forward and (action.chunk, action.micro_batch) in self.offloaded:
+            self._copy_out(position, action)
+        return task
+
+    def _collective(self, position: int, action: Action) -> int:
+        own = live([self.collective])
+        if action.kind is Kind.GATHER:
+            own += live([self.pending.get((Kind.FETCH, action.chunk))])
+        self.track.own[position] = own
+        task = self._join(position, action.kind, action.chunk, self.main, *own)
+        self.collective = task
+        if action.kind is Kind.GATHER:
+            self.pending[action.kind, action.chunk] = self.copies[action.kind, action.chunk] = task
+        return task
+
+    def _copy(self, position: int, action: Action) -> int:
+        out = action.kind is Kind.OFFLOAD
+        first = (Kind.GATHER, Kind.FETCH) if out else (Kind.OFFLOAD,)
+        stream = self.to_host if out else self.from_host
+        own = live([stream, *(self.copies.get((kind, action.chunk)) for kind in first)])
+        self.track.own[position] = own
+        move = self.residency.moves[position]
+        seconds_s = self.prices.copy_s(self.rank, move.copied_bytes)
+        task = self.graph.add((self.rank, position), Role.COPY, seconds_s, self.main, *own)
+        if out:
+            self.to_host = task
+        else:
+            self.from_host = task
+        self.copies[action.kind, action.chunk] = task
+        if move.parameter_bytes > 0:  # computations wait for parameters, only STEP for state
+            self.pending[action.kind, action.chunk] = task
+        return task
+
+    def _blocking(self, position: int, action: Action) -> int:
+        owner = self.rank, position
+        if action.kind is Kind.RELEASE:
+            own = self._wait_for(position, (Kind.GATHER,), action.chunk)
+            return self._on_main(self.graph.add(owner, Role.COMPUTE, 0.0, self.main, *own))
+        own = self.track.own[position] = live([self.collective, self.from_host])
+        if action.kind is Kind.TIE:
+            return self._tie(position, own)
+        task = self._join(position, action.kind, None, self.main, *own)
+        self._on_main(task)
+        if action.kind is Kind.STEP:
+            self.track.gates[position] = [task]
+            seconds_s = self.prices.step_s(self.rank) * self.factor * self.jitter.draw()
+            streamed_s = self.prices.copy_s(self.rank, self.residency.streamed_bytes)
+            task = self.graph.add(owner, Role.COMPUTE, max(seconds_s, streamed_s), task)
+            self._on_main(task)
+        return task
+
+    def _tie(self, position: int, own: tuple[int, ...]) -> int:
+        owner = self.rank, position
+        start = self._on_main(self.graph.add(owner, Role.COLLECTIVE, 0.0, self.main, *own))
+        end = self._on_main(self.graph.add(owner, Role.COLLECTIVE, 0.0, start))
+        for peer, num_bytes in self.sizes.tied_swaps.get(self.rank, ()):
+            self.transfers.swap(
+                rank=self.rank,
+                position=position,
+                peer=peer,
+                num_bytes=num_bytes,
+                after=start,
+                waiter=end,
+            )
+        return end
+
+    def _offloaded(self, computations: Sequence[Action]) -> set[tuple[int | None, int | None]]:
+        """(chunk, micro-batch) of the forwards whose activations wait in the host."""
+        offload = self.sizes.group(self.rank).offload
+        backwards = {(a.chunk, a.micro_batch) for a in computations if a.kind is Kind.BACKWARD}
+        if offload is None or not offload.activations:
+            return set()
+        at_once = {
+            (second.chunk, second.micro_batch)
+            for first, second in pairwise(computations)
+            if (first.chunk, first.micro_batch) == (second.chunk, second.micro_batch)
+        }
+        return backwards - at_once
+
+    def _copy_out(self, position: int, action: Action) -> None:
+        assert action.chunk is not None
+        seconds_s = self.prices.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
+        self.to_host = self.graph.add(
+            (self.rank, position), Role.COPY, seconds_s, self.main, self.to_host
+        )
+        self.track.copies[position] = self.to_host
+        self.copied_out[action.chunk, action.micro_batch] = self.to_host
+
+    def _copy_back(self, position: int, action: Action) -> int:
+        assert action.chunk is not None
+        out = self.copied_out[action.chunk, action.micro_batch]
+        issued_after = self.track.before[self.previous[position]]
+        seconds_s = self.prices.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
+        self.from_host = self.graph.add(
+            (self.rank, position), Role.COPY, seconds_s, issued_after, self.from_host, out
+        )
+        self.track.copies[position] = self.from_host
+        return self.from_host
+
+    def _wait_for(
+        self, position: int, kinds: tuple[Kind, ...], chunk: int | None
+    ) -> tuple[int, ...]:
+        """The chunk's tasks of these kinds that the main stream has not waited for yet."""
+        if not self.pending:
+            return ()
+        own = live([self.pending.pop((kind, chunk), None) for kind in kinds])
+        if own:
+            self.track.own[position] = own
+        return own
+
+    def _join(self, position: int, kind: Kind, chunk: int | None, *after: int) -> int:
+        number = self.counts.get((kind, chunk), 0)
+        self.counts[kind, chunk] = number + 1
+        task = self.meetings.join((kind, chunk, number), (self.rank, position), *after)
+        self.track.communication.append(task)
+        return task
+
+    def _on_main(self, task: int) -> int:
+        self.main = task
+        self.track.main.append(task)
+        return task
