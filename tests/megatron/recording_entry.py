@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,26 @@ def recording_train(train: Callable[..., Any], steps: list[dict[str, Any]]) -> A
         import torch
 
         rank = os.environ.get("RANK", "0")
-        torch.save(weights(model[0]), RECORD / f"initial-rank{rank}.pt")
+        torch.save(weights(model), RECORD / f"initial-rank{rank}.pt")
         result = train(forward_step, model, optimizer, *args, **kw)
-        torch.save(weights(model[0]), RECORD / f"weights-rank{rank}.pt")
+        torch.save(weights(model), RECORD / f"weights-rank{rank}.pt")
         (RECORD / f"steps-rank{rank}.json").write_text(json.dumps(steps))
         return result
 
     return train_and_record
 
 
-def weights(chunk: Any) -> dict[str, Any]:
-    """Parameters by their names in the whole model."""
+def weights(chunks: Any) -> dict[str, Any]:
+    """Parameters by their names in the whole model; a collective call where ranks have shards."""
+    found: dict[str, Any] = {}
+    for chunk in chunks:
+        shards = getattr(chunk, "shards", None)
+        with nullcontext() if shards is None else shards.whole():
+            found |= weights_of_chunk(chunk)
+    return found
+
+
+def weights_of_chunk(chunk: Any) -> dict[str, Any]:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]

@@ -79,7 +79,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
 
     def dispatch_grad_sync(self, *, force_all_reduce: bool) -> None:
         """Start the reduction, out of `order`'s or stock's hands; waits unless it overlaps."""
-        self._prepare_gradients()
+        self.prepare_gradients()
         async_op = self.ddp_config.overlap_grad_reduce
         works = [self._reduce(bucket, force_all_reduce, async_op) for bucket in self.buckets]
         self.grad_reduce_handle = Works([w for w in works if w is not None]) if async_op else None
@@ -92,7 +92,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
             bucket.grad_data, bucket.shard_bounds, self.group, async_op=async_op
         )
 
-    def _prepare_gradients(self) -> None:
+    def prepare_gradients(self) -> None:
         """What stock's `start_grad_sync` does before it communicates."""
         self._wait_for_graph_replays()
         for bucket in self.buckets:

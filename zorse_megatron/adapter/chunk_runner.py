@@ -1,7 +1,8 @@
 """What the actions of a list mean for a Megatron model: stock's own forward and backward steps."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,9 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.loss_report import with_token_counts
+from zorse_megatron.adapter.process_groups import at_chunk
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.schedules.samples import MicroBatch
 
@@ -25,17 +28,31 @@ class StepInputs:
     """What `train_step` and `evaluate` hand to the schedule, for one step."""
 
     forward_step_func: Callable[..., Any]
-    data_iterator: Iterator[Any] | None
-    model: Any
+    data_iterators: Mapping[int, Iterator[Any] | None]
+    """Chunk -> where its micro-batches come from."""
+    models: Mapping[int, Any]
+    """Chunk -> the wrapped model."""
     config: Any
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
 
 
+def iterator_per_chunk(
+    iterator: Iterator[Any] | None, chunks: tuple[int, ...], num_chunks: int
+) -> dict[int, Iterator[Any] | None]:
+    """Let the first and the last chunk read the same micro-batches where a rank holds both."""
+    ends = sorted({0, num_chunks - 1} & set(chunks))
+    if iterator is None or len(ends) < 2:
+        return dict.fromkeys(chunks, iterator)
+    # Not the iterator itself: stock's has no __iter__ that tee could call.
+    first, last = itertools.tee(next(iterator) for _ in itertools.count())
+    return {**dict.fromkeys(chunks), ends[0]: first, ends[1]: last}
+
+
 @dataclass(kw_only=True)
 class MegatronChunkRunner:
-    """Runs one chunk of a Megatron model on one rank, through one step.
+    """Runs the chunks of a Megatron model that one rank holds, through one step.
 
     Results are in `losses`: one entry per micro-batch, as stock's schedules return them.
     """
@@ -43,51 +60,54 @@ class MegatronChunkRunner:
     inputs: StepInputs
     collection: ProcessGroupCollection
     num_micro_batches: int
-    is_last_chunk: bool
+    num_chunks: int
+    """Of the whole model."""
     tied: TiedEmbedding | None
     stock_step: Callable[[], Any] | None = None
     losses: list[Any] = field(default_factory=list)
     step_result: Any = None
 
     def __post_init__(self) -> None:
-        self.saved: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.saved: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
-        self.backwards_left = self.num_micro_batches
-        self.without_sync: AbstractContextManager[Any] | None = None
+        self.backwards_left = dict.fromkeys(self.inputs.models, self.num_micro_batches)
+        self.without_sync: dict[int, AbstractContextManager[Any]] = {}
+        self.reducing: list[int] = []
+        """Sharded chunks whose gradients are on their way, in list order."""
 
     def forward(
         self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
     ) -> torch.Tensor | None:
         """See `runtime.executor.ChunkRunner`; stock's `schedules.forward_step`."""
-        inputs = self.inputs
+        inputs, is_last = self.inputs, chunk == self.num_chunks - 1
         if not inputs.forward_only:
-            self._hold_back_gradient_sync()
+            self._hold_back_gradient_sync(chunk)
         if activation is not None:
             activation.requires_grad_(not inputs.forward_only)
         first = micro_batch.index == 0
-        output, num_tokens = forward_step(
-            with_token_counts(inputs.forward_step_func)
-            if self.is_last_chunk
-            else inputs.forward_step_func,
-            inputs.data_iterator,
-            inputs.model,
-            self.num_micro_batches,
-            activation,
-            self.losses,
-            inputs.config,
-            self.collection.cp.size(),
-            inputs.collect_non_loss_data,
-            is_first_microbatch=first and (inputs.first_val_step in (None, True)),
-            current_microbatch=micro_batch.index,
-            is_last_stage=self.is_last_chunk,
-        )
+        step = inputs.forward_step_func
+        with self._at(chunk):
+            output, num_tokens = forward_step(
+                with_token_counts(step) if is_last else step,
+                inputs.data_iterators[chunk],
+                inputs.models[chunk],
+                self.num_micro_batches,
+                activation,
+                self.losses,
+                inputs.config,
+                self.collection.cp.size(),
+                inputs.collect_non_loss_data,
+                is_first_microbatch=first and (inputs.first_val_step in (None, True)),
+                current_microbatch=micro_batch.index,
+                is_last_stage=is_last,
+            )
         self.num_tokens += num_tokens.to(self.num_tokens.device)
         if inputs.forward_only:
-            return None if self.is_last_chunk else output.detach()
-        self.saved[micro_batch.index] = (activation, output)
-        if self.is_last_chunk:
+            return None if is_last else output.detach()
+        self.saved[chunk, micro_batch.index] = (activation, output)
+        if is_last:
             return None
-        # The alias keeps the data until it has been sent; stock's deallocation then only leaves
+        # The alias keeps the data until it has been used; stock's deallocation then only leaves
         # the graph behind.
         alias = output.detach()
         deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
@@ -97,26 +117,34 @@ class MegatronChunkRunner:
         self, chunk: int, micro_batch: MicroBatch, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
         """See `runtime.executor.ChunkRunner`; stock's `schedules.backward_step`."""
-        activation, output = self.saved.pop(micro_batch.index)
-        self.backwards_left -= 1
-        if self.backwards_left == 0:
-            self._let_gradients_sync()
+        activation, output = self.saved.pop((chunk, micro_batch.index))
+        self.backwards_left[chunk] -= 1
+        if self.backwards_left[chunk] == 0:
+            self._let_gradients_sync(chunk)
+        shards = self.inputs.models[chunk].shards
+        if shards is not None:
+            self._open_gradients(chunk)
+            shards.wait_until_whole()
         return backward_step(activation, output, gradient, self.inputs.config)
 
     def reduce(self, chunk: int) -> None:
         """Sum gradients over the group: the DDP wrapper's reduce-scatter into uneven shards.
 
-        Stock's `finalize_model_grads`, without the number of tokens: stock would broadcast it
-        along a pipeline group that a plan does not have (see `scale`).
+        Of a sharded chunk this only starts the sum; whatever needs it next waits for it.
         """
-        self._let_gradients_sync()
-        self.inputs.config.finalize_model_grads_func(
-            [self.inputs.model], None, pg_collection=self.collection
-        )
+        shards = self.inputs.models[chunk].shards
+        if shards is None:
+            self._let_gradients_sync(chunk)
+            self._finalize(chunk)
+            return
+        self._open_gradients(chunk)
+        shards.start_reduction()
+        self.reducing.append(chunk)
 
     def tie(self) -> None:
         """Sum the tied embedding's gradient over the first and the last chunk's group."""
         assert self.tied is not None
+        self._finish_reductions()
         self.tied.reduce()
 
     def scale(self) -> None:
@@ -125,8 +153,11 @@ class MegatronChunkRunner:
         Only ranks of the last chunk have counted tokens, each its own, so the sum over the world
         is the number of tokens of the global batch whatever the split.
         """
+        self._finish_reductions()
         dist.all_reduce(self.num_tokens, group=self.collection.mp)
-        self.inputs.model.scale_gradients(1.0 / torch.clamp(self.num_tokens, min=1))
+        factor = 1.0 / torch.clamp(self.num_tokens, min=1)
+        for model in self.inputs.models.values():
+            model.scale_gradients(factor)
 
     def step(self) -> None:
         """Stock's optimizer step, without the gather of parameters that follows it."""
@@ -134,17 +165,55 @@ class MegatronChunkRunner:
         self.step_result = self.stock_step()
 
     def gather(self, chunk: int) -> None:
-        """Make the parameters whole again, unless the step was skipped on all ranks."""
-        if self.step_result[0]:
-            self.inputs.model.start_param_sync()
+        """Make the parameters whole.
 
-    def _hold_back_gradient_sync(self) -> None:
-        if self.without_sync is None and self.backwards_left:
-            no_sync = self.inputs.config.no_sync_func or contextlib.nullcontext
-            self.without_sync = no_sync()
-            self.without_sync.__enter__()
+        A resident chunk's are made whole again behind the step, unless that was skipped on all
+        ranks. Of a sharded chunk this only starts the gather; its computations wait for it.
+        """
+        model = self.inputs.models[chunk]
+        if model.shards is not None:
+            model.shards.gather()
+        elif self.step_result[0]:
+            model.start_param_sync()
 
-    def _let_gradients_sync(self) -> None:
-        if self.without_sync is not None:
-            self.without_sync.__exit__(None, None, None)
-            self.without_sync = None
+    def release(self, chunk: int) -> None:
+        """Keep the shard of a sharded chunk's parameters only."""
+        self.inputs.models[chunk].shards.release()
+
+    def _at(self, chunk: int) -> AbstractContextManager[None]:
+        """Stock asks the process-wide state which stage it is on; with one chunk that is set."""
+        if len(self.inputs.models) == 1:
+            return contextlib.nullcontext()
+        return stage_of_chunk(chunk, self.num_chunks)
+
+    def _open_gradients(self, chunk: int) -> None:
+        """Before a chunk's whole gradients take memory, those of earlier ones must have left."""
+        self._finish_reductions()
+        self.inputs.models[chunk].shards.open_gradients()
+
+    def _finish_reductions(self) -> None:
+        reducing, self.reducing = self.reducing, []
+        for chunk in reducing:
+            self._finalize(chunk)
+
+    def _finalize(self, chunk: int) -> None:
+        """Stock's `finalize_model_grads`, without the number of tokens.
+
+        Stock would broadcast that along a pipeline group that a plan does not have (see `scale`).
+        """
+        with self._at(chunk):
+            self.inputs.config.finalize_model_grads_func(
+                [self.inputs.models[chunk]],
+                None,
+                pg_collection=at_chunk(self.collection, chunk, self.num_chunks),
+            )
+
+    def _hold_back_gradient_sync(self, chunk: int) -> None:
+        if chunk not in self.without_sync and self.backwards_left[chunk]:
+            context = self.inputs.models[chunk].no_sync()
+            context.__enter__()
+            self.without_sync[chunk] = context
+
+    def _let_gradients_sync(self, chunk: int) -> None:
+        if chunk in self.without_sync:
+            self.without_sync.pop(chunk).__exit__(None, None, None)

@@ -1,30 +1,42 @@
 """Megatron's DDP wrapper for a group whose ranks own shards of unequal size.
 
-Every rank holds the chunk's whole parameters and gradients. Gradients are summed (never averaged)
-into the owners' shards; the optimizer then steps the shards and the owners' new parameters are
-gathered. See `bucket_groups` for the communication, `distributed_optimizer` for the step.
+Resident chunks have their whole parameters and gradients on every rank. Gradients are summed (never
+averaged) into the owners' shards; the optimizer then steps the shards and the owners' new
+parameters are gathered. See `bucket_groups` for the communication, `distributed_optimizer` for the
+step. Of a sharded chunk a rank has whole parameters and gradients only while the action list says
+so; see `chunk_shards`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from zorse_megatron.adapter.bucket_groups import BucketOrder, UnevenBucketGroup
+from zorse_megatron.adapter.chunk_shards import ChunkShards
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schedules.shards import shard_bounds
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` with one more argument, `shard_weights`.
+    """`DistributedDataParallel` with two more arguments, `shard_weights` and `sharded`.
 
     `shard_weights`: one float >= 0 per rank of the data-parallel group, in the order of the group;
     each bucket is cut in this proportion, and a rank with weight 0 owns nothing. A rank may run
     any number of micro-batches in a step, none included, as long as it then calls
     `finish_grad_sync`. With overlap_param_gather a rank without micro-batches should call
     `start_param_sync` at the start of the step, or the others wait for it.
+
+    `sharded`: have whole parameters and gradients only between `shards.gather` and
+    `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
+    cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
+    overlap_param_gather have no effect on it.
 
     Raises FlagError for options that unequal shards cannot keep.
     """
@@ -41,10 +53,15 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         full_param_layout: Any = None,
         *,
         shard_weights: Sequence[float],
+        sharded: bool = False,
     ) -> None:
         problems = _problems(config, ddp_config, module)
         if problems:
             raise FlagError("Gradients cannot be reduced into unequal shards", problems)
+        if sharded:
+            ddp_config = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
+            disable_bucketing = False
+            full_param_layout = _bucket_per_layer(module, ddp_config, pg_collection)
         super().__init__(
             config=config,
             ddp_config=ddp_config,
@@ -56,6 +73,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.shard_weights = tuple(shard_weights)
         self._cut_buckets()
         self._replace_bucket_groups()
+        self.shards = ChunkShards(self) if sharded else None
 
     def _cut_buckets(self) -> None:
         if len(self.shard_weights) != self.intra_dp_cp_group.size():
@@ -88,12 +106,75 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         """Gather the shards of all parameters, in the order in which a forward asks for them.
 
         With overlap_param_gather, gathers that are done or under way are left alone unless
-        `force_sync`, so that a rank without micro-batches may call this in any step.
+        `force_sync`, so that a rank without micro-batches may call this in any step. A sharded
+        chunk is gathered when the list says so, not here.
         """
+        if self.shards is not None:
+            return
         for group in reversed(self.bucket_groups):
             pending = not (self.ddp_config.overlap_param_gather and group.param_gather_dispatched)
             if pending or force_sync:
                 self._start_bucket_group_param_sync(group, force_sync=force_sync)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the reduction of gradients, after starting it where nobody has."""
+        if self.shards is None:
+            super().finish_grad_sync(force_all_reduce=force_all_reduce)
+            return
+        self.shards.finish_reduction()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply all gradients, or of a sharded chunk this rank's shard of them."""
+        if self.shards is None:
+            super().scale_gradients(scaling_factor)
+        else:
+            self.shards.scale_gradients(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Prepare the gradients for a new step."""
+        if self.shards is None:
+            super().zero_grad_buffer()
+            return
+        for parameter in self.params_with_grad:
+            parameter.grad_added_to_main_grad = False
+        self.shards.zero_gradients()
+        for group in self.bucket_groups:
+            group.reset()
+
+    def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened parameter, of those that this rank owns."""
+        if self.shards is not None:
+            return self.shards.parameter_piece(parameter, start, stop)
+        return parameter.detach().view(-1)[start:stop]
+
+    def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened gradient, of those that this rank owns."""
+        if self.shards is not None:
+            return self.shards.gradient_piece(parameter, start, stop)
+        return parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def whole_parameters(chunks: Sequence[Any]) -> Iterator[None]:
+    """Have all parameters of these wrapped chunks within the block; a collective call."""
+    with ExitStack() as stack:
+        for chunk in chunks:
+            if chunk.shards is not None:
+                stack.enter_context(chunk.shards.whole())
+        yield
+
+
+def _bucket_per_layer(module: torch.nn.Module, ddp_config: Any, collection: Any) -> Any:
+    """Stock's layout with buckets of a layer each, so that a layer can be used when it is there."""
+    layers = [m for m in module.modules() if isinstance(m, BaseTransformerLayer)]
+    sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
+    return DistributedOptimizer.compute_full_param_layout(
+        [p for p in module.parameters() if p.requires_grad],
+        min(sizes, default=None),
+        collection.intra_dp_cp.size(),
+        ddp_config,
+        expert_data_parallel_world_size=collection.intra_expt_dp.size(),
+    )
 
 
 def _problems(config: Any, ddp_config: Any, module: torch.nn.Module) -> list[Problem]:

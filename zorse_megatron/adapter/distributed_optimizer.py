@@ -5,6 +5,7 @@ is the only difference to stock's step; checkpoints are in `optimizer_checkpoint
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Rang
 from zorse_megatron.adapter import optimizer_checkpoint
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.schedules.shards import Interval
 
 
 class UnevenDistributedOptimizer(DistributedOptimizer):
@@ -59,6 +61,40 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         successful = super().step_with_ready_grads()
         self.step_count += 1
         return successful
+
+    # Shards, wherever a chunk keeps them.
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for chunk, parameter, (start, stop), shard in self._owned_shards():
+            shard.grad = chunk.gradient_piece(parameter, start, stop).float()
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for chunk, parameter, (start, stop), shard in self._owned_shards():
+            chunk.parameter_piece(parameter, start, stop).copy_(shard.detach())
+
+    def use_kept_shards(self) -> None:
+        """Let the fp32 parameters that are stepped be those that sharded chunks keep.
+
+        Stock steps views of the whole parameters, which come and go. To be called when the shards
+        exist; a second call changes nothing.
+        """
+        for chunk, parameter, (start, stop), shard in self._owned_shards():
+            if parameter.dtype == torch.float32:
+                shard.data = chunk.parameter_piece(parameter, start, stop)
+
+    def _owned_shards(self) -> Iterator[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
+        """Chunk, model parameter, owned elements of it, and the tensor that is stepped."""
+        if self.is_stub_optimizer:
+            return
+        chunk_of = {p: chunk for chunk in self.model_chunks for p in chunk.params_with_grad}
+        for model_groups, shard_groups in (
+            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+            (self.model_fp32_groups, self.shard_fp32_groups),
+        ):
+            for model_group, shard_group in zip(model_groups, shard_groups, strict=True):
+                for parameter, shard in zip(model_group, shard_group, strict=True):
+                    owned = self._get_model_param_range_map(parameter)["param"]
+                    yield chunk_of[parameter], parameter, (owned.start, owned.end), shard
 
     # Checkpoints.
 

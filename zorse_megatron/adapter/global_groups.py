@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from zorse_megatron.adapter.process_groups import PlanGroups
+from zorse_megatron.adapter.process_groups import PipelinePosition, PlanGroups
 from zorse_megatron.errors import Problem, SeamError
 
 _ALONE = (
@@ -105,7 +105,18 @@ def first_stage() -> Iterator[None]:
 
 
 @contextmanager
-def _presented(name: str, value: int) -> Iterator[None]:
+def stage_of_chunk(chunk: int, num_chunks: int) -> Iterator[None]:
+    """Within the block, stock sees this rank on the pipeline stage that is the chunk."""
+    with (
+        _presented("_MPU_PIPELINE_MODEL_PARALLEL_RANK", chunk),
+        _presented("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", num_chunks),
+        _presented("_PIPELINE_MODEL_PARALLEL_GROUP", PipelinePosition(chunk, num_chunks)),
+    ):
+        yield
+
+
+@contextmanager
+def _presented(name: str, value: Any) -> Iterator[None]:
     before = getattr(parallel_state, name)
     setattr(parallel_state, name, value)
     try:

@@ -101,17 +101,27 @@ def entry_records(make_pretrain: Callable[[Any], Any]) -> list[Rebinding]:
 
 def training_records(
     *,
+    make_stages: Callable[[Any], Any],
     make_ddp: Callable[[Any], Any],
     make_optimizer: Callable[[Any], Any],
     forward_backward: Callable[..., Any],
     make_loader: Callable[[Any], Any],
     make_datasets: Callable[[Any], Any],
+    make_save: Callable[[Any], Any] | None,
     tell_last_rank: Callable[[Any], Any] | None,
 ) -> list[Rebinding]:
     """Hooks into the training loop; applied when `pretrain` is called."""
     training = "megatron.training.training"
     record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
     records = [
+        record(
+            target="megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+            make=make_stages,
+            parameters=("build_model_func", "pg_collection", "vp_size", "model_type"),
+            why="a rank's chunks are as many pipeline stages to stock, which knows one, or "
+            "virtual ones at equal distances",
+            delete_when="build_distributed_models takes the stages to build",
+        ),
         record(
             target="megatron.training.models.dist_utils:DistributedDataParallel",
             make=make_ddp,
@@ -157,6 +167,15 @@ def training_records(
             delete_when="stock lets a rank of the first stage build and decide",
         ),
     ]
+    if make_save is not None:
+        records.append(
+            record(
+                target=f"{training}:save_checkpoint",
+                make=make_save,
+                why="parameters of which a rank keeps its shard must be whole to be saved",
+                delete_when="model parameters are saved in shards, as the optimizer's state is",
+            )
+        )
     if tell_last_rank is not None:
         records += [
             record(

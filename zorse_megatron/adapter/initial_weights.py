@@ -2,17 +2,16 @@
 
 Stock Megatron seeds each pipeline stage differently, so its layouts start from different weights.
 Here every rank draws the random numbers of the whole model in the order of a stock single-process
-run: it builds that model with stock's own builder, drops each layer that it does not hold as soon
-as it is built, and copies the rest into its chunk. The same seed so gives the same weights under
-any plan, for every layer implementation. The price is one initialisation of the whole model per
-rank, and memory for the embedding, the head and one layer more than the chunk, before gradients
-and optimizer state exist.
+run: it builds that model with stock's own builder, copies each layer that it holds into its chunk
+and drops it as soon as it is built. The same seed so gives the same weights under any plan, for
+every layer implementation. The price is one initialisation of the whole model per rank, and memory
+for the embedding, the head and one layer more than the chunks, before gradients and optimizer
+state exist.
 """
 
 import copy
 import random
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,48 +25,48 @@ from zorse_megatron.adapter.process_groups import PipelinePosition
 from zorse_megatron.adapter.rebind import Rebinding, applied
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
 
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
-
 
 def copy_single_process_weights(
-    chunk: torch.nn.Module,
+    chunks: Mapping[tuple[int, int], torch.nn.Module],
     *,
     model_config: Any,
     collection: ProcessGroupCollection,
-    layers: tuple[int, int],
     seed_everything: Callable[[], None],
 ) -> None:
-    """Overwrite the parameters of `chunk` with those of a stock single-process run.
+    """Overwrite the parameters of the chunks with those of a stock single-process run.
 
-    `model_config`: the script's model config (`cfg_container.model`); `layers`: [first, stop) of
-    the chunk; `seed_everything`: seeds as stock does on the first pipeline stage.
+    `chunks`: [first, stop) of the layers -> the chunk that holds them; `model_config`: the script's
+    model config (`cfg_container.model`); `seed_everything`: seeds as stock does on the first
+    pipeline stage.
     """
+    layers = {
+        first + number: layer
+        for (first, _), chunk in chunks.items()
+        for number, layer in enumerate(chunk.decoder.layers)  # type: ignore[union-attr,arg-type]
+    }
     with _random_state_kept():
         seed_everything()
-        whole = _build_whole(model_config, collection, keep=layers)
+        whole = _build_whole(model_config, collection, targets=layers)
     values = dict(whole.named_parameters())
-    with torch.no_grad():
+    for chunk in chunks.values():
         for name, parameter in chunk.named_parameters():
-            source = values.get(_whole_name(name, layers[0]))
+            if name.startswith("decoder.layers."):
+                continue
+            source = values.get(name)
             if source is None and name == "output_layer.weight":
                 # Tied: the single process has no weight of its own in the head.
                 source = values["embedding.word_embeddings.weight"]
             assert source is not None and not source.is_meta, f"no initial value for {name}"
-            parameter.copy_(source)
-
-
-def _whole_name(name: str, first_layer: int) -> str:
-    """The name of a chunk's parameter in the whole model."""
-    match = _LAYER.match(name)
-    if match is None:
-        return name
-    return f"{match[1]}{int(match[2]) + first_layer}{match[3]}"
+            parameter.data.copy_(source.detach())
 
 
 def _build_whole(
-    model_config: Any, collection: ProcessGroupCollection, *, keep: tuple[int, int]
+    model_config: Any,
+    collection: ProcessGroupCollection,
+    *,
+    targets: Mapping[int, torch.nn.Module],
 ) -> torch.nn.Module:
-    """Build the single-process model, without the memory of the layers that are not kept."""
+    """Build the single-process model, without the memory of its layers; fills `targets`."""
     # Shallow copies: a config holds hooks and process groups that must not be duplicated.
     transformer = copy.copy(model_config.transformer)
     transformer.pipeline_model_parallel_size = 1
@@ -76,19 +75,20 @@ def _build_whole(
     object.__setattr__(config, "transformer", transformer)
     alone = copy.copy(collection)
     alone.pp = PipelinePosition(0, 1)
-    with applied([_dropping_layers(keep)]):
+    with applied([_dropping_layers(targets)]):
         builder = config.get_builder_cls()(config)
         return builder.build_model(alone, pre_process=True, post_process=True)
 
 
-def _dropping_layers(keep: tuple[int, int]) -> Rebinding:
+def _dropping_layers(targets: Mapping[int, torch.nn.Module]) -> Rebinding:
     def make(build_module: Callable[..., Any]) -> Callable[..., Any]:
         def build_and_drop(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
             module = build_module(spec_or_module, *args, **kwargs)
             if isinstance(module, BaseTransformerLayer):
-                index = kwargs["layer_number"] - 1
-                if not keep[0] <= index < keep[1]:
-                    module.to_empty(device="meta")
+                target = targets.get(kwargs["layer_number"] - 1)
+                if target is not None:
+                    _copy_parameters(module, target)
+                module.to_empty(device="meta")
             return module
 
         return build_and_drop
@@ -97,12 +97,18 @@ def _dropping_layers(keep: tuple[int, int]) -> Rebinding:
         target="megatron.core.transformer.transformer_block:build_module",
         make=make,
         parameters=("spec_or_module", "args", "kwargs"),
-        why="the whole model is built for its random numbers; a layer of another chunk must not "
-        "keep its memory",
+        why="the whole model is built for its random numbers; a layer must not keep its memory "
+        "beyond its copy",
         versions=MEGATRON_VERSIONS,
         test="tests/megatron/test_exactness.py::test_initial_weights_do_not_depend_on_the_plan",
         delete_when="Megatron can initialise a stage as part of the whole model",
     )
+
+
+def _copy_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    values = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        parameter.data.copy_(values[name].detach())
 
 
 @contextmanager

@@ -7,6 +7,7 @@ world. The pipeline has no group of ranks, because a rank has no single previous
 stock asks its pipeline group for a position only (`PipelinePosition`).
 """
 
+import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -54,12 +55,30 @@ class PlanGroups:
     """This rank."""
     world: dist.ProcessGroup
     stage: int
+    """Of this rank's group, see `stages_of`."""
     num_stages: int
 
     @property
     def position(self) -> PipelinePosition:
         """What stands in for the pipeline group."""
         return PipelinePosition(self.stage, self.num_stages)
+
+
+def stages_of(plan: Plan) -> tuple[int, ...]:
+    """Group -> the pipeline stage that stock takes it for while no chunk of it is at work.
+
+    The stages are the groups, in the order of their last chunks; but the group with the first chunk
+    comes first, unless it has the last one too: stock looks for data on the first and the last
+    stage. With one chunk per group they are the chunks.
+    """
+    last = len(plan.chunks) - 1
+
+    def place(group: int) -> tuple[bool, bool, int]:
+        chunks = plan.chunks_of_group(group)
+        return last in chunks, 0 not in chunks, chunks[-1]
+
+    order = sorted(range(len(plan.groups)), key=place)
+    return tuple(order.index(group) for group in range(len(plan.groups)))
 
 
 def create_groups(plan: Plan, *, rank: int, timeout: timedelta) -> PlanGroups:
@@ -73,13 +92,12 @@ def create_groups(plan: Plan, *, rank: int, timeout: timedelta) -> PlanGroups:
     groups = [dist.new_group(sorted(g.ranks), timeout=timeout) for g in plan.groups]
     alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     assert dist.group.WORLD is not None
-    (stage,) = plan.chunks_of_group(number)
     return PlanGroups(
         group=groups[number],
         alone=alone,
         world=dist.group.WORLD,
-        stage=stage,
-        num_stages=len(plan.chunks),
+        stage=stages_of(plan)[number],
+        num_stages=len(plan.groups),
     )
 
 
@@ -112,3 +130,12 @@ def collection_of(groups: PlanGroups) -> ProcessGroupCollection:
     collection.embd = None
     collection.pos_embd = None
     return collection
+
+
+def at_chunk(
+    collection: ProcessGroupCollection, chunk: int, num_chunks: int
+) -> ProcessGroupCollection:
+    """The same groups for one chunk of the rank, which to stock is a pipeline stage of its own."""
+    there = copy.copy(collection)
+    there.pp = PipelinePosition(chunk, num_chunks)
+    return there

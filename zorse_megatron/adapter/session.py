@@ -1,5 +1,6 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from zorse_megatron.adapter.chunk_runner import MegatronChunkRunner, StepInputs
+from zorse_megatron.adapter.chunk_runner import (
+    MegatronChunkRunner,
+    StepInputs,
+    iterator_per_chunk,
+)
 from zorse_megatron.adapter.loss_report import IdleReplicaLosses
 from zorse_megatron.adapter.process_groups import (
     PlanGroups,
@@ -20,11 +25,12 @@ from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.transport import make_transport
-from zorse_megatron.schedules.actions import SENDS, ActionLists
+from zorse_megatron.schedules.actions import SENDS, Action, ActionLists, Kind
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.spans import spell
 from zorse_megatron.trace import Trace
 
 
@@ -56,8 +62,12 @@ class PlanSession:
         check_executable(self.training, blocking=not early)
         check_executable(self.evaluation, blocking=not early)
         self.micro_batches = replica_micro_batches(self.plan, self.rank)
-        self.chunk = self.groups.stage
-        self.is_last_chunk = self.chunk == self.groups.num_stages - 1
+        self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))
+        self.holds_last_chunk = self.num_chunks - 1 in self.chunks
+        # Sharded chunks are those that the list gathers before it computes with them.
+        self.sharded_chunks = gathered_before_use(self.training.ranks[self.rank])
+        self.optimizers: list[Any] = []
+        self.steps_kept_shards = False
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
         self.trace = Trace(num_steps=None if self.trace_directory else 0)
         self.idle_losses = self._idle_losses()
@@ -65,18 +75,22 @@ class PlanSession:
         self.runner: MegatronChunkRunner | None = None
 
     @property
-    def layers(self) -> tuple[int, int]:
-        """[first, stop) of the layers that this rank holds."""
-        return self.plan.chunks[self.chunk].layers
+    def num_chunks(self) -> int:
+        """Of the whole model."""
+        return len(self.plan.chunks)
+
+    @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """[first, stop) of the layers of each chunk that this rank holds."""
+        return tuple(self.plan.chunks[chunk].layers for chunk in self.chunks)
 
     def describe(self, rank: int) -> str:
         """Name a rank for people."""
         number = self.plan.group_of_rank(rank)
         name = self.plan.groups[number].name
-        (chunk,) = self.plan.chunks_of_group(number)
-        first, stop = self.plan.chunks[chunk].layers
+        layers = [self.plan.chunks[chunk].layers for chunk in self.plan.chunks_of_group(number)]
         label = "" if name is None else f" '{name}'"
-        return f"rank {rank} (group {number}{label}, layers {first} to {stop - 1})"
+        return f"rank {rank} (group {number}{label}, layers {spell(layers)})"
 
     @property
     def last_group_ranks(self) -> list[int]:
@@ -98,14 +112,15 @@ class PlanSession:
 
         What stock passes beyond these (sizes, group collection) is in the plan.
         """
-        (chunk_model,) = model if isinstance(model, list) else [model]
+        models = model if isinstance(model, list) else [model]
         if isinstance(data_iterator, list):
             (data_iterator,) = data_iterator
-        config = get_model_config(chunk_model)
+        config = get_model_config(models[0])
+        self._keep_shards(models)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=chunk_model,
+            data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.num_chunks),
+            models=dict(zip(self.chunks, models, strict=True)),
             config=config,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
@@ -115,7 +130,7 @@ class PlanSession:
             inputs=inputs,
             collection=self.collection,
             num_micro_batches=len(self.micro_batches),
-            is_last_chunk=self.is_last_chunk,
+            num_chunks=self.num_chunks,
             tied=self.tied,
         )
         executor = self._executor(config)
@@ -126,7 +141,7 @@ class PlanSession:
         executor.run_until_step(lists.ranks[self.rank], self.runner)
         if timers is not None:
             timers("forward-backward").stop()
-        if self.is_last_chunk and not collect_non_loss_data:
+        if self.holds_last_chunk and not collect_non_loss_data:
             return self.idle_losses.complete(self.runner.losses)
         return self.runner.losses
 
@@ -152,8 +167,8 @@ class PlanSession:
                 device = torch.device("cuda", torch.cuda.current_device())
             self.executor = Executor(
                 micro_batches=self.micro_batches,
-                first_chunk=0,
-                last_chunk=self.groups.num_stages - 1,
+                chunks=self.chunks,
+                last_chunk=self.num_chunks - 1,
                 mailbox=Mailbox(
                     transport=make_transport(
                         backend=backend, rank=self.rank, edges=self._edges(), device=device
@@ -169,6 +184,17 @@ class PlanSession:
                 trace=self.trace,
             )
         return self.executor
+
+    def _keep_shards(self, models: list[Any]) -> None:
+        """Let go of whole parameters that the list will gather; they were needed until here."""
+        sharded = [model.shards for model in models if model.shards is not None]
+        for shards in sharded:
+            if shards.is_whole:
+                shards.release()
+        if sharded and not self.steps_kept_shards:
+            for optimizer in self.optimizers:
+                optimizer.use_kept_shards()
+            self.steps_kept_shards = bool(self.optimizers)
 
     def _idle_losses(self) -> IdleReplicaLosses:
         replicas = self.plan.groups[self.plan.chunks[-1].group].replicas
@@ -190,6 +216,11 @@ class PlanSession:
                 if action.kind in SENDS and action.peer is not None
             }
         )
+
+
+def gathered_before_use(actions: Sequence[Action]) -> frozenset[int]:
+    """Chunks of which a rank keeps only shards: their parameters are released."""
+    return frozenset(a.chunk for a in actions if a.kind is Kind.RELEASE and a.chunk is not None)
 
 
 def _boundary_dtype(config: Any) -> torch.dtype:

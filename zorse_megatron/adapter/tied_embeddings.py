@@ -1,10 +1,11 @@
-"""A word embedding shared by the first and the last chunk, which are on groups of different size.
+"""A word embedding that the first and the last chunk have a copy of, on groups of different size.
 
 Source: `megatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads`, which sums
 the two copies' gradients over pairs of ranks, one from each stage. Here the groups need not have
-the same number of ranks, and each cuts its own copy into shards of its own sizes. So after both
-groups have reduced their gradients, whoever owns the same elements in both swaps them and adds.
-Both then hold the same bits, and the same optimizer rule keeps the copies equal.
+the same number of ranks, each copy is cut into shards of its own sizes, and one group may hold both
+copies in two chunks. So after both chunks' gradients have been reduced, whoever owns the same
+elements of the two copies swaps them and adds. Both copies then hold the same bits, and the same
+optimizer rule keeps them equal.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,31 @@ from megatron.core.utils import unwrap_model
 from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals
 from zorse_megatron.schedules.shards import Interval, intersection, overlaps
 
+_FIRST, _LAST = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """This rank's part of one of the two copies."""
+
+    chunk: Any
+    weight: torch.nn.Parameter
+    owned: Interval
+    """Of the flattened weight."""
+
+    def gradient(self, start: int, stop: int) -> torch.Tensor:
+        """Owned elements of the gradient, wherever the chunk has them now."""
+        return self.chunk.gradient_piece(self.weight, start, stop)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Swap:
-    """Elements of this rank's copy that `peer` owns in the other copy."""
+    """Elements of this rank's copy `end` that `peer` owns in the other one."""
 
+    end: int
     peer: int
-    gradient: torch.Tensor
+    start: int
+    stop: int
 
 
 class TiedEmbedding:
@@ -43,68 +62,57 @@ class TiedEmbedding:
         last_ranks: Sequence[int],
         group: dist.ProcessGroup,
     ) -> None:
-        """`model_chunks`: this rank's wrapped chunks, of which one may hold a copy.
+        """`model_chunks`: this rank's wrapped chunks, of which up to two hold a copy.
 
         `first_ranks`, `last_ranks`: global ranks of the two groups in the order of their process
-        groups; disjoint. Raises ValueError when a group's shards are not known or do not fit.
+        groups; they may be the same group. Raises ValueError when a rank of them has no copy or
+        its group's shards do not fit.
         """
-        shared = set(first_ranks) & set(last_ranks)
-        if shared:
-            raise ValueError(
-                f"ranks {sorted(shared)} are in the first and in the last group; expected "
-                "disjoint groups (one group that holds both ends has one copy, tied in the model)"
-            )
         self.group = group
         rank = dist.get_rank()
-        self.is_first = rank in first_ranks
-        self.weight: torch.nn.Parameter | None = None
-        mine: tuple[int, Interval] | None = None
-        if self.is_first or rank in last_ranks:
-            self.weight, owned = _tied_weight(model_chunks)
-            mine = (self.weight.numel(), owned)
+        self.copies = {
+            end: _copy_in(model_chunks, end)
+            for end, ranks in ((_FIRST, first_ranks), (_LAST, last_ranks))
+            if rank in ranks
+        }
+        mine = {end: (c.weight.numel(), c.owned) for end, c in self.copies.items()}
         owners = _gather(mine, group)
-        first = [_owned(owners, r) for r in first_ranks]
-        last = [_owned(owners, r) for r in last_ranks]
+        first = [_owned(owners, r, _FIRST) for r in first_ranks]
+        last = [_owned(owners, r, _LAST) for r in last_ranks]
         for side in (first, last):
-            _check_cover(side, owners[first_ranks[0]])
-        self._swaps = self._list_swaps(first, last, tuple(first_ranks), tuple(last_ranks))
-
-    def _list_swaps(
-        self,
-        first: Sequence[Interval],
-        last: Sequence[Interval],
-        first_ranks: tuple[int, ...],
-        last_ranks: tuple[int, ...],
-    ) -> list[_Swap]:
-        """This rank's swaps, in the order in which both groups list all of them."""
-        if self.weight is None:
-            return []
-        gradient = self.weight.main_grad.view(-1)  # type: ignore[attr-defined]
-        swaps = []
-        for overlap in overlaps(first, last):
-            pair = (first_ranks[overlap.first_member], last_ranks[overlap.second_member])
-            if dist.get_rank() not in pair:
-                continue
-            peer = pair[1] if self.is_first else pair[0]
-            swaps.append(_Swap(peer=peer, gradient=gradient[overlap.start : overlap.stop]))
-        return swaps
+            _check_cover(side, owners[first_ranks[0]][_FIRST])
+        # Both groups list all swaps in the order of the elements.
+        self._swaps = [
+            swap
+            for overlap in overlaps(first, last)
+            for swap in _swaps_of(
+                rank,
+                (first_ranks[overlap.first_member], last_ranks[overlap.second_member]),
+                (overlap.start, overlap.stop),
+            )
+        ]
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Add the other copy's gradient to this rank's shard of its copy.
 
-        Call between `finish_grad_sync` of both chunks and the scaling of gradients.
+        Call between the end of both chunks' reductions and the scaling of gradients.
         """
+        rank = dist.get_rank()
+        remote = [swap for swap in self._swaps if swap.peer != rank]
+        gradients = [self.copies[s.end].gradient(s.start, s.stop) for s in remote]
         exchanges = [
-            IntervalExchange(
-                peer=swap.peer, send=swap.gradient, receive=torch.empty_like(swap.gradient)
-            )
-            for swap in self._swaps
+            IntervalExchange(peer=swap.peer, send=gradient, receive=torch.empty_like(gradient))
+            for swap, gradient in zip(remote, gradients, strict=True)
         ]
         exchange_intervals(exchanges, self.group)
-        for swap, exchange in zip(self._swaps, exchanges, strict=True):
-            # a + b and b + a have the same bits, so both sides may add in place.
-            swap.gradient.add_(exchange.receive)
+        # a + b and b + a have the same bits, so both sides may add in place.
+        for gradient, exchange in zip(gradients, exchanges, strict=True):
+            gradient.add_(exchange.receive)
+        for swap in self._swaps:
+            if swap.peer == rank:
+                here, there = (c.gradient(swap.start, swap.stop) for c in self.copies.values())
+                there.copy_(here.add_(there))
 
     def check_update_rule(self, optimizer: Any) -> None:
         """Raise ValueError unless both copies are updated by the same rule.
@@ -112,9 +120,9 @@ class TiedEmbedding:
         A collective call of all ranks of `group`, with Megatron's optimizer of this rank. Name
         patterns in the optimizer's overrides may put the two copies into different groups.
         """
-        rule = None if self.weight is None else _update_rule(optimizer, self.weight)
-        rules = {r: rule for r, rule in _gather(rule, self.group).items() if rule is not None}
-        if len(set(rules.values())) > 1:
+        mine = {_update_rule(optimizer, copy.weight) for copy in self.copies.values()} - {None}
+        rules = {rank: found for rank, found in _gather(mine, self.group).items() if found}
+        if len(set().union(*rules.values())) > 1:
             raise ValueError(
                 f"the copies of the tied embedding are in different parameter groups: {rules} "
                 f"(rank -> {param_group_identifier_keys}); expected one learning rate and weight "
@@ -122,19 +130,35 @@ class TiedEmbedding:
             )
 
 
-def _tied_weight(model_chunks: Sequence[Any]) -> tuple[torch.nn.Parameter, Interval]:
-    """This rank's copy and the interval of it that this rank owns."""
+def _swaps_of(rank: int, owners: tuple[int, int], elements: Interval) -> list[_Swap]:
+    """What one rank swaps of elements that `owners` own in the first and in the last copy."""
+    start, stop = elements
+    if rank not in owners:
+        return []
+    end = _FIRST if owners[_FIRST] == rank else _LAST
+    return [_Swap(end=end, peer=owners[1 - end], start=start, stop=stop)]
+
+
+def _copy_in(model_chunks: Sequence[Any], end: int) -> _Copy:
+    """This rank's part of the first or of the last chunk's copy."""
     for chunk in model_chunks:
-        weight = unwrap_model(chunk).shared_embedding_or_output_weight()
+        model = unwrap_model(chunk)
+        if not (model.pre_process if end == _FIRST else model.post_process):
+            continue
+        weight = model.shared_embedding_or_output_weight()
         for buffer in chunk.buffers:
             bucket = buffer.param_to_bucket.get(weight)
             if bucket is None:
                 continue
             start, stop = bucket.param_to_index[weight]
             shard = bucket.shard_bounds[buffer.data_parallel_group.rank()]
-            owned = intersection(shard, (start, stop))
-            return weight, (owned[0] - start, owned[1] - start) if owned else (0, 0)
-    raise ValueError("found no trainable word embedding in this rank's chunks; expected one")
+            both = intersection(shard, (start, stop))
+            owned = (both[0] - start, both[1] - start) if both else (0, 0)
+            return _Copy(chunk=chunk, weight=weight, owned=owned)
+    where = "first" if end == _FIRST else "last"
+    raise ValueError(
+        f"found no trainable word embedding in this rank's chunks; expected the {where} chunk's"
+    )
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:
@@ -144,10 +168,10 @@ def _gather(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:
     return dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
 
 
-def _owned(owners: dict[int, Any], rank: int) -> Interval:
-    if owners.get(rank) is None:
+def _owned(owners: dict[int, Any], rank: int, end: int) -> Interval:
+    if end not in owners.get(rank, {}):
         raise ValueError(f"rank {rank} is not in the group or has no copy of the tied embedding")
-    return owners[rank][1]
+    return owners[rank][end][1]
 
 
 def _check_cover(side: Sequence[Interval], of_first_rank: tuple[int, Interval]) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed, set_jit_fusion_options
 
@@ -15,13 +16,15 @@ from zorse_megatron.adapter import global_groups, rebind
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
-from zorse_megatron.adapter.data_parallel import UnevenDistributedDataParallel
+from zorse_megatron.adapter.data_parallel import UnevenDistributedDataParallel, whole_parameters
 from zorse_megatron.adapter.flags import model_problems
+from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.hooks import training_records
 from zorse_megatron.adapter.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
-from zorse_megatron.adapter.process_groups import PipelinePosition, create_groups
+from zorse_megatron.adapter.process_groups import PipelinePosition, at_chunk, create_groups
+from zorse_megatron.adapter.recompute import set_recompute
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
@@ -117,17 +120,20 @@ def _configure(cfg: Any, session: PlanSession) -> None:
     # The user's flag is kept in args: it decides the format of checkpoints.
     cfg.ddp.use_distributed_optimizer = True
     cfg.ddp.overlap_param_gather = False
+    # From here on stock's stages are the groups (see `stages_of`), also in checkpoints.
+    get_args().pipeline_model_parallel_size = session.groups.num_stages
+    group = session.plan.groups[session.plan.group_of_rank(session.rank)]
+    if group.recompute is not None:
+        set_recompute(cfg.model.transformer, group.recompute)
     cfg.model.pre_wrap_hooks.append(partial(_set_initial_weights, cfg.model, session))
 
 
 def _set_initial_weights(model_config: Any, session: PlanSession, chunks: list[Any]) -> list[Any]:
     if get_args().perform_initialization:
-        (chunk,) = chunks
         copy_single_process_weights(
-            chunk,
+            dict(zip(session.layers, chunks, strict=True)),
             model_config=model_config,
             collection=session.collection,
-            layers=session.layers,
             seed_everything=partial(_seed_as_single_process, session.groups.alone),
         )
     return chunks
@@ -158,9 +164,8 @@ def _session_records(session: PlanSession) -> list[rebind.Rebinding]:
     last_rank = session.plan.world_size - 1
     knows = session.last_group_ranks
     return training_records(
-        make_ddp=lambda _stock: partial(
-            UnevenDistributedDataParallel, shard_weights=session.shard_weights
-        ),
+        make_stages=partial(_build_chunks, session),
+        make_ddp=lambda _stock: partial(_wrap_chunk, session),
         make_optimizer=lambda _stock: partial(_build_optimizer, session),
         forward_backward=session.forward_backward,
         make_loader=partial(
@@ -169,10 +174,55 @@ def _session_records(session: PlanSession) -> list[rebind.Rebinding]:
             micro_batches=session.micro_batches,
         ),
         make_datasets=partial(datasets_on_rank_0, rank=session.rank),
+        make_save=_save_whole_parameters if session.sharded_chunks else None,
         tell_last_rank=None
         if last_rank in knows
         else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
     )
+
+
+def _build_chunks(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Build each chunk of this rank as stock builds a pipeline stage."""
+
+    def build_virtual_pipeline_stages(
+        build_model_func: Callable[..., Any],
+        pg_collection: Any,
+        vp_size: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Any]:
+        chunks = []
+        for chunk in session.chunks:
+            there = at_chunk(pg_collection, chunk, session.num_chunks)
+            with stage_of_chunk(chunk, session.num_chunks):
+                (model,) = stock(build_model_func, there, vp_size, *args, **kwargs)
+            model.zorse_chunk = chunk
+            chunks.append(model)
+        return chunks
+
+    return build_virtual_pipeline_stages
+
+
+def _wrap_chunk(session: PlanSession, *, module: Any, **kwargs: Any) -> Any:
+    """Wrap one chunk, sharded or resident as the plan's list has it."""
+    chunk = unwrap_model(module).zorse_chunk
+    kwargs["pg_collection"] = at_chunk(kwargs["pg_collection"], chunk, session.num_chunks)
+    return UnevenDistributedDataParallel(
+        module=module,
+        shard_weights=session.shard_weights,
+        sharded=chunk in session.sharded_chunks,
+        **kwargs,
+    )
+
+
+def _save_whole_parameters(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Have whole parameters while stock saves them."""
+
+    def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
+        with whole_parameters(model):
+            return stock(iteration, model, *args, **kwargs)
+
+    return save_checkpoint
 
 
 def _build_optimizer(  # noqa: PLR0917  (stock's signature)
@@ -195,6 +245,7 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
         if distributed
         else CheckpointLayout.REPLICATED,
     )
+    session.optimizers = list(optimizer.chained_optimizers)
     session.tied = _tied_embedding(session, model_chunks, optimizer)
     _defer_parameter_gather(optimizer.chained_optimizers)
     stock_step = optimizer.step
@@ -204,10 +255,10 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
 
 def _tied_embedding(session: PlanSession, model_chunks: list[Any], optimizer: Any) -> Any:
     """What sums the tied embedding's gradient, on ranks that hold a copy; a collective call."""
-    num_stages = session.groups.num_stages
-    if not session.tied_embeddings or num_stages == 1:
+    ends = {0, session.num_chunks - 1}
+    if not session.tied_embeddings or len(ends) == 1:
         return None
-    at_an_end = session.chunk in (0, num_stages - 1)
+    at_an_end = bool(ends & set(session.chunks))
     first, last = (session.plan.groups[session.plan.chunks[end].group] for end in (0, -1))
     tied = TiedEmbedding(
         model_chunks=model_chunks if at_an_end else [],

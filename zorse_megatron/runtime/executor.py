@@ -6,7 +6,7 @@ Megatron's `train_step` calls the schedule first and the optimizer later: `run_u
 list up to STEP, `run_rest` runs STEP and what follows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -45,6 +45,9 @@ class ChunkRunner(Protocol):
     def gather(self, chunk: int) -> None:
         """Make the chunk's parameters whole from the group's shards."""
 
+    def release(self, chunk: int) -> None:
+        """Drop the chunk's whole parameters, keep this rank's shard."""
+
 
 class Executor:
     """Executes action lists for one rank."""
@@ -53,20 +56,25 @@ class Executor:
         self,
         *,
         micro_batches: Sequence[MicroBatch],
-        first_chunk: int,
+        chunks: Collection[int],
         last_chunk: int,
         mailbox: Mailbox,
         trace: Trace,
     ) -> None:
-        """`micro_batches`: this rank's; chunks are numbered in model order over all groups."""
+        """`micro_batches`, `chunks`: this rank's; `last_chunk`: that of the whole model.
+
+        Chunks are numbered in model order over all groups, from 0.
+        """
         self.micro_batches = tuple(micro_batches)
-        self.first_chunk = first_chunk
+        self.chunks = frozenset(chunks)
         self.last_chunk = last_chunk
         self.mailbox = mailbox
         self.trace = trace
         self.step = -1
         self.rest: list[Action] = []
         self.to_send: dict[tuple[Kind, int, int], torch.Tensor] = {}
+        self.handed_over: dict[tuple[bool, int, int], torch.Tensor] = {}
+        """What this rank's neighbouring chunk made: (is activation, consumer, micro-batch)."""
         mailbox.on_wait = trace.waited
 
     def run_until_step(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
@@ -76,7 +84,8 @@ class Executor:
         self.rest = list(actions[at:])
         self._run(actions[:at], runner)
         self.mailbox.flush()
-        assert not self.to_send and not self.mailbox.incoming, "actions left tensors behind"
+        left = self.to_send or self.handed_over or self.mailbox.incoming
+        assert not left, "actions left tensors behind"
 
     def run_rest(self, runner: ChunkRunner) -> None:
         """Run STEP and what follows it; once per `run_until_step`."""
@@ -116,22 +125,40 @@ class Executor:
     def _forward(self, action: Action, runner: ChunkRunner) -> None:
         chunk, micro_batch = self._operands(action)
         activation = None
-        if chunk != self.first_chunk:
-            activation = self.mailbox.take(activation=True, chunk=chunk, micro_batch=micro_batch)
+        if chunk != 0:
+            activation = self._take(chunk, chunk - 1, micro_batch, activation=True)
         output = runner.forward(chunk, micro_batch, activation)
         if chunk != self.last_chunk:
             assert output is not None
-            self.to_send[Kind.SEND_ACTIVATION, chunk, micro_batch.index] = output
+            self._pass_on(Kind.SEND_ACTIVATION, chunk, chunk + 1, micro_batch, output)
 
     def _backward(self, action: Action, runner: ChunkRunner) -> None:
         chunk, micro_batch = self._operands(action)
         gradient = None
         if chunk != self.last_chunk:
-            gradient = self.mailbox.take(activation=False, chunk=chunk, micro_batch=micro_batch)
+            gradient = self._take(chunk, chunk + 1, micro_batch, activation=False)
         input_gradient = runner.backward(chunk, micro_batch, gradient)
-        if chunk != self.first_chunk:
+        if chunk != 0:
             assert input_gradient is not None
-            self.to_send[Kind.SEND_GRADIENT, chunk, micro_batch.index] = input_gradient
+            self._pass_on(Kind.SEND_GRADIENT, chunk, chunk - 1, micro_batch, input_gradient)
+
+    def _take(
+        self, chunk: int, source: int, micro_batch: MicroBatch, *, activation: bool
+    ) -> torch.Tensor:
+        """What `chunk` consumes of its neighbour `source`."""
+        if source in self.chunks:
+            return self.handed_over.pop((activation, chunk, micro_batch.index))
+        return self.mailbox.take(activation=activation, chunk=chunk, micro_batch=micro_batch)
+
+    def _pass_on(
+        self, kind: Kind, chunk: int, target: int, micro_batch: MicroBatch, tensor: torch.Tensor
+    ) -> None:
+        """Keep what `chunk` made for its neighbour `target`, here or behind a send."""
+        if target in self.chunks:
+            key = kind is Kind.SEND_ACTIVATION, target, micro_batch.index
+            self.handed_over[key] = tensor
+        else:
+            self.to_send[kind, chunk, micro_batch.index] = tensor
 
     def _send(self, action: Action, remaining: dict[tuple[Kind, int, int], int]) -> None:
         key = _produced(action)
@@ -155,6 +182,9 @@ class Executor:
             case Kind.GATHER:
                 assert action.chunk is not None
                 runner.gather(action.chunk)
+            case Kind.RELEASE:
+                assert action.chunk is not None
+                runner.release(action.chunk)
             case _:
                 raise NotImplementedError(f"{action} is in the vocabulary but not executed yet")
 

@@ -1,0 +1,177 @@
+"""A chunk of which a rank keeps only its shards: parameters and gradients are whole on demand.
+
+The counterpart of ZeRO-3 for Megatron's DDP wrapper, chunk by chunk: GATHER makes the parameters
+whole, RELEASE lets them go, the first backward of a step brings the gradients' memory, REDUCE sums
+them into the owners' shards and lets the rest go (Zorse, MLSys 2026, "Pipeline-Efficient ZeRO DP";
+Cephalo, ICS 2025, section 4, for one group). The shards then are the truth: the optimizer reads
+and writes them, and what was whole is made from them.
+
+The order of communication is that of the action lists, which is the same on all ranks of a group.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zorse_megatron.adapter.bucket_groups import UnevenBucketGroup
+from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
+
+
+class ChunkShards:
+    """The memory of one `UnevenDistributedDataParallel` chunk whose buckets have been cut.
+
+    Parameters stay whole until `release` is called for the first time, so that the optimizer can
+    be built and a checkpoint be loaded before.
+    """
+
+    def __init__(self, ddp: Any) -> None:
+        self.bucket_groups: list[UnevenBucketGroup] = ddp.bucket_groups
+        self.group = ddp.intra_dp_cp_group
+        self._place: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self.parameters: list[ShardedBuffer] = []
+        self.gradients: list[ShardedBuffer] = []
+        for number, buffer in enumerate(ddp.buffers):
+            owned = [_owned(bucket, self.group.rank()) for bucket in buffer.buckets]
+            self.parameters.append(ShardedBuffer(buffer.param_data, owned))
+            self.gradients.append(ShardedBuffer(buffer.grad_data, owned))
+            for parameter, (start, *_) in buffer.param_index_map.items():
+                self._place[parameter] = number, start
+        self._gathers: dict[int, Works] = {}
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(self.bucket_groups)
+            for bucket in group.buckets
+            for parameter in bucket.params
+        }
+        self._reduction: Works | None = None
+        self._reduced = False
+        self._close_gradients()
+        for module in ddp.module.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self._wait_for_own_parameters)
+
+    # Parameters.
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are there, or on their way."""
+        return all(buffer.is_whole for buffer in self.parameters)
+
+    def gather(self) -> None:
+        """Start to make the parameters whole, in the order in which a forward asks for them."""
+        if self.is_whole:
+            return
+        for buffer in self.parameters:
+            buffer.restore()
+        for number in reversed(range(len(self.bucket_groups))):
+            works = [
+                all_gather_uneven(bucket.param_data, bucket.shard_bounds, self.group, async_op=True)
+                for bucket in self.bucket_groups[number].buckets
+            ]
+            self._gathers[number] = Works([work for work in works if work is not None])
+
+    def wait_until_whole(self) -> None:
+        """Wait for all that `gather` has started."""
+        for number in list(self._gathers):
+            self._gathers.pop(number).wait()
+
+    def release(self) -> None:
+        """Keep this rank's shard of the parameters only."""
+        self.wait_until_whole()
+        for buffer in self.parameters:
+            if buffer.shard is None:
+                buffer.keep_shard()
+            buffer.free()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have the parameters whole within the block; a collective call of the group."""
+        was_whole = self.is_whole
+        self.gather()
+        self.wait_until_whole()
+        try:
+            yield
+        finally:
+            if not was_whole:
+                self.release()
+
+    def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter, all owned by this rank, where they are true."""
+        number, offset = self._place[parameter]
+        return self.parameters[number].piece(offset + start, offset + stop)
+
+    def _wait_for_own_parameters(self, module: torch.nn.Module, _inputs: Any) -> None:
+        """Computation starts when its layer is there; later ones may be on their way still."""
+        if self._gathers:
+            for parameter in module.parameters(recurse=False):
+                works = self._gathers.pop(self._group_of.get(id(parameter), -1), None)
+                if works is not None:
+                    works.wait()
+
+    # Gradients.
+
+    def open_gradients(self) -> None:
+        """Have whole gradients, zero at first, to accumulate into."""
+        if self._reduced:
+            raise RuntimeError("this chunk's gradients have been reduced already in this step")
+        for buffer in self.gradients:
+            if not buffer.is_whole:
+                buffer.allocate()
+                buffer.full.zero_()
+
+    def start_reduction(self) -> None:
+        """Start to sum the gradients into the owners' shards; zeros where no backward was."""
+        self.open_gradients()
+        works = []
+        for group in self.bucket_groups:
+            group.prepare_gradients()
+            works += [
+                reduce_scatter_uneven(
+                    bucket.grad_data, bucket.shard_bounds, self.group, async_op=True
+                )
+                for bucket in group.buckets
+            ]
+        self._reduction = Works([work for work in works if work is not None])
+        self._reduced = True
+
+    def finish_reduction(self) -> None:
+        """Wait for the sums, keep this rank's shard of them and let the rest go."""
+        if self._reduction is None:
+            return
+        self._reduction.wait()
+        self._reduction = None
+        for buffer in self.gradients:
+            buffer.keep_shard()
+            buffer.free()
+
+    def scale_gradients(self, factor: torch.Tensor | float) -> None:
+        """Multiply this rank's shard of the gradients."""
+        self.finish_reduction()
+        for buffer in self.gradients:
+            if buffer.shard is not None:
+                buffer.shard.mul_(factor)
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients: a new step begins."""
+        self.finish_reduction()
+        self._close_gradients()
+        self._reduced = False
+
+    def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter's gradient, all owned by this rank."""
+        number, offset = self._place[parameter]
+        return self.gradients[number].piece(offset + start, offset + stop)
+
+    def _close_gradients(self) -> None:
+        for buffer in self.gradients:
+            buffer.drop_shard()
+            buffer.free()
+
+
+def _owned(bucket: Any, group_rank: int) -> tuple[int, int]:
+    """This rank's interval of a bucket, as a place in the buffer."""
+    start, stop = bucket.shard_bounds[group_rank]
+    return bucket.offset + start, bucket.offset + stop
