@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 
 
@@ -31,7 +32,7 @@ def test_owned_elements_survive_without_the_whole(case):
     for start, stop in owned:
         assert torch.equal(buffer.full[start:stop], 2 * values[start:stop])
     assert view.data_ptr() == buffer.full.data_ptr() + 12  # views follow the new memory
-    assert buffer.held_bytes == 4 * (size + buffer.num_owned)
+    assert buffer.held_bytes == 4 * size  # the owned elements are in one place only
 
 
 def test_pieces_show_the_whole_until_there_is_a_shard():
@@ -42,6 +43,8 @@ def test_pieces_show_the_whole_until_there_is_a_shard():
     buffer.piece(7, 8).fill_(2.0)
     assert buffer.shard.tolist() == [0, 1, 1, 2, 0]
     assert buffer.full[7] == 0
+    buffer.restore()
+    assert buffer.piece(7, 8).tolist() == [2.0] == buffer.full[7:8].tolist()
     assert buffer.piece(6, 6).numel() == 0
 
 
@@ -61,3 +64,26 @@ def test_bad_intervals_are_refused(owned):
 def test_a_view_of_something_larger_is_refused():
     with pytest.raises(ValueError, match="fills its"):
         ShardedBuffer(torch.zeros(10)[:5], [(0, 1)])
+
+
+def test_a_shard_waits_in_the_host_and_is_copied_there_only_when_it_has_changed():
+    link = HostLink(torch.device("cpu"))
+    buffer = ShardedBuffer(torch.arange(10.0), [(2, 5), (7, 9)], link)
+    buffer.keep_shard()
+    buffer.free()
+    buffer.offload()
+    assert (buffer.held_bytes, link.host_bytes, link.sent_bytes) == (0, 20, 20)
+    buffer.fetch()
+    buffer.restore()
+    assert buffer.full[2:5].tolist() == [2, 3, 4]
+    buffer.keep_shard()
+    buffer.free()
+    buffer.offload()
+    assert (buffer.held_bytes, link.sent_bytes, link.brought_bytes) == (0, 20, 20)
+    buffer.fetch()
+    buffer.piece(7, 9).fill_(-1)
+    buffer.changed = True
+    buffer.offload()
+    buffer.restore()  # brings it back by itself
+    assert buffer.full[7:9].tolist() == [-1, -1]
+    assert link.sent_bytes == 40

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,8 @@ from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.loss_report import with_token_counts
 from zorse_megatron.adapter.process_groups import at_chunk
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.runtime.activation_offload import ActivationOffload
+from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
 
 
@@ -63,6 +65,10 @@ class MegatronChunkRunner:
     num_chunks: int
     """Of the whole model."""
     tied: TiedEmbedding | None
+    activations: ActivationOffload | None = None
+    """Where activations wait, if the group offloads them."""
+    computations: Sequence[Action] = ()
+    """The list's forwards and backwards."""
     stock_step: Callable[[], Any] | None = None
     losses: list[Any] = field(default_factory=list)
     step_result: Any = None
@@ -74,6 +80,7 @@ class MegatronChunkRunner:
         self.without_sync: dict[int, AbstractContextManager[Any]] = {}
         self.reducing: list[int] = []
         """Sharded chunks whose gradients are on their way, in list order."""
+        self.num_computed = 0
 
     def forward(
         self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
@@ -86,7 +93,7 @@ class MegatronChunkRunner:
             activation.requires_grad_(not inputs.forward_only)
         first = micro_batch.index == 0
         step = inputs.forward_step_func
-        with self._at(chunk):
+        with self._at(chunk), self._offloading(chunk, micro_batch):
             output, num_tokens = forward_step(
                 with_token_counts(step) if is_last else step,
                 inputs.data_iterators[chunk],
@@ -123,8 +130,11 @@ class MegatronChunkRunner:
             self._let_gradients_sync(chunk)
         shards = self.inputs.models[chunk].shards
         if shards is not None:
-            self._open_gradients(chunk)
+            shards.open_gradients()
             shards.wait_until_whole()
+        if self.activations is not None:
+            self._bring_next_back()
+            self.activations.wait_until_back((chunk, micro_batch.index))
         return backward_step(activation, output, gradient, self.inputs.config)
 
     def reduce(self, chunk: int) -> None:
@@ -137,7 +147,8 @@ class MegatronChunkRunner:
             self._let_gradients_sync(chunk)
             self._finalize(chunk)
             return
-        self._open_gradients(chunk)
+        # At most two chunks have whole gradients: the one before must have left.
+        self._finish_reductions()
         shards.start_reduction()
         self.reducing.append(chunk)
 
@@ -180,16 +191,39 @@ class MegatronChunkRunner:
         """Keep the shard of a sharded chunk's parameters only."""
         self.inputs.models[chunk].shards.release()
 
+    def fetch(self, chunk: int) -> None:
+        """Start to bring the shard of a sharded chunk's parameters back from the host."""
+        self.inputs.models[chunk].shards.fetch()
+
+    def offload(self, chunk: int) -> None:
+        """Let the shard of a sharded chunk's parameters wait in the host."""
+        self.inputs.models[chunk].shards.offload()
+
     def _at(self, chunk: int) -> AbstractContextManager[None]:
         """Stock asks the process-wide state which stage it is on; with one chunk that is set."""
         if len(self.inputs.models) == 1:
             return contextlib.nullcontext()
         return stage_of_chunk(chunk, self.num_chunks)
 
-    def _open_gradients(self, chunk: int) -> None:
-        """Before a chunk's whole gradients take memory, those of earlier ones must have left."""
-        self._finish_reductions()
-        self.inputs.models[chunk].shards.open_gradients()
+    def _offloading(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        """Send what this forward keeps to the host, unless its backward comes next."""
+        if self.activations is None or self.inputs.forward_only:
+            return contextlib.nullcontext()
+        following = self._bring_next_back()
+        mine = (chunk, micro_batch.index)
+        if following is not None and _key(following) == mine:
+            return contextlib.nullcontext()
+        return self.activations.keeping(mine)
+
+    def _bring_next_back(self) -> Action | None:
+        """Before a computation: start to bring back what the one behind it needs; returns that."""
+        assert self.activations is not None
+        self.num_computed += 1
+        self.activations.let_go()
+        following = next(iter(self.computations[self.num_computed :][:1]), None)
+        if following is not None and following.kind is Kind.BACKWARD:
+            self.activations.start_back(_key(following))
+        return following
 
     def _finish_reductions(self) -> None:
         reducing, self.reducing = self.reducing, []
@@ -217,3 +251,8 @@ class MegatronChunkRunner:
     def _let_gradients_sync(self, chunk: int) -> None:
         if chunk in self.without_sync:
             self.without_sync.pop(chunk).__exit__(None, None, None)
+
+
+def _key(action: Action) -> tuple[int, int]:
+    assert action.chunk is not None and action.micro_batch is not None
+    return action.chunk, action.micro_batch

@@ -17,6 +17,7 @@ import torch
 
 from zorse_megatron.adapter.bucket_groups import UnevenBucketGroup
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 
 
@@ -27,7 +28,8 @@ class ChunkShards:
     be built and a checkpoint be loaded before.
     """
 
-    def __init__(self, ddp: Any) -> None:
+    def __init__(self, ddp: Any, link: HostLink | None = None) -> None:
+        """`link`: for parameters that may wait in the host."""
         self.bucket_groups: list[UnevenBucketGroup] = ddp.bucket_groups
         self.group = ddp.intra_dp_cp_group
         self._place: dict[torch.nn.Parameter, tuple[int, int]] = {}
@@ -35,7 +37,7 @@ class ChunkShards:
         self.gradients: list[ShardedBuffer] = []
         for number, buffer in enumerate(ddp.buffers):
             owned = [_owned(bucket, self.group.rank()) for bucket in buffer.buckets]
-            self.parameters.append(ShardedBuffer(buffer.param_data, owned))
+            self.parameters.append(ShardedBuffer(buffer.param_data, owned, link))
             self.gradients.append(ShardedBuffer(buffer.grad_data, owned))
             for parameter, (start, *_) in buffer.param_index_map.items():
                 self._place[parameter] = number, start
@@ -82,14 +84,29 @@ class ChunkShards:
         """Keep this rank's shard of the parameters only."""
         self.wait_until_whole()
         for buffer in self.parameters:
-            if buffer.shard is None:
-                buffer.keep_shard()
+            buffer.keep_shard()
             buffer.free()
+
+    def fetch(self) -> None:
+        """Start to bring the shard back from the host."""
+        for buffer in self.parameters:
+            buffer.fetch()
+
+    def offload(self) -> None:
+        """Let the shard wait in the host."""
+        for buffer in self.parameters:
+            buffer.offload()
+
+    def mark_changed(self) -> None:
+        """The optimizer has stepped the shards: the host's copies are old."""
+        for buffer in self.parameters:
+            buffer.changed = True
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have the parameters whole within the block; a collective call of the group."""
         was_whole = self.is_whole
+        away = [b for b in self.parameters if b.in_shard and b.memory and b.memory.is_away]
         self.gather()
         self.wait_until_whole()
         try:
@@ -97,6 +114,8 @@ class ChunkShards:
         finally:
             if not was_whole:
                 self.release()
+            for buffer in away:
+                buffer.offload()
 
     def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter, all owned by this rank, where they are true."""
@@ -151,7 +170,7 @@ class ChunkShards:
         """Multiply this rank's shard of the gradients."""
         self.finish_reduction()
         for buffer in self.gradients:
-            if buffer.shard is not None:
+            if buffer.in_shard and buffer.shard is not None:
                 buffer.shard.mul_(factor)
 
     def zero_gradients(self) -> None:

@@ -21,11 +21,12 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from zorse_megatron.adapter.bucket_groups import BucketOrder, UnevenBucketGroup
 from zorse_megatron.adapter.chunk_shards import ChunkShards
 from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.schedules.shards import shard_bounds
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` with two more arguments, `shard_weights` and `sharded`.
+    """`DistributedDataParallel` with more arguments: `shard_weights`, `sharded`, `link`.
 
     `shard_weights`: one float >= 0 per rank of the data-parallel group, in the order of the group;
     each bucket is cut in this proportion, and a rank with weight 0 owns nothing. A rank may run
@@ -36,7 +37,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     `sharded`: have whole parameters and gradients only between `shards.gather` and
     `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
-    overlap_param_gather have no effect on it.
+    overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
+    the host.
 
     Raises FlagError for options that unequal shards cannot keep.
     """
@@ -54,6 +56,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         *,
         shard_weights: Sequence[float],
         sharded: bool = False,
+        link: HostLink | None = None,
     ) -> None:
         problems = _problems(config, ddp_config, module)
         if problems:
@@ -73,7 +76,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.shard_weights = tuple(shard_weights)
         self._cut_buckets()
         self._replace_bucket_groups()
-        self.shards = ChunkShards(self) if sharded else None
+        self.shards = ChunkShards(self, link) if sharded else None
 
     def _cut_buckets(self) -> None:
         if len(self.shard_weights) != self.intra_dp_cp_group.size():

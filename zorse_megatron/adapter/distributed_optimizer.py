@@ -12,8 +12,10 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 from zorse_megatron.adapter import optimizer_checkpoint
+from zorse_megatron.adapter.host_state import HostState
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.schedules.shards import Interval
 
 
@@ -31,6 +33,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Takes stock's arguments and the layout in which `sharded_state_dict` writes."""
         super().__init__(*args, **kwargs)
         self.checkpoint_layout = checkpoint_layout
+        self.host_state: HostState | None = None
         self.step_count = 0
         self._last_grad_norm = 0.0
 
@@ -64,13 +67,29 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     # Shards, wherever a chunk keeps them.
 
+    def keep_in_host(self, link: HostLink, *, optimizer_state: bool) -> None:
+        """Step in the way of `host_state` from now on; the chunks' shards must exist."""
+        host_state = HostState(self, link, optimizer_state=optimizer_state)
+        self.host_state = host_state
+        self.optimizer.step = host_state.step
+
     def _copy_model_grads_to_main_grads(self) -> None:
-        for chunk, parameter, (start, stop), shard in self._owned_shards():
+        for chunk, parameter, (start, stop), shard in self.owned_shards():
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
 
     def _copy_main_params_to_model_params(self) -> None:
-        for chunk, parameter, (start, stop), shard in self._owned_shards():
-            chunk.parameter_piece(parameter, start, stop).copy_(shard.detach())
+        if self.host_state is None:  # which has done it already
+            for chunk in self.model_chunks:
+                self.copy_main_to_model(chunk)
+
+    @torch.no_grad()
+    def copy_main_to_model(self, chunk: Any) -> None:
+        """Write a chunk's stepped main parameters to where its parameters are kept."""
+        for owner, parameter, (start, stop), shard in self.owned_shards():
+            if owner is chunk:
+                chunk.parameter_piece(parameter, start, stop).copy_(shard)
+        if chunk.shards is not None:
+            chunk.shards.mark_changed()
 
     def use_kept_shards(self) -> None:
         """Let the fp32 parameters that are stepped be those that sharded chunks keep.
@@ -78,11 +97,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         Stock steps views of the whole parameters, which come and go. To be called when the shards
         exist; a second call changes nothing.
         """
-        for chunk, parameter, (start, stop), shard in self._owned_shards():
+        for chunk, parameter, (start, stop), shard in self.owned_shards():
             if parameter.dtype == torch.float32:
                 shard.data = chunk.parameter_piece(parameter, start, stop)
 
-    def _owned_shards(self) -> Iterator[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
+    def owned_shards(self) -> Iterator[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
         """Chunk, model parameter, owned elements of it, and the tensor that is stepped."""
         if self.is_stub_optimizer:
             return

@@ -1,6 +1,7 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,16 @@ from zorse_megatron.adapter.process_groups import (
     shard_weights_by_group_rank,
 )
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
 from zorse_megatron.runtime.executor import Executor
+from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.runtime.transport import make_transport
-from zorse_megatron.schedules.actions import SENDS, Action, ActionLists, Kind
+from zorse_megatron.schedules.actions import COMPUTE, SENDS, Action, ActionLists, Kind
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan import Offload, Plan
 from zorse_megatron.schema.spans import spell
 from zorse_megatron.trace import Trace
 
@@ -67,7 +70,9 @@ class PlanSession:
         # Sharded chunks are those that the list gathers before it computes with them.
         self.sharded_chunks = gathered_before_use(self.training.ranks[self.rank])
         self.optimizers: list[Any] = []
-        self.steps_kept_shards = False
+        self.settled = False
+        self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
+        self.host_link = HostLink(_device()) if self.offload != Offload() else None
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
         self.trace = Trace(num_steps=None if self.trace_directory else 0)
         self.idle_losses = self._idle_losses()
@@ -116,7 +121,7 @@ class PlanSession:
         if isinstance(data_iterator, list):
             (data_iterator,) = data_iterator
         config = get_model_config(models[0])
-        self._keep_shards(models)
+        self._settle(models)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
             data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.num_chunks),
@@ -132,6 +137,8 @@ class PlanSession:
             num_micro_batches=len(self.micro_batches),
             num_chunks=self.num_chunks,
             tied=self.tied,
+            activations=self._activation_offload(models),
+            computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
         )
         executor = self._executor(config)
         lists = self.evaluation if forward_only else self.training
@@ -161,10 +168,7 @@ class PlanSession:
 
     def _executor(self, config: Any) -> Executor:
         if self.executor is None:
-            backend = dist.get_backend()
-            device = torch.device("cpu")
-            if backend == "nccl":
-                device = torch.device("cuda", torch.cuda.current_device())
+            backend, device = dist.get_backend(), _device()
             self.executor = Executor(
                 micro_batches=self.micro_batches,
                 chunks=self.chunks,
@@ -185,16 +189,55 @@ class PlanSession:
             )
         return self.executor
 
-    def _keep_shards(self, models: list[Any]) -> None:
-        """Let go of whole parameters that the list will gather; they were needed until here."""
-        sharded = [model.shards for model in models if model.shards is not None]
-        for shards in sharded:
-            if shards.is_whole:
-                shards.release()
-        if sharded and not self.steps_kept_shards:
+    @contextmanager
+    def state_on_device(self) -> Iterator[None]:
+        """Have optimizer state that waits in the host on the device within the block."""
+        with ExitStack() as stack:
             for optimizer in self.optimizers:
-                optimizer.use_kept_shards()
-            self.steps_kept_shards = bool(self.optimizers)
+                if optimizer.host_state is not None:
+                    stack.enter_context(optimizer.host_state.on_device())
+            yield
+
+    def _settle(self, models: list[Any]) -> None:
+        """Before the first step: let go of what the list does not start with.
+
+        Until then all parameters are whole and on the device, so that the optimizer can be built
+        and a checkpoint be loaded.
+        """
+        if self.settled:
+            return
+        self.settled = True
+        sharded = {
+            chunk: model.shards
+            for chunk, model in zip(self.chunks, models, strict=True)
+            if model.shards is not None
+        }
+        for shards in sharded.values():
+            shards.release()
+        for optimizer in self.optimizers:
+            optimizer.use_kept_shards()
+        last = {a.chunk: a.kind for a in self.training.ranks[self.rank] if a.kind in _PLACES}
+        for chunk, shards in sharded.items():
+            if last.get(chunk) is Kind.OFFLOAD:
+                shards.offload()
+        if self.offload.parameters or self.offload.optimizer_state:
+            assert self.host_link is not None
+            for optimizer in self.optimizers:
+                optimizer.keep_in_host(self.host_link, optimizer_state=self.offload.optimizer_state)
+
+    def _activation_offload(self, models: list[Any]) -> ActivationOffload | None:
+        if not self.offload.activations:
+            return None
+        assert self.host_link is not None
+
+        def is_parameter(address: int) -> bool:
+            return any(
+                buffer.param_data.untyped_storage().data_ptr() == address
+                for model in models
+                for buffer in model.buffers
+            )
+
+        return ActivationOffload(link=self.host_link, stays=is_parameter)
 
     def _idle_losses(self) -> IdleReplicaLosses:
         replicas = self.plan.groups[self.plan.chunks[-1].group].replicas
@@ -216,6 +259,15 @@ class PlanSession:
                 if action.kind in SENDS and action.peer is not None
             }
         )
+
+
+_PLACES = frozenset({Kind.FETCH, Kind.OFFLOAD})
+
+
+def _device() -> torch.device:
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def gathered_before_use(actions: Sequence[Action]) -> frozenset[int]:

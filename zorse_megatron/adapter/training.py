@@ -174,7 +174,9 @@ def _session_records(session: PlanSession) -> list[rebind.Rebinding]:
             micro_batches=session.micro_batches,
         ),
         make_datasets=partial(datasets_on_rank_0, rank=session.rank),
-        make_save=_save_whole_parameters if session.sharded_chunks else None,
+        make_save=partial(_save_what_is_away, session)
+        if session.sharded_chunks or session.host_link
+        else None,
         tell_last_rank=None
         if last_rank in knows
         else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
@@ -197,6 +199,8 @@ def _build_chunks(session: PlanSession, stock: Callable[..., Any]) -> Callable[.
             with stage_of_chunk(chunk, session.num_chunks):
                 (model,) = stock(build_model_func, there, vp_size, *args, **kwargs)
             model.zorse_chunk = chunk
+            # What the training loop asks of a model is about the rank.
+            model.pg_collection = pg_collection
             chunks.append(model)
         return chunks
 
@@ -211,15 +215,16 @@ def _wrap_chunk(session: PlanSession, *, module: Any, **kwargs: Any) -> Any:
         module=module,
         shard_weights=session.shard_weights,
         sharded=chunk in session.sharded_chunks,
+        link=session.host_link,
         **kwargs,
     )
 
 
-def _save_whole_parameters(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Have whole parameters while stock saves them."""
+def _save_what_is_away(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Have whole parameters, and all state on the device, while stock saves them."""
 
     def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with whole_parameters(model):
+        with whole_parameters(model), session.state_on_device():
             return stock(iteration, model, *args, **kwargs)
 
     return save_checkpoint

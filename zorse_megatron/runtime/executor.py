@@ -48,6 +48,12 @@ class ChunkRunner(Protocol):
     def release(self, chunk: int) -> None:
         """Drop the chunk's whole parameters, keep this rank's shard."""
 
+    def fetch(self, chunk: int) -> None:
+        """Start to bring the chunk's shard of parameters back from the host."""
+
+    def offload(self, chunk: int) -> None:
+        """Let the chunk's shard of parameters wait in the host."""
+
 
 class Executor:
     """Executes action lists for one rank."""
@@ -169,24 +175,19 @@ class Executor:
             del self.to_send[key]
 
     def _on_state(self, action: Action, runner: ChunkRunner) -> None:
-        match action.kind:
-            case Kind.REDUCE:
-                assert action.chunk is not None
-                runner.reduce(action.chunk)
-            case Kind.TIE:
-                runner.tie()
-            case Kind.SCALE:
-                runner.scale()
-            case Kind.STEP:
-                runner.step()
-            case Kind.GATHER:
-                assert action.chunk is not None
-                runner.gather(action.chunk)
-            case Kind.RELEASE:
-                assert action.chunk is not None
-                runner.release(action.chunk)
-            case _:
-                raise NotImplementedError(f"{action} is in the vocabulary but not executed yet")
+        on_chunk = {
+            Kind.REDUCE: runner.reduce,
+            Kind.GATHER: runner.gather,
+            Kind.RELEASE: runner.release,
+            Kind.FETCH: runner.fetch,
+            Kind.OFFLOAD: runner.offload,
+        }
+        on_rank = {Kind.TIE: runner.tie, Kind.SCALE: runner.scale, Kind.STEP: runner.step}
+        if action.kind in on_rank:
+            on_rank[action.kind]()
+            return
+        assert action.chunk is not None
+        on_chunk[action.kind](action.chunk)
 
     def _operands(self, action: Action) -> tuple[int, MicroBatch]:
         assert action.chunk is not None and action.micro_batch is not None

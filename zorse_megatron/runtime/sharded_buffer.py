@@ -11,20 +11,24 @@ from itertools import accumulate
 
 import torch
 
+from zorse_megatron.runtime.host_memory import HostBacked, HostLink
 from zorse_megatron.schedules.shards import Interval
 
 
 class ShardedBuffer:
     """`full`, a 1-D tensor with a storage of its own, and the elements of it that this rank owns.
 
-    The owned elements live in `full` until `keep_shard` is called for the first time, and from
-    then on in `shard`, in the order in which they are in `full`.
+    The owned elements live in `full` until `keep_shard` is called, from then on in `shard`, in the
+    order in which they are in `full`, and after `restore` in `full` again: never in both.
     """
 
-    def __init__(self, full: torch.Tensor, owned: Sequence[Interval]) -> None:
+    def __init__(
+        self, full: torch.Tensor, owned: Sequence[Interval], link: HostLink | None = None
+    ) -> None:
         """`owned`: disjoint intervals of `full`, ascending; empty ones count as none.
 
-        Raises ValueError if the intervals are not that or others share the memory of `full`.
+        `link`: for shards that may wait in the host. Raises ValueError if the intervals are not
+        that or others share the memory of `full`.
         """
         ends = [0, *(end for interval in owned for end in interval), full.numel()]
         if ends != sorted(ends):
@@ -39,8 +43,15 @@ class ShardedBuffer:
                 "storage"
             )
         self.full = full
+        self.link = link
         self.owned = tuple((start, stop) for start, stop in owned if start < stop)
         self.shard: torch.Tensor | None = None
+        """There once it has been kept; its memory may be gone."""
+        self.in_shard = False
+        """Whether the owned elements are in `shard` (or with it in the host)."""
+        self.memory: HostBacked | None = None
+        self.changed = False
+        """Whether the shard is not what the host has."""
         self._starts = [start for start, _ in self.owned]
         sizes = [stop - start for start, stop in self.owned]
         self._offsets = [0, *accumulate(sizes)]
@@ -57,11 +68,12 @@ class ShardedBuffer:
 
     @property
     def held_bytes(self) -> int:
-        """What the buffer and the shard take now."""
-        shard_bytes = 0 if self.shard is None else self.shard.nbytes
+        """What the buffer and the shard take of the device now."""
+        shard_bytes = 0 if self.shard is None else self.shard.untyped_storage().nbytes()
         return self.full.untyped_storage().nbytes() + shard_bytes
 
-    @torch.no_grad()
+    # The whole.
+
     def allocate(self) -> None:
         """Bring the memory of `full` back; what is in it is undefined."""
         if not self.is_whole:
@@ -71,45 +83,77 @@ class ShardedBuffer:
         """Let the memory of `full` go."""
         self.full.untyped_storage().resize_(0)
 
+    # From one to the other.
+
     @torch.no_grad()
     def keep_shard(self) -> None:
-        """Copy the owned elements from `full` to `shard`."""
-        if self.shard is None:
+        """Take the owned elements from `full` into `shard`."""
+        if self.shard is None or self.memory is None:
             self.shard = self.full.new_empty(self.num_owned)
+            self.memory = HostBacked(self.shard, self.link)
+            self.changed = True
+        elif self.memory.is_away:
+            self.memory.allocate()
         for ours, whole in self._pairs():
             ours.copy_(whole)
+        self.in_shard = True
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring the memory of `full` back with the owned elements in their places."""
+        """Take the owned elements back to their places in `full`, whose memory comes back."""
+        assert self.memory is not None, "keep_shard comes first"
+        self.memory.wait_until_back()
         self.allocate()
         for ours, whole in self._pairs():
             whole.copy_(ours)
+        self.memory.drop()
+        self.in_shard = False
 
     def drop_shard(self) -> None:
-        """Forget the shard: the owned elements live in `full` again, once that is there."""
-        self.shard = None
+        """Forget the shard and what is in it."""
+        self.shard, self.memory, self.in_shard = None, None, False
+
+    # The host.
+
+    def fetch(self) -> None:
+        """Start to bring the shard back from the host."""
+        if self.memory is not None and self.in_shard:
+            self.memory.start_back()
+
+    def offload(self) -> None:
+        """Let the shard wait in the host; it is copied if the host does not have it yet."""
+        assert self.memory is not None and self.in_shard, "there is no shard to offload"
+        if self.changed or not self.memory.is_in_host:
+            self.memory.send()
+            self.memory.let_go(wait=True)
+            self.changed = False
+        else:
+            self.memory.wait_until_back()
+            self.memory.drop()
 
     def piece(self, start: int, stop: int) -> torch.Tensor:
         """Return a view of elements [start, stop) of `full`, which this rank must own.
 
-        It shows the shard if there is one, else `full`. Raises IndexError for elements that this
-        rank does not own in one piece.
+        It shows them where they are now, in the shard or in `full`. Raises IndexError for elements
+        that this rank does not own in one piece.
         """
+        home = self.shard if self.in_shard and self.shard is not None else None
         if start == stop:
-            return (self.full if self.shard is None else self.shard)[:0]
+            return (self.full if home is None else home)[:0]
         number = bisect_right(self._starts, start) - 1
         if number < 0 or stop > self.owned[number][1]:
             raise IndexError(
                 f"found elements [{start}, {stop}); expected some within one of {self.owned}"
             )
-        if self.shard is None:
+        if home is None:
             return self.full[start:stop]
         shift = self._offsets[number] - self.owned[number][0]
-        return self.shard[start + shift : stop + shift]
+        return home[start + shift : stop + shift]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each owned interval's place in the shard and in the whole."""
-        assert self.shard is not None, "keep_shard comes first"
-        ours = self.shard.split([stop - start for start, stop in self.owned]) if self.owned else ()
+        assert self.shard is not None
+        if not self.owned:
+            return []
+        ours = self.shard.split([stop - start for start, stop in self.owned])
         return [(part, self.full[a:b]) for part, (a, b) in zip(ours, self.owned, strict=True)]

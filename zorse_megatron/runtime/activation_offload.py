@@ -1,0 +1,78 @@
+"""What a forward keeps for its backward waits in host memory.
+
+Source of the idea: Zorse (MLSys 2026) and Cephalo (ICS 2025) offload boundary activations. Here
+what autograd saves and what carries gradients is offloaded, by storage: with full recomputation
+these are the inputs of the layers. The saved tensors stay the same objects; only their memory
+leaves and comes back. What carries no gradient (masks, rotary tables) stays: other micro-batches
+may share it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+
+# Masks of a few bytes and the like are not worth a copy.
+_SMALLEST_BYTES = 4096
+
+
+@dataclass(kw_only=True)
+class ActivationOffload:
+    """Keeps what forwards save, per key, in host memory between forward and backward.
+
+    `stays(storage address)`: storages that must stay, such as parameters.
+    """
+
+    link: HostLink
+    stays: Callable[[int], bool]
+    away: dict[tuple[int, int], list[HostBacked]] = field(default_factory=dict)
+    _leaving: list[HostBacked] = field(default_factory=list)
+
+    @contextmanager
+    def keeping(self, key: tuple[int, int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Run a forward within; yields what it saved so far, by storage address.
+
+        When the block ends, what is in the dictionary starts to leave. The caller may remove what
+        others need at once, such as the output.
+        """
+        found: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            is_activation = tensor.requires_grad and not self.stays(address)
+            if is_activation and storage.nbytes() >= _SMALLEST_BYTES:
+                found[address] = tensor.detach()
+            # Not the tensor itself: it may be an output of the node that saves it.
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield found
+        # What the forward before this one kept has had this one's time to leave.
+        self.let_go(wait=True)
+        memories = [HostBacked(tensor, self.link) for tensor in found.values()]
+        for memory in memories:
+            memory.send()
+        self._leaving += memories
+        self.away[key] = memories
+
+    def let_go(self, *, wait: bool = False) -> None:
+        """Free the device's memory of what has left."""
+        self._leaving = [m for m in self._leaving if not m.let_go(wait=wait)]
+
+    def start_back(self, key: tuple[int, int]) -> None:
+        """Start to bring back what the forward of `key` kept."""
+        for memory in self.away.get(key, ()):
+            memory.start_back()
+
+    def wait_until_back(self, key: tuple[int, int]) -> None:
+        """Have it back before its backward; the host's memory is given back."""
+        for memory in self.away.pop(key, ()):
+            memory.wait_until_back()
+            memory.forget_host()
+            if memory in self._leaving:
+                self._leaving.remove(memory)

@@ -1,0 +1,155 @@
+"""Memory that waits in the host: its bytes leave the device and come back, the tensors stay.
+
+Copies run on streams of their own, one for each direction, so that they overlap with computation;
+the host never waits for them. On CPU the "host" is other memory of the same machine and a copy is
+done when it has been started: the same order of events, which is what tests need.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+
+class HostLink:
+    """The copy streams of one device, to host memory and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self._to_host = torch.cuda.Stream(device) if self.is_cuda else None
+        self._from_host = torch.cuda.Stream(device) if self.is_cuda else None
+        self.host_bytes = 0
+        """Host memory in use."""
+        self.sent_bytes = 0
+        """Copied to the host since the start."""
+        self.brought_bytes = 0
+        """Copied back since the start."""
+
+    def new_host_bytes(self, num_bytes: int) -> torch.Tensor:
+        """Host memory that the device can copy to and from without a detour (pinned)."""
+        self.host_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def give_back(self, host: torch.Tensor) -> None:
+        """Count host memory as free again."""
+        self.host_bytes -= host.nbytes
+
+    def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> "torch.cuda.Event | None":
+        """Copy behind all that the current stream has been given; returns what to wait for."""
+        self.sent_bytes += source.nbytes
+        return self._copy(source, host, self._to_host)
+
+    def start_from_host(
+        self, host: torch.Tensor, target: torch.Tensor
+    ) -> "torch.cuda.Event | None":
+        """Copy back; `target` must not be read before the current stream waits for the result."""
+        self.brought_bytes += target.nbytes
+        return self._copy(host, target, self._from_host)
+
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, stream: "torch.cuda.Stream | None"
+    ) -> "torch.cuda.Event | None":
+        if stream is None:
+            target.copy_(source)
+            return None
+        # Behind what wrote the source, and behind what last used the memory of the target.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+
+class HostBacked:
+    """One storage on the device that can wait in the host.
+
+    All tensors that share the storage stay what they are; while `is_away` they must not be used.
+    """
+
+    def __init__(self, tensor: torch.Tensor, link: HostLink | None) -> None:
+        """Takes over the storage of `tensor`, whole; without a link it can only come and go."""
+        self.storage = tensor.untyped_storage()
+        self.num_bytes = self.storage.nbytes()
+        self.link = link
+        self.host: torch.Tensor | None = None
+        self.is_away = False
+        self._leaving: torch.cuda.Event | None = None
+        self._coming: torch.cuda.Event | None = None
+        self._is_leaving = False
+
+    @property
+    def is_in_host(self) -> bool:
+        """Whether the host has had its bytes, at some time."""
+        return self.host is not None
+
+    def send(self) -> None:
+        """Start to copy to the host; `let_go` frees the device's memory when that is done."""
+        assert not self.is_away, "the memory is in the host already"
+        assert self.link is not None, "there is no link to the host"
+        if self.host is None:
+            self.host = self.link.new_host_bytes(self.num_bytes)
+        self._leaving = self.link.start_to_host(self._bytes(), self.host)
+        self._is_leaving = True
+
+    def let_go(self, *, wait: bool) -> bool:
+        """Free the device's memory if the copy is done, or (`wait`) behind it; whether it is free.
+
+        Waiting holds back the current stream, not the host.
+        """
+        if not self._is_leaving:
+            return self.is_away
+        if self._leaving is not None and self.link is not None:
+            if not wait and not self._leaving.query():
+                return False
+            torch.cuda.current_stream(self.link.device).wait_event(self._leaving)
+        self._leaving, self._is_leaving = None, False
+        self.drop()
+        return True
+
+    def drop(self) -> None:
+        """Free the device's memory; the host has its bytes, or they are not needed any more."""
+        self.storage.resize_(0)
+        self.is_away = True
+
+    def allocate(self) -> None:
+        """Have memory on the device again, with nothing in it."""
+        self.let_go(wait=True)
+        self.storage.resize_(self.num_bytes)
+        self.is_away = False
+
+    def start_back(self) -> None:
+        """Start to copy back to the device; `wait_until_back` comes before the first use."""
+        if self._is_leaving:  # it has not gone yet
+            self._leaving, self._is_leaving = None, False
+            return
+        if not self.is_away:
+            return
+        assert self.link is not None and self.host is not None, "nothing was sent to the host"
+        self.allocate()
+        self._coming = self.link.start_from_host(self.host, self._bytes())
+
+    def wait_until_back(self) -> None:
+        """Let the current stream wait for `start_back`, after starting it where nobody has."""
+        self.start_back()
+        if self._coming is not None and self.link is not None:
+            torch.cuda.current_stream(self.link.device).wait_event(self._coming)
+            self._coming = None
+
+    def forget_host(self) -> None:
+        """Give the host's memory back."""
+        if self.link is not None and self.host is not None:
+            self.link.give_back(self.host)
+            self.host = None
+
+    def _bytes(self) -> torch.Tensor:
+        """The whole storage as bytes."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage)
+
+
+def wait_until_back(memories: Iterable[HostBacked]) -> None:
+    """Bring all back, started together."""
+    listed = list(memories)
+    for memory in listed:
+        memory.start_back()
+    for memory in listed:
+        memory.wait_until_back()
