@@ -6,12 +6,14 @@ and counts, replicas without micro-batches, replicas without a shard. It shrinks
 that holds all layers and runs the batch in one micro-batch.
 """
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.plan import (
     Chunk,
     ClusterFingerprint,
@@ -24,6 +26,7 @@ from zorse_megatron.schema.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.schema.validate import SCHEDULE_PARAMETERS
 
 Integers = int | SearchStrategy[int]
 
@@ -40,13 +43,15 @@ def plans(
     max_chunks_per_group: int = 1,
     max_ranks_per_replica: int = 1,
     schedule_names: tuple[str, ...] = ("1f1b",),
+    with_schedule_parameters: bool = False,
     with_options: bool = False,
 ) -> Plan:
     """Draw a plan without problems.
 
     `num_layers` and `global_batch_size` are numbers or strategies; without them, few layers and
-    small batches are drawn. `with_options` also draws what may be left out: names, recompute,
-    offload, model sizes, cluster, predictions.
+    small batches are drawn. `with_schedule_parameters` also draws settings of the schedule;
+    `with_options` what may be left out: names, recompute, offload, model sizes, cluster,
+    predictions.
     """
     layers = _number(draw, num_layers, st.integers(min_groups, max(max_groups, 8)))
     batch = _number(draw, global_batch_size, st.integers(1, 16))
@@ -62,8 +67,53 @@ def plans(
         model=ModelFingerprint(num_layers=layers, **_model_options(draw, with_options)),
         groups=groups,
         chunks=_chunks(draw, len(groups), layers, max_chunks_per_group),
-        schedule=Schedule(name=draw(st.sampled_from(schedule_names))),
+        schedule=_schedule(draw, schedule_names, with_schedule_parameters),
         **_plan_options(draw, with_options, world_size),
+    )
+
+
+@st.composite
+def lowerable_plans(
+    draw: DrawFn,
+    max_world: int = 8,
+    max_groups: int = 4,
+    *,
+    num_layers: Integers | None = None,
+    global_batch_size: Integers | None = None,
+    max_chunks_per_group: int = 4,
+    schedule_names: tuple[str, ...] = ("breadth_first", "interleaved"),
+) -> Plan:
+    """Draw plans with several chunks per group, some of which keep parameters in host memory."""
+    plan = draw(
+        plans(
+            max_world,
+            max_groups,
+            st.integers(max_groups, 4 * max_groups) if num_layers is None else num_layers,
+            global_batch_size,
+            max_chunks_per_group=max_chunks_per_group,
+            schedule_names=schedule_names,
+            with_schedule_parameters=True,
+        )
+    )
+    if parameters_setting(plan) == RESIDENT:
+        return plan
+    offload = st.sampled_from([None, Offload(parameters=True)])
+    groups = tuple(dataclasses.replace(group, offload=draw(offload)) for group in plan.groups)
+    return dataclasses.replace(plan, groups=groups)
+
+
+def _schedule(draw: DrawFn, names: tuple[str, ...], with_parameters: bool) -> Schedule:
+    name = draw(st.sampled_from(names))
+    known = SCHEDULE_PARAMETERS[name] if with_parameters else {}
+    return Schedule(
+        name=name,
+        parameters=draw(
+            st.fixed_dictionaries(
+                {}, optional={key: st.sampled_from(values) for key, values in known.items()}
+            )
+        )
+        if known
+        else {},
     )
 
 

@@ -115,7 +115,7 @@ def run(argv: Sequence[str]) -> None:
     plan_run = None
     if command.plan is not None:
         # The plan is checked before torch and Megatron are imported: bad input fails in a second.
-        from zorse_megatron.schedules.lower import refuse_unsupported
+        from zorse_megatron.schedules.refusals import refuse_unsupported
         from zorse_megatron.schema.load import load_plan
 
         plan = load_plan(command.plan)

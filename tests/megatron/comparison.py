@@ -1,5 +1,6 @@
 """Runs of stock Megatron and of plans on the same command, and how far they are apart."""
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -108,6 +109,21 @@ def plan_of(*groups: tuple[tuple[Replica, ...], int]) -> Plan:
         groups=tuple(Group(replicas=replicas) for replicas, _ in groups),
         chunks=tuple(chunks),
         schedule=Schedule(name="1f1b"),
+    )
+
+
+def chunked_plan(groups: Sequence[tuple[Replica, ...]], chunks: Sequence[tuple[int, int]]) -> Plan:
+    """A breadth-first plan of chunks (group, number of layers) in model order."""
+    plan = plan_of(*((replicas, 1) for replicas in groups))
+    listed, first = [], 0
+    for group, layers in chunks:
+        listed.append(Chunk(group=group, layers=(first, first + layers)))
+        first += layers
+    return dataclasses.replace(
+        plan,
+        model=ModelFingerprint(num_layers=first),
+        chunks=tuple(listed),
+        schedule=Schedule(name="breadth_first"),
     )
 
 

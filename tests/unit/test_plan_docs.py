@@ -82,7 +82,7 @@ def test_every_field_is_documented_where_it_belongs():
 
 def test_commands_exist():
     named = set(re.findall(r"zorse (\w+)", TEXT))
-    assert named == {command.callback.__name__ for command in app.registered_commands}
+    assert named <= {command.callback.__name__ for command in app.registered_commands}
 
 
 def test_links_lead_somewhere():

@@ -239,6 +239,23 @@ def test_unknown_schedule_parameters(name):
     ]
 
 
+@pytest.mark.parametrize("value", ["resident", "per_pass", "per_micro_batch"])
+def test_known_schedule_parameters(value):
+    plan = good()
+    plan["schedule"] = {"name": "breadth_first", "parameters": {"parameters": value}}
+    assert problems(plan) == ()
+
+
+@pytest.mark.parametrize("value", ["per_layer", "", True, 1])
+def test_values_of_schedule_parameters(value):
+    plan = good()
+    plan["schedule"] = {"name": "breadth_first", "parameters": {"parameters": value}}
+    problem = only_problem(plan)
+    assert problem.where == "plan.json: schedule.parameters.parameters"
+    assert problem.found == repr(value)
+    assert problem.expected == "one of 'per_pass', 'resident', 'per_micro_batch'"
+
+
 # All at once
 
 

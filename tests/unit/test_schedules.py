@@ -1,5 +1,6 @@
 """Samples, order and lowering: proven on random plans, and against Megatron's own 1F1B."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -17,9 +18,19 @@ from zorse_megatron.schedules.actions import (
     parse_action_lists,
 )
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schedules.samples import micro_batches, pieces, replica_micro_batches
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
-from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.plan import (
+    Chunk,
+    Group,
+    ModelFingerprint,
+    Offload,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
 
 
 def even_plan(stages: int, replicas: int, count: int, size: int = 1) -> Plan:
@@ -154,11 +165,7 @@ def _check_coverage(plan: Plan, rank: int, actions: tuple[Action, ...]) -> None:
 @given(plan=plans())
 def test_one_sequence_runs_even_if_every_transfer_blocks(plan: Plan) -> None:
     """Before receives are moved forward, lists run with unbuffered blocking sends and receives."""
-    from zorse_megatron.schedules.lower import _Sequence
-
-    sequence = _Sequence(plan)
-    sequence.play(forward_only=False)
-    check_executable(ActionLists(ranks=tuple(map(tuple, sequence.lists))), blocking=True)
+    check_executable(lower_plan(plan, early_receives=False), blocking=True)
 
 
 @settings(deadline=None)
@@ -226,9 +233,7 @@ def test_a_send_without_receive_is_reported() -> None:
         check_executable(broken)
 
 
-def test_what_cannot_be_lowered_yet_is_refused_all_at_once() -> None:
-    from zorse_megatron.schema.plan import Offload, Recompute
-
+def test_what_cannot_be_lowered_or_executed_is_refused_all_at_once() -> None:
     replica = Replica(ranks=(0, 1), micro_batch_size=1, num_microbatches=1, shard_weight=1.0)
     plan = Plan(
         schema_version=1,
@@ -244,6 +249,25 @@ def test_what_cannot_be_lowered_yet_is_refused_all_at_once() -> None:
         chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2))),
         schedule=Schedule(name="breadth_first"),
     )
+    kept = dataclasses.replace(
+        plan.groups[0],
+        recompute=Recompute(mode="full", num_layers=1),
+        offload=Offload(activations=True),
+    )
+    with pytest.raises(PlanError) as caught:
+        refuse_unsupported(dataclasses.replace(plan, groups=(kept,)))
+    assert [problem.where for problem in caught.value.problems] == [
+        "groups[0].replicas[0].ranks",
+        "groups[0].offload.activations",
+    ]
+    with pytest.raises(PlanError) as caught:
+        lower_plan(dataclasses.replace(plan, schedule=Schedule(name="1f1b")))
+    assert [problem.where for problem in caught.value.problems] == [
+        "groups[0]",
+        "groups[0].replicas[0].ranks",
+        "groups[0].offload.parameters",
+    ]
+    assert "interleaved or breadth_first" in caught.value.problems[0].remedy
     with pytest.raises(PlanError) as caught:
         lower_plan(plan)
-    assert len(caught.value.problems) == 5
+    assert [problem.where for problem in caught.value.problems] == ["groups[0].replicas[0].ranks"]

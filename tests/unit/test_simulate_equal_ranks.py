@@ -7,15 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.chunked_plans import ministages, with_owners
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
+from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan import (
     Chunk,
     Group,
     ModelFingerprint,
+    Offload,
     Plan,
     Replica,
     Schedule,
@@ -54,6 +57,27 @@ def plan_of(shapes: list[tuple[int, int]], batch: int, order=None, weights=(1.0,
 
 
 @st.composite
+def schedules(draw, plan):
+    """The plan, or the same groups with several chunks each under another schedule."""
+    if draw(st.booleans()):
+        return plan
+    name = draw(st.sampled_from(["breadth_first", "breadth_first", "interleaved"]))
+    groups = len(plan.groups)
+    owners = list(range(groups)) * draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        owners = draw(st.permutations(owners))
+    settings = [{}, {"parameters": "resident"}, {"parameters": "per_micro_batch"}]
+    parameters = draw(st.sampled_from(settings)) if name == "breadth_first" else {}
+    plan = with_owners(plan, owners, name, **parameters)
+    if name == "breadth_first" and parameters_setting(plan) != RESIDENT:
+        group = dataclasses.replace(plan.groups[0], offload=Offload(parameters=True))
+        plan = dataclasses.replace(
+            plan, groups=(draw(st.sampled_from([group, plan.groups[0]])), *plan.groups[1:])
+        )
+    return plan
+
+
+@st.composite
 def equal_plans(draw):
     """Plans of equal work, and the kind of GPU of each rank; most groups have one kind."""
     mixed = draw(st.sampled_from([0, 0, 2]))
@@ -70,7 +94,7 @@ def equal_plans(draw):
     for number, group in enumerate(plan.groups):
         for index, rank in enumerate(group.ranks):
             kinds[rank] = "xyz"[(number + index // mixed) % 3] if mixed else "xyz"[number]
-    return plan, kinds
+    return draw(schedules(plan)), kinds
 
 
 COMPUTE = FakeCompute(factors={"y": 1.7, "z": 0.4}, step_per_parameter_s=0.01, head_s=0.3)
@@ -204,3 +228,20 @@ def test_ranks_that_were_not_simulated_have_no_spans():
     result = run(even_plan(2, 2, 2), merge_equal_ranks=True)
     with pytest.raises(ValueError, match="rank 0 stands in"):
         result.spans(1)
+
+
+@pytest.mark.parametrize("schedule", ["breadth_first", "interleaved"])
+def test_several_chunks_are_merged_too(schedule):
+    plan = with_owners(even_plan(4, 16, 8), [0, 1, 2, 3] * 3, schedule)
+    memory = FakeMemory(layer_count=64 * 16, boundary=3)
+    options = {"memory": memory, "comm": FakeComm(bytes_per_s=900.0, links=node_links(8, 5000.0))}
+    merged = run(plan, merge_equal_ranks=True, **options)
+    assert len(merged.simulated_ranks) == 4
+    assert merged.iteration_s == pytest.approx(run(plan, **options).iteration_s, rel=1e-9)
+
+
+def test_one_group_with_a_tied_embedding_is_merged():
+    """Both copies of the embedding have the same owners, so nothing is swapped."""
+    plan = ministages(1, 4, 2, 3)
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, tied_embeddings=True))
+    assert run(plan, merge_equal_ranks=True).simulated_ranks == (0,)

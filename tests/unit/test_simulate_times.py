@@ -12,10 +12,11 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import Reference, run
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.schedules.actions import COMPUTE, Kind
+from zorse_megatron.schedules.events import forward_costs
+from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.one_f_one_b import in_flight_limits
+from zorse_megatron.schedules.one_f_one_b import one_f_one_b
 from zorse_megatron.schedules.order import Pipeline
-from zorse_megatron.schedules.samples import micro_batches
 from zorse_megatron.schema.plan import (
     Chunk,
     Group,
@@ -252,25 +253,23 @@ def test_random_plans_agree_with_a_second_implementation(case, forward_only):
 
 @given(plan=plans())
 def test_times_are_those_of_the_play_that_made_the_order(plan):
-    """`schedules.order` takes a replica's n micro-batches as 1/n each, a third of it forward.
+    """The play takes a replica's n micro-batches as 1/n each, a third of it forward.
 
     With these costs and free communication every computation starts when it did there; earlier at
     most where the play got stuck at its limits.
     """
-    groups = [plan.groups[chunk.group] for chunk in plan.chunks]
-    limits = in_flight_limits(groups, plan.global_batch_size)
-    layouts = [micro_batches(group) for group in groups]
-    pipeline = Pipeline(layouts, limits, forward_only=False)
+    pipeline = Pipeline(plan, Links(plan), one_f_one_b(plan), forward_only=False)
     events = list(pipeline.play())
-    stuck = any(w.limit != limits[c][r] for (c, r), w in pipeline.workers.items())
+    stuck = pipeline.was_stuck
     factors, kinds = {}, [""] * plan.world_size
     unit = {}
-    for (chunk, replica), worker in pipeline.workers.items():
-        rank = groups[chunk].replicas[replica].ranks[0]
+    for chunk, costs in enumerate(forward_costs(plan)):
         first, stop = plan.chunks[chunk].layers
-        kinds[rank] = str(rank)
-        factors[str(rank)] = worker.forward_cost / (stop - first)
-        unit[chunk, replica] = rank
+        for replica, cost in costs.items():
+            rank = plan.groups[plan.chunks[chunk].group].replicas[replica].ranks[0]
+            kinds[rank] = str(rank)
+            factors[str(rank)] = cost / (stop - first)
+            unit[chunk, replica] = rank
     compute = FakeCompute(forward_s=1.0, backward_s=2.0, factors=factors, by_micro_batch=True)
     result = run(plan, compute=compute, kinds=kinds)
     starts = {

@@ -1,10 +1,10 @@
-"""Actions that no list of today has: ministages that are gathered and released, and offload."""
+"""Actions on parameters: ministages that are gathered and released, and offload."""
 
 import dataclasses
 
 import pytest
 
-from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_simulate_times import one_group
 from zorse_megatron.schedules.actions import parse_action_lists
@@ -13,8 +13,8 @@ from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.ledger import Category
 
 MINISTAGES = (
-    "rank {r}: 0GATHER 1GATHER 0F0 0RELEASE 0SA0>{r}[{r}:{s}] 1RA0<{r}[{r}:{s}] 1F0 1B0 1RELEASE "
-    "1REDUCE 0GATHER 1SG0>{r}[{r}:{s}] 0RG0<{r}[{r}:{s}] 0B0 0RELEASE 0REDUCE SCALE STEP"
+    "rank {r}: 0GATHER 1GATHER 0F0 0RELEASE 1F0 1B0 1RELEASE 1REDUCE 0GATHER 0B0 0RELEASE 0REDUCE "
+    "SCALE STEP"
 )
 
 
@@ -28,7 +28,7 @@ def ministage_plan():
 
 
 def ministage_lists():
-    return parse_action_lists("\n".join(MINISTAGES.format(r=rank, s=rank + 1) for rank in (0, 1)))
+    return parse_action_lists("\n".join(MINISTAGES.format(r=rank) for rank in (0, 1)))
 
 
 def works(result, rank):
@@ -73,46 +73,90 @@ def test_released_chunks_have_their_parameters_and_gradients_while_in_use():
 
 
 def fetching_plan(**offload):
-    return one_group((1, 1), offload=Offload(**offload))
+    return one_group((1, 1), (1, 0), offload=Offload(**offload))
 
 
-FETCHING = parse_action_lists("rank 0: 0FETCH 0F0 0B0 0REDUCE SCALE STEP 0GATHER 0OFFLOAD")
-
-
-@pytest.mark.parametrize(("copy_s", "step_at_s"), [(2.0, 3.0), (5.0, 5.0)])
-def test_a_fetch_overlaps_with_computation_until_the_step(copy_s, step_at_s):
-    state_bytes = 12 * 640
-    result = run(
-        fetching_plan(optimizer_state=True),
-        lists=FETCHING,
-        comm=FakeComm(host_bytes_per_s=state_bytes / copy_s),
-        compute=FakeCompute(step_per_parameter_s=1 / 640),
+FETCHING = parse_action_lists(
+    "\n".join(
+        f"rank {rank}: 0FETCH 0GATHER {words} 0REDUCE 0RELEASE 0OFFLOAD SCALE STEP"
+        for rank, words in enumerate(("0F0 0B0", ""))
     )
-    work = works(result, 0)
-    assert work["0FETCH"] == (0.0, copy_s)
-    assert work["0F0"] == (0.0, 1.0)
-    assert work["STEP"] == (step_at_s, step_at_s + 1)
-    assert work["0OFFLOAD"] == (step_at_s + 1, step_at_s + 1 + copy_s)
-    assert result.iteration_s == step_at_s + 1 + copy_s
-    steps = result.memory_over_time(0)
-    states = [step.by_category_bytes[Category.OPTIMIZER_STATE] for step in steps]
-    assert (states[0], max(states), states[-1]) == (0, state_bytes, 0)
+)
+SHARD = 2 * 320
 
 
-def test_parameters_are_fetched_before_they_are_computed_with():
+def test_a_shard_is_fetched_and_then_gathered():
     result = run(
         fetching_plan(parameters=True),
         lists=FETCHING,
-        comm=FakeComm(host_bytes_per_s=640.0),
+        comm=FakeComm(host_bytes_per_s=SHARD / 2, bytes_per_s=SHARD),
     )
-    assert works(result, 0)["0F0"] == (2.0, 3.0)
+    work = works(result, 0)
+    assert work["0FETCH"] == (0.0, 2.0)
+    assert work["0GATHER"] == (2.0, 3.0)
+    assert work["0F0"] == (3.0, 4.0)
+    # The host's copy is still good, so the shard is dropped and nothing is copied; the step
+    # then writes the new one there.
+    assert work["0OFFLOAD"] == (6.0, 6.0)
+    assert work["STEP"] == (8.0, 10.0)
+    parameters = [
+        (step.time_s, step.by_category_bytes[Category.PARAMETERS])
+        for step in result.memory_over_time(0)
+    ]
+    assert dict(parameters)[0.0] == 2 * SHARD  # the gather's result is taken at once
+    assert parameters[-1][1] == 0
+
+
+def test_what_a_step_has_changed_is_copied_to_the_host():
+    lists = parse_action_lists("rank 0: 0FETCH 0F0 0B0 0REDUCE SCALE STEP 0OFFLOAD")
+    plan = one_group((1, 1), offload=Offload(parameters=True))
+    result = run(plan, lists=lists, comm=FakeComm(host_bytes_per_s=1280 / 5))
+    work = works(result, 0)
+    assert work["0F0"] == (5.0, 6.0)
+    assert work["STEP"] == (8.0, 8.0)
+    assert work["0OFFLOAD"] == (8.0, 13.0)
+
+
+def test_offloaded_state_is_not_fetched():
+    """It passes through the GPU during STEP, and the new parameters go the same way."""
+    plan = fetching_plan(parameters=True, optimizer_state=True)
+    result = run(plan, lists=FETCHING, comm=FakeComm(host_bytes_per_s=SHARD))
+    start_s, end_s = works(result, 0)["STEP"]
+    assert end_s - start_s == 1 + 12 * 320 / SHARD
+    assert result.memory[0].by_category[Category.OPTIMIZER_STATE].num_bytes == 0
+
+
+def test_a_chunk_of_the_same_group_takes_what_is_there():
+    """What chunk 0 leaves is kept until chunk 1 takes it, like a message that has arrived."""
+    plan = dataclasses.replace(
+        one_group((1, 2)),
+        model=ModelFingerprint(num_layers=2),
+        chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2))),
+    )
+    lists = parse_action_lists("rank 0: 0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 0REDUCE 1REDUCE STEP")
+    result = run(plan, lists=lists, memory=FakeMemory(boundary=10))
+    buffers = {
+        step.time_s: step.by_category_bytes[Category.BUFFERS] for step in result.memory_over_time(0)
+    }
+    assert buffers == {
+        0.0: 10,  # 0F0's output
+        1.0: 20,
+        2.0: 10,  # 1F0 has taken the first one: it is an activation now
+        3.0: 20,  # 1B0's gradient
+        5.0: 10,
+        6.0: 20,
+        8.0: 20,  # a gradient is given back behind the backward that takes it
+        10.0: 10,
+        12.0: 0,
+    }
 
 
 @pytest.mark.parametrize(
     ("offload", "words", "message"),
     [
         (None, "0GATHER 0F0 0B0 0RELEASE 0F1 0B1", "runs 0F1, but .* released"),
-        (None, "0FETCH 0F0 0B0 0F1 0B1", "names nothing"),
+        (None, "0FETCH 0F0 0B0 0F1 0B1", "does not name them"),
+        (Offload(optimizer_state=True), "0FETCH 0F0 0B0 0F1 0B1", "does not name them"),
         (Offload(parameters=True), "0F0 0B0 0F1 0B1 0OFFLOAD", "0F0, but .* in host memory"),
         (Offload(parameters=True), "0FETCH 0F0 0B0 0OFFLOAD 0GATHER", "in host memory"),
         (None, "1RELEASE", "not a chunk of its group"),

@@ -195,8 +195,9 @@ def _recompute_problems(args: Namespace, plan: Plan) -> list[Problem]:
     return [
         Problem(
             where="--recompute-granularity",
-            found=f"{args.recompute_granularity!r}, while groups[{number}].recompute says 'none'",
-            expected="the plan and the command to agree",
+            found=f"{args.recompute_granularity!r}, while groups[{number}].recompute says "
+            f"{group.recompute.mode!r}",
+            expected="one of the two to decide",
             remedy="Remove the flag, or the group's recompute setting.",
         )
         for number, group in enumerate(plan.groups)

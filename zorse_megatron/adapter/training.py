@@ -199,8 +199,6 @@ def _build_chunks(session: PlanSession, stock: Callable[..., Any]) -> Callable[.
             with stage_of_chunk(chunk, session.num_chunks):
                 (model,) = stock(build_model_func, there, vp_size, *args, **kwargs)
             model.zorse_chunk = chunk
-            # What the training loop asks of a model is about the rank.
-            model.pg_collection = pg_collection
             chunks.append(model)
         return chunks
 
@@ -210,14 +208,17 @@ def _build_chunks(session: PlanSession, stock: Callable[..., Any]) -> Callable[.
 def _wrap_chunk(session: PlanSession, *, module: Any, **kwargs: Any) -> Any:
     """Wrap one chunk, sharded or resident as the plan's list has it."""
     chunk = unwrap_model(module).zorse_chunk
-    kwargs["pg_collection"] = at_chunk(kwargs["pg_collection"], chunk, session.num_chunks)
-    return UnevenDistributedDataParallel(
+    kwargs["pg_collection"] = at_chunk(session.collection, chunk, session.num_chunks)
+    wrapped = UnevenDistributedDataParallel(
         module=module,
         shard_weights=session.shard_weights,
         sharded=chunk in session.sharded_chunks,
         link=session.host_link,
         **kwargs,
     )
+    # The training loop asks the wrapper, and means the rank; the model in it means the chunk.
+    wrapped.pg_collection = session.collection
+    return wrapped
 
 
 def _save_what_is_away(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from zorse_megatron.cli.console import print_plain, reported_errors
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schedules.lower import refuse_unsupported
+from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.json_text import layout
 from zorse_megatron.schema.load import fingerprint, load_plan
 from zorse_megatron.schema.plan import Group, Plan, Replica

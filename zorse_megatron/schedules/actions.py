@@ -16,11 +16,21 @@ An action prints as a short word and parses back:
 | `STEP`        | norm, clipping and optimizer step on this rank's shards                  |
 | `1GATHER`     | make chunk 1's parameters whole again from the group's shards            |
 | `1RELEASE`    | drop chunk 1's full parameters, keep the shard                           |
-| `1OFFLOAD`    | copy chunk 1's state to host memory                                      |
-| `1FETCH`      | copy it back                                                             |
+| `1OFFLOAD`    | let the shard of chunk 1's parameters be in host memory only             |
+| `1FETCH`      | copy it from there to the GPU                                            |
 
 Sends and receives only start a transfer. A forward or backward waits for the receives that it
 consumes; a send's buffer is kept until it has left.
+
+Only what goes to another rank is sent. Replicas of a group run the same micro-batches in all of
+its chunks, so between neighbouring chunks of one group there are no sends and receives: `2F3`
+takes what `1F3` on the same rank has left, and `1B3` the gradient that `2B3` has left.
+
+REDUCE, GATHER and FETCH only start something, too. A forward or backward waits for the GATHER of
+its chunk that precedes it, a GATHER for the FETCH of its chunk, STEP for everything. A REDUCE
+frees the whole gradients of a chunk that the list RELEASEs. An OFFLOAD copies only if a STEP has
+changed the shard since it was fetched; a STEP writes the new parameters of a chunk whose shard is
+in host memory there.
 """
 
 import re
@@ -60,7 +70,7 @@ MATCHING = {
 """The receive that takes what a send sends."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
     """One step of one rank's list. Unused fields are None.
 

@@ -5,29 +5,32 @@ behind it. In samples: what one round of micro-batches of this group and of ever
 holds. A replica gets its part of those samples, by its part of the global batch, rounded up.
 """
 
-from collections.abc import Sequence
+from zorse_megatron.schedules.order import Policy, Worker
+from zorse_megatron.schema.plan import Group, Plan
 
-from zorse_megatron.schema.plan import Group
 
+def one_f_one_b(plan: Plan) -> Policy:
+    """Backwards first.
 
-def in_flight_limits(groups: Sequence[Group], global_batch_size: int) -> list[dict[int, int]]:
-    """For each group in model order: replica number -> micro-batches in flight, at most.
-
-    With equal groups this is `S - s`, as in Megatron's
-    `forward_backward_pipelining_without_interleaving` (num_warmup_microbatches + 1).
+    With equal groups this is `forward_backward_pipelining_without_interleaving`, where stage s
+    may hold num_warmup_microbatches + 1 = S - s.
     """
-    rounds = [
-        sum(replica.micro_batch_size for replica in group.replicas if replica.num_microbatches)
-        for group in groups
-    ]
-    limits = []
-    for position, group in enumerate(groups):
-        samples = sum(rounds[position:])
-        limits.append(
-            {
-                number: max(1, -(-samples * replica.num_microbatches // global_batch_size))
-                for number, replica in enumerate(group.replicas)
-                if replica.num_microbatches
-            }
-        )
-    return limits
+    rounds = [round_of(plan.groups[chunk.group]) for chunk in plan.chunks]
+    limits: dict[Worker, int] = {}
+    for position, chunk in enumerate(plan.chunks):
+        limits |= share_out(plan, chunk.group, sum(rounds[position:]))
+    return Policy(limits=limits, fill_first=False, window=plan.global_batch_size)
+
+
+def round_of(group: Group) -> int:
+    """Samples of one micro-batch of each replica."""
+    return sum(replica.micro_batch_size for replica in group.replicas if replica.num_microbatches)
+
+
+def share_out(plan: Plan, number: int, samples: int) -> dict[Worker, int]:
+    """Each replica's part of the samples that its group may have in flight, in micro-batches."""
+    return {
+        (number, index): max(1, -(-samples * replica.num_microbatches // plan.global_batch_size))
+        for index, replica in enumerate(plan.groups[number].replicas)
+        if replica.num_microbatches
+    }

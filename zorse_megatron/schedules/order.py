@@ -1,31 +1,47 @@
 """The order in which replicas run their micro-batches, found by playing the pipeline once.
 
-List scheduling on exact integer time: each replica, whenever it is free, runs its next backward if
-that is possible, otherwise its next forward if it has fewer micro-batches in flight than its
-limit. Time is the plan's own hypothesis that the work is balanced: a replica with n micro-batches
-takes 1/n of a unit for each, one third of it forward. With equal groups and the limits of
-`one_f_one_b`, this is Megatron's 1F1B (`forward_backward_pipelining_without_interleaving`).
+List scheduling: each replica, whenever it is free, starts its next backward or its next forward, a
+forward only if it has fewer micro-batches in flight than its limit. Which of the two it prefers,
+in which order it goes through its chunks, and whether it waits for what it prefers, is the
+schedule's (`one_f_one_b`, `interleaved`); micro-batches of one chunk stay in order. Durations are
+those of `events`.
 
-If every replica waits at its limit, which unequal groups can bring about, the limit that holds
-back the earliest samples is raised by one. So the play always ends, and what it plays can be
-executed: see `validate`.
+If no replica can go on, which limits and preferences of unequal groups can bring about, the first
+one in line goes on regardless of them. So the play always ends, and what it plays can be executed:
+see `validate`.
 """
 
 import heapq
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from zorse_megatron.schedules.samples import MicroBatch, Piece, pieces
+from zorse_megatron.schedules.events import BACKWARD_COST, Event, forward_costs
+from zorse_megatron.schedules.links import Links
+from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey
+from zorse_megatron.schema.plan import Plan
+
+Worker = tuple[int, int]
+"""(group, replica)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
-    """One forward or backward that starts at `time` (in units of no meaning outside)."""
+class Policy:
+    """What a schedule asks of each replica."""
 
-    time: int
-    end: int
+    limits: Mapping[Worker, int]
+    """Most micro-batches in flight, counted once for each chunk."""
+    fill_first: bool
+    """Whether a replica below its limit prefers forwards to backwards."""
+    window: int
+    """Samples that a replica takes through all of its chunks before those behind them."""
+    strict: bool = False
+    """Whether a replica waits for what it prefers, although it could start something else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pass:
+    """A computation that may be started."""
+
     chunk: int
     forward: bool
     micro_batch: MicroBatch
@@ -33,151 +49,192 @@ class Event:
 
 @dataclass(kw_only=True)
 class _Worker:
-    """One replica of one chunk, while the pipeline is played."""
+    """One replica, while the pipeline is played."""
 
-    chunk: int
-    queue: tuple[MicroBatch, ...]
-    forward_cost: int
+    key: Worker
+    queue: Sequence[MicroBatch]
+    costs: Mapping[int, int]
+    """Chunk -> time of a forward."""
     limit: int
-    forwarded: int = 0
-    backwarded: int = 0
+    forwards: list[_Pass] = field(default_factory=list)
+    """In the order of preference, as `backwards`."""
+    backwards: list[_Pass] = field(default_factory=list)
+    at: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    """Forward? -> how far the preferred order is done."""
+    done: dict[tuple[int, bool], int] = field(default_factory=dict)
+    """(chunk, forward?) -> number of micro-batches."""
+    in_flight: int = 0
     busy: bool = False
+    forced: _Pass | None = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.chunk, self.queue[0].replica
+    def preferred(self, *, forward: bool) -> _Pass | None:
+        """The next one in the schedule's order."""
+        order, at = self.forwards if forward else self.backwards, self.at[forward]
+        while at < len(order) and self.is_done(order[at]):
+            at += 1
+        self.at[forward] = at
+        return order[at] if at < len(order) else None
 
-    @property
-    def in_flight(self) -> int:
-        return self.forwarded - self.backwarded
+    def heads(self) -> Iterator[_Pass]:
+        """The next one of each chunk, in each direction."""
+        for (chunk, forward), count in self.done.items():
+            if count < len(self.queue):
+                yield _Pass(chunk=chunk, forward=forward, micro_batch=self.queue[count])
+
+    def is_done(self, work: _Pass) -> bool:
+        """Whether it has been started."""
+        return work.micro_batch.index < self.done[work.chunk, work.forward]
+
+    def start(self, work: _Pass) -> int:
+        """Note that it was started; returns its duration."""
+        self.busy = True
+        self.forced = None
+        self.done[work.chunk, work.forward] += 1
+        self.in_flight += 1 if work.forward else 0
+        return self.costs[work.chunk] * (1 if work.forward else BACKWARD_COST)
 
 
 class Pipeline:
-    """A chain of chunks, one group each, played forward in time."""
+    """A plan's chunks and replicas, played forward in time."""
 
-    def __init__(
-        self,
-        layouts: Sequence[tuple[MicroBatch, ...]],
-        limits: Sequence[dict[int, int]],
-        *,
-        forward_only: bool,
-    ) -> None:
-        """`layouts[c]`: chunk c's micro-batches; `limits[c][replica]`: most in flight."""
+    def __init__(self, plan: Plan, links: Links, policy: Policy, *, forward_only: bool) -> None:
+        self.links = links
+        self.policy = policy
         self.forward_only = forward_only
-        self.last = len(layouts) - 1
-        counts = [self._count(layout) for layout in layouts]
-        unit = math.lcm(*(n for by_replica in counts for n in by_replica.values()))
-        self.workers = {
-            (chunk, replica): _Worker(
-                chunk=chunk,
-                queue=tuple(m for m in layouts[chunk] if m.replica == replica),
-                forward_cost=unit // n,
-                limit=limits[chunk][replica],
-            )
-            for chunk, by_replica in enumerate(counts)
-            for replica, n in by_replica.items()
-        }
+        self.was_stuck = False
+        """Whether limits and preferences had to be disregarded."""
+        costs = forward_costs(plan)
+        self.workers: dict[Worker, _Worker] = {}
+        for group, queues in enumerate(links.queues):
+            chunks = plan.chunks_of_group(group)
+            for replica, queue in queues.items():
+                worker = _Worker(
+                    key=(group, replica),
+                    queue=queue,
+                    costs={chunk: costs[chunk][replica] for chunk in chunks},
+                    limit=policy.limits[group, replica],
+                )
+                self._prepare(worker, policy.window)
+                self.workers[worker.key] = worker
+        self.place_of = {group: -max(plan.chunks_of_group(group)) for group in set(links.groups)}
+        """Group -> its place where several start at once: those nearest to the loss first."""
         self.changed = set(self.workers)
         """Workers that something happened to: only these can have become able to start."""
-        links = [pieces(a, b) for a, b in pairwise(layouts)]
-        self.missing_forward = self._dependencies(links, upstream=True)
-        self.missing_backward = self._dependencies(links, upstream=False)
-        self.feeds: dict[tuple[int, MicroBatch], list[MicroBatch]] = {}
-        self.fed_by: dict[tuple[int, MicroBatch], list[MicroBatch]] = {}
-        for chunk, link in enumerate(links):
-            for piece in link:
-                self.feeds.setdefault((chunk, piece.source), []).append(piece.target)
-                self.fed_by.setdefault((chunk + 1, piece.target), []).append(piece.source)
+        self.missing: list[dict[tuple[bool, MicroBatchKey], int]] = self._dependencies()
+        """Chunk -> (forward?, micro-batch) -> how many inputs have not been computed yet."""
 
-    @staticmethod
-    def _count(layout: tuple[MicroBatch, ...]) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for micro_batch in layout:
-            counts[micro_batch.replica] = counts.get(micro_batch.replica, 0) + 1
-        return counts
+    def _prepare(self, worker: _Worker, window: int) -> None:
+        for forward, order in ((True, worker.forwards), (False, worker.backwards)):
+            if not forward and self.forward_only:
+                continue
+            for chunk in worker.costs:
+                worker.done[chunk, forward] = 0
+                order += [_Pass(chunk=chunk, forward=forward, micro_batch=m) for m in worker.queue]
+            way = 1 if forward else -1
+            order.sort(key=lambda work: (work.micro_batch.start // window, way * work.chunk))
 
-    @staticmethod
-    def _dependencies(
-        links: Sequence[tuple[Piece, ...]], *, upstream: bool
-    ) -> dict[tuple[int, MicroBatch], int]:
-        """How many neighbours each micro-batch still waits for."""
-        missing: dict[tuple[int, MicroBatch], int] = {}
-        for chunk, link in enumerate(links):
-            for piece in link:
-                key = (chunk + 1, piece.target) if upstream else (chunk, piece.source)
-                missing[key] = missing.get(key, 0) + 1
+    def _dependencies(self) -> list[dict[tuple[bool, MicroBatchKey], int]]:
+        missing: list[dict[tuple[bool, MicroBatchKey], int]] = [{} for _ in self.links.groups]
+        for chunk, link in enumerate(self.links.links):
+            for key, found in link.by_target.items():
+                missing[chunk + 1][True, key] = len(found)
+            for key, found in link.by_source.items():
+                missing[chunk][False, key] = len(found)
         return missing
 
     def play(self) -> Iterator[Event]:
         """Yield all events by start time. Complexity: O(events x log events)."""
         running: list[tuple[int, int, int, Event]] = []
         now = 0
-        remaining = sum(len(w.queue) for w in self.workers.values()) * (2 - self.forward_only)
+        remaining = sum(len(w.forwards) + len(w.backwards) for w in self.workers.values())
         while remaining or running:
             for event in self._startable(now):
                 remaining -= 1
                 heapq.heappush(running, (event.end, event.chunk, event.micro_batch.replica, event))
                 yield event
             if not running:
-                self._raise_limit()
+                self._force()
                 continue
             now = running[0][0]
             while running and running[0][0] == now:
                 self._finish(heapq.heappop(running)[3])
 
     def _startable(self, now: int) -> Iterator[Event]:
-        # The last chunk first: its backwards are what all others wait for.
-        candidates = sorted(self.changed, key=lambda key: (-key[0], key[1]))
+        candidates = sorted(self.changed, key=lambda key: (self.place_of[key[0]], key[1]))
         self.changed.clear()
-        for chunk, replica in candidates:
-            worker = self.workers[chunk, replica]
-            if worker.busy:
-                continue
-            if self._can_backward(worker):
-                micro_batch, cost, forward = worker.queue[worker.backwarded], 2, False
-            elif self._can_forward(worker) and (
-                self.forward_only or worker.in_flight < worker.limit
-            ):
-                micro_batch, cost, forward = worker.queue[worker.forwarded], 1, True
-            else:
-                continue
-            worker.busy = True
-            yield Event(
-                time=now,
-                end=now + cost * worker.forward_cost,
-                chunk=chunk,
-                forward=forward,
-                micro_batch=micro_batch,
-            )
+        for key in candidates:
+            worker = self.workers[key]
+            work = None if worker.busy else self._choose(worker)
+            if work is not None:
+                yield Event(
+                    time=now,
+                    end=now + worker.start(work),
+                    chunk=work.chunk,
+                    forward=work.forward,
+                    micro_batch=work.micro_batch,
+                )
 
-    def _can_forward(self, worker: _Worker) -> bool:
-        if worker.forwarded == len(worker.queue):
-            return False
-        return not self.missing_forward.get((worker.chunk, worker.queue[worker.forwarded]), 0)
+    def _choose(self, worker: _Worker) -> _Pass | None:
+        """What the replica starts now, if anything."""
+        if worker.forced:
+            return worker.forced
+        has_room = self.forward_only or worker.in_flight < worker.limit
+        first = self.policy.fill_first
+        for forward in (first, not first):
+            work = worker.preferred(forward=forward)
+            if work is None or (forward and not has_room):
+                continue
+            if self._is_ready(worker, work):
+                return work
+            if self.policy.strict:
+                return None
+        ready = [
+            work
+            for work in worker.heads()
+            if (has_room or not work.forward) and self._is_ready(worker, work)
+        ]
+        return min(ready, key=lambda w: (w.forward, w.micro_batch.start, -w.chunk), default=None)
 
-    def _can_backward(self, worker: _Worker) -> bool:
-        if self.forward_only or worker.backwarded == worker.forwarded:
+    def _is_ready(self, worker: _Worker, work: _Pass) -> bool:
+        if not work.forward and worker.done[work.chunk, True] <= work.micro_batch.index:
             return False
-        return not self.missing_backward.get((worker.chunk, worker.queue[worker.backwarded]), 0)
+        return not self.missing[work.chunk].get((work.forward, work.micro_batch.key), 0)
 
     def _finish(self, event: Event) -> None:
-        worker = self.workers[event.chunk, event.micro_batch.replica]
+        group = self.links.groups[event.chunk]
+        worker = self.workers[group, event.micro_batch.replica]
         worker.busy = False
         self.changed.add(worker.key)
+        key = event.micro_batch.key
         if event.forward:
-            worker.forwarded += 1
-            for target in self.feeds.get((event.chunk, event.micro_batch), ()):
-                self.missing_forward[event.chunk + 1, target] -= 1
-                self.changed.add((event.chunk + 1, target.replica))
-        else:
-            worker.backwarded += 1
-            for source in self.fed_by.get((event.chunk, event.micro_batch), ()):
-                self.missing_backward[event.chunk - 1, source] -= 1
-                self.changed.add((event.chunk - 1, source.replica))
+            if event.chunk < self.links.last:
+                for piece in self.links.links[event.chunk].by_source[key]:
+                    self._arrived(event.chunk + 1, piece.target, forward=True)
+            return
+        worker.in_flight -= 1
+        if event.chunk > 0:
+            for piece in self.links.links[event.chunk - 1].by_target[key]:
+                self._arrived(event.chunk - 1, piece.source, forward=False)
 
-    def _raise_limit(self) -> None:
-        """Let the replica go on whose next samples are the earliest; there always is one."""
-        waiting = [w for w in self.workers.values() if self._can_forward(w)]
-        earliest = min(waiting, key=lambda w: (w.queue[w.forwarded].start, -w.chunk))
-        earliest.limit = earliest.in_flight + 1
-        self.changed.add(earliest.key)
+    def _arrived(self, chunk: int, micro_batch: MicroBatch, *, forward: bool) -> None:
+        self.missing[chunk][forward, micro_batch.key] -= 1
+        self.changed.add((self.links.groups[chunk], micro_batch.replica))
+
+    def _force(self) -> None:
+        """Let a replica go on that can, whatever it should do; there always is one.
+
+        A backward if possible, because it gives memory back; otherwise the earliest samples.
+        """
+        self.was_stuck = True
+        ready = [
+            (work.forward, work.micro_batch.start, -work.chunk, key, work)
+            for key, worker in self.workers.items()
+            for work in worker.heads()
+            if self._is_ready(worker, work)
+        ]
+        _, _, _, key, work = min(ready, key=lambda entry: entry[:4])
+        worker = self.workers[key]
+        if work.forward:
+            worker.limit = max(worker.limit, worker.in_flight + 1)
+        worker.forced = work
+        self.changed.add(key)

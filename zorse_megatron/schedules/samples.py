@@ -10,6 +10,7 @@ Between two groups, a micro-batch may feed parts of several micro-batches, and b
 the pieces are the overlaps of their intervals. No divisibility is asked for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -32,6 +33,15 @@ class MicroBatch:
     def size(self) -> int:
         """Number of samples."""
         return self.stop - self.start
+
+    @property
+    def key(self) -> "MicroBatchKey":
+        """Its name within its group."""
+        return self.replica, self.index
+
+
+MicroBatchKey = tuple[int, int]
+"""(replica, index) of a micro-batch in its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +70,7 @@ def micro_batches(group: Group) -> tuple[MicroBatch, ...]:
     return tuple(laid_out)
 
 
-def pieces(sources: tuple[MicroBatch, ...], targets: tuple[MicroBatch, ...]) -> tuple[Piece, ...]:
+def pieces(sources: Sequence[MicroBatch], targets: Sequence[MicroBatch]) -> tuple[Piece, ...]:
     """Overlaps of two layouts of the same global batch, in sample order; O(sources + targets)."""
     found = []
     left = right = 0

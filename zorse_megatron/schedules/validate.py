@@ -2,8 +2,10 @@
 
 The rules: a rank runs its list in order; a send or a receive starts a transfer and never waits; a
 forward or backward waits for the receives that it consumes; transfers between two ranks in one
-direction are matched in the order in which they were started (NCCL has no tags). If the play gets
-stuck, or two ends of a transfer do not fit, the error shows where every rank stands.
+direction are matched in the order in which they were started (NCCL has no tags). A collective is
+done when all its ranks have come to it, and none of them goes on before: stricter than the runtime,
+where only what needs the result waits. If the play gets stuck, or two ends of a transfer do not
+fit, the error shows where every rank stands.
 """
 
 from collections import defaultdict, deque
@@ -18,6 +20,13 @@ from zorse_megatron.schedules.actions import (
     ActionLists,
     Kind,
 )
+
+_COLLECTIVES = frozenset({Kind.REDUCE, Kind.GATHER, Kind.SCALE, Kind.STEP})
+"""TIE is not among them: it swaps with single ranks, and nothing but SCALE and STEP follows it."""
+
+_Meeting = tuple[Kind, int | None]
+_Computation = tuple[bool, int | None, int | None]
+"""(forward?, chunk, micro-batch)."""
 
 
 class ScheduleError(Exception):
@@ -49,16 +58,27 @@ class _Player:
         self.position = [0] * len(self.lists)
         self.edges: dict[tuple[int, int], _Edge] = defaultdict(_Edge)
         self.arrived: set[tuple[int, int]] = set()
-        self.inputs = [_inputs(actions) for actions in self.lists]
         self.started: set[tuple[int, int]] = set()
+        self.inputs = [_inputs(rank, actions) for rank, actions in enumerate(self.lists)]
+        self.members = self._members()
+        self.present: dict[_Meeting, set[int]] = defaultdict(set)
+        """Ranks that stand at a collective."""
+        self.awake = deque(range(len(self.lists)))
+        """Ranks that may be able to go on."""
+
+    def _members(self) -> dict[_Meeting, set[int]]:
+        members: dict[_Meeting, set[int]] = defaultdict(set)
+        for rank, actions in enumerate(self.lists):
+            for action in actions:
+                if action.kind in _COLLECTIVES:
+                    members[action.kind, action.chunk].add(rank)
+        return members
 
     def run(self) -> None:
-        progress = True
-        while progress:
-            progress = False
-            for rank in range(len(self.lists)):
-                while self._advance(rank):
-                    progress = True
+        while self.awake:
+            rank = self.awake.popleft()
+            while self._advance(rank):
+                pass
         if any(self.position[r] < len(actions) for r, actions in enumerate(self.lists)):
             raise ScheduleError(f"no rank can go on:\n{self._grid()}")
         for (source, target), edge in self.edges.items():
@@ -79,9 +99,22 @@ class _Player:
                 self._start(rank, at, action)
             if self.blocking and (rank, at) not in self.arrived:
                 return False
-        elif action.kind in COMPUTE and not self._inputs_arrived(rank, at, action):
-            return False
+        elif action.kind in COMPUTE:
+            if not self._inputs_arrived(rank, at, action):
+                return False
+        elif action.kind in _COLLECTIVES:
+            return self._meet(rank, action)
         self.position[rank] += 1
+        return True
+
+    def _meet(self, rank: int, action: Action) -> bool:
+        key = action.kind, action.chunk
+        self.present[key].add(rank)
+        if self.present[key] != self.members[key]:
+            return False
+        for member in self.present.pop(key):
+            self.position[member] += 1
+            self.awake.append(member)
         return True
 
     def _start(self, rank: int, at: int, action: Action) -> None:
@@ -97,6 +130,7 @@ class _Player:
         if MATCHING[send.kind] != receive.kind or send.samples != receive.samples:
             raise ScheduleError(f"rank {source} sends {send} where rank {target} has {receive}")
         self.arrived |= {(source, send_at), (target, receive_at)}
+        self.awake.append(action.peer)
 
     def _inputs_arrived(self, rank: int, at: int, action: Action) -> bool:
         needed = self.inputs[rank].get(_consumer(action), ())
@@ -112,18 +146,28 @@ class _Player:
         return "\n".join(lines)
 
 
-def _consumer(action: Action) -> tuple[bool, int | None, int | None]:
-    """What a receive is for, and what a computation consumes: (forward?, chunk, micro-batch)."""
+def _consumer(action: Action) -> _Computation:
+    """What a receive is for, and what a computation consumes."""
     forward = action.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
     return forward, action.chunk, action.micro_batch
 
 
-def _inputs(
-    actions: tuple[Action, ...],
-) -> dict[tuple[bool, int | None, int | None], list[int]]:
-    """Positions of the receives that each computation consumes."""
-    found: dict[tuple[bool, int | None, int | None], list[int]] = defaultdict(list)
+def _inputs(rank: int, actions: tuple[Action, ...]) -> dict[_Computation, list[int]]:
+    """Positions of the receives that each computation consumes.
+
+    Raises ScheduleError where a rank computes a chunk before its own part of what that consumes.
+    """
+    found: dict[_Computation, list[int]] = defaultdict(list)
+    places: dict[_Computation, int] = {}
     for at, action in enumerate(actions):
         if action.kind in RECEIVES:
             found[_consumer(action)].append(at)
+        elif action.kind in COMPUTE:
+            places[_consumer(action)] = at
+    for (forward, chunk, micro_batch), at in places.items():
+        assert chunk is not None
+        neighbour = forward, chunk - 1 if forward else chunk + 1, micro_batch
+        needed = [neighbour] if forward else [neighbour, (True, chunk, micro_batch)]
+        if any(places.get(one, at) > at for one in needed):
+            raise ScheduleError(f"rank {rank} has {actions[at]} before what it consumes")
     return found

@@ -108,7 +108,7 @@ class Schedule:
     """Which schedule."""
     # Left out of the hash because a dict has none; equality still compares it.
     parameters: dict[str, ParameterValue] = dataclasses.field(default_factory=dict, hash=False)
-    """Settings of that schedule; 1f1b takes none."""
+    """Settings of that schedule; only breadth_first takes any."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -13,11 +13,11 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan import Plan, Replica
 from zorse_megatron.schema.spans import Span, gaps, overlaps, spans_of, spell
 
-# Which parameters each schedule takes.
-SCHEDULE_PARAMETERS: dict[str, frozenset[str]] = {
-    "1f1b": frozenset(),
-    "interleaved": frozenset(),
-    "breadth_first": frozenset(),
+# Which parameters each schedule takes, and their values; the first one is the default.
+SCHEDULE_PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "1f1b": {},
+    "interleaved": {},
+    "breadth_first": {"parameters": ("per_pass", "resident", "per_micro_batch")},
 }
 
 # A message lists at most this many items, so that a plan for 1,000 ranks stays readable.
@@ -203,13 +203,22 @@ def _lengths(plan: Plan) -> Iterator[Problem]:
 
 def _schedule_parameters(plan: Plan) -> Iterator[Problem]:
     known = SCHEDULE_PARAMETERS[plan.schedule.name]
-    for name in sorted(set(plan.schedule.parameters) - known):
+    for name in sorted(set(plan.schedule.parameters) - set(known)):
         yield Problem(
             where=f"schedule.parameters.{name}",
             found=f'a parameter that schedule "{plan.schedule.name}" does not have',
             expected=f"one of {', '.join(sorted(known))}" if known else "no parameters",
             remedy="Remove it, or choose the schedule that it belongs to.",
         )
+    for name in sorted(set(plan.schedule.parameters) & set(known)):
+        value = plan.schedule.parameters[name]
+        if value not in known[name]:
+            yield Problem(
+                where=f"schedule.parameters.{name}",
+                found=repr(value),
+                expected=f"one of {', '.join(map(repr, known[name]))}",
+                remedy=f"Remove it for {known[name][0]!r}, or choose one of these.",
+            )
 
 
 def _named(noun: str, spans: list[Span]) -> str:

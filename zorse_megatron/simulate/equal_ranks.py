@@ -6,8 +6,11 @@ are laid out in rounds of R * m (see `schedules.samples`). If L divides r, cut e
 samples into g = r / L blocks of L. No micro-batch straddles a block, so the k-th blocks of all
 rounds are a pipeline of their own, the k-th of g, with R / g replicas in each group. The lists of
 each copy are those of the plan with R / g replicas and 1 / g of the batch, other names for ranks
-and samples aside: the play that makes them (`schedules.order`) breaks ties by chunk and replica
-only, which both keep, as long as it never has to raise a limit (which is checked).
+and samples aside. The play of `schedules.order` breaks ties by chunk and replica, which both keep,
+and it compares samples of one replica by windows, whose size r divides, so that two micro-batches
+share a window in both or in neither; it must not get stuck, where it lets one of all replicas go on
+(which is checked). In that of `schedules.breadth_first` replicas of a group wait for each other;
+all copies are there at the same time, so each could be alone.
 
 Classes. Copies are of one class if their ranks have the same kinds, shards and fixed memory and
 their transfers the same prices, and cross links that are alike (see `copy_classes`). All copies of
@@ -28,10 +31,7 @@ from functools import cached_property
 
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.one_f_one_b import in_flight_limits
-from zorse_megatron.schedules.order import Pipeline
-from zorse_megatron.schedules.samples import micro_batches
+from zorse_megatron.schedules.lower import lower_plan, may_favour_a_replica
 from zorse_megatron.schema.plan import Group, Plan
 from zorse_megatron.simulate.copy_classes import Edge, classify_copies
 from zorse_megatron.simulate.routes import EqualLinks
@@ -68,14 +68,15 @@ def find_equal_ranks(
 ) -> EqualRanks | None:
     """Return one copy of each class; None where nothing can be merged."""
     plan = sizes.plan
-    swaps = sizes.tied and len(plan.chunks) > 1 and not forward_only
-    if swaps or len(plan.chunks) != len(plan.groups) or not all(map(_is_even, plan.groups)):
+    ends = {plan.chunks[0].group, plan.chunks[-1].group}
+    swaps = sizes.tied and len(ends) == 2 and not forward_only
+    if swaps or not all(map(_is_even, plan.groups)):
         return None
     copies = Copies.of(plan)
     if copies.count == 1:
         return None
     one = copies.reduced_plan()
-    if _raises_a_limit(one, forward_only=forward_only):
+    if may_favour_a_replica(one, forward_only=forward_only):
         return None
     lists = lower_plan(one, forward_only=forward_only)
     messages = _messages(copies.renamed(lists, 0))
@@ -117,19 +118,6 @@ def _is_even(group: Group) -> bool:
         for replica in group.replicas
     }
     return len(work) == 1 and group.replicas[0].num_microbatches > 0
-
-
-def _raises_a_limit(plan: Plan, *, forward_only: bool) -> bool:
-    """Whether the play of the plan's pipeline gets stuck at its limits, where it favours one."""
-    groups = [plan.groups[chunk.group] for chunk in plan.chunks]
-    limits = in_flight_limits(groups, plan.global_batch_size)
-    pipeline = Pipeline([micro_batches(g) for g in groups], limits, forward_only=forward_only)
-    for _ in pipeline.play():
-        pass
-    return any(
-        worker.limit != limits[chunk][replica]
-        for (chunk, replica), worker in pipeline.workers.items()
-    )
 
 
 def _messages(lists: Mapping[int, Sequence[Action]]) -> dict[Edge, set[int]]:
@@ -176,7 +164,8 @@ class Copies:
                 dataclasses.replace(group.replicas[0], ranks=(first + index,), shard_weight=1.0)
                 for index in range(number)
             )
-            groups.append(Group(replicas=replicas))  # its other settings do not change the lists
+            # Recomputation does not change the lists.
+            groups.append(Group(replicas=replicas, offload=group.offload))
             first += number
         return dataclasses.replace(
             self.plan,

@@ -1,19 +1,20 @@
 """Simulates one iteration of a plan: the entry to this package."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from zorse_megatron.costs.interface import CommCost, ComputeCost, MemoryCost
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import Offload, Plan
+from zorse_megatron.schema.plan import Plan
 from zorse_megatron.simulate.critical_path import critical_path
 from zorse_megatron.simulate.engine import play
 from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
 from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.framework import RUNTIME, Framework
 from zorse_megatron.simulate.memory import peak_memory
 from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
 from zorse_megatron.simulate.prices import Prices
+from zorse_megatron.simulate.rank_sets import RankSets
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.routes import Routes
 from zorse_megatron.simulate.sizes import Sizes
@@ -35,6 +36,7 @@ def simulate(
     fixed_bytes: Sequence[int] | None = None,
     lists: ActionLists | None = None,
     merge_equal_ranks: bool = False,
+    framework: Framework = RUNTIME,
 ) -> SimulationResult:
     """Price one iteration of the lists that the runtime executes for `plan`.
 
@@ -42,6 +44,8 @@ def simulate(
     (CUDA context, buffers of NCCL). `lists`: other lists than `action_lists` gives.
     `merge_equal_ranks`: simulate one of several equal ranks where the result is proven to be the
     same (see `equal_ranks`), all of them where it is not; with it, spans exist of one rank each.
+    Of a replica of several ranks one is simulated (see `rank_sets`); `comm` and the other costs
+    are then for that tensor-parallel size, and `lists` for the plan of `RankSets.one_rank_each`.
 
     Raises PlanError for a plan that cannot be lowered, SimulationError for lists that cannot be
     executed or inputs that do not fit, LookupError for a kind that `compute` does not know.
@@ -52,13 +56,19 @@ def simulate(
         raise SimulationError(
             f"found fixed_bytes for {len(fixed)} ranks; expected {plan.world_size}"
         )
-    sizes = Sizes(plan, memory)
+    sets = RankSets.of(plan)
+    sizes = Sizes(plan, memory, framework)
     equal = None
-    if merge_equal_ranks and lists is None and perturbation.treats_kinds_alike:
+    may_merge = sets.size == 1 and framework == RUNTIME and perturbation.treats_kinds_alike
+    if merge_equal_ranks and lists is None and may_merge:
         equal = find_equal_ranks(sizes, comm, kinds, fixed, forward_only=forward_only)
     if equal is None:
-        whole = lists or action_lists(plan, forward_only=forward_only)
-        equal = EqualRanks.all_different(plan, whole)
+        whole = lists or action_lists(
+            sets.one_rank_each(),
+            forward_only=forward_only,
+            early_receives=not framework.blocking_transfers,
+        )
+        equal = sets.stand_ins(whole)
     routes = Routes(comm, link_factors=perturbation.link_factors, equal=equal.links)
     prices = Prices(sizes, compute, routes, kinds)
     program = translate(equal.lists, prices, perturbation)
@@ -72,19 +82,11 @@ def simulate(
     return _report(timeline, equal, tokens=plan.global_batch_size * sequence_length)
 
 
-def action_lists(plan: Plan, *, forward_only: bool = False) -> ActionLists:
-    """The plan's lists, also where the runtime cannot execute all of the plan yet.
-
-    Recomputation and the offload of activations and optimizer state change what an action costs,
-    not which actions there are.
-    """
-    groups = []
-    for group in plan.groups:
-        offload = group.offload
-        if offload is not None:
-            offload = Offload(parameters=offload.parameters)
-        groups.append(dataclasses.replace(group, recompute=None, offload=offload))
-    return lower_plan(dataclasses.replace(plan, groups=tuple(groups)), forward_only=forward_only)
+def action_lists(
+    plan: Plan, *, forward_only: bool = False, early_receives: bool = True
+) -> ActionLists:
+    """The plan's lists, also where the runtime cannot execute all of the plan yet."""
+    return lower_plan(plan, forward_only=forward_only, early_receives=early_receives)
 
 
 def _report(timeline: Timeline, equal: EqualRanks, *, tokens: int) -> SimulationResult:

@@ -152,6 +152,9 @@ class _Ledger:
         if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
             output = sizes.boundary_bytes(self.samples)
             self._note(start_s, Category.BUFFERS, output, position)
+        elif sizes.is_local(chunk):
+            key = Kind.RECEIVE_ACTIVATION, chunk + 1, action.micro_batch
+            self._hand_over(start_s, key, position)
 
     def _backward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
@@ -167,12 +170,22 @@ class _Ledger:
         if (Kind.SEND_GRADIENT, chunk, action.micro_batch) in self.sends_left:
             gradient = sizes.boundary_bytes(self.samples)
             self._note(start_s, Category.BUFFERS, gradient, position)
+        elif chunk > 0 and sizes.is_local(chunk - 1):
+            key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
+            self._hand_over(start_s, key, position)
         working = sizes.working_bytes(self.rank, chunk, forward_only=False)
         self._for_a_while(position, Category.ACTIVATIONS, working)
         self._note(end_s, Category.ACTIVATIONS, -kept, position)
         self._note(end_s, Category.LOGITS, -sizes.head_bytes(self.rank, chunk), position)
         received = self.received.pop((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), 0)
         self._note(end_s, Category.BUFFERS, -received, position)
+
+    def _hand_over(
+        self, time_s: float, key: tuple[Kind, int | None, int | None], position: int
+    ) -> None:
+        """Keep what a computation makes for the neighbouring chunk, as if it were received."""
+        self.received[key] = num_bytes = self.sizes.boundary_bytes(self.samples)
+        self._note(time_s, Category.BUFFERS, num_bytes, position)
 
     def _on_state(self, position: int, action: Action) -> None:
         start_s, end_s = self._run(position)
@@ -202,11 +215,8 @@ class _Ledger:
         """Bytes are taken when a copy or a gather is issued, and given back when it is done."""
         move = self.residency.moves[position]
         issued_s = self.timeline.reached_s(self.track, position)
-        for category, num_bytes in (
-            (Category.PARAMETERS, move.parameter_bytes),
-            (Category.OPTIMIZER_STATE, move.state_bytes),
-        ):
-            self._note(issued_s if num_bytes > 0 else end_s, category, num_bytes, position)
+        time_s = issued_s if move.num_bytes > 0 else end_s
+        self._note(time_s, Category.PARAMETERS, move.num_bytes, position)
 
     def _for_a_while(self, position: int, category: Category, num_bytes: int) -> None:
         start_s, end_s = self._run(position)

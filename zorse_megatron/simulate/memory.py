@@ -12,8 +12,9 @@ When bytes come and go is what `runtime.executor`, `runtime.activations` and
 - A receive takes its buffer when it is started. An activation's buffer becomes the kept input of
   the chunk's first layer; a gradient's is given back when the backward ends.
 - A forward's output and a backward's input gradient are kept until the last send of them has been
-  started. What is sent in pieces is copied. A message is given back when the rank starts its first
-  send after the message has arrived, as `Mailbox.start_send` does.
+  started; on the way to a chunk of the same group they count as if they were received. What is sent
+  in pieces is copied. A message is given back when the rank starts its first send after the message
+  has arrived, as `Mailbox.start_send` does.
 - Activations that wait in the host are gone from the end of the copy out to the start of the copy
   back. What OFFLOAD, FETCH, GATHER and RELEASE move: see `residency`.
 """

@@ -46,15 +46,9 @@ class Prices:
     def collective(self, kind: Kind, chunk: int) -> Work:
         """A REDUCE or a GATHER of the chunk over its group."""
         if (kind, chunk) not in self._collectives:
-            memory, comm = self.sizes.memory, self.routes.comm
-            shards = self.sizes.shards[chunk]
-            ranks = tuple(shards)
-            reduces = kind is Kind.REDUCE
-            to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
-            time_s = comm.reduce_scatter_s if reduces else comm.all_gather_s
-            parts = tuple(to_bytes(count) for count in shards.values())
-            alone_s = time_s(ranks, parts) if len(ranks) > 1 else 0.0
-            self._collectives[kind, chunk] = self.routes.collective(ranks, sum(parts), alone_s)
+            replicated = self.sizes.framework.state == "replicated"
+            price = self._replicated_collective if replicated else self._sharded_collective
+            self._collectives[kind, chunk] = price(kind, chunk)
         return self._collectives[kind, chunk]
 
     def statistic(self) -> Work:
@@ -68,6 +62,28 @@ class Prices:
     def copy_s(self, rank: int, num_bytes: int) -> float:
         """Bytes between the GPU and host memory, in one direction."""
         return num_bytes / self.routes.comm.host_link_bytes_per_s(rank)
+
+    def _sharded_collective(self, kind: Kind, chunk: int) -> Work:
+        memory, comm = self.sizes.memory, self.routes.comm
+        shards = self.sizes.shards[chunk]
+        ranks = tuple(shards)
+        reduces = kind is Kind.REDUCE
+        to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
+        time_s = comm.reduce_scatter_s if reduces else comm.all_gather_s
+        parts = tuple(to_bytes(count) for count in shards.values())
+        alone_s = time_s(ranks, parts) if len(ranks) > 1 else 0.0
+        return self.routes.collective(ranks, sum(parts), alone_s)
+
+    def _replicated_collective(self, kind: Kind, chunk: int) -> Work:
+        """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""
+        ranks = tuple(self.sizes.shards[chunk])
+        if kind is Kind.GATHER or len(ranks) == 1:
+            return Work(seconds_s=0.0)
+        total = self.sizes.memory.gradient_bytes(self.sizes.parameters[chunk])
+        parts = (-(-total // len(ranks)),) * len(ranks)
+        comm = self.routes.comm
+        alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
+        return self.routes.collective(ranks, 2 * total, alone_s)
 
     def _price_passes(self, kind: str, size: int, chunk: int) -> PassTimes:
         layers = self.sizes.num_layers(chunk)

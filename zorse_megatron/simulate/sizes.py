@@ -1,34 +1,31 @@
 """How many parameters and bytes of a plan each rank holds, asked of the memory model once."""
 
 from functools import cached_property
+from itertools import pairwise
 
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
 from zorse_megatron.schedules.shards import overlaps, shard_bounds
 from zorse_megatron.schema.plan import Group, Plan, Replica
-from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.framework import RUNTIME, Framework
 
 
 class Sizes:
     """Sizes of the plan's chunks, and of each rank's part of them."""
 
-    def __init__(self, plan: Plan, memory: MemoryCost) -> None:
+    def __init__(self, plan: Plan, memory: MemoryCost, framework: Framework = RUNTIME) -> None:
         self.plan = plan
+        self.framework = framework
         self.memory = memory
         self.place: dict[int, tuple[int, int]] = {}
         """Rank -> number of its group and of its replica there."""
         for number, group in enumerate(plan.groups):
             for index, replica in enumerate(group.replicas):
-                if len(replica.ranks) != 1:
-                    raise SimulationError(
-                        f"groups[{number}].replicas[{index}] has ranks {replica.ranks}; expected "
-                        "one rank per replica: tensor parallelism is not simulated"
-                    )
-                self.place[replica.ranks[0]] = number, index
+                self.place.update(dict.fromkeys(replica.ranks, (number, index)))
         self.tied = bool(plan.model.tied_embeddings)
         self.parameters = tuple(map(self._parameters, range(len(plan.chunks))))
         """Chunk -> number of its parameters."""
         self.shards = tuple(map(self._shards, range(len(plan.chunks))))
-        """Chunk -> rank -> number of the parameters that the rank owns; in replica order."""
+        """Chunk -> first rank of each replica -> number of the parameters that it owns."""
         self._boundary: dict[int, int] = {}
         self._kept: dict[tuple[int, int], int] = {}
         self._working: dict[tuple[int, int], int] = {}
@@ -70,11 +67,20 @@ class Sizes:
         """Whether the chunk ends in the head."""
         return chunk == len(self.plan.chunks) - 1
 
+    def is_local(self, chunk: int) -> bool:
+        """Whether the next chunk is held by the same group, so that nothing is sent."""
+        return self._local[chunk]
+
     def boundary_bytes(self, num_samples: int) -> int:
         """One activation between two chunks."""
         if num_samples not in self._boundary:
             self._boundary[num_samples] = self.memory.boundary_bytes(num_samples)
         return self._boundary[num_samples]
+
+    def message_bytes(self, num_samples: int) -> int:
+        """What each rank sends of one activation between two chunks."""
+        ranks = len(self.plan.groups[0].replicas[0].ranks)
+        return self.boundary_bytes(num_samples) // (ranks if self.framework.split_transfers else 1)
 
     def kept_bytes(self, rank: int, chunk: int) -> int:
         """What the chunk's layers keep of one micro-batch from its forward to its backward."""
@@ -117,14 +123,14 @@ class Sizes:
         """
         first, last = self.plan.chunks[0].group, self.plan.chunks[-1].group
         if first == last:
-            return {}  # one group holds both ends: one copy, tied in the model
+            return {}  # either there is one copy, or both owners are the same ranks
         total = self.memory.embedding_parameters()
         sides = [self.plan.groups[number] for number in (first, last)]
         bounds = [shard_bounds(total, [r.shard_weight for r in g.replicas]) for g in sides]
         swaps: dict[int, list[tuple[int, int]]] = {}
         for both in overlaps(*bounds):
-            one = sides[0].ranks[both.first_member]
-            other = sides[1].ranks[both.second_member]
+            one = sides[0].replicas[both.first_member].ranks[0]
+            other = sides[1].replicas[both.second_member].ranks[0]
             num_bytes = self.memory.gradient_bytes(both.stop - both.start)
             swaps.setdefault(one, []).append((other, num_bytes))
             swaps.setdefault(other, []).append((one, num_bytes))
@@ -134,17 +140,24 @@ class Sizes:
     def _chunks_of_group(self) -> tuple[tuple[int, ...], ...]:
         return tuple(map(self.plan.chunks_of_group, range(len(self.plan.groups))))
 
+    @cached_property
+    def _local(self) -> tuple[bool, ...]:
+        groups = [chunk.group for chunk in self.plan.chunks]
+        return (*(one == next_ for one, next_ in pairwise(groups)), False)
+
     def _parameters(self, chunk: int) -> int:
         total = self.num_layers(chunk) * self.memory.layer_parameters()
         if chunk == 0:
             total += self.memory.embedding_parameters()
         if self.is_last(chunk):
-            same_rank = self.plan.chunks[0].group == self.plan.chunks[chunk].group
-            total += self.memory.head_parameters(tied_on_same_rank=self.tied and same_rank)
+            # With several chunks the last one has a copy, as it may be whole without the first.
+            total += self.memory.head_parameters(tied_on_same_rank=self.tied and chunk == 0)
         return total
 
     def _shards(self, chunk: int) -> dict[int, int]:
         replicas = self.plan.groups[self.plan.chunks[chunk].group].replicas
+        if self.framework.state == "replicated":
+            return {replica.ranks[0]: self.parameters[chunk] for replica in replicas}
         bounds = shard_bounds(self.parameters[chunk], [r.shard_weight for r in replicas])
         return {
             replica.ranks[0]: stop - start

@@ -64,7 +64,7 @@ def transfers_of(timeline: Timeline) -> tuple[TransferSpan, ...]:
                     source=rank,
                     target=action.peer,
                     action=str(action),
-                    num_bytes=sizes.boundary_bytes(action.samples[1] - action.samples[0]),
+                    num_bytes=sizes.message_bytes(action.samples[1] - action.samples[0]),
                     start_s=times.start_s[task],
                     end_s=times.end_s[task],
                 )

@@ -25,6 +25,8 @@ class Post:
     num_bytes: int
     waiter: Consumer | int | None = None
     """What waits for the transfer at this end."""
+    gate: int = NOTHING
+    """What else waits for it: the rank, where it stops at each transfer."""
 
 
 @dataclass(kw_only=True)
@@ -48,7 +50,9 @@ class Transfers:
         self.consumers: dict[Consumer, int] = {}
         """Each computation's task."""
 
-    def start(self, action: Action, *, rank: int, position: int, after: int) -> None:
+    def start(
+        self, action: Action, *, rank: int, position: int, after: int, gate: int = NOTHING
+    ) -> None:
         """Note a send or a receive of a list."""
         assert action.samples is not None and action.peer is not None
         sends = action.kind in SENDS
@@ -58,8 +62,9 @@ class Transfers:
             position=position,
             after=after,
             token=(MATCHING[action.kind] if sends else action.kind, action.samples),
-            num_bytes=self.sizes.boundary_bytes(action.samples[1] - action.samples[0]),
+            num_bytes=self.sizes.message_bytes(action.samples[1] - action.samples[0]),
             waiter=None if sends else (rank, forward, action.chunk, action.micro_batch),
+            gate=gate,
         )
         if sends:
             self._edge(rank, action.peer).sends.append(post)
@@ -115,6 +120,8 @@ class Transfers:
         task = self.graph.add_work(owner, Role.TRANSFER, work, send.after, receive.after, previous)
         for post in (send, receive):
             track = tracks[post.rank]
+            if post.gate != NOTHING:
+                self.graph.order(task, post.gate)
             if post.waiter is None:
                 track.tasks[post.position] = task
             elif isinstance(post.waiter, int):
@@ -140,8 +147,11 @@ class Transfers:
         for consumer, task in self.consumers.items():
             rank, forward, chunk, _ = consumer
             assert chunk is not None
-            starts = chunk == 0 if forward else self.sizes.is_last(chunk)
-            wanted = 0 if starts else self.sizes.micro_batch_size(rank)
+            if forward:
+                nothing = chunk == 0 or self.sizes.is_local(chunk - 1)
+            else:
+                nothing = self.sizes.is_last(chunk) or self.sizes.is_local(chunk)
+            wanted = 0 if nothing else self.sizes.micro_batch_size(rank)
             if received.get(consumer, 0) != wanted:
                 action = tracks[rank].actions[self.graph.owner[task][1]]
                 raise SimulationError(

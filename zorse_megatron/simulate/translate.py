@@ -7,20 +7,22 @@ yet, those that its word in `schedules.actions` promises:
   stream, a copy stream to the host and one from the host, and one stream for each direction of
   each pair of ranks. On each stream things run one at a time, in list order.
 - A forward or backward runs on the main stream, when the receives that it consumes have arrived
-  and the GATHER of its chunk and the FETCH of its parameters that precede it in the list are done.
+  and the GATHER and the FETCH of its chunk that precede it in the list are done.
 - Sends and receives only start a transfer and take no time. The transfer runs when both ends have
-  started it and the one before it on the same pair and direction is done.
+  started it and the one before it on the same pair and direction is done. With a `Framework`
+  whose transfers block, each stops the main stream until it is done (and a receive until the
+  tensor is rebuilt).
 - REDUCE and GATHER run on the collective stream, behind everything that precedes them in the list:
   they start when all ranks of the group are there, and end on all at once. The main stream goes
-  on; so they overlap with computation, unless what follows waits for them, as in today's lists.
+  on; so they overlap with computation, unless what follows waits for them.
 - TIE, SCALE and STEP run on the main stream, behind the rank's collectives and FETCHes. TIE swaps
   gradients between owners of the same elements, and ends with the rank's last swap. SCALE is a sum
   of one number over all ranks; STEP such a sum (the norm) and then the optimizer step on the
-  rank's own shards. State that stays in the host passes through the GPU while the step runs: the
-  longer of the two counts.
+  rank's own shards. State that stays in the host passes through the GPU while the step runs, and
+  parameters whose shard is in the host go there: the longer of the two counts.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
-  chunk's GATHER and FETCH, a FETCH for its OFFLOAD, a GATHER for a FETCH of its parameters.
-  RELEASE takes no time and waits for the chunk's GATHER.
+  chunk's GATHER and FETCH, a FETCH for its OFFLOAD, a GATHER for the FETCH. RELEASE takes no time
+  and waits for the chunk's GATHER.
 - With `offload.activations`, what a forward keeps is copied to the host behind it, and back one
   computation before the backward, as a receive would be started; not where the backward is the
   next computation.
@@ -32,7 +34,7 @@ of its processors.
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
+from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.simulate.meetings import Meetings
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.prices import Prices
@@ -105,7 +107,7 @@ class _RankTranslator:
             self.track.before.append(self.main)
             self.track.tasks.append(NOTHING)
             if action.kind in TRANSFERS:
-                self.transfers.start(action, rank=self.rank, position=position, after=self.main)
+                self._transfer(position, action)
                 continue  # the task is known when its other end is
             if action.kind in COMPUTE:
                 task = self._compute(position, action)
@@ -117,6 +119,21 @@ class _RankTranslator:
                 task = self._blocking(position, action)
             self.track.tasks[position] = task
         return self.track
+
+    def _transfer(self, position: int, action: Action) -> None:
+        after = self.main
+        gate = self._stop(position, action) if self.sizes.framework.blocking_transfers else NOTHING
+        self.transfers.start(action, rank=self.rank, position=position, after=after, gate=gate)
+
+    def _stop(self, position: int, action: Action) -> int:
+        """What the main stream waits for at a blocking transfer, and what it then does."""
+        rate = self.sizes.framework.rebuild_bytes_per_s
+        seconds_s = 0.0
+        if rate is not None and action.kind in RECEIVES:
+            assert action.samples is not None
+            seconds_s = self.sizes.boundary_bytes(action.samples[1] - action.samples[0]) / rate
+        owner = self.rank, position
+        return self._on_main(self.graph.add(owner, Role.COPY, seconds_s, self.main))
 
     def _compute(self, position: int, action: Action) -> int:
         assert action.chunk is not None
@@ -159,7 +176,7 @@ class _RankTranslator:
         else:
             self.from_host = task
         self.copies[action.kind, action.chunk] = task
-        if move.parameter_bytes > 0:  # computations wait for parameters, only STEP for state
+        if not out:
             self.pending[action.kind, action.chunk] = task
         return task
 

@@ -41,6 +41,13 @@ def topology_of(cluster: Cluster, profile: Profile | None = None) -> TopologySpe
     )
 
 
+def measured_curves(profile: Profile, kind: str) -> tuple[Curves, Curves]:
+    """What was measured inside and between nodes of one kind of GPU; empty where nothing was."""
+    links = (_curves_by_kind(profile, link) for link in ("intra-node", "inter-node"))
+    inside, between = (curves.get(kind, ()) for curves in links)
+    return inside, between
+
+
 def _curves_by_kind(profile: Profile | None, link: str) -> dict[str, Curves]:
     found: dict[str, list[tuple[int, LinkCurve]]] = {}
     for entry in profile.links if profile else ():

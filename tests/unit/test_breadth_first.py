@@ -1,0 +1,300 @@
+"""Breadth-first ministages: order, what is whole when, and how often it is gathered."""
+
+import dataclasses
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import lowerable_plans, plans
+from tests.unit.chunked_plans import dealt_out, ministages, with_owners
+from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.simulation import run
+from tests.unit.test_schedules import even_plan
+from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
+from zorse_megatron.schedules.breadth_first import (
+    PER_MICRO_BATCH,
+    PER_PASS,
+    RESIDENT,
+    parameters_setting,
+)
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan import Offload, Plan, Schedule
+from zorse_megatron.simulate.ledger import Category
+
+breadth_first_plans = lowerable_plans(schedule_names=("breadth_first",))
+
+
+def words(actions: tuple[Action, ...], *, transfers: bool = False) -> str:
+    return " ".join(str(a) for a in actions if transfers or a.kind not in TRANSFERS)
+
+
+def test_one_group_is_layered_accumulation() -> None:
+    """Cephalo: all micro-batches of a layer, then the next layer; one gather, one reduction."""
+    (actions,) = lower_plan(ministages(1, 1, 2, 4)).ranks
+    assert words(actions, transfers=True) == (
+        "0GATHER 1GATHER 0F0 0F1 0RELEASE 2GATHER 1F0 1F1 1RELEASE 3GATHER 2F0 2F1 "
+        "3F0 3B0 3F1 3B1 3REDUCE 3RELEASE 1GATHER 2B0 2B1 "
+        "2REDUCE 2RELEASE 0GATHER 1B0 1B1 1REDUCE 1RELEASE 0B0 0B1 0REDUCE 0RELEASE SCALE STEP"
+    )
+
+
+def test_the_list_in_the_docs_is_current() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    assert f"```\n{lower_plan(ministages(1, 1, 2, 3))}\n```" in text
+
+
+def test_two_groups_pass_samples_on_chunk_by_chunk() -> None:
+    first, last = lower_plan(ministages(2, 1, 2, 3)).ranks
+    assert words(first) == (
+        "0GATHER 2GATHER 0F0 0F1 0RELEASE 4GATHER 2F0 2F1 4F0 4F1 4B0 4B1 "
+        "4REDUCE 4RELEASE 0GATHER 2B0 2B1 2REDUCE 2RELEASE 0B0 0B1 0REDUCE 0RELEASE SCALE STEP"
+    )
+    assert words(last) == (
+        "1GATHER 3GATHER 1F0 1F1 1RELEASE 5GATHER 3F0 3F1 5F0 5B0 5F1 5B1 "
+        "5REDUCE 5RELEASE 1GATHER 3B0 3B1 3REDUCE 3RELEASE 1B0 1B1 1REDUCE 1RELEASE SCALE STEP"
+    )
+
+
+def test_evaluation_is_the_first_half() -> None:
+    first, _ = lower_plan(ministages(2, 1, 2, 3), forward_only=True).ranks
+    assert words(first) == (
+        "0GATHER 2GATHER 0F0 0F1 0RELEASE 4GATHER 2F0 2F1 2RELEASE 4F0 4F1 4RELEASE"
+    )
+
+
+def test_resident_parameters_are_gathered_after_the_step() -> None:
+    plan = ministages(2, 1, 1, 2, parameters=RESIDENT)
+    first, _ = lower_plan(plan).ranks
+    assert words(first) == "0F0 2F0 2B0 2REDUCE 0B0 0REDUCE SCALE STEP 0GATHER 2GATHER"
+    assert words(lower_plan(plan, forward_only=True).ranks[0]) == "0F0 2F0"
+
+
+def test_gathered_for_each_micro_batch() -> None:
+    (actions,) = lower_plan(ministages(1, 1, 2, 2, parameters=PER_MICRO_BATCH)).ranks
+    assert words(actions) == (
+        "0GATHER 0F0 0RELEASE 0GATHER 1GATHER 0F1 0RELEASE 1F0 1B0 1RELEASE 1GATHER 0GATHER "
+        "1F1 1B1 1REDUCE 1RELEASE 0B0 0RELEASE 0GATHER 0B1 0REDUCE 0RELEASE SCALE STEP"
+    )
+
+
+def test_offloaded_shards_are_fetched_one_chunk_ahead_of_the_gather() -> None:
+    plan = ministages(1, 1, 1, 5)
+    groups = (dataclasses.replace(plan.groups[0], offload=Offload(parameters=True)),)
+    (actions,) = lower_plan(dataclasses.replace(plan, groups=groups)).ranks
+    assert words(actions) == (
+        "0FETCH 0GATHER 1FETCH 1GATHER 2FETCH 0F0 0RELEASE 0OFFLOAD 2GATHER 3FETCH "
+        "1F0 1RELEASE 1OFFLOAD 3GATHER 4FETCH 2F0 2RELEASE 2OFFLOAD 4GATHER 3F0 2FETCH 4F0 4B0 "
+        "4REDUCE 4RELEASE 4OFFLOAD 2GATHER 1FETCH 3B0 3REDUCE 3RELEASE 3OFFLOAD 1GATHER 0FETCH "
+        "2B0 2REDUCE 2RELEASE 2OFFLOAD 0GATHER 1B0 1REDUCE 1RELEASE 1OFFLOAD "
+        "0B0 0REDUCE 0RELEASE 0OFFLOAD SCALE STEP"
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=breadth_first_plans)
+def test_all_micro_batches_of_a_chunk_then_the_next_chunk(plan: Plan) -> None:
+    last = len(plan.chunks) - 1
+    for rank, actions in enumerate(lower_plan(plan).ranks):
+        group, replica = plan.replica_of_rank(rank)
+        count = plan.groups[group].replicas[replica].num_microbatches
+        chunks = plan.chunks_of_group(group)
+        expected = [f"{c}F{m}" for c in chunks if c < last for m in range(count)]
+        if last in chunks:
+            expected += [f"{last}{kind}{m}" for m in range(count) for kind in "FB"]
+        expected += [f"{c}B{m}" for c in reversed(chunks) if c < last for m in range(count)]
+        assert [str(a) for a in actions if a.kind in COMPUTE] == expected
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=breadth_first_plans, forward_only=st.booleans())
+def test_at_most_two_chunks_are_whole_and_what_is_computed_is(
+    plan: Plan, forward_only: bool
+) -> None:
+    if parameters_setting(plan) == RESIDENT:
+        return
+    for actions in lower_plan(plan, forward_only=forward_only).ranks:
+        whole: set[int | None] = set()
+        for action in actions:
+            if action.kind is Kind.GATHER:
+                assert action.chunk not in whole
+                whole.add(action.chunk)
+            elif action.kind is Kind.RELEASE:
+                whole.remove(action.chunk)
+            elif action.kind in COMPUTE:
+                assert action.chunk in whole
+            assert len(whole) <= 2
+        assert not whole
+
+
+def expected_gathers(plan: Plan, group: int, *, forward_only: bool) -> Counter[int]:
+    """Closed forms: see docs/how-it-works.md."""
+    chunks = plan.chunks_of_group(group)
+    last = len(plan.chunks) - 1
+    match parameters_setting(plan):
+        case "resident":
+            return Counter(() if forward_only else chunks)
+        case "per_pass":
+            once = chunks if forward_only else chunks[-2:]
+            return Counter({chunk: 1 if chunk in once else 2 for chunk in chunks})
+    most = max(replica.num_microbatches for replica in plan.groups[group].replicas)
+    gathers = Counter(
+        {chunk: most if forward_only or chunk == last else 2 * most for chunk in chunks}
+    )
+    if most == 1 and last in chunks and len(chunks) > 1 and not forward_only:
+        gathers[chunks[-2]] -= 1  # the turn is one computation: there is no time to drop it
+    return gathers
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=breadth_first_plans, forward_only=st.booleans())
+def test_gathers_and_reductions_equal_the_closed_form(plan: Plan, forward_only: bool) -> None:
+    for rank, actions in enumerate(lower_plan(plan, forward_only=forward_only).ranks):
+        group = plan.group_of_rank(rank)
+        gathers = Counter(a.chunk for a in actions if a.kind is Kind.GATHER)
+        assert gathers == expected_gathers(plan, group, forward_only=forward_only)
+        reductions = [a.chunk for a in actions if a.kind is Kind.REDUCE]
+        chunks = plan.chunks_of_group(group)
+        assert reductions == ([] if forward_only else list(reversed(chunks)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=breadth_first_plans)
+def test_gradients_are_reduced_behind_their_last_backward_and_before_the_next_chunk(
+    plan: Plan,
+) -> None:
+    for actions in lower_plan(plan).ranks:
+        done: list[int | None] = []
+        for action in actions:
+            if action.kind is Kind.REDUCE:
+                done.append(action.chunk)
+            elif action.kind is Kind.BACKWARD:
+                assert action.chunk not in done
+                assert all(chunk in done for chunk in range_above(plan, actions, action))
+
+
+def range_above(plan: Plan, actions: tuple[Action, ...], action: Action) -> list[int]:
+    """The rank's chunks behind that of the action."""
+    held = {a.chunk for a in actions if a.kind is Kind.REDUCE}
+    return [c for c in range(len(plan.chunks)) if c in held and c > (action.chunk or 0)]
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
+    resident = Schedule(name="breadth_first", parameters={"parameters": RESIDENT})
+    whole = lower_plan(dataclasses.replace(plan, schedule=resident))
+    per_pass = lower_plan(dataclasses.replace(plan, schedule=Schedule(name="breadth_first")))
+    for one, other, released in zip(
+        lower_plan(plan).ranks, whole.ranks, per_pass.ranks, strict=True
+    ):
+        assert Counter(one) == Counter(other)
+        more = Counter(released) - Counter(one)
+        assert {a.kind for a in more} == {Kind.RELEASE}
+        assert not Counter(one) - Counter(released)
+
+
+LAYER = 64 * 24
+
+
+def peaks(plan: Plan, rank: int, **costs: float) -> dict[Category, int]:
+    comm = FakeComm(**costs)
+    result = run(plan, memory=FakeMemory(layer_count=LAYER), comm=comm)
+    return {c: m.num_bytes for c, m in result.memory[rank].by_category.items()}
+
+
+@pytest.mark.parametrize("num_chunks", range(1, 9))
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_memory_of_equal_chunks(num_chunks: int, replicas: int) -> None:
+    """Two whole chunks and shards of the others: about 2 / c of a stage (Zorse, table 1)."""
+    plan = ministages(2, replicas, 3, num_chunks)
+    whole, others = min(2, num_chunks), max(0, num_chunks - 2)
+    # Reductions are slow, so that the gradients of two chunks are there at a time.
+    found = peaks(plan, 0, bytes_per_s=3000.0)
+    assert found[Category.PARAMETERS] == 2 * (LAYER * whole + LAYER // replicas * others)
+    gradients = 4 * (LAYER * whole + LAYER // replicas * others)
+    if replicas > 1:
+        assert found[Category.GRADIENTS] == gradients
+    resident = peaks(dealt_out(plan, num_chunks, parameters=RESIDENT), 0)
+    assert resident[Category.PARAMETERS] == 2 * LAYER * num_chunks
+    assert resident[Category.GRADIENTS] == 4 * LAYER * num_chunks
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    plan=lowerable_plans(schedule_names=("breadth_first",)),
+    bytes_per_s=st.sampled_from([float("inf"), 3000.0, 100.0]),
+)
+def test_memory_of_unequal_chunks(plan: Plan, bytes_per_s: float) -> None:
+    """Parameters: the closed form; gradients: never more than theirs, whatever overlaps."""
+    if parameters_setting(plan) != PER_PASS:
+        return
+    memory = FakeMemory(layer_count=LAYER, embedding_count=640, head_count=320)
+    result = run(plan, memory=memory, comm=FakeComm(bytes_per_s=bytes_per_s, host_bytes_per_s=1e9))
+    sizes = result.timeline.sizes
+    for rank in range(plan.world_size):
+        chunks = plan.chunks_of_group(plan.group_of_rank(rank))
+        pairs = list(pairwise(chunks)) or [chunks]
+        offload = sizes.group(rank).offload
+        if offload is None:
+            highest = max(_bytes(sizes, rank, chunks, pair) for pair in pairs)
+            peak = result.memory[rank].by_category[Category.PARAMETERS].num_bytes
+            assert peak == 2 * highest
+        # Backwards come from the last chunk: behind a pair only shards are left.
+        most = max(_bytes(sizes, rank, [c for c in chunks if c >= pair[0]], pair) for pair in pairs)
+        gradients = result.memory[rank].by_category[Category.GRADIENTS].num_bytes
+        assert gradients <= 4 * most
+
+
+def _bytes(sizes, rank: int, chunks, whole) -> int:
+    """Numbers of some whole chunks, and of the shards of the others."""
+    return sum(sizes.parameters[c] if c in whole else sizes.shards[c][rank] for c in chunks)
+
+
+def test_offloaded_shards_leave_two_whole_chunks() -> None:
+    plan = ministages(1, 4, 2, 8)
+    groups = (dataclasses.replace(plan.groups[0], offload=Offload(parameters=True)),)
+    found = peaks(dataclasses.replace(plan, groups=groups), 0)
+    # And one shard that has been fetched ahead.
+    assert found[Category.PARAMETERS] == 2 * (2 * LAYER + LAYER // 4)
+
+
+def test_only_one_micro_batch_has_its_logits() -> None:
+    result = run(ministages(2, 1, 8, 2), memory=FakeMemory(head=50))
+    assert result.memory[1].by_category[Category.LOGITS].num_bytes == 50
+
+
+def test_gathers_overlap_with_the_chunk_before() -> None:
+    """A chunk runs 4 s forward, 8 s backward; a gather takes 2 s and a reduction 4 s."""
+    plan = ministages(1, 2, 4, 4)
+    bytes_per_s = 2 * LAYER / 2 / 2
+    slow = run(plan, memory=FakeMemory(layer_count=LAYER), comm=FakeComm(bytes_per_s=bytes_per_s))
+    free = run(plan, memory=FakeMemory(layer_count=LAYER))
+    # Left over: the first gather and the last reduction.
+    assert slow.iteration_s == pytest.approx(free.iteration_s + 2 + 4)
+
+
+def test_neighbouring_chunks_of_a_group_are_handed_over_on_the_rank() -> None:
+    plan = with_owners(even_plan(2, 1, 2), [0, 0, 1, 1])
+    first, last = lower_plan(plan).ranks
+    assert {a.chunk for a in first if a.kind in TRANSFERS} == {1}
+    assert {a.chunk for a in last if a.kind in TRANSFERS} == {2}
+    run(plan)
+
+
+def test_a_replica_without_micro_batches_takes_part() -> None:
+    plan = ministages(1, 2, 2, 3)
+    first, second = plan.groups[0].replicas
+    replicas = (
+        dataclasses.replace(first, num_microbatches=4),
+        dataclasses.replace(second, num_microbatches=0),
+    )
+    plan = dataclasses.replace(
+        plan, groups=(dataclasses.replace(plan.groups[0], replicas=replicas),)
+    )
+    busy, idle = lower_plan(plan).ranks
+    assert list(idle) == [a for a in busy if a.kind not in COMPUTE]
+    run(plan)

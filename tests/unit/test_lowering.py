@@ -1,0 +1,158 @@
+"""What lists of every schedule promise, on random plans with several chunks per group."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import lowerable_plans
+from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.simulation import run
+from zorse_megatron.schedules.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionLists,
+    Kind,
+    parse_action_lists,
+)
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.samples import replica_micro_batches
+from zorse_megatron.schedules.validate import ScheduleError, check_executable
+from zorse_megatron.schema.plan import Plan
+
+COLLECTIVES = {Kind.GATHER, Kind.REDUCE, Kind.SCALE, Kind.STEP, Kind.TIE}
+EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")
+
+any_plan = lowerable_plans(schedule_names=EVERY_SCHEDULE)
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=any_plan, forward_only=st.booleans())
+def test_each_computation_once_and_micro_batches_in_order(plan: Plan, forward_only: bool) -> None:
+    lists = lower_plan(plan, forward_only=forward_only)
+    for rank, actions in enumerate(lists.ranks):
+        count = len(replica_micro_batches(plan, rank))
+        for chunk in plan.chunks_of_group(plan.group_of_rank(rank)):
+            for kind in COMPUTE:
+                found = [a.micro_batch for a in actions if a.kind is kind and a.chunk == chunk]
+                skipped = forward_only and kind is Kind.BACKWARD
+                assert found == ([] if skipped else list(range(count)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=any_plan, forward_only=st.booleans())
+def test_samples_cross_every_boundary_between_groups_once(plan: Plan, forward_only: bool) -> None:
+    lists = lower_plan(plan, forward_only=forward_only)
+    sent: Counter[tuple[Kind, int, int]] = Counter()
+    for rank, actions in enumerate(lists.ranks):
+        for a in actions:
+            if a.kind in SENDS | RECEIVES:
+                assert a.samples is not None and a.peer != rank
+                sent.update((a.kind, a.chunk, sample) for sample in range(*a.samples))
+    assert set(sent.values()) <= {1}
+    expected = {
+        (kind, chunk, sample)
+        for lower in range(len(plan.chunks) - 1)
+        if plan.chunks[lower].group != plan.chunks[lower + 1].group
+        for kind, chunk in (
+            (Kind.SEND_ACTIVATION, lower),
+            (Kind.RECEIVE_ACTIVATION, lower + 1),
+            *(() if forward_only else ((Kind.SEND_GRADIENT, lower + 1),)),
+            *(() if forward_only else ((Kind.RECEIVE_GRADIENT, lower),)),
+        )
+        for sample in range(plan.global_batch_size)
+    }
+    assert set(sent) == expected
+
+
+@settings(deadline=None, max_examples=150)
+@given(plan=any_plan, forward_only=st.booleans())
+def test_lists_can_be_executed(plan: Plan, forward_only: bool) -> None:
+    """As gloo runs them, and even if all transfers and collectives block."""
+    check_executable(lower_plan(plan, forward_only=forward_only))
+    check_executable(
+        lower_plan(plan, forward_only=forward_only, early_receives=False), blocking=True
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=any_plan, forward_only=st.booleans())
+def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
+    plan: Plan, forward_only: bool
+) -> None:
+    lists = lower_plan(plan, forward_only=forward_only, tied=True)
+    for group in plan.groups:
+        orders = {
+            tuple(a for a in lists.ranks[rank] if a.kind in COLLECTIVES) for rank in group.ranks
+        }
+        assert len(orders) == 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(plan=any_plan)
+def test_early_receives_change_places_only(plan: Plan) -> None:
+    early, late = lower_plan(plan), lower_plan(plan, early_receives=False)
+    for one, other in zip(early.ranks, late.ranks, strict=True):
+        assert Counter(one) == Counter(other)
+        for kinds in (RECEIVES, set(Kind) - RECEIVES):
+            assert [a for a in one if a.kind in kinds] == [a for a in other if a.kind in kinds]
+
+
+@settings(deadline=None, max_examples=50)
+@given(plan=any_plan, forward_only=st.booleans())
+def test_lists_print_and_parse_back(plan: Plan, forward_only: bool) -> None:
+    lists = lower_plan(plan, forward_only=forward_only)
+    assert parse_action_lists(str(lists)) == lists
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=any_plan, forward_only=st.booleans())
+def test_the_simulator_runs_them_and_gives_back_what_it_took(
+    plan: Plan, forward_only: bool
+) -> None:
+    memory = FakeMemory(boundary=7, head=11, embedding_count=128)
+    comm = FakeComm(bytes_per_s=3000.0, latency_s=0.1, host_bytes_per_s=2000.0)
+    result = run(plan, memory=memory, comm=comm, forward_only=forward_only)
+    lists = lower_plan(plan, forward_only=forward_only)
+    for rank, actions in enumerate(lists.ranks):
+        assert [span.action for span in result.spans(rank)] == [str(a) for a in actions]
+        steps = result.memory_over_time(rank)
+        assert steps[-1].by_category_bytes == steps[0].by_category_bytes
+        assert all(min(step.by_category_bytes) >= 0 for step in steps)
+
+
+def lists_of(*words: str) -> ActionLists:
+    return parse_action_lists("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(words)))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_collectives_in_different_orders_are_stuck(blocking: bool) -> None:
+    broken = lists_of("0GATHER 1GATHER", "1GATHER 0GATHER")
+    with pytest.raises(ScheduleError, match=r"no rank can go on[\s\S]*»0GATHER«[\s\S]*»1GATHER«"):
+        check_executable(broken, blocking=blocking)
+
+
+def test_a_collective_that_holds_back_a_transfer_is_found() -> None:
+    """Rank 1 comes to the gather only with what rank 0 sends behind it."""
+    words = ("0GATHER 0F0 0SA0>2[0:1]", "0GATHER", "1RA0<0[0:1] 1F0")
+    check_executable(lists_of(*words), blocking=True)
+    waiting = (words[0], "1RA0<2[1:2] 1F0 0GATHER", "1RA0<0[0:1] 1F0 1SA0>1[1:2]")
+    with pytest.raises(ScheduleError, match="no rank can go on"):
+        check_executable(lists_of(*waiting), blocking=True)
+
+
+def test_a_chunk_before_its_input_on_the_same_rank_is_found() -> None:
+    for words in ("1F0 0F0", "0F0 1F0 0B0 1B0", "0F0 1B0 1F0 0B0"):
+        with pytest.raises(ScheduleError, match="before what it consumes"):
+            check_executable(lists_of(words))
+    check_executable(lists_of("0F0 1F0 1B0 0B0"))
+
+
+def test_every_rank_of_a_collective_counts_once_for_each_time() -> None:
+    actions = (Action(kind=Kind.GATHER, chunk=0), Action(kind=Kind.RELEASE, chunk=0))
+    check_executable(ActionLists(ranks=(actions * 3, actions * 3)))
+    with pytest.raises(ScheduleError, match=r"rank 1 at 4: .*\(done\)"):
+        check_executable(ActionLists(ranks=(actions * 3, actions * 2)))

@@ -1,0 +1,93 @@
+"""Memory of a model of which every part was measured: no shape, no formula."""
+
+from dataclasses import dataclass
+
+from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.costs.memory import Precision
+from zorse_megatron.schema.profile import PartMemory, Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredMemory:
+    """`MemoryCost` of entries of a profile; sizes are those of one tensor-parallel rank."""
+
+    embedding: PartMemory
+    layer: PartMemory
+    head: PartMemory
+    precision: Precision
+    element_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        model: str,
+        *,
+        precision: Precision,
+        element_bytes: int,
+        tensor_parallel: int = 1,
+    ) -> "MeasuredMemory":
+        """Find the parts. Raises LookupError for one that the profile does not have."""
+        parts = {
+            entry.part: entry
+            for entry in profile.memory
+            if (entry.model, entry.tensor_parallel) == (model, tensor_parallel)
+        }
+        missing = [part for part in ("embedding", "layer", "head") if part not in parts]
+        if missing:
+            raise LookupError(
+                f"found no memory of the {' and the '.join(missing)} of {model} with tensor "
+                f"parallel {tensor_parallel} in the profile; expected embedding, layer and head"
+            )
+        return cls(
+            embedding=parts["embedding"],
+            layer=parts["layer"],
+            head=parts["head"],
+            precision=precision,
+            element_bytes=element_bytes,
+        )
+
+    def layer_parameters(self) -> int:
+        """Number of parameters of one transformer layer."""
+        return self.layer.parameters
+
+    def embedding_parameters(self) -> int:
+        """Number of parameters of the embedding."""
+        return self.embedding.parameters
+
+    def head_parameters(self, *, tied_on_same_rank: bool) -> int:
+        """Number of parameters of the final norm and the head, as measured where nothing is tied.
+
+        Raises LookupError for a tied model: the entry does not say whether it counts the table.
+        """
+        if tied_on_same_rank:
+            raise LookupError(
+                f"found a tied table in {self.head.model}; expected none, as measured"
+            )
+        return self.head.parameters
+
+    def parameter_bytes(self, num_parameters: int) -> int:
+        """Whole parameters as they are computed with."""
+        return num_parameters * self.precision.parameter_bytes
+
+    def gradient_bytes(self, num_parameters: int) -> int:
+        """Whole gradients as they are accumulated."""
+        return num_parameters * self.precision.gradient_bytes
+
+    def state_bytes(self, num_parameters: int) -> int:
+        """Main parameters and optimizer moments of a shard."""
+        return num_parameters * self.precision.state_bytes
+
+    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
+        """What one layer allocated and kept. Raises LookupError for recomputation."""
+        if mode != "none":
+            raise LookupError(f"found recomputation {mode!r}; measured was only what is kept whole")
+        return micro_batch_size * self.layer.activation_elements * self.element_bytes
+
+    def boundary_bytes(self, micro_batch_size: int) -> int:
+        """One activation between two layers, whole."""
+        return micro_batch_size * self.embedding.output_elements * self.element_bytes
+
+    def head_bytes(self, micro_batch_size: int) -> int:
+        """What head and loss allocated."""
+        return micro_batch_size * self.head.activation_elements * self.element_bytes

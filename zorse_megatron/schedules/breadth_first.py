@@ -1,0 +1,188 @@
+"""Breadth-first ministages: a group runs all micro-batches of a chunk, then its next chunk.
+
+The order of Zorse (arXiv 2507.10392, section 3) and, with one group, Cephalo's layered
+accumulation (arXiv 2411.01075). Each group *visits* its chunks: forward in model order, then
+backward in reverse, each time with all of its micro-batches. On the model's last chunk a forward
+and the backward of the same micro-batch alternate, so that only one of them has its activations
+and logits there, and gradients start early.
+
+The order of each rank's computations is thus fixed; when they run is found by playing them once,
+visit by visit. When a group changes what is whole (see `materialise`), all its replicas wait for
+each other in the play, because they take part in the same collectives. Every wait is for something
+earlier in the order of visits, so the play always ends.
+"""
+
+from dataclasses import dataclass, field
+
+from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.events import BACKWARD_COST, Event, GroupEvent, forward_costs
+from zorse_megatron.schedules.links import Links
+from zorse_megatron.schedules.materialise import Unit, between_units
+from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey
+from zorse_megatron.schema.plan import Plan
+
+PER_PASS = "per_pass"
+RESIDENT = "resident"
+PER_MICRO_BATCH = "per_micro_batch"
+
+
+def parameters_setting(plan: Plan) -> str:
+    """How long parameters stay whole under the plan's schedule."""
+    if plan.schedule.name != "breadth_first":
+        return RESIDENT
+    return str(plan.schedule.parameters.get("parameters", PER_PASS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """All micro-batches of one chunk, in one direction or both."""
+
+    chunk: int
+    passes: tuple[bool, ...]
+    """What a micro-batch runs, one after the other: True for its forward."""
+    num_rounds: int = 1
+    """Equal parts, between which the group may change what is whole."""
+
+    @property
+    def ends_backward(self) -> bool:
+        """Whether the chunk's gradients are complete at the end."""
+        return False in self.passes
+
+
+def visits(plan: Plan, *, forward_only: bool) -> list[Visit]:
+    """All groups' visits in the order in which the first sample makes them."""
+    last = len(plan.chunks) - 1
+    found = [Visit(chunk=chunk, passes=(True,)) for chunk in range(last)]
+    found.append(Visit(chunk=last, passes=(True,) if forward_only else (True, False)))
+    if not forward_only:
+        found += [Visit(chunk=chunk, passes=(False,)) for chunk in reversed(range(last))]
+    if parameters_setting(plan) != PER_MICRO_BATCH:
+        return found
+    return [
+        Visit(
+            chunk=visit.chunk,
+            passes=visit.passes,
+            num_rounds=max(
+                replica.num_microbatches
+                for replica in plan.groups[plan.chunks[visit.chunk].group].replicas
+            ),
+        )
+        for visit in found
+    ]
+
+
+def play_breadth_first(
+    plan: Plan, links: Links, *, forward_only: bool
+) -> tuple[list[Event], list[GroupEvent]]:
+    """Play a step. Complexity: O(computations + pieces that travel)."""
+    play = _Play(plan, links, visits(plan, forward_only=forward_only))
+    play.run()
+    return play.events, play.group_events
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """Where a group stands, while it is played."""
+
+    replicas: dict[int, tuple[MicroBatch, ...]]
+    free: dict[int, int] = field(init=False)
+    """Replica -> when its last computation ended."""
+    before: dict[tuple[int, int], tuple[Action, ...]] = field(default_factory=dict)
+    """(visit, round) -> what the group does before it."""
+    at_end: tuple[Action, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.free = dict.fromkeys(self.replicas, 0)
+
+
+class _Play:
+    def __init__(self, plan: Plan, links: Links, order: list[Visit]) -> None:
+        self.links = links
+        self.order = order
+        self.costs = forward_costs(plan)
+        self.groups = [_Group(replicas=queues) for queues in links.queues]
+        for number, group in enumerate(self.groups):
+            self._prepare(plan, number, group)
+        self.events: list[Event] = []
+        self.group_events: list[GroupEvent] = []
+        self.ends: dict[tuple[int, bool], dict[MicroBatchKey, int]] = {
+            (chunk, forward): {} for chunk in range(links.last + 1) for forward in (True, False)
+        }
+        """(chunk, forward?) -> micro-batch -> when it was computed."""
+
+    def _prepare(self, plan: Plan, number: int, group: _Group) -> None:
+        """Find what the group does between its units of work."""
+        setting = parameters_setting(plan)
+        units: list[Unit] = []
+        starts: list[tuple[int, int]] = []
+        for at, visit in enumerate(self.order):
+            if self.links.groups[visit.chunk] != number:
+                continue
+            for turn in range(visit.num_rounds):
+                ends = visit.ends_backward and turn == visit.num_rounds - 1
+                unit = Unit(chunk=visit.chunk, ends_backward=ends)
+                if setting != PER_MICRO_BATCH and units and units[-1].chunk == visit.chunk:
+                    units[-1] = unit  # the group turns: nothing changes between its two visits
+                else:
+                    units.append(unit)
+                    starts.append((at, turn))
+        offload = plan.groups[number].offload
+        *before, group.at_end = between_units(
+            units,
+            resident=setting == RESIDENT,
+            offload=offload is not None and offload.parameters,
+        )
+        group.before = dict(zip(starts, before, strict=True))
+
+    def run(self) -> None:
+        for at, visit in enumerate(self.order):
+            number = self.links.groups[visit.chunk]
+            for turn in range(visit.num_rounds):
+                self._together(number, self.groups[number].before.get((at, turn), ()))
+                for replica in self.groups[number].replicas:
+                    self._round(visit, turn, self.groups[number], replica)
+        for number, group in enumerate(self.groups):
+            self._together(number, group.at_end)
+
+    def _together(self, number: int, actions: tuple[Action, ...]) -> None:
+        """Let the group's replicas wait for each other, and act."""
+        if actions:
+            group = self.groups[number]
+            now = max(group.free.values())
+            group.free = dict.fromkeys(group.free, now)
+            self.group_events.append(GroupEvent(time=now, group=number, actions=actions))
+
+    def _round(self, visit: Visit, turn: int, group: _Group, replica: int) -> None:
+        """Run a replica's part of a round; with several rounds, micro-batches are spread evenly."""
+        queue = group.replicas[replica]
+        first, stop = (
+            -(-part * len(queue) // visit.num_rounds) for part in (turn, turn + 1)
+        )  # rounded up
+        now = group.free[replica]
+        cost = self.costs[visit.chunk][replica]
+        for micro_batch in queue[first:stop]:
+            for forward in visit.passes:
+                start = max(now, self._inputs_arrive(visit.chunk, micro_batch, forward=forward))
+                now = start + (cost if forward else BACKWARD_COST * cost)
+                self.ends[visit.chunk, forward][micro_batch.key] = now
+                self.events.append(
+                    Event(
+                        time=start,
+                        end=now,
+                        chunk=visit.chunk,
+                        forward=forward,
+                        micro_batch=micro_batch,
+                    )
+                )
+        group.free[replica] = now
+
+    def _inputs_arrive(self, chunk: int, micro_batch: MicroBatch, *, forward: bool) -> int:
+        if forward and chunk > 0:
+            ends = self.ends[chunk - 1, True]
+            pieces = self.links.links[chunk - 1].by_target[micro_batch.key]
+            return max(ends[piece.source.key] for piece in pieces)
+        if not forward and chunk < self.links.last:
+            ends = self.ends[chunk + 1, False]
+            pieces = self.links.links[chunk].by_source[micro_batch.key]
+            return max(ends[piece.target.key] for piece in pieces)
+        return 0

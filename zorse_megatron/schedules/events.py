@@ -1,0 +1,64 @@
+"""What a play of a plan consists of: computations of replicas, and what whole groups do.
+
+Time in a play is exact, in integers of no meaning outside of it. It is the plan's own hypothesis
+that the work is balanced: every group takes one unit for its part of the batch, each of its chunks
+in proportion to its layers, and a replica with n micro-batches 1/n of that for each, one third of
+it forward. Communication takes no time.
+"""
+
+import math
+from dataclasses import dataclass
+
+from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.schema.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One forward or backward of a replica."""
+
+    time: int
+    end: int
+    chunk: int
+    forward: bool
+    micro_batch: MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupEvent:
+    """Actions that all ranks of a group take at one moment, those without micro-batches too."""
+
+    time: int
+    group: int
+    actions: tuple[Action, ...]
+
+
+BACKWARD_COST = 2
+"""A backward takes twice as long as a forward: it makes gradients of inputs and of weights."""
+
+
+def forward_costs(plan: Plan) -> list[dict[int, int]]:
+    """Chunk -> replica -> time of one forward. Only replicas that have micro-batches."""
+    layers = [stop - first for first, stop in (chunk.layers for chunk in plan.chunks)]
+    of_group = [0] * len(plan.groups)
+    for chunk, count in zip(plan.chunks, layers, strict=True):
+        of_group[chunk.group] += count
+    counts = [
+        {
+            number: replica.num_microbatches
+            for number, replica in enumerate(group.replicas)
+            if replica.num_microbatches
+        }
+        for group in plan.groups
+    ]
+    unit = math.lcm(
+        *(whole * n for whole, ns in zip(of_group, counts, strict=True) for n in ns.values())
+    )
+    return [
+        {
+            replica: count * (unit // (of_group[chunk.group] * n))
+            for replica, n in counts[chunk.group].items()
+        }
+        for chunk, count in zip(plan.chunks, layers, strict=True)
+    ]

@@ -1,0 +1,72 @@
+"""What a valid plan can ask for that cannot be done: all of it at once, by name."""
+
+from collections.abc import Iterator
+
+from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
+from zorse_megatron.schema.plan import Group, Plan
+
+
+def refuse_unsupported(plan: Plan, source: str = "The plan") -> None:
+    """Raise PlanError with everything in the plan that this version cannot execute."""
+    problems = tuple(_not_executed(plan))
+    if problems:
+        raise PlanError(f"{source} is valid but asks for what is not executed yet", problems)
+
+
+def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
+    """Raise PlanError with everything in the plan for which there are no lists of actions."""
+    problems = tuple(_not_lowered(plan))
+    if problems:
+        raise PlanError(f"{source} is valid but asks for what has no actions", problems)
+
+
+def _not_lowered(plan: Plan) -> Iterator[Problem]:
+    whole = parameters_setting(plan) == RESIDENT
+    for number, group in enumerate(plan.groups):
+        chunks = plan.chunks_of_group(number)
+        if plan.schedule.name == "1f1b" and len(chunks) > 1:
+            yield Problem(
+                where=f"groups[{number}]",
+                found=f"{len(chunks)} chunks {list(chunks)}",
+                expected="one chunk per group under 1f1b",
+                remedy="Use the schedule interleaved or breadth_first, or give the group one "
+                "range of layers.",
+            )
+        yield from _tensor_parallel(number, group)
+        if whole and group.offload is not None and group.offload.parameters:
+            yield Problem(
+                where=f"groups[{number}].offload.parameters",
+                found="true",
+                expected="a schedule that releases parameters",
+                remedy='Use the schedule breadth_first with "parameters": "per_pass", or keep the '
+                "parameters on the GPU.",
+            )
+
+
+def _not_executed(plan: Plan) -> Iterator[Problem]:
+    yield from _not_lowered(plan)
+    for number, group in enumerate(plan.groups):
+        recompute, offload = group.recompute, group.offload
+        if offload is None or not offload.activations:
+            continue
+        if recompute is None or recompute.mode != "full" or recompute.num_layers is not None:
+            yield Problem(
+                where=f"groups[{number}].offload.activations",
+                found="true without full recomputation",
+                expected='"recompute": {"mode": "full"} with it, for all layers',
+                remedy="Only the inputs of layers can wait in the host: recompute the rest, or "
+                "keep the activations.",
+            )
+
+
+def _tensor_parallel(number: int, group: Group) -> Iterator[Problem]:
+    for index, replica in enumerate(group.replicas):
+        if len(replica.ranks) > 1:
+            yield Problem(
+                where=f"groups[{number}].replicas[{index}].ranks",
+                found=f"{list(replica.ranks)}",
+                expected="one rank per replica",
+                remedy="Tensor parallelism inside a plan is not executed yet; give each rank a "
+                "replica of its own.",
+            )

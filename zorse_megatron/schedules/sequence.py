@@ -1,0 +1,101 @@
+"""All ranks' lists as parts of one sequence of events.
+
+In the sequence a transfer is a single event, which stands after the computation that produces it
+and before the one that consumes it; and a collective is a single event of all ranks of its group.
+Each rank's list is the part of the sequence that the rank takes part in. So the first action of
+the sequence that is not done yet can always be done: no order of execution can deadlock, not even
+if every send waited for its receive and every collective for all of its ranks.
+"""
+
+from collections.abc import Iterable
+
+from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.events import Event, GroupEvent
+from zorse_megatron.schedules.links import Links
+from zorse_megatron.schedules.samples import MicroBatch, Piece
+from zorse_megatron.schema.plan import Plan
+
+_TRANSFER, _ACT, _COMPUTE = range(3)
+
+
+def cut_into_lists(
+    plan: Plan, links: Links, events: Iterable[Event], group_events: Iterable[GroupEvent]
+) -> list[list[Action]]:
+    """Return one list of actions per rank."""
+    sequence = _Sequence(plan, links)
+    # A transfer happens when its producer ends, a computation when it starts. At equal times
+    # transfers come first, because a computation may start on what just arrived; and what a group
+    # does comes behind the computations that it waited for and before those that wait for it.
+    timeline: list[tuple[int, int, int, Event | GroupEvent]] = []
+    for number, event in enumerate(events):
+        timeline.append((event.end, _TRANSFER, number, event))
+        timeline.append((event.time, _COMPUTE, number, event))
+    for number, group_event in enumerate(group_events):
+        timeline.append((group_event.time, _ACT, number, group_event))
+    timeline.sort(key=lambda entry: entry[:3])
+    for _, stage, _, happening in timeline:
+        if isinstance(happening, GroupEvent):
+            sequence.act(happening)
+        elif stage == _COMPUTE:
+            sequence.compute(happening)
+        else:
+            sequence.transfer(happening)
+    return sequence.lists
+
+
+class _Sequence:
+    def __init__(self, plan: Plan, links: Links) -> None:
+        self.links = links
+        self.ranks = [[replica.ranks[0] for replica in group.replicas] for group in plan.groups]
+        """Group -> replica -> its rank."""
+        self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
+
+    def compute(self, event: Event) -> None:
+        """Append a forward or a backward."""
+        kind = Kind.FORWARD if event.forward else Kind.BACKWARD
+        micro_batch = event.micro_batch
+        self.lists[self._rank(event.chunk, micro_batch)].append(
+            Action(kind=kind, chunk=event.chunk, micro_batch=micro_batch.index)
+        )
+
+    def act(self, event: GroupEvent) -> None:
+        """Append what a whole group does to the lists of all its ranks."""
+        for rank in self.ranks[event.group]:
+            self.lists[rank] += event.actions
+
+    def transfer(self, event: Event) -> None:
+        """Append the sends of what a computation produced, and their receives."""
+        lower = event.chunk if event.forward else event.chunk - 1
+        if not 0 <= lower < self.links.last or self.links.links[lower].is_local:
+            return
+        link = self.links.links[lower]
+        by_producer = link.by_source if event.forward else link.by_target
+        for piece in by_producer[event.micro_batch.key]:
+            self._transfer(lower, piece, gradient=not event.forward)
+
+    def _transfer(self, chunk: int, piece: Piece, *, gradient: bool) -> None:
+        """Append one transfer between `chunk` and `chunk + 1` to both ranks' lists."""
+        lower, upper = self._rank(chunk, piece.source), self._rank(chunk + 1, piece.target)
+        samples = piece.start, piece.stop
+        kinds = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
+        self.lists[lower].append(
+            Action(
+                kind=kinds[0] if gradient else Kind.SEND_ACTIVATION,
+                chunk=chunk,
+                micro_batch=piece.source.index,
+                peer=upper,
+                samples=samples,
+            )
+        )
+        self.lists[upper].append(
+            Action(
+                kind=kinds[1] if gradient else Kind.RECEIVE_ACTIVATION,
+                chunk=chunk + 1,
+                micro_batch=piece.target.index,
+                peer=lower,
+                samples=samples,
+            )
+        )
+
+    def _rank(self, chunk: int, micro_batch: MicroBatch) -> int:
+        return self.ranks[self.links.groups[chunk]][micro_batch.replica]

@@ -1,0 +1,158 @@
+"""Whole training runs that others measured, as plans: what the simulator is checked against."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from zorse_megatron.errors import Problem, ProfileError
+from zorse_megatron.schema.csv_table import NUMBER, POSITIVE, TEXT, Row, header_of, read_table
+from zorse_megatron.schema.json_text import read_text
+from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.presets import canonical_kind
+from zorse_megatron.schema.profile_load import PROFILE_FILE
+
+RUN_TABLE = {
+    "model": TEXT,
+    "gpu": TEXT,
+    "num_nodes": POSITIVE,
+    "pipeline_stages": POSITIVE,
+    "data_parallel": POSITIVE,
+    "tensor_parallel": POSITIVE,
+    "layers_per_stage": TEXT,
+    "micro_batch_size": POSITIVE,
+    "global_batch_size": POSITIVE,
+    "iteration_s": NUMBER,
+    "max_memory_bytes": NUMBER,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """One run: its layout, and what was measured. Entry 0 is the embedding, the last the head."""
+
+    model: str
+    gpu_kind: str
+    num_nodes: int
+    data_parallel: int
+    tensor_parallel: int
+    entries: tuple[tuple[int, int], ...]
+    """Stage -> its first and its last entry."""
+    micro_batch_size: int
+    global_batch_size: int
+    iteration_s: float
+    max_memory_bytes: float
+    """Of the GPU that takes most."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return len(self.entries) * self.data_parallel * self.tensor_parallel
+
+    @property
+    def layout(self) -> str:
+        """For people: stages x replicas x ranks of each, micro-batches."""
+        stages, replicas = len(self.entries), self.data_parallel
+        return (
+            f"PP {stages} DP {replicas} TP {self.tensor_parallel}, "
+            f"{self._num_microbatches} x {self.micro_batch_size}"
+        )
+
+    def plan(self) -> Plan:
+        """Equal stages of equal replicas, each a tensor-parallel set of neighbouring ranks."""
+        last = self.entries[-1][1]
+        return Plan(
+            schema_version=1,
+            global_batch_size=self.global_batch_size,
+            model=ModelFingerprint(num_layers=last - 1),
+            groups=tuple(
+                Group(replicas=tuple(self._replicas(s))) for s in range(len(self.entries))
+            ),
+            chunks=tuple(
+                Chunk(group=stage, layers=(max(first, 1) - 1, min(stop, last - 1)))
+                for stage, (first, stop) in enumerate(self.entries)
+            ),
+            schedule=Schedule(name="1f1b"),
+        )
+
+    @property
+    def _num_microbatches(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    def _replicas(self, stage: int) -> Iterator[Replica]:
+        size = self.tensor_parallel
+        for index in range(self.data_parallel):
+            first = (stage * self.data_parallel + index) * size
+            yield Replica(
+                ranks=tuple(range(first, first + size)),
+                micro_batch_size=self.micro_batch_size,
+                num_microbatches=self._num_microbatches,
+                shard_weight=1.0,
+            )
+
+
+def read_runs(name: str, data: bytes) -> tuple[MeasuredRun, ...]:
+    """Read a table of runs. Raises ProfileError with every problem."""
+    text = read_text(data, name, PROFILE_FILE)
+    absent = [column for column in RUN_TABLE if column not in header_of(text)]
+    if absent:
+        raise _error(name, f"line 1: found no column {', '.join(absent)}", ", ".join(RUN_TABLE))
+    return tuple(_run(row, name) for row in read_table(text, RUN_TABLE, name))
+
+
+def _run(row: Row, name: str) -> MeasuredRun:
+    run = MeasuredRun(
+        model=row["model"],
+        gpu_kind=canonical_kind(row["gpu"]),
+        num_nodes=row["num_nodes"],
+        data_parallel=row["data_parallel"],
+        tensor_parallel=row["tensor_parallel"],
+        entries=tuple(_stages(row["layers_per_stage"], name)),
+        micro_batch_size=row["micro_batch_size"],
+        global_batch_size=row["global_batch_size"],
+        iteration_s=row["iteration_s"],
+        max_memory_bytes=row["max_memory_bytes"],
+    )
+    rules = {
+        "pipeline_stages": len(run.entries) == row["pipeline_stages"],
+        "layers_per_stage": _is_whole(run.entries),
+        "global_batch_size": run.global_batch_size % (run.micro_batch_size * run.data_parallel)
+        == 0,
+        "iteration_s": run.iteration_s > 0,
+        "max_memory_bytes": run.max_memory_bytes > 0,
+    }
+    for column, holds in rules.items():
+        if not holds:
+            raise _error(name, f"{column} {row[column]}", _EXPECTED[column])
+    return run
+
+
+_EXPECTED = {
+    "pipeline_stages": "as many stages as layers_per_stage has",
+    "layers_per_stage": "stages that follow each other from 0, with three entries or more",
+    "global_batch_size": "a multiple of micro_batch_size x data_parallel",
+    "iteration_s": "a time above 0",
+    "max_memory_bytes": "a size above 0",
+}
+
+
+def _stages(text: str, name: str) -> Iterator[tuple[int, int]]:
+    for stage in text.split("|"):
+        first, _, last = stage.partition("-")
+        if not (first.isdecimal() and last.isdecimal()):
+            expected = "first-last of each stage, as 0-15|16-33"
+            raise _error(name, f"layers_per_stage {stage!r}", expected)
+        yield int(first), int(last)
+
+
+def _is_whole(entries: Sequence[tuple[int, int]]) -> bool:
+    follows = all(before[1] + 1 == behind[0] for before, behind in pairwise(entries))
+    ascends = all(first <= last for first, last in entries)
+    # Every stage has a transformer layer: more than the embedding or the head alone.
+    has_layers = entries[0][1] > 0 and entries[-1][0] < entries[-1][1]
+    return entries[0][0] == 0 and entries[-1][1] > 1 and follows and ascends and has_layers
+
+
+def _error(name: str, found: str, expected: str) -> ProfileError:
+    remedy = "docs/simulator.md describes the table."
+    problem = Problem(where=name, found=found, expected=expected, remedy=remedy)
+    return ProfileError(f"{name} cannot be read", [problem])

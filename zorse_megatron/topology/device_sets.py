@@ -1,0 +1,64 @@
+"""Sets of GPUs of a node as one device: how tensor-parallel ranks use links, all at once.
+
+A device has the links of all its GPUs together. Of measured curves it takes those with as many
+GPUs at once; where they say what one GPU gets, the device gets as many times that.
+"""
+
+import dataclasses
+import math
+
+from zorse_megatron.topology.curves import Curves, LinkCurve, LogFit, curve_for
+from zorse_megatron.topology.spec import NodeSpec, TopologySpec
+
+
+def as_devices(spec: TopologySpec, gpus_each: int) -> TopologySpec:
+    """Return the cluster with sets of `gpus_each` neighbours as devices; rank n is GPU n * each on.
+
+    Raises ValueError for a node whose GPUs cannot be grouped so.
+    """
+    if gpus_each == 1:
+        return spec
+    return dataclasses.replace(spec, nodes=tuple(_node(node, gpus_each) for node in spec.nodes))
+
+
+def _node(node: NodeSpec, each: int) -> NodeSpec:
+    kinds = node.gpu_kinds
+    sets = [kinds[first : first + each] for first in range(0, len(kinds), each)]
+    if len(kinds) % each or any(len(set(members)) > 1 for members in sets):
+        raise ValueError(
+            f"node {node.name}: found GPUs {kinds}; expected a multiple of {each}, with equal GPUs "
+            f"in each set of {each}"
+        )
+    return dataclasses.replace(
+        node,
+        gpu_kinds=tuple(members[0] for members in sets),
+        intra_bytes_per_s=each * node.intra_bytes_per_s,
+        host_link_bytes_per_s=each * node.host_link_bytes_per_s,
+        intra_curves=_curves(node.intra_curves, each, len(sets), factor=each),
+        nic_curves=_curves(node.nic_curves, each, len(sets), factor=1),
+    )
+
+
+def _curves(curves: Curves, each: int, num_sets: int, *, factor: int) -> Curves:
+    """Curves by number of devices; `factor`: how many times a measured curve a device gets."""
+    if not curves:
+        return ()
+    return tuple(
+        (count, _scaled(curve_for(curves, count * each), each, factor))
+        for count in range(1, num_sets + 1)
+    )
+
+
+def _scaled(curve: LinkCurve, each: int, factor: int) -> LinkCurve:
+    """The curve of a message that is sent in `each` equal parts at once."""
+    fit = curve.fit
+    if fit is not None:
+        shift = math.log2(each)  # x of a part is x of the whole less this
+        fit = LogFit(
+            quadratic=factor * fit.quadratic,
+            linear=factor * (fit.linear - 2 * fit.quadratic * shift),
+            constant=factor * ((fit.quadratic * shift - fit.linear) * shift + fit.constant),
+        )
+    return LinkCurve(
+        max_bytes_per_s=factor * curve.max_bytes_per_s, latency_s=curve.latency_s, fit=fit
+    )
