@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, Recorded, plan_run, run_recorded
+from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.schema.plan import Plan
 
@@ -22,6 +23,8 @@ RUNS: dict[str, Plan | tuple[tuple[str, ...], int]] = {
     "1|3|1": LAYOUTS["1|3|1, ends inside"],
     "5": LAYOUTS["5, one idle"],
     "1|2": LAYOUTS["1|2"],
+    "2x2 in the host": in_the_host(TWO_BY_TWO),
+    "both ends": BOTH_ENDS,
     "stock": ((), 1),
     "stock PP=2": (PIPELINE_2, 2),
 }
@@ -94,6 +97,10 @@ def assert_same_rest(resumed: Recorded, uninterrupted: Recorded) -> None:
         ("stock", "2|1|2"),
         ("stock", "5"),
         ("stock PP=2", "1|3|1"),
+        ("2x2 in the host", "2|1|2"),
+        ("2x2 in the host", "stock PP=2"),
+        ("both ends", "2x2 in the host"),
+        ("stock", "both ends"),
     ],
 )
 def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
@@ -118,6 +125,9 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
 )
 def test_resumes_with_main_weights_and_loss_scale(precision: tuple[str, ...], saved: Saved) -> None:
     """Main weights, moments, step and loss scale are whole: the same plan goes on bit for bit."""
+    directory, uninterrupted = saved.by("2x2 in the host", *precision)
+    resumed = saved.resume("2x2 in the host", directory, *precision)
+    assert resumed.steps == uninterrupted.steps[SAVED:]
     directory, uninterrupted = saved.by("2|1|2", *precision)
     resumed = saved.resume("2|1|2", directory, *precision)
     assert resumed.steps == uninterrupted.steps[SAVED:]

@@ -4,7 +4,6 @@ As in `test_exactness`, the reference is a stock single-process run of the same 
 same tolerances. What only moves memory is held to more: it must not change a bit.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,21 @@ from tests.megatron.comparison import (
     GLOBAL_BATCH_SIZE,
     LAYOUTS,
     NUM_LAYERS,
-    chunked_plan,
     plan_run,
-    replica,
     stock_run,
+)
+from tests.megatron.ministages import (
+    BOTH_ENDS,
+    FIRST_LAYER,
+    FULL,
+    LAYERED,
+    NEIGHBOURS,
+    NONE,
+    SELECTIVE,
+    TWO_BY_TWO,
+    breadth_first,
+    in_the_host,
+    with_settings,
 )
 from tests.megatron.test_exactness import (
     MASKED,
@@ -30,52 +40,7 @@ from tests.megatron.test_exactness import (
     flags_for,
 )
 from tests.strategies import lowerable_plans
-from zorse_megatron.schema.plan import Offload, Plan, Recompute, Schedule
-
-PAIR = (replica(0, 1, 6, 3.0), replica(1, 1, 2, 1.0))
-ALONE = (replica(2, 4, 2),)
-
-
-def breadth_first(**parameters: Any) -> Schedule:
-    return Schedule(name="breadth_first", parameters=parameters)
-
-
-def with_settings(
-    plan: Plan, *recompute: Recompute | None, schedule: Schedule | None = None, **offload: bool
-) -> Plan:
-    """`recompute`: one for all groups, or one for each; `offload`: what all groups offload."""
-    each = recompute * len(plan.groups) if len(recompute) == 1 else recompute
-    groups = [
-        dataclasses.replace(
-            group,
-            recompute=each[number] if each else None,
-            offload=Offload(**offload) if offload else None,
-        )
-        for number, group in enumerate(plan.groups)
-    ]
-    schedule = schedule or plan.schedule
-    return dataclasses.replace(plan, groups=tuple(groups), schedule=schedule)
-
-
-TWO_BY_TWO = chunked_plan([PAIR, ALONE], [(0, 1), (1, 1), (0, 1), (1, 1)])
-LAYERED = chunked_plan(
-    [(replica(0, 1, 5, 2.0), replica(1, 1, 0, 1.0), replica(2, 3, 1, 0.0))], [(0, 1)] * 4
-)
-# Group 0 has both ends of the model; a replica computes nothing, another one owns nothing.
-BOTH_ENDS = chunked_plan(
-    [
-        (replica(0, 1, 3, 3.0), replica(3, 1, 5, 0.0)),
-        (replica(2, 4, 2), replica(1, 1, 0, 2.0)),
-    ],
-    [(0, 1), (1, 2), (0, 1)],
-)
-# Chunks of a group that follow one another, and groups with different numbers of chunks.
-NEIGHBOURS = chunked_plan(
-    [(replica(2, 2, 4),), (replica(0, 1, 4), replica(1, 4, 1, 2.5))],
-    [(0, 1), (0, 1), (1, 1), (0, 1)],
-)
-FULL, SELECTIVE, NONE = (Recompute(mode=mode) for mode in ("full", "selective", "none"))
-FIRST_LAYER = Recompute(mode="full", num_layers=1)
+from zorse_megatron.schema.plan import Plan, Schedule
 
 PLANS = {
     "breadth first": TWO_BY_TWO,
@@ -87,12 +52,8 @@ PLANS = {
     "per micro-batch": with_settings(
         BOTH_ENDS, schedule=breadth_first(parameters="per_micro_batch")
     ),
-    "all in the host": with_settings(
-        BOTH_ENDS, FULL, parameters=True, optimizer_state=True, activations=True
-    ),
-    "layered, all in the host": with_settings(
-        LAYERED, FULL, parameters=True, optimizer_state=True, activations=True
-    ),
+    "all in the host": in_the_host(BOTH_ENDS),
+    "layered, all in the host": in_the_host(LAYERED),
     "1f1b, other recomputation in each group": with_settings(
         LAYOUTS["2|1|2"], FIRST_LAYER, SELECTIVE, NONE, optimizer_state=True
     ),
@@ -127,9 +88,8 @@ MOVES = {
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
     """Against the same plan with everything resident; clipping is off, whose norm sums by shard."""
-    chunks = [(0, 1), (1, 1), (0, 1), (1, 1)]
-    plan = chunked_plan([PAIR, ALONE], chunks)
-    more = () if precision == "fp32" else (f"--{precision}",)
+    plan = TWO_BY_TWO
+    more: tuple[str, ...] = () if precision == "fp32" else (f"--{precision}",)
     if precision == "fp16":
         # The first step overflows and is skipped.
         more += ("--initial-loss-scale", "65536", "--hysteresis", "1")

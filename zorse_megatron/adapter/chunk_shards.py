@@ -109,6 +109,9 @@ class ChunkShards:
         away = [b for b in self.parameters if b.in_shard and b.memory and b.memory.is_away]
         self.gather()
         self.wait_until_whole()
+        if not was_whole:
+            for buffer in self.parameters:
+                buffer.keep_shard()  # in fp32 it is what the optimizer steps and saves
         try:
             yield
         finally:

@@ -107,7 +107,7 @@ def training_records(
     forward_backward: Callable[..., Any],
     make_loader: Callable[[Any], Any],
     make_datasets: Callable[[Any], Any],
-    make_save: Callable[[Any], Any] | None,
+    make_save: Callable[[Any], Any],
     tell_last_rank: Callable[[Any], Any] | None,
 ) -> list[Rebinding]:
     """Hooks into the training loop; applied when `pretrain` is called."""
@@ -166,16 +166,14 @@ def training_records(
             why="rank 0 must build the data sets for all, and may be on a middle stage",
             delete_when="stock lets a rank of the first stage build and decide",
         ),
+        record(
+            target=f"{training}:save_checkpoint",
+            make=make_save,
+            why="parameters of which a rank keeps its shard must be whole to be saved, and a tied "
+            "embedding of which it has two copies be saved once",
+            delete_when="model parameters are saved in shards, as the optimizer's state is",
+        ),
     ]
-    if make_save is not None:
-        records.append(
-            record(
-                target=f"{training}:save_checkpoint",
-                make=make_save,
-                why="parameters of which a rank keeps its shard must be whole to be saved",
-                delete_when="model parameters are saved in shards, as the optimizer's state is",
-            )
-        )
     if tell_last_rank is not None:
         records += [
             record(

@@ -17,6 +17,7 @@ import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from zorse_megatron.adapter.checkpoint_boxes import box_tensors, model_shardings, parameter_pieces
+from zorse_megatron.adapter.tied_embeddings import is_second_copy
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schedules.shards import Interval
 
@@ -53,6 +54,7 @@ def sharded_state_dict(
     shards = {
         str(index): _parameter_state(optimizer, parameter, owned, shardings, layout)
         for index, (parameter, owned) in enumerate(_owned_parameters(optimizer))
+        if is_loading or not is_second_copy(parameter)
     }
     if shards:  # an empty entry would end up in the checkpoint's common part
         state[_SHARDS] = shards

@@ -8,8 +8,10 @@ elements of the two copies swaps them and adds. Both copies then hold the same b
 optimizer rule keeps them equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,12 @@ from zorse_megatron.runtime.collectives import IntervalExchange, exchange_interv
 from zorse_megatron.schedules.shards import Interval, intersection, overlaps
 
 _FIRST, _LAST = 0, 1
+_SECOND_COPY = "zorse_second_copy"
+
+
+def is_second_copy(tensor: Any) -> bool:
+    """Whether this is the last chunk's copy of the embedding, on a rank with the first one's."""
+    return getattr(tensor, _SECOND_COPY, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,31 @@ class _Swap:
     peer: int
     start: int
     stop: int
+
+
+@contextmanager
+def saved_once(chunks: Sequence[Any]) -> Iterator[None]:
+    """Within the block, the models' sharded state dicts have no second copy.
+
+    Stock's parallel save gives each tensor to one rank of a group, by its name. A rank with both
+    copies would save it twice.
+    """
+    before = [(model, model.sharded_state_dict) for model in map(unwrap_model, chunks)]
+    for model, stock in before:
+        model.sharded_state_dict = partial(_without_second_copies, stock)
+    try:
+        yield
+    finally:
+        for model, stock in before:
+            model.sharded_state_dict = stock
+
+
+def _without_second_copies(stock: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
+    return {
+        name: entry
+        for name, entry in stock(*args, **kwargs).items()
+        if not is_second_copy(getattr(entry, "data", None))
+    }
 
 
 class TiedEmbedding:
@@ -75,6 +108,8 @@ class TiedEmbedding:
             for end, ranks in ((_FIRST, first_ranks), (_LAST, last_ranks))
             if rank in ranks
         }
+        if len(self.copies) == 2:
+            setattr(self.copies[_LAST].weight, _SECOND_COPY, True)
         mine = {end: (c.weight.numel(), c.owned) for end, c in self.copies.items()}
         owners = _gather(mine, group)
         first = [_owned(owners, r, _FIRST) for r in first_ranks]

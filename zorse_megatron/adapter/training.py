@@ -16,7 +16,10 @@ from zorse_megatron.adapter import global_groups, rebind
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
-from zorse_megatron.adapter.data_parallel import UnevenDistributedDataParallel, whole_parameters
+from zorse_megatron.adapter.data_parallel import (
+    UnevenDistributedDataParallel,
+    whole_parameters,
+)
 from zorse_megatron.adapter.flags import model_problems
 from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.hooks import training_records
@@ -27,7 +30,7 @@ from zorse_megatron.adapter.process_groups import PipelinePosition, at_chunk, cr
 from zorse_megatron.adapter.recompute import set_recompute
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.session import PlanSession
-from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
 from zorse_megatron.errors import FlagError, PlanError, Problem
 from zorse_megatron.runtime.health import Heartbeat, is_communication_error
 from zorse_megatron.schema.load import fingerprint
@@ -174,9 +177,7 @@ def _session_records(session: PlanSession) -> list[rebind.Rebinding]:
             micro_batches=session.micro_batches,
         ),
         make_datasets=partial(datasets_on_rank_0, rank=session.rank),
-        make_save=partial(_save_what_is_away, session)
-        if session.sharded_chunks or session.host_link
-        else None,
+        make_save=partial(_save_once_and_whole, session),
         tell_last_rank=None
         if last_rank in knows
         else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
@@ -216,16 +217,29 @@ def _wrap_chunk(session: PlanSession, *, module: Any, **kwargs: Any) -> Any:
         link=session.host_link,
         **kwargs,
     )
-    # The training loop asks the wrapper, and means the rank; the model in it means the chunk.
-    wrapped.pg_collection = session.collection
+    # Training loop and checkpoints ask a model and mean the rank. Layers and the 16-bit wrapper,
+    # which mean the chunk, have taken its groups when they were built.
+    model = unwrap_model(module)
+    wrapped.pg_collection = model.pg_collection = session.collection
+    model.sharded_state_dict = partial(
+        _sharded_state_dict, model.sharded_state_dict, chunk, session.num_chunks
+    )
     return wrapped
 
 
-def _save_what_is_away(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Have whole parameters, and all state on the device, while stock saves them."""
+def _sharded_state_dict(
+    stock: Callable[..., Any], chunk: int, num_chunks: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Stock's, which looks up a chunk's first layer by the process-wide stage."""
+    with stage_of_chunk(chunk, num_chunks):
+        return stock(*args, **kwargs)
+
+
+def _save_once_and_whole(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Have whole parameters and all state on the device while stock saves, and nothing twice."""
 
     def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with whole_parameters(model), session.state_on_device():
+        with whole_parameters(model), session.state_on_device(), saved_once(model):
             return stock(iteration, model, *args, **kwargs)
 
     return save_checkpoint
