@@ -1,0 +1,110 @@
+"""What goes over the wire in a step is the closed form of the plan, to the byte.
+
+A group of n ranks that gathers a chunk of P elements sends (n - 1) P elements of parameters, and as
+many of gradients when it reduces them, whatever the number of micro-batches. Between neighbouring
+chunks of different groups every sample's activation goes forward once and its gradient back once.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import GLOBAL_BATCH_SIZE, LAYOUTS
+from tests.megatron.launch import run_ranks
+from tests.megatron.ministages import BOTH_ENDS, LAYERED, NEIGHBOURS, TWO_BY_TWO, with_settings
+from tests.megatron.test_exactness import UNTIED, flags_for
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan, Schedule
+
+HIDDEN, SEQUENCE, VOCABULARY = 32, 32, 256
+ELEMENT_BYTES = 4
+LAYER = 12 * HIDDEN**2 + 13 * HIDDEN
+STEPS = 3
+
+
+def each(plan: Plan, *gathers: int) -> tuple[Plan, dict[int, int]]:
+    return plan, dict(enumerate(gathers))
+
+
+# Plan, and how often each chunk's parameters are gathered in a step.
+CASES = {
+    "1f1b": each(LAYOUTS["2|1|2"], 1, 1, 1),
+    "interleaved": each(
+        with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")), 1, 1, 1, 1
+    ),
+    "breadth first, the last two of a group once": each(NEIGHBOURS, 2, 1, 1, 1),
+    "layered accumulation": each(LAYERED, 2, 2, 1, 1),
+    "one chunk is as many gathers as with 1f1b": each(BOTH_ENDS, 1, 1, 1),
+    "twice as many micro-batches are no more": each(
+        dataclasses.replace(
+            LAYERED,
+            groups=tuple(
+                dataclasses.replace(
+                    group,
+                    replicas=tuple(
+                        dataclasses.replace(r, micro_batch_size=1, num_microbatches=r.num_samples)
+                        for r in group.replicas
+                    ),
+                )
+                for group in LAYERED.groups
+            ),
+        ),
+        *(2, 2, 1, 1),
+    ),
+}
+
+
+def parameters_of(plan: Plan, chunk: int) -> int:
+    """Parameters of an untied GPT's chunk."""
+    first, stop = plan.chunks[chunk].layers
+    total = (stop - first) * LAYER
+    if chunk == 0:
+        total += (VOCABULARY + SEQUENCE) * HIDDEN
+    if chunk == len(plan.chunks) - 1:
+        total += VOCABULARY * HIDDEN + 2 * HIDDEN
+    return total
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_traffic_is_the_closed_form(case: str, corpus: Path, tmp_path: Path) -> None:
+    plan, gathers = CASES[case]
+    save_plan(plan, tmp_path / "plan.json")
+    flags = [*flags_for(corpus, *UNTIED, steps=STEPS), "--zorse-plan", str(tmp_path / "plan.json")]
+    run_ranks(
+        flags,
+        plan.world_size,
+        entry="tests.megatron.traffic_entry",
+        timeout_s=120,
+        env={"ZORSE_TEST_RECORD": str(tmp_path)},
+    ).check()
+    found = [
+        json.loads((tmp_path / f"traffic-rank{rank}.json").read_text())
+        for rank in range(plan.world_size)
+    ]
+    for number, group in enumerate(plan.groups):
+        chunks = plan.chunks_of_group(number)
+        elements = {}
+        for index, chunk in enumerate(chunks):
+            (held,) = {tuple(found[rank]["chunks"][index].values()) for rank in group.ranks}
+            elements[chunk], parameters = held
+            assert parameters == parameters_of(plan, chunk)
+            # Stock starts each parameter on a multiple of 64 elements.
+            assert parameters <= elements[chunk] < 1.2 * parameters
+        others = len(group.ranks) - 1
+        for step in range(STEPS):
+            total = sum((Counter(found[rank]["steps"][step]) for rank in group.ranks), Counter())
+            moved = sum(gathers[chunk] * elements[chunk] for chunk in chunks)
+            assert total["parameters sent"] == total["parameters received"]
+            assert total["parameters sent"] == others * moved * ELEMENT_BYTES
+            assert total["gradients sent"] == total["gradients received"]
+            assert total["gradients sent"] == others * sum(elements.values()) * ELEMENT_BYTES
+    sample_bytes = SEQUENCE * HIDDEN * ELEMENT_BYTES
+    crossings = sum(one.group != other.group for one, other in pairwise(plan.chunks))
+    for step in range(STEPS):
+        total = sum((Counter(ranks["steps"][step]) for ranks in found), Counter())
+        expected = 2 * crossings * GLOBAL_BATCH_SIZE * sample_bytes
+        assert total["activations sent"] == total["activations received"] == expected
