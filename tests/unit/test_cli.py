@@ -78,9 +78,11 @@ def test_check_json(run):
     answer = json.loads(result.stdout)
     assert answer["ok"] is True
     assert answer["problems"] == []
-    assert answer["fingerprint"] == fingerprint(load(good()))
-    assert answer["groups"][0]["layers"] == [[0, 5]]
-    assert [each["shard_percent"] for each in answer["groups"][0]["replicas"]] == [75, 25]
+    (file,) = answer["files"]
+    assert (file["path"], file["kind"], file["ok"]) == ("good.json", "plan", True)
+    assert file["fingerprint"] == fingerprint(load(good()))
+    assert file["groups"][0]["layers"] == [[0, 5]]
+    assert [each["shard_percent"] for each in file["groups"][0]["replicas"]] == [75, 25]
 
 
 @pytest.mark.parametrize(("name", "count"), [("bad.json", 2), ("no.json", 1)])
@@ -123,13 +125,18 @@ def test_actions_of_a_bad_plan(run):
 
 
 def test_the_command_needs_neither_torch_nor_megatron():
-    # `lower` is what `zorse actions` imports on demand.
+    # The others are what commands import on demand.
     script = """
 import sys
 import zorse_megatron.cli.main
-import zorse_megatron.schedules.lower
+print(sorted({"matplotlib", "numpy"} & set(sys.modules)))
+import zorse_megatron.planner.explain
+import zorse_megatron.planner.search
+import zorse_megatron.plots.memory
+import zorse_megatron.plots.timeline
+import zorse_megatron.plots.topology
 print(sorted({"torch", "megatron"} & set(sys.modules)))
 """
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.stdout == "[]\n", result.stderr
+    assert result.stdout == "[]\n[]\n", result.stderr

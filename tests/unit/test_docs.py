@@ -26,7 +26,8 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md"))
 )
 # Files of other projects, and those that a user or the demo makes.
-NOT_OURS = {"plan.json", "profile.json", "pretrain_gpt.py", "demo.json"}
+NOT_OURS = {"plan.json", "profile.json", "trace.json", "pretrain_gpt.py", "demo.json"}
+NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 # Where this repository stands in a command that is run elsewhere.
 ELSEWHERE = "/path/to/zorse-megatron/"
@@ -80,7 +81,8 @@ def help_of(*command):
 @cache
 def our_flags():
     """Every flag of our own commands."""
-    commands = ("check", "actions", "schema", "profile import", "profile show")
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    commands = [name.replace("_", "-") for name in names] + ["profile import", "profile show"]
     helps = [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
     helps += [help_of(sys.executable, str(path)) for path in sorted(ROOT.glob("scripts/*.py"))]
     helps.append(help_of(sys.executable, "-m", "zorse_megatron.demo"))
@@ -145,7 +147,8 @@ def test_commands_can_be_run(document, line):
             command = words[: 2 if words[0] == "profile" else 1]
             shown = CliRunner().invoke(app, [*command, "--help"])
             assert shown.exit_code == 0
-            assert all(word in shown.stdout for word in words if word.startswith("--"))
+            ours = words[: words.index("--")] if "--" in words else words
+            assert all(word in shown.stdout for word in ours if word.startswith("--"))
         case "torchrun":
             check_training_command(words)
         case "python":

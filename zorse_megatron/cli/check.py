@@ -1,117 +1,75 @@
-"""`zorse check`: is a plan file valid, and what does it say?"""
+"""`zorse check`: are files valid, what do they say, and do they go together?"""
 
-import dataclasses
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from zorse_megatron.cli.console import print_plain, reported_errors
-from zorse_megatron.errors import PlanError
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.json_text import layout
-from zorse_megatron.schema.load import fingerprint, load_plan
-from zorse_megatron.schema.plan import Group, Plan, Replica
-from zorse_megatron.schema.spans import spans_of, spell
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.check_files import CheckedFile, check_file
+from zorse_megatron.cli.check_together import Checked, checks_of
+from zorse_megatron.cli.console import (
+    plain_problems,
+    print_json,
+    print_plain,
+    reported_errors,
+)
+from zorse_megatron.cli.options import AsJson, DtypeName
+from zorse_megatron.cli.plan_table import print_plan
+from zorse_megatron.cli.workload import dtype_named
+from zorse_megatron.errors import ZorseError
+from zorse_megatron.schema.plan import Plan
 
 
 def check(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    context: typer.Context,
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Plans, clusters, models, profiles, in any order."),
+    ],
+    dtype: DtypeName = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Check a plan file: print what it says, or all of its problems (exit code 1)."""
+    """Check files, alone and together: print what they say, or all of their problems (exit code 1).
+
+    With a plan, the flags behind -- are compared with it; with a plan, a cluster and a model (or
+    flags), memory is checked too.
+    """
+    with reported_errors(to_stderr=False, as_json=as_json):
+        wanted = dtype_named(dtype)
+        files = [check_file(path) for path in paths]
+        together = checks_of(files, training_flags(context), wanted)
+    errors = [file.error for file in files] + [each.error for each in together]
+    found = [error for error in errors if error is not None]
     if as_json:
-        _check_as_json(path)
-        return
-    with reported_errors(to_stderr=False):
-        plan = _load(path)
-    print_plain(
-        f"{path}: OK, plan {fingerprint(plan)}: {plan.world_size} ranks, "
-        f"{len(plan.groups)} groups, {len(plan.chunks)} chunks, {plan.model.num_layers} layers, "
-        f"{plan.global_batch_size} samples per iteration, schedule {plan.schedule.name}"
-    )
-    Console().print(_table(plan))
+        print_json(_as_json(files, together, found))
+    else:
+        _print(files, together)
+    if found:
+        raise typer.Exit(1)
 
 
-def _load(path: Path) -> Plan:
-    """Load a plan that this version can execute."""
-    plan = load_plan(path)
-    refuse_unsupported(plan, str(path))
-    return plan
+def _print(files: Sequence[CheckedFile], together: Sequence[Checked]) -> None:
+    for file in files:
+        print_plain(str(file.error) if file.error else file.line)
+        if isinstance(file.content, Plan):
+            print_plan(file.content)
+    for each in together:
+        print_plain(str(each.error) if each.error else f"{each.what}: OK, {each.found}")
 
 
-def _check_as_json(path: Path) -> None:
-    try:
-        plan = _load(path)
-    except PlanError as error:
-        problems = [dataclasses.asdict(problem) for problem in error.problems]
-        typer.echo(layout({"ok": False, "problems": problems}))
-        raise typer.Exit(1) from error
-    summary = {
-        "ok": True,
-        "problems": [],
-        "fingerprint": fingerprint(plan),
-        "world_size": plan.world_size,
-        "global_batch_size": plan.global_batch_size,
-        "schedule": plan.schedule.name,
-        "groups": [_summary(plan, index) for index in range(len(plan.groups))],
-    }
-    typer.echo(layout(summary))
-
-
-def _summary(plan: Plan, index: int) -> dict[str, Any]:
-    group = plan.groups[index]
+def _as_json(
+    files: Sequence[CheckedFile], together: Sequence[Checked], errors: Sequence[ZorseError]
+) -> dict[str, Any]:
     return {
-        "name": group.name,
-        "layers": [list(plan.chunks[chunk].layers) for chunk in plan.chunks_of_group(index)],
-        "replicas": [
-            {
-                "ranks": list(replica.ranks),
-                "micro_batch_size": replica.micro_batch_size,
-                "num_microbatches": replica.num_microbatches,
-                "shard_percent": _shard_percent(group, replica),
-            }
-            for replica in group.replicas
+        "ok": not errors,
+        "problems": plain_problems([problem for error in errors for problem in error.problems]),
+        "files": [
+            {"path": str(file.path), "kind": file.kind, "ok": file.error is None, **file.summary}
+            for file in files
+        ],
+        "together": [
+            {"what": each.what, "ok": each.error is None, "found": each.found} for each in together
         ],
     }
-
-
-def _table(plan: Plan) -> Table:
-    """One row for each run of equal replicas, so that a group of 100 equal ranks is one row."""
-    table = Table("Group", "Layers", "Ranks", "Micro-batches", "Shard")
-    for index, group in enumerate(plan.groups):
-        layers = [plan.chunks[chunk].layers for chunk in plan.chunks_of_group(index)]
-        head = [f"{index} {group.name or ''}".strip(), ", ".join(spell([span]) for span in layers)]
-        for _, run in groupby(group.replicas, key=_work):
-            replicas = list(run)
-            table.add_row(*map(Text, [*head, *_cells(group, replicas)]))
-            head = ["", ""]
-        table.add_section()
-    return table
-
-
-def _work(replica: Replica) -> tuple[int, int, float, int]:
-    work = (replica.micro_batch_size, replica.num_microbatches, replica.shard_weight)
-    return *work, len(replica.ranks)
-
-
-def _cells(group: Group, replicas: list[Replica]) -> list[str]:
-    """Say ranks, micro-batches and shard of some equal replicas."""
-    ranks = spell(spans_of(rank for replica in replicas for rank in replica.ranks))
-    each = " each" if len(replicas) > 1 else ""
-    one = replicas[0]
-    work = f"{one.num_microbatches} x {_samples(one.micro_batch_size)}{each}"
-    tensor_parallel = f" ({len(one.ranks)} per replica)" if len(one.ranks) > 1 else ""
-    return [ranks + tensor_parallel, work, f"{_shard_percent(group, one):.1f} %{each}"]
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample" + "s" * (count != 1)
-
-
-def _shard_percent(group: Group, replica: Replica) -> float:
-    return 100 * replica.shard_weight / sum(other.shard_weight for other in group.replicas)

@@ -1,12 +1,31 @@
 """What the commands print, and how they fail."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.schema.json_text import layout
+
+_WIDTH_IN_FILES = 120
+
+
+class CommandError(ZorseError):
+    """The options of a command do not go together, or name what is not there."""
+
+
+def gib(num_bytes: float) -> str:
+    """Memory for people, in the unit of drivers and figures (data sheets say GB = 10⁹ bytes).
+
+    >>> gib(48e9)
+    '44.7 GiB'
+    """
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def print_plain(text: str, *, to_stderr: bool = False) -> None:
@@ -15,11 +34,30 @@ def print_plain(text: str, *, to_stderr: bool = False) -> None:
     console.print(text)
 
 
+def print_table(table: Table) -> None:
+    """Print a table; into a file or a pipe with room for long rows."""
+    console = Console()
+    Console(width=None if console.is_terminal else _WIDTH_IN_FILES).print(table)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print JSON for programs."""
+    typer.echo(layout(value))
+
+
+def plain_problems(problems: Sequence[Problem]) -> list[dict[str, str]]:
+    """Problems as JSON values."""
+    return [dataclasses.asdict(problem) for problem in problems]
+
+
 @contextmanager
-def reported_errors(*, to_stderr: bool = True) -> Iterator[None]:
+def reported_errors(*, to_stderr: bool = True, as_json: bool = False) -> Iterator[None]:
     """Turn a ZorseError into its list of problems and exit code 1."""
     try:
         yield
     except ZorseError as error:
-        print_plain(str(error), to_stderr=to_stderr)
+        if as_json:
+            print_json({"ok": False, "problems": plain_problems(error.problems)})
+        else:
+            print_plain(str(error), to_stderr=to_stderr)
         raise typer.Exit(1) from error

@@ -6,14 +6,24 @@ import typer
 
 from zorse_megatron import __version__
 from zorse_megatron.cli.actions import actions
+from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.check import check
+from zorse_megatron.cli.compare_plans import compare_plans
+from zorse_megatron.cli.explain import explain
+from zorse_megatron.cli.plan import plan
 from zorse_megatron.cli.profile import profile
 from zorse_megatron.cli.schema import schema
+from zorse_megatron.cli.simulate import simulate
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
-app.command()(check)
-app.command()(schema)
+# What goes wrong on our side is reported with a plain traceback, without everybody's variables.
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command(cls=TakesTrainingFlags)(plan)
+app.command(cls=TakesTrainingFlags)(explain)
+app.command(cls=TakesTrainingFlags)(simulate)
+app.command("compare-plans", cls=TakesTrainingFlags)(compare_plans)
+app.command(cls=TakesTrainingFlags)(check)
 app.command()(actions)
+app.command()(schema)
 app.add_typer(profile, name="profile")
 
 
@@ -30,4 +40,4 @@ def main(
         typer.Option("--version", help="Print the version.", callback=_print_version),
     ] = False,
 ) -> None:
-    """Look at plans: train one model across unequal groups of GPUs."""
+    """Plan, simulate and check: train one model across unequal groups of GPUs."""

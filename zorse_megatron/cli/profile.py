@@ -53,7 +53,7 @@ def import_profile(  # noqa: PLR0917
     if as_json:
         typer.echo(layout({"profile": str(out), "notes": list(imported.notes), **summary}))
         return
-    print_plain(f"{out}: {_counts(imported.profile)}")
+    print_plain(f"{out}: {counts_of(imported.profile)}")
     for note in imported.notes:
         print_plain(f"note: {note}")
     count = len(summary["not_believed"])
@@ -74,7 +74,7 @@ def show(
     if as_json:
         typer.echo(layout(summary))
         return
-    print_plain(f"{path}: {_counts(loaded)}")
+    print_plain(f"{path}: {counts_of(loaded)}")
     grid = Grid("GPU", "Models", "Sequence lengths", "Dtypes", "Series", "Points")
     for kind, facts in summary["gpu_kinds"].items():
         cells = [", ".join(map(str, facts[key])) for key in ("models", "seq_lengths", "dtypes")]
@@ -93,7 +93,7 @@ def _dtype(name: str) -> Dtype:
     )
 
 
-def _counts(loaded: Profile) -> str:
+def counts_of(loaded: Profile) -> str:
     return (
         f"{len(loaded.times)} series of times on {len(loaded.gpu_kinds())} kinds of GPU, "
         f"{len(loaded.updates)} optimizer steps, {len(loaded.memory)} memory entries, "

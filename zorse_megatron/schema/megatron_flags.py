@@ -96,6 +96,20 @@ def dtype_from_flags(arguments: Sequence[str]) -> Dtype:
     return "float16" if "--fp16" in given else "float32"
 
 
+def batch_size_from_flags(arguments: Sequence[str]) -> int | None:
+    """Return the global batch size of a Megatron command; None where it is not given.
+
+    Raises ModelError where it is no positive integer.
+    """
+    flags = _Flags(values=dict(_pairs(arguments)))
+    if not flags.has("--global-batch-size"):
+        return None
+    size = flags.integer("--global-batch-size")
+    if flags.problems:
+        raise ModelError("the batch of these Megatron flags cannot be planned", flags.problems)
+    return size
+
+
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Yield (flag, value or None); of a flag given twice the last one counts, as in argparse."""
     for index, argument in enumerate(arguments):

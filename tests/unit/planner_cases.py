@@ -1,0 +1,332 @@
+"""Small random clusters for the planner's tests, and the best plan of each by trying all."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+
+from tests.unit.fake_costs import FakeMemory
+from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.planner.inputs import Inputs, SearchSpace
+from zorse_megatron.planner.microbatch import WorkerClass, best_split
+from zorse_megatron.planner.water import water_fill
+from zorse_megatron.schema.plan import (
+    Chunk,
+    ClusterFingerprint,
+    Group,
+    ModelFingerprint,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
+from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.topology.spec import NodeSpec, TopologySpec
+
+KINDS = ("fast", "middle", "slow")
+SIZES = (1, 2, 4)
+SPACE = SearchSpace(
+    schedules=("1f1b",), recompute=("none", "full"), offload=False, max_micro_batch_size=4
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseCompute:
+    """A layer takes a fixed time for a micro-batch and some for each of its samples."""
+
+    sample_s: dict[str, float]
+    fixed_s: float
+
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        forward_s = self.fixed_s + self.sample_s[kind] * micro_batch_size
+        return PassTimes(forward_s=forward_s, backward_s=2 * forward_s)
+
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        return PassTimes(forward_s=0.1 * self.fixed_s, backward_s=0.1 * self.fixed_s)
+
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        forward_s = 0.4 * self.sample_s[kind] * micro_batch_size
+        return PassTimes(forward_s=forward_s, backward_s=2 * forward_s)
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        return self.layer(kind, micro_batch_size).forward_s if mode == "full" else 0.0
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        return 1e-6 * num_parameters
+
+
+def random_case(seed: int, *, most_gpus: int = 6, most_layers: int = 12) -> Inputs:
+    """Two nodes, up to three kinds; memory that is sometimes short."""
+    draw = random.Random(seed)
+    num_gpus = draw.randint(2, most_gpus)
+    first = draw.randint(1, num_gpus - 1)
+    kinds = tuple(draw.choice(KINDS) for _ in range(num_gpus))
+    nodes = tuple(
+        NodeSpec(
+            name=f"n{index}",
+            gpu_kinds=part,
+            intra_kind="switch",
+            intra_bytes_per_s=1e6,
+            intra_latency_s=1e-4,
+            host_link_bytes_per_s=1e6,
+            nic_bytes_per_s=draw.choice((5e4, 2e5)),
+            nic_latency_s=1e-3,
+        )
+        for index, part in enumerate((kinds[:first], kinds[first:]))
+    )
+    spec = TopologySpec(nodes=nodes)
+    num_layers = draw.randint(3, most_layers)
+    batch = draw.choice((8, 12, 16))
+    speeds = {"fast": 0.01, "middle": 0.01 * draw.choice((1.5, 2.2)), "slow": 0.05}
+    memory = FakeMemory(embedding_count=300, head_count=300, boundary=100, head=200)
+    whole = 18 * (num_layers * memory.layer_count + 600)
+    room = draw.choice((1.5, 2.5, 6.0)) * whole / num_gpus
+    capacity = {kind: int(room * draw.choice((0.8, 1.0, 1.5)) + 9 * 640) for kind in KINDS}
+    return Inputs(
+        spec=spec,
+        compute=CaseCompute(sample_s=speeds, fixed_s=draw.choice((0.0, 0.005))),
+        memory=memory,
+        comm=GraphComm(spec),
+        kinds=kinds,
+        capacities_bytes=tuple(capacity[kind] for kind in kinds),
+        host_bytes=(None,) * num_gpus,
+        global_batch_size=batch,
+        sequence_length=1,
+        num_layers=num_layers,
+        tied_embeddings=False,
+        model=ModelFingerprint(num_layers=num_layers),
+        cluster=ClusterFingerprint(gpu_kinds=kinds),
+        space=SPACE,
+        memory_margin=0.0,
+        best_sizes=dict.fromkeys(KINDS, SIZES),
+    )
+
+
+def simulated(inputs: Inputs, plan: Plan) -> SimulationResult:
+    """What the simulator says of a plan."""
+    return simulate(
+        plan,
+        inputs.compute,
+        inputs.memory,
+        inputs.comm,
+        inputs.kinds,
+        sequence_length=inputs.sequence_length,
+    )
+
+
+def fits(inputs: Inputs, result: SimulationResult) -> bool:
+    """Whether every rank has enough memory."""
+    pairs = zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+    return all(peak <= capacity for peak, capacity in pairs)
+
+
+def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> float | None:
+    """Iteration of the best 1f1b plan that is faster than `below_s`; None where there is none.
+
+    Every grouping, order, number of layers, micro-batch size and recomputation (all or nothing)
+    of every group. What cannot be faster by a lower bound is left out. A group is busy for the
+    time of its slowest replica, and before its first forward and behind its last backward a
+    micro-batch passes all groups before it; and all backwards of a replica come behind its first
+    forward and the passage of that micro-batch through all other groups. At most `most_simulated`
+    plans are simulated, those with the lowest bounds first; raises RuntimeError if there are more.
+    """
+    rows = sorted(_bounded(inputs, below_s), key=lambda row: row[0])
+    best, count = below_s, 0
+    for bound_s, stages in rows:
+        if bound_s >= best:
+            break
+        plan = _plan(inputs, stages)
+        if plan is None:
+            continue
+        count += 1
+        if count > most_simulated:
+            raise RuntimeError(f"more than {most_simulated} plans to simulate")
+        result = simulated(inputs, plan)
+        if fits(inputs, result):
+            best = min(best, result.iteration_s)
+    return best if best < below_s else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Price:
+    """Of one group."""
+
+    busy_s: float
+    """Of its slowest replica."""
+    passage_s: float
+    """Least time that a sample spends in it."""
+    beyond_s: float
+    """How much longer than that a replica needs for its first forward and all backwards."""
+
+
+@dataclass(frozen=True)
+class _Stage:
+    ranks: tuple[int, ...]
+    num_layers: int
+    size: int
+    recomputes: bool
+
+
+def _bounded(inputs: Inputs, below_s: float) -> Iterator[tuple[float, tuple[_Stage, ...]]]:
+    seen = set()
+    prices: dict[object, _Price] = {}
+    node_of = [inputs.spec.node_of(rank) for rank in range(inputs.world_size)]
+    for groups in _partitions(tuple(range(inputs.world_size))):
+        if len(groups) > inputs.num_layers:
+            continue
+        for order in permutations(groups):
+            look = tuple(tuple((node_of[r], inputs.kinds[r]) for r in group) for group in order)
+            if look in seen:
+                continue
+            seen.add(look)
+            yield from _stages(inputs, order, below_s=below_s, prices=prices)
+
+
+def _stages(
+    inputs: Inputs,
+    order: tuple[tuple[int, ...], ...],
+    *,
+    below_s: float,
+    prices: dict[object, _Price],
+    chosen: tuple[_Stage, ...] = (),
+    passed_s: float = 0.0,
+    busy_s: float = 0.0,
+    beyond_s: float = 0.0,
+) -> Iterator[tuple[float, tuple[_Stage, ...]]]:
+    at = len(chosen)
+    left = inputs.num_layers - sum(stage.num_layers for stage in chosen)
+    if at == len(order):
+        if left == 0:
+            yield max(busy_s, passed_s + beyond_s), chosen
+        return
+    behind = len(order) - at - 1
+    for layers in range(1, left - behind + 1) if behind else (left,):
+        for size, recomputes in product(SIZES, (False, True)):
+            stage = _Stage(order[at], layers, size, recomputes)
+            ends = (at == 0, behind == 0)
+            kinds = tuple(inputs.kinds[rank] for rank in stage.ranks)
+            key = (kinds, layers, size, recomputes, ends)
+            if key not in prices:
+                prices[key] = _price(inputs, stage, ends)
+            price = prices[key]
+            # Where a backward waits most, all of its own passage but `beyond_s` counts.
+            busy = max(busy_s, passed_s + price.busy_s)
+            passed, beyond = passed_s + price.passage_s, max(beyond_s, price.beyond_s)
+            if max(busy, passed + beyond) < below_s:
+                yield from _stages(
+                    inputs,
+                    order,
+                    below_s=below_s,
+                    prices=prices,
+                    chosen=(*chosen, stage),
+                    passed_s=passed,
+                    busy_s=busy,
+                    beyond_s=beyond,
+                )
+
+
+def _passes(
+    inputs: Inputs, stage: _Stage, rank: int, size: int, ends: tuple[bool, bool]
+) -> PassTimes:
+    """One micro-batch of a rank through the stage."""
+    compute, kind = inputs.compute, inputs.kinds[rank]
+    parts = [compute.layer(kind, size)] * stage.num_layers
+    ways = (compute.embedding, compute.head)
+    parts += [way(kind, size) for is_there, way in zip(ends, ways, strict=True) if is_there]
+    again_s = compute.recompute_s(kind, size, "full") if stage.recomputes else 0.0
+    return PassTimes(
+        forward_s=sum(part.forward_s for part in parts),
+        backward_s=sum(part.backward_s for part in parts) + stage.num_layers * again_s,
+    )
+
+
+def _classes(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> list[WorkerClass]:
+    return [
+        WorkerClass(
+            count=1,
+            times_s={
+                size: sum(vars(_passes(inputs, stage, rank, size, ends)).values())
+                for size in range(1, stage.size + 1)
+            },
+        )
+        for rank in stage.ranks
+    ]
+
+
+def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price:
+    classes = _classes(inputs, stage, ends)
+    split = best_split(inputs.global_batch_size, classes)
+    assert split is not None
+    passage_s = min(each.times_s[1] for each in classes)
+    behind_first_s = 0.0
+    for rank, (share,) in zip(stage.ranks, split.shares, strict=True):
+        if share.num_microbatches:
+            one = _passes(inputs, stage, rank, share.micro_batch_size, ends)
+            behind = one.forward_s + share.num_microbatches * one.backward_s
+            behind_first_s = max(behind_first_s, behind)
+    return _Price(
+        busy_s=split.time_s, passage_s=passage_s, beyond_s=max(0.0, behind_first_s - passage_s)
+    )
+
+
+def _plan(inputs: Inputs, stages: tuple[_Stage, ...]) -> Plan | None:
+    """Counts by the exact split, shards by the memory that whole parameters leave."""
+    groups, chunks, first = [], [], 0
+    for at, stage in enumerate(stages):
+        ends = (at == 0, at == len(stages) - 1)
+        split = best_split(inputs.global_batch_size, _classes(inputs, stage, ends))
+        assert split is not None
+        weights = _weights(inputs, stage, ends)
+        if weights is None:
+            return None
+        groups.append(
+            Group(
+                replicas=tuple(
+                    Replica(
+                        ranks=(rank,),
+                        micro_batch_size=row[0].micro_batch_size,
+                        num_microbatches=row[0].num_microbatches,
+                        shard_weight=weight,
+                    )
+                    for rank, row, weight in zip(stage.ranks, split.shares, weights, strict=True)
+                ),
+                recompute=Recompute(mode="full") if stage.recomputes else None,
+            )
+        )
+        chunks.append(Chunk(group=at, layers=(first, first + stage.num_layers)))
+        first += stage.num_layers
+    return Plan(
+        schema_version=1,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=tuple(groups),
+        chunks=tuple(chunks),
+        schedule=Schedule(name="1f1b"),
+        cluster=inputs.cluster,
+    )
+
+
+def _weights(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[float, ...] | None:
+    memory = inputs.memory
+    parameters = stage.num_layers * memory.layer_parameters()
+    parameters += ends[0] * memory.embedding_parameters()
+    parameters += ends[1] * memory.head_parameters(tied_on_same_rank=False)
+    whole = memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
+    rooms = [inputs.capacities_bytes[rank] - whole for rank in stage.ranks]
+    filled = water_fill(memory.state_bytes(parameters), rooms)
+    if filled is None or min(rooms) < 0:
+        return None
+    return (1.0,) * len(filled) if len(set(filled)) == 1 else filled
+
+
+def _partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for partition in _partitions(rest):
+        yield [(first,), *partition]
+        for index, group in enumerate(partition):
+            yield [*partition[:index], (first, *group), *partition[index + 1 :]]

@@ -1,0 +1,165 @@
+"""`zorse check` with several files, and with the flags of a training command."""
+
+import json
+
+import pytest
+
+from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return runner_in(tmp_path, monkeypatch)
+
+
+def spoilt(tmp_path, path, value):
+    plan = lab_plan()
+    owner = plan
+    for key in path[:-1]:
+        owner = owner[key]
+    owner[path[-1]] = value
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+
+
+def test_files_of_all_kinds(run):
+    result = run("check", "profile.json", "model.yaml", "cluster.yaml", "plan.json")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if ": OK, " in line]
+    assert [line.partition(": OK")[0] for line in lines] == [
+        "profile.json",
+        "model.yaml",
+        "cluster.yaml",
+        "plan.json",
+        "plan.json for model.yaml",
+        "plan.json on cluster.yaml",
+        "memory of plan.json on cluster.yaml with model.yaml",
+    ]
+    assert lines[0] == (
+        "profile.json: OK, profile: 1 series of times on 1 kinds of GPU, 1 optimizer steps, "
+        "1 memory entries, 1 links"
+    )
+    assert lines[1].endswith(
+        "0.17 billion parameters, 8 layers, hidden size 1024, sequence length 512"
+    )
+    assert lines[2].endswith("two-node lab: 8 GPUs on 2 nodes: 4 x A6000, 4 x V100-16")
+    assert "computing in float16" in lines[-1]
+
+
+def test_json(run):
+    answer = json.loads(run("check", "--json", "cluster.yaml", "plan.json", "model.yaml").stdout)
+    assert answer["ok"] is True
+    assert [(file["path"], file["kind"]) for file in answer["files"]] == [
+        ("cluster.yaml", "cluster"),
+        ("plan.json", "plan"),
+        ("model.yaml", "model"),
+    ]
+    assert len(answer["together"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("a.yaml", "nodes: [{gpus: 8 x T4}]", "cluster"),
+        ("a.yaml", "{preset: llama-7b}", "model"),
+        ("a.yaml", "", "cluster"),
+        ("my-model.yml", "", "model"),
+        ("a.json", '{"nodes": ["p4d.24xlarge"]}', "cluster"),
+        ("a.json", "{", "plan"),
+        ("my-profile.json", "{", "profile"),
+        ("a.json", '{"sources": [], "schema_version": 1}', "profile"),
+        ("a.txt", '{"chunks": [], "schema_version": 1}', "plan"),
+        ("a.txt", "preset: llama-7b", "model"),
+        ("a.yaml", "{name: x, num_layer: 3}", "model"),
+        ("a.yaml", "{name: x, node: 3}", "cluster"),
+    ],
+)
+def test_files_are_known_by_what_is_in_them(run, tmp_path, name, text, kind):
+    (tmp_path / name).write_text(text)
+    (file,) = json.loads(run("check", "--json", name).stdout)["files"]
+    assert file["kind"] == kind
+
+
+def test_every_file_gets_its_problems(run, tmp_path):
+    (tmp_path / "cluster.yaml").write_text("nodes: [{gpus: 8 x T5}]")
+    (tmp_path / "model.yaml").write_text("num_layers: 0")
+    result = run("check", "cluster.yaml", "model.yaml", "none.json", "profile.json")
+    assert result.exit_code == 1
+    titles = [line for line in result.stdout.splitlines() if line.endswith("problem):")]
+    assert [line.partition(" (")[0] for line in titles] == [
+        "cluster.yaml cannot be used",
+        "model.yaml cannot be used",
+        "cannot read none.json",
+    ]
+    assert "profile.json: OK" in result.stdout
+
+
+def test_plan_on_another_cluster(run, tmp_path):
+    (tmp_path / "cluster.yaml").write_text(
+        "nodes: [{gpus: 4 x V100-16, nics: 1 Gb/s}, {gpus: 4 x A6000, nics: 1 Gb/s}]"
+    )
+    result = run("check", "plan.json", "cluster.yaml")
+    assert result.exit_code == 1
+    assert "rank 0 on A6000, which is V100-16 in the cluster" in result.stdout
+    assert "and 4 more" in result.stdout
+    (tmp_path / "cluster.yaml").write_text("nodes: [{gpus: 4 x V100-16}]")
+    result = run("check", "plan.json", "cluster.yaml")
+    assert "found 8 ranks, while the cluster has 4 GPUs; expected a plan for all" in result.stdout
+
+
+def test_plan_for_another_model(run, tmp_path):
+    spoilt(tmp_path, ["model", "hidden_size"], 2048)
+    result = run("check", "plan.json", "cluster.yaml", "model.yaml")
+    assert result.exit_code == 1
+    assert "model.hidden_size: found 2048, while the model has 1024" in result.stdout
+    assert "memory of" not in result.stdout
+
+
+def test_plan_that_does_not_fit_into_memory(run, tmp_path):
+    (tmp_path / "model.yaml").write_text("preset: llama-13b")
+    plan = lab_plan()
+    plan["model"] = {"num_layers": 40}
+    plan["chunks"] = [{"group": 0, "layers": [0, 10]}, {"group": 1, "layers": [10, 40]}]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    result = run("check", "plan.json", "cluster.yaml", "model.yaml")
+    assert result.exit_code == 1
+    assert "plan.json does not fit into memory (1 problem):" in result.stdout
+    assert "groups[1], ranks 4 to 7: found " in result.stdout
+    assert "expected at most 14.9 GiB, the memory of V100-16" in result.stdout
+
+
+def test_flags_of_the_training_command(run):
+    result = run("check", "plan.json", "cluster.yaml", "--", "pretrain_gpt.py", *FLAGS)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if "the training command" in line]
+    assert lines[0] == (
+        "plan.json with the training command: OK, the same model and global batch size"
+    )
+    assert lines[1].startswith("memory of plan.json on cluster.yaml with the training command: OK")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "found"),
+    [
+        ("--global-batch-size", "17", "global_batch_size: found 16, while the training command"),
+        ("--hidden-size", "2048", "model.hidden_size: found 1024, while the model has 2048"),
+        ("--num-layers", "x", '--num-layers: found "x"; expected a positive integer'),
+    ],
+)
+def test_flags_that_do_not_fit(run, flag, value, found):
+    result = run("check", "plan.json", "--", *FLAGS, flag, value)
+    assert result.exit_code == 1
+    assert found in result.stdout
+
+
+def test_flags_without_a_vocabulary(run):
+    index = FLAGS.index("--vocab-size")
+    flags = FLAGS[:index] + FLAGS[index + 2 :]
+    result = run("check", "plan.json", "--", *flags)
+    assert result.exit_code == 0, result.output
+    assert "without --vocab-size its vocabulary was not compared" in result.stdout
+
+
+def test_flags_without_a_plan(run):
+    result = run("check", "cluster.yaml", "--", *FLAGS)
+    assert result.exit_code == 1
+    assert "found training flags without a plan" in result.stdout

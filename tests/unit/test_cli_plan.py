@@ -1,0 +1,270 @@
+"""`zorse plan`, `zorse explain` and `zorse compare-plans`: what they hand on and what they print.
+
+The search is a stand-in here, so that its answers are known; at the end the real one runs once.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.unit.cli_samples import FLAGS, cells, lab_plan, runner_in
+from zorse_megatron.cli import plan as plan_module
+from zorse_megatron.cli.options import DEFAULT_MARGIN
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner import explain as explain_module
+from zorse_megatron.planner import inputs as inputs_module
+from zorse_megatron.planner import search as search_module
+from zorse_megatron.planner.explain import Explanation, GroupLoad, Headroom
+from zorse_megatron.planner.outcome import Considered, Outcome, Progress, Rejected
+from zorse_megatron.planner.search import NoPlanError
+from zorse_megatron.schema.load import load_plan, parse_plan
+from zorse_megatron.schema.plan import Offload, Predictions, Recompute
+from zorse_megatron.simulate.iteration import simulate
+
+PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
+COMPARE = ("compare-plans", *PLAN[1:])
+EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+STOCK_SPEED = 2.0
+
+
+class Search:
+    """Stands in for the search: the same plan every time, slower by strategy."""
+
+    def __init__(self):
+        self.inputs = []
+        self.settings = {}
+
+    def __call__(self, inputs, *, strategy="zorse", on_progress=None):
+        self.inputs.append(inputs)
+        if on_progress:
+            on_progress(Progress(phase="grouping", done=1, total=2))
+        if strategy == "cephalo":
+            problem = Problem(where="rank 4 (V100-16)", found="1", expected="2", remedy="Buy.")
+            raise NoPlanError("no plan fits", [problem])
+        plan = parse_plan(json.dumps(lab_plan()).encode())
+        groups = [dataclasses.replace(group, **self.settings) for group in plan.groups]
+        plan = dataclasses.replace(plan, groups=tuple(groups))
+        result = simulate(
+            plan,
+            inputs.compute,
+            inputs.memory,
+            inputs.comm,
+            inputs.kinds,
+            sequence_length=inputs.sequence_length,
+        )
+        slowness = {"zorse": 1.0, "stock": STOCK_SPEED, "zorse-paper": 1.5}[strategy]
+        predictions = Predictions(
+            iteration_s=result.iteration_s,
+            tokens_per_s=result.tokens_per_s,
+            peak_memory_bytes=result.peak_memory_bytes,
+        )
+        return Outcome(
+            strategy=strategy,
+            plan=dataclasses.replace(plan, predictions=predictions),
+            simulation=result,
+            iteration_s=slowness * result.iteration_s,
+            tokens_per_s=result.tokens_per_s / slowness,
+            bound_s=0.5 * result.iteration_s,
+            peak_memory_fraction=0.5,
+            extrapolated=False,
+            rejected=(Rejected(what="one group", why="12 % slower", iteration_s=1.0),),
+            considered=Considered(groupings=3, estimated=20, simulated=4),
+            plan_time_s=0.25,
+            margin=inputs.memory_margin,
+            notes=("a note of the search",),
+        )
+
+
+def fake_explanation(inputs, plan):
+    headroom = [
+        Headroom(rank=rank, kind=kind, capacity_bytes=capacity, peak_bytes=10**9)
+        for rank, (kind, capacity) in enumerate(
+            zip(inputs.kinds, inputs.capacities_bytes, strict=True)
+        )
+    ]
+    load = GroupLoad(
+        group=1, kinds=(("V100-16", 4),), num_layers=3, busy=0.5, communication=0.2, waiting=0.3
+    )
+    return Explanation(
+        iteration_s=1.0,
+        tokens_per_s=1.0,
+        bound_s=0.9,
+        efficiency=0.9,
+        limited_by="compute",
+        bottleneck_group=1,
+        critical_path=(("backward", 0.6),),
+        loads=(load,),
+        headroom=tuple(headroom),
+        alternatives=(),
+        one_more=(),
+        sentences=("A first sentence.", "A second one."),
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return runner_in(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def search(monkeypatch):
+    stand_in = Search()
+    monkeypatch.setattr(search_module, "find_plan", stand_in)
+    monkeypatch.setattr(explain_module, "explain", fake_explanation)
+    return stand_in
+
+
+def test_plan_prints_the_plan_and_the_reasons(run, search):
+    result = run(*PLAN)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("plan ")
+    assert [row[:4] for row in cells(result.stdout)] == [
+        ["0 new", "0 to 4", "A6000", "0 to 3"],
+        ["1 old", "5 to 7", "V100-16", "4 to 7"],
+    ]
+    starts = [
+        "A first sentence.",
+        "considered in 0.2 s: 3 groupings, 20 plans estimated, 4 simulated",
+        "not taken: one group: 12 % slower",
+        "note: computed in float16, as every kind of GPU can",
+        "note: V100-16: analytic",
+        "note: a note of the search",
+    ]
+    for start in starts:
+        assert any(line.startswith(start) for line in lines), start
+    assert result.stderr == ""  # no progress bar where there is no terminal
+
+
+def test_the_prediction_of_a_plan_too_large_to_explain(run, search, monkeypatch):
+    monkeypatch.setattr(plan_module, "_EXPLAIN_UP_TO_RANKS", 7)
+    result = run(*PLAN)
+    assert "A first sentence." not in result.stdout
+    assert "(efficiency 0.50)." in result.stdout
+    assert "The fullest GPU is rank " in result.stdout
+
+
+def test_plan_writes_a_plan_with_predictions(run, search):
+    result = run(*PLAN, "--out", "new.json")
+    assert result.stdout.splitlines()[-1] == "written: new.json"
+    written = load_plan("new.json")
+    assert written.predictions.iteration_s > 0
+    assert len(written.predictions.peak_memory_bytes) == 8
+    assert run("check", "new.json", "cluster.yaml", "model.yaml").exit_code == 0
+
+
+def test_plan_json(run, search):
+    answer = json.loads(run(*PLAN, "--json", "--out", "new.json").stdout)
+    assert answer["ok"] is True
+    assert answer["efficiency"] == pytest.approx(0.5)
+    assert answer["reasons"] == ["A first sentence.", "A second one."]
+    assert answer["rejected"][0]["why"] == "12 % slower"
+    assert answer["written"] == "new.json"
+    assert answer["can_be_trained"] is True
+    assert parse_plan(json.dumps(answer["plan"]).encode()) == load_plan("new.json")
+
+
+def test_what_cannot_be_trained_yet_is_said(run, search):
+    # Only the inputs of layers that are recomputed whole can wait in the host.
+    search.settings["offload"] = Offload(activations=True)
+    search.settings["recompute"] = Recompute(mode="full", num_layers=2)
+    result = run(*PLAN)
+    assert "note: this version cannot train this plan yet: groups[0].offload" in result.stdout
+    text = " ".join(result.stdout.replace("│", " ").split())
+    assert "full recompute of 2 layers, activations on host" in text
+    answer = json.loads(run(*PLAN, "--json").stdout)
+    assert answer["can_be_trained"] is False
+
+
+def test_options_reach_the_search(run, search):
+    run(*PLAN, "--margin", "0.2", "--seq-length", "256", "--dtype", "float32")
+    (inputs,) = search.inputs
+    assert inputs.memory_margin == 0.2
+    assert inputs.sequence_length == 256
+    assert inputs.global_batch_size == 16
+    assert inputs.compute.dtype == "float32"
+
+
+def test_flags_of_the_training_command_say_everything(run, search):
+    behind = run("plan", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py", *FLAGS)
+    quoted = run("plan", "--cluster", "cluster.yaml", "--model", " ".join(FLAGS))
+    for result, inputs in zip((behind, quoted), search.inputs, strict=True):
+        assert result.exit_code == 0, result.output
+        assert (inputs.global_batch_size, inputs.sequence_length) == (16, 512)
+        assert inputs.compute.dtype == "float16"
+        assert "as every kind of GPU can" not in result.stdout
+
+
+def test_a_well_known_model(run, search):
+    run("plan", "--cluster", "cluster.yaml", "--model", "Llama-7B", "--global-batch-size", "4")
+    assert search.inputs[0].num_layers == 32
+
+
+def test_the_usual_margin():
+    assert DEFAULT_MARGIN == inputs_module.DEFAULT_MARGIN
+
+
+def test_no_plan(run, search):
+    result = run(*PLAN, "--strategy", "cephalo", "--out", "new.json")
+    assert result.exit_code == 1
+    assert "rank 4 (V100-16): found 1; expected 2. Buy." in result.stderr
+    assert run("check", "new.json").exit_code == 1
+
+
+def test_compare_plans(run, search):
+    result = run(*COMPARE)
+    assert result.exit_code == 0, result.output
+    rows = {row[0]: row[1:] for row in cells(result.stdout)}
+    assert list(rows) == ["zorse", "stock", "zorse-paper", "cephalo"]
+    assert [rows[name][2] for name in ("zorse", "stock", "zorse-paper")] == [
+        "2.00 x",
+        "1.00 x",
+        "1.33 x",
+    ]
+    assert rows["zorse"][3:] == ["0.50", "50 %", "2", "none"]
+    assert rows["cephalo"][0] == "no plan"
+    assert "cephalo: no plan: rank 4 (V100-16): found 1" in result.stdout
+
+
+def test_compare_plans_json(run, search):
+    answer = json.loads(run(*COMPARE, "--json").stdout)
+    rows = {row["strategy"]: row for row in answer["plans"]}
+    assert rows["zorse"]["against_stock"] == pytest.approx(STOCK_SPEED)
+    assert rows["cephalo"] == {
+        "strategy": "cephalo",
+        "feasible": False,
+        "reason": "rank 4 (V100-16): found 1; expected 2. Buy.",
+    }
+    only = json.loads(run(*COMPARE, "--json", "--strategy", "zorse").stdout)
+    assert [row["strategy"] for row in only["plans"]] == ["zorse"]
+    assert only["plans"][0]["against_stock"] is None
+
+
+def test_nothing_to_compare_is_a_failure(run, search):
+    assert run(*COMPARE, "--strategy", "cephalo").exit_code == 1
+
+
+def test_explain(run, search):
+    result = run(*EXPLAIN)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("A first sentence.\nA second one.\n")
+    rows = cells(result.stdout)
+    assert rows[0] == ["1 old", "4 x V100-16", "3", "50 %", "20 %", "30 %"]
+    assert rows[1] == ["0 to 3", "A6000", "0.9 GiB", "42.5 GiB", "41.5 GiB"]
+    assert rows[2] == ["4 to 7", "V100-16", "0.9 GiB", "14.2 GiB", "13.2 GiB"]
+
+
+def test_explain_json(run, search):
+    answer = json.loads(run(*EXPLAIN, "--json").stdout)
+    assert answer["limited_by"] == "compute"
+    assert answer["headroom"][7]["rank"] == 7
+
+
+def test_progress_is_shown_on_a_terminal_only(run, search, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
+    assert "grouping" in run(*PLAN).stderr
+    assert "zorse-paper: grouping" in run(*COMPARE).stderr
+    assert run(*PLAN, "--json").stderr == ""
+    monkeypatch.delenv("FORCE_COLOR")
+    assert run(*PLAN).stderr == ""

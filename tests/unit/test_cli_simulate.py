@@ -1,0 +1,134 @@
+"""`zorse simulate`."""
+
+import json
+
+import pytest
+
+from tests.unit.cli_samples import FLAGS, cells, lab_plan, runner_in
+
+BASE = ("simulate", "plan.json", "--cluster", "cluster.yaml")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    runner = runner_in(tmp_path, monkeypatch)
+    return lambda *more: runner(*BASE, *more)
+
+
+def test_table_of_ranks_and_critical_path(run):
+    result = run("--model", "model.yaml")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("plan.json: one iteration takes 0.")
+    assert lines[0].endswith("tokens/s (16 samples of 512 tokens, float16)")
+    rows = cells(result.stdout)
+    assert [row[:3] for row in rows] == [
+        ["0 new", "0 to 3", "A6000"],
+        ["1 old", "4 to 7", "V100-16"],
+    ]
+    for row in rows:
+        percents = [int(cell.removesuffix(" %")) for cell in row[3:7]]
+        assert sum(percents) == pytest.approx(100, abs=2)
+    assert any(line.startswith("critical path: ") and "backward" in line for line in lines)
+    assert any(line.startswith("it runs through: ") for line in lines)
+    assert any(line.startswith("note: computed in float16, as every kind") for line in lines)
+    assert any(line.startswith("note: V100-16: analytic") for line in lines)
+
+
+def test_json_has_every_rank_and_adds_up(run):
+    answer = json.loads(run("--model", "model.yaml", "--json").stdout)
+    assert answer["fits_in_memory"] is True
+    assert [rank["gpu_kind"] for rank in answer["ranks"]] == ["A6000"] * 4 + ["V100-16"] * 4
+    for rank in answer["ranks"]:
+        parts = [rank[f"{part}_s"] for part in ("busy", "communication", "wait", "idle")]
+        assert sum(parts) == pytest.approx(answer["iteration_s"])
+        assert sum(rank["at_peak_bytes"].values()) == rank["peak_memory_bytes"]
+    assert sum(answer["critical_path"]["by_work_s"].values()) == pytest.approx(
+        answer["iteration_s"]
+    )
+    assert sum(answer["critical_path"]["by_group_s"].values()) == pytest.approx(
+        answer["iteration_s"]
+    )
+    assert answer["tokens_per_s"] == pytest.approx(16 * 512 / answer["iteration_s"])
+
+
+def test_the_model_may_come_from_flags(run):
+    by_file = json.loads(run("--model", "model.yaml", "--json").stdout)
+    behind = run("--json", "--", "pretrain_gpt.py", *FLAGS)
+    quoted = run("--json", "--model", " ".join(FLAGS))
+    for result in (behind, quoted):
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["iteration_s"] == by_file["iteration_s"]
+
+
+def test_a_slow_rank_slows_the_iteration(run):
+    usual = json.loads(run("--model", "model.yaml", "--json").stdout)
+    slow = run("--model", "model.yaml", "--json", "--slow-rank", "3=1.5")
+    by_rank = json.loads(slow.stdout)
+    assert by_rank["ranks"][3]["busy_s"] == pytest.approx(1.5 * usual["ranks"][3]["busy_s"])
+    assert by_rank["iteration_s"] > usual["iteration_s"]
+    by_kind = run("--model", "model.yaml", "--json", "--slow-kind", "A6000=1.5").stdout
+    assert json.loads(by_kind)["ranks"][0]["busy_s"] == pytest.approx(by_rank["ranks"][3]["busy_s"])
+    assert [
+        row[1] for row in cells(run("--model", "model.yaml", "--slow-rank", "3=1.5").stdout)
+    ] == [
+        "3",
+        "0 to 2",
+        "4 to 7",
+    ]
+
+
+def test_jitter_is_drawn_from_the_seed(run):
+    def iteration_s(*more):
+        return json.loads(run("--model", "model.yaml", "--json", *more).stdout)["iteration_s"]
+
+    first, second = (iteration_s("--jitter", "0.1", "--seed", seed) for seed in ("1", "2"))
+    assert first != second
+    assert first == iteration_s("--jitter", "0.1", "--seed", "1")
+    assert iteration_s() == iteration_s("--seed", "2")
+
+
+def test_pictures_and_trace(run, tmp_path):
+    names = {name: f"{name}.png" for name in ("timeline", "memory", "topology")}
+    names["trace"] = "trace.json"
+    options = [word for name, path in names.items() for word in (f"--{name}", path)]
+    result = run("--model", "model.yaml", *options)
+    assert result.exit_code == 0, result.output
+    written = [line for line in result.stdout.splitlines() if line.startswith("written: ")]
+    assert {line.removeprefix("written: ") for line in written} == set(names.values())
+    for name in ("timeline.png", "memory.png", "topology.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_profile_is_used(run):
+    result = run("--model", "model.yaml", "--profile", "profile.json")
+    assert result.exit_code == 0, result.output
+    usual = json.loads(run("--model", "model.yaml", "--json").stdout)
+    profiled = json.loads(
+        run("--model", "model.yaml", "--profile", "profile.json", "--json").stdout
+    )
+    # It has no times of these GPUs, but an entry of another one changes nothing either.
+    assert profiled["iteration_s"] == usual["iteration_s"]
+
+
+def test_what_does_not_fit_is_simulated_and_said(run, tmp_path):
+    (tmp_path / "model.yaml").write_text("preset: llama-13b")
+    plan = lab_plan()
+    plan["model"] = {"num_layers": 40}
+    plan["chunks"] = [{"group": 0, "layers": [0, 10]}, {"group": 1, "layers": [10, 40]}]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    result = run("--model", "model.yaml")
+    assert result.exit_code == 0
+    assert "does not fit: plan.json: groups[1], ranks 4 to 7: found" in result.stdout
+    assert json.loads(run("--model", "model.yaml", "--json").stdout)["fits_in_memory"] is False
+
+
+def test_recomputation_costs_time_and_saves_memory(run, tmp_path):
+    usual = json.loads(run("--model", "model.yaml", "--json").stdout)
+    plan = lab_plan()
+    plan["groups"][0]["recompute"] = {"mode": "full"}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    saved = json.loads(run("--model", "model.yaml", "--json").stdout)
+    assert saved["iteration_s"] > usual["iteration_s"]
+    assert saved["ranks"][0]["peak_memory_bytes"] < usual["ranks"][0]["peak_memory_bytes"]

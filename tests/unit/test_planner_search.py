@@ -1,0 +1,185 @@
+"""What the planner promises of every plan: valid, fitting, reproducible; or the missing amount."""
+
+import dataclasses
+
+import pytest
+
+from tests.unit.planner_cases import SPACE, fits, random_case, simulated
+from zorse_megatron.planner.bound import lower_bound_s
+from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
+from zorse_megatron.planner.explain import explain
+from zorse_megatron.planner.inputs import Inputs, SearchSpace, make_inputs
+from zorse_megatron.planner.search import STRATEGIES, find_plan
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.load import dump_plan, fingerprint, parse_plan
+from zorse_megatron.schema.model_presets import MODELS
+
+CLUSTER = """
+name: lab
+nodes:
+  - {name: new, gpus: 2 x A100-40, link: NVSwitch 220 GB/s, nics: 100 Gb/s}
+  - {name: old, count: 2, gpus: 2 x T4, link: PCIe 6 GB/s, nics: 25 Gb/s}
+"""
+MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512)
+
+
+def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace | None = None) -> Inputs:
+    return make_inputs(
+        parse_cluster(cluster.encode()),
+        MODEL,
+        None,
+        global_batch_size=batch,
+        dtype="float16",
+        space=space,
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_plans_are_valid_and_fit(strategy):
+    inputs = lab()
+    outcome = find_plan(inputs, strategy=strategy)
+    assert parse_plan(dump_plan(outcome.plan).encode()) == outcome.plan
+    result = simulated(inputs, outcome.plan)
+    assert fits(inputs, result)
+    assert result.iteration_s == pytest.approx(outcome.iteration_s)
+    assert outcome.plan.model == MODEL.fingerprint()
+    assert outcome.plan.cluster is not None
+    assert outcome.plan.cluster.gpu_kinds == inputs.kinds
+    predictions = outcome.plan.predictions
+    assert predictions is not None
+    assert predictions.peak_memory_bytes == result.peak_memory_bytes
+    assert predictions.iteration_s == outcome.iteration_s
+    assert outcome.bound_s == lower_bound_s(inputs)
+    assert 0 < outcome.peak_memory_fraction <= 1
+
+
+def test_no_baseline_is_faster():
+    rates = {name: find_plan(lab(), strategy=name).tokens_per_s for name in STRATEGIES}
+    assert rates["zorse"] == max(rates.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_accepted_plan_fits(seed):
+    inputs = random_case(seed)
+    try:
+        outcome = find_plan(inputs)
+    except NoPlanError:
+        return
+    assert parse_plan(dump_plan(outcome.plan).encode()) == outcome.plan
+    assert fits(inputs, simulated(inputs, outcome.plan))
+    assert [each.iteration_s for each in outcome.rejected] == sorted(
+        each.iteration_s for each in outcome.rejected
+    )
+
+
+def test_equal_inputs_give_equal_plans():
+    first, second = find_plan(lab()), find_plan(lab())
+    assert dump_plan(first.plan) == dump_plan(second.plan)
+    assert fingerprint(first.plan) == fingerprint(second.plan)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth_first"])
+def test_the_runtime_executes_what_is_found(schedule):
+    outcome = find_plan(lab(space=SearchSpace(schedules=(schedule,))))
+    refuse_unsupported(outcome.plan)  # raises where something is not executed
+
+
+def short_of_memory() -> Inputs:
+    """Two GPUs that hold half of what one group or two need."""
+    inputs = random_case(1)
+    parameters = inputs.num_layers * 640 + 600
+    return dataclasses.replace(
+        inputs, capacities_bytes=tuple(6 * parameters // 4 for _ in inputs.kinds)
+    )
+
+
+def test_the_missing_amount_makes_a_plan_possible():
+    inputs = short_of_memory()
+    with pytest.raises(NoPlanError) as caught:
+        find_plan(inputs)
+    error = caught.value
+    assert error.bytes_per_gpu > 0
+    assert str(error.bytes_per_gpu) in str(error)
+    richer = tuple(
+        capacity + (error.bytes_per_gpu if kind in error.gpu_kinds else 0)
+        for capacity, kind in zip(inputs.capacities_bytes, inputs.kinds, strict=True)
+    )
+    outcome = find_plan(dataclasses.replace(inputs, capacities_bytes=richer))
+    assert outcome.iteration_s > 0
+    count = sum(kind in error.gpu_kinds for kind in inputs.kinds)
+    assert error.missing_bytes == count * error.bytes_per_gpu
+
+
+def test_a_gpu_that_is_too_small_for_one_layer_is_named():
+    tiny = """
+gpu_kinds:
+  - {name: toy, like: T4, memory: 1GB}
+nodes:
+  - {name: new, gpus: 2 x A100-40, link: NVSwitch 220 GB/s, nics: 100 Gb/s}
+  - {name: old, gpus: 1 x toy, link: PCIe 6 GB/s, nics: 25 Gb/s}
+"""
+    model = dataclasses.replace(MODELS["llama-65b"], num_layers=4, seq_length=512)
+    inputs = make_inputs(
+        parse_cluster(tiny.encode()), model, None, global_batch_size=8, dtype="float16"
+    )
+    with pytest.raises(NoPlanError, match="toy"):
+        find_plan(inputs)
+
+
+def test_unknown_strategies_and_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match="expected one of zorse"):
+        find_plan(lab(), strategy="best")  # type: ignore[arg-type]
+    with pytest.raises(PlannerInputError) as caught:
+        make_inputs(
+            parse_cluster(CLUSTER.encode()),
+            MODEL,
+            None,
+            global_batch_size=0,
+            dtype="bfloat16",
+            memory_margin=1.5,
+            space=SearchSpace(recompute=()),
+        )
+    places = [problem.where for problem in caught.value.problems]
+    assert places == [
+        "global batch size",
+        "memory margin",
+        "search space, recompute",
+        "GPU kind T4",  # it has no units for bfloat16
+    ]
+
+
+def test_progress_is_reported():
+    seen = []
+    find_plan(lab(), on_progress=seen.append)
+    assert {"grouping", "pricing", "simulating"} <= {each.phase for each in seen}
+    assert all(each.done >= 0 for each in seen)
+
+
+def test_explanations_agree_with_the_simulator():
+    inputs = lab()
+    outcome = find_plan(inputs)
+    found = explain(inputs, outcome.plan)
+    assert found.iteration_s == pytest.approx(outcome.iteration_s)
+    for load in found.loads:
+        assert load.busy + load.communication + load.waiting == pytest.approx(1.0)
+    assert sum(load.num_layers for load in found.loads) == MODEL.num_layers
+    assert sum(share for _, share in found.critical_path) == pytest.approx(1.0)
+    assert [each.free_bytes >= 0 for each in found.headroom] == [True] * inputs.world_size
+    assert {more.kind for more in found.one_more} == set(inputs.kinds)
+    assert all(more.speedup >= 1 for more in found.one_more)
+    assert found.bottleneck_group == max(found.loads, key=lambda load: load.busy).group
+    assert len(found.sentences) >= 4
+    with pytest.raises(ValueError, match="expected as many of both"):
+        explain(random_case(0), outcome.plan)
+
+
+def test_the_bound_is_the_work_over_the_rates():
+    inputs = random_case(3)
+    rate = sum(
+        max(size / (4 * inputs.compute.layer(kind, size).forward_s) for size in (1, 2, 4))
+        for kind in inputs.kinds
+    )
+    work = inputs.num_layers * inputs.global_batch_size
+    assert lower_bound_s(inputs) == pytest.approx(work / rate)
+    assert inputs.space == SPACE

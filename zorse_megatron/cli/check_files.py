@@ -1,0 +1,161 @@
+"""What a file is (plan, cluster, model or profile), whether it is valid, and what it says."""
+
+import dataclasses
+import difflib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zorse_megatron.cli.plan_table import plan_line, plan_summary
+from zorse_megatron.cli.profile import counts_of
+from zorse_megatron.errors import ZorseError
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.file_kind import FileKind
+from zorse_megatron.schema.load import PLAN_FILE, parse_plan
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.model_yaml import MODEL_FILE, parse_model
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.profile import Profile
+from zorse_megatron.schema.profile_load import PROFILE_FILE, parse_profile
+from zorse_megatron.schema.strict import read_file
+from zorse_megatron.schema.yaml_text import read_yaml
+
+Content = Plan | Cluster | ModelShape | Profile
+
+# Of equally likely kinds the first one is taken.
+_KINDS = (PLAN_FILE, CLUSTER_FILE, MODEL_FILE, PROFILE_FILE)
+_MAX_KEY = 40  # longer than any key of ours
+_JSON_KINDS = (PLAN_FILE, PROFILE_FILE)
+_YAML_KINDS = (CLUSTER_FILE, MODEL_FILE)
+_PARSERS: dict[str, Callable[..., Content]] = {
+    "plan": parse_plan,
+    "cluster": parse_cluster,
+    "model": parse_model,
+    "profile": parse_profile,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedFile:
+    """One file, with what is in it or what is wrong with it."""
+
+    path: Path
+    kind: str
+    content: Content | None
+    error: ZorseError | None
+
+    @property
+    def line(self) -> str:
+        """What is in a valid file, in one line."""
+        return f"{self.path}: OK, {_line(self.content)}"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What is in a valid file, as JSON values."""
+        return _summary(self.content)
+
+
+def check_file(path: Path) -> CheckedFile:
+    """Read a file of any kind."""
+    kind = PLAN_FILE
+    try:
+        data = read_file(path, _kind_of_name(path))
+        kind = _kind_of(data, path)
+        content = _PARSERS[kind.name](data, source=str(path))
+        if isinstance(content, Plan):
+            refuse_unsupported(content, str(path))
+    except ZorseError as error:
+        return CheckedFile(path=path, kind=kind.name, content=None, error=error)
+    return CheckedFile(path=path, kind=kind.name, content=content, error=None)
+
+
+def _kind_of(data: bytes, path: Path) -> FileKind:
+    """The kind whose keys are at the top level; where none is, what the name suggests."""
+    keys = _top_level_keys(data)
+    fields = {kind.name: {f.name for f in dataclasses.fields(kind.root)} for kind in _KINDS}
+    # Keys that several kinds have, such as `name`, say nothing.
+    counts = Counter(field for names in fields.values() for field in names)
+    told = {
+        name: sum(_is_among(key, (field for field in names if counts[field] == 1)) for key in keys)
+        for name, names in fields.items()
+    }
+    best = max(told.values())
+    if not best:
+        return _kind_of_name(path)
+    return next(kind for kind in _KINDS if told[kind.name] == best)
+
+
+def _is_among(key: str, names: Iterable[str]) -> bool:
+    """Whether a key is one of the names, or a slip of the keyboard away from one."""
+    return bool(difflib.get_close_matches(key[:_MAX_KEY], list(names), n=1, cutoff=0.85))
+
+
+def _top_level_keys(data: bytes) -> set[str]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        try:
+            value, _, _ = read_yaml(data, "file", CLUSTER_FILE)
+        except ZorseError:
+            return set()
+    return set(value) if isinstance(value, dict) else set()
+
+
+def _kind_of_name(path: Path) -> FileKind:
+    kinds = _YAML_KINDS if path.suffix.lower() in (".yaml", ".yml") else _JSON_KINDS
+    return next((kind for kind in kinds if kind.name in path.name.lower()), kinds[0])
+
+
+def _line(content: Content | None) -> str:
+    match content:
+        case Plan():
+            return plan_line(content)
+        case Cluster():
+            nodes = f"{len(content.nodes)} node{'s'[: len(content.nodes) > 1]}"
+            name = f" {content.name}" if content.name else ""
+            return f"cluster{name}: {content.world_size} GPUs on {nodes}: {_gpus(content)}"
+        case ModelShape():
+            return (
+                f"model {content.name}: {content.num_parameters / 1e9:.2f} billion parameters, "
+                f"{content.num_layers} layers, hidden size {content.hidden_size}, "
+                f"sequence length {content.seq_length}"
+            )
+        case Profile():
+            return f"profile: {counts_of(content)}"
+    return ""
+
+
+def _gpus(cluster: Cluster) -> str:
+    counts = Counter(cluster.gpu_kinds)
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+
+
+def _summary(content: Content | None) -> dict[str, Any]:
+    match content:
+        case Plan():
+            return plan_summary(content)
+        case Cluster():
+            return {
+                "name": content.name,
+                "world_size": content.world_size,
+                "nodes": len(content.nodes),
+                "gpu_kinds": dict(Counter(content.gpu_kinds)),
+            }
+        case ModelShape():
+            return {
+                "name": content.name,
+                "num_parameters": content.num_parameters,
+                **vars(content.fingerprint()),
+            }
+        case Profile():
+            return {
+                "gpu_kinds": list(content.gpu_kinds()),
+                "models": [model.name for model in content.models],
+                "series": len(content.times),
+            }
+    return {}

@@ -1,0 +1,135 @@
+"""Whether files and training flags go together: plan and cluster, plan and model, and memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from zorse_megatron.cli.check_files import CheckedFile
+from zorse_megatron.cli.console import gib
+from zorse_megatron.cli.fits import cluster_problems, model_problems, workload_in_flags
+from zorse_megatron.cli.priced import priced
+from zorse_megatron.cli.simulated import capacities_bytes, fullest_rank, memory_problems, simulated
+from zorse_megatron.cli.workload import Workload
+from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """One comparison: what with what, and what came of it."""
+
+    what: str
+    found: str
+    """For people; empty where there are problems."""
+    error: ZorseError | None
+
+
+def checks_of(
+    files: Sequence[CheckedFile], flags: Sequence[str] | None, dtype: Dtype | None
+) -> list[Checked]:
+    """Compare every plan with every cluster and model among the valid files, and with the flags."""
+    plans = [(file.path, file.content) for file in files if isinstance(file.content, Plan)]
+    if flags is not None and not plans:
+        found = _flags_alone()
+        return [found] if all(file.error is None for file in files) else []
+    return [check for path, plan in plans for check in _of_plan(path, plan, files, flags, dtype)]
+
+
+def _of_plan(
+    path: Path,
+    plan: Plan,
+    files: Sequence[CheckedFile],
+    flags: Sequence[str] | None,
+    dtype: Dtype | None,
+) -> list[Checked]:
+    source = str(path)
+    checks: list[Checked] = []
+    clusters: list[tuple[Path, Cluster]] = []
+    workloads: list[tuple[str, Workload]] = []
+    for file in files:
+        if isinstance(file.content, Cluster):
+            problems = list(cluster_problems(plan, file.content, source))
+            clusters += [] if problems else [(file.path, file.content)]
+            checks.append(_checked(f"{path} on {file.path}", "every rank has its GPU", problems))
+        elif isinstance(file.content, ModelShape):
+            workload = Workload(model=file.content, dtype=dtype, global_batch_size=None)
+            problems = list(model_problems(plan, workload, source))
+            workloads += [] if problems else [(str(file.path), workload)]
+            checks.append(_checked(f"{path} for {file.path}", "the same model", problems))
+    if flags is not None:
+        check, in_flags = _flags(path, plan, flags, dtype)
+        checks.append(check)
+        workloads += [("the training command", in_flags)] if in_flags else []
+    profiles = [file.path for file in files if isinstance(file.content, Profile)]
+    for cluster_path, cluster in clusters:
+        for name, workload in workloads:
+            what = f"memory of {path} on {cluster_path} with {name}"
+            check_memory = partial(_memory, plan, cluster, workload, profiles, source)
+            checks.append(_attempt(what, check_memory))
+    return checks
+
+
+def _flags(
+    path: Path, plan: Plan, flags: Sequence[str], dtype: Dtype | None
+) -> tuple[Checked, Workload | None]:
+    what = f"{path} with the training command"
+    try:
+        workload, has_vocabulary = workload_in_flags(flags, plan, dtype)
+    except ZorseError as error:
+        return Checked(what=what, found="", error=error), None
+    problems = list(model_problems(plan, workload, str(path)))
+    if problems:
+        misfit = FlagError(f"the training command does not fit {path}", problems)
+        return Checked(what=what, found="", error=misfit), None
+    found = "the same model"
+    if workload.global_batch_size is not None:
+        found += " and global batch size"
+    if not has_vocabulary:
+        found += "; without --vocab-size its vocabulary was not compared"
+    return Checked(what=what, found=found, error=None), workload
+
+
+def _flags_alone() -> Checked:
+    problem = Problem(
+        where="--",
+        found="training flags without a plan",
+        expected="a plan to compare them with",
+        remedy="Name the plan's file before --.",
+    )
+    error = FlagError("the training command cannot be checked", [problem])
+    return Checked(what="training command", found="", error=error)
+
+
+def _memory(
+    plan: Plan, cluster: Cluster, workload: Workload, profiles: Sequence[Path], source: str
+) -> str:
+    """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
+    prices = priced(cluster, workload, profiles, global_batch_size=plan.global_batch_size)
+    result = simulated(plan, prices, source=source)
+    problems = list(memory_problems(plan, result, cluster, source))
+    if problems:
+        raise PlanError(f"{source} does not fit into memory", problems)
+    rank, share = fullest_rank(result, cluster)
+    peak, capacity = result.peak_memory_bytes[rank], capacities_bytes(cluster)[rank]
+    return (
+        f"at most {100 * share:.0f} % of a GPU: rank {rank} ({cluster.gpu_kinds[rank]}) with "
+        f"{gib(peak)} of {gib(capacity)}, computing in {prices.dtype}"
+    )
+
+
+def _checked(what: str, found: str, problems: Sequence[Problem]) -> Checked:
+    if problems:
+        return Checked(what=what, found="", error=PlanError(f"{what}: no match", problems))
+    return Checked(what=what, found=found, error=None)
+
+
+def _attempt(what: str, check: Callable[[], str]) -> Checked:
+    try:
+        return Checked(what=what, found=check(), error=None)
+    except ZorseError as error:
+        return Checked(what=what, found="", error=error)

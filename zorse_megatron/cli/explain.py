@@ -1,0 +1,94 @@
+"""`zorse explain`: what limits a plan, what else was possible, and what would help."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import gib, print_json, print_plain, print_table, reported_errors
+from zorse_megatron.cli.options import (
+    DEFAULT_MARGIN,
+    AsJson,
+    ClusterFile,
+    DtypeName,
+    Margin,
+    Model,
+    Profiles,
+)
+from zorse_megatron.cli.priced import priced_for_plan
+from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.schema.load import load_plan
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.spans import spans_of, spell
+from zorse_megatron.schema.strict import plain
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.explain import Explanation, Headroom
+
+
+def explain(  # noqa: PLR0917
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    cluster: ClusterFile,
+    model: Model = None,
+    profile: Profiles = None,
+    dtype: DtypeName = None,
+    margin: Margin = DEFAULT_MARGIN,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a plan: what limits it, what was rejected and why, headroom, what would help."""
+    with reported_errors(as_json=as_json):
+        from zorse_megatron.planner.explain import explain as explained
+
+        plan = load_plan(path)
+        refuse_too_many_micro_batches(plan, str(path))
+        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
+        prices = priced_for_plan(
+            plan, cluster, workload, profile or [], source=str(path), margin=margin
+        )
+        explanation = explained(prices.inputs, plan)
+    if as_json:
+        notes = list(prices.notes)
+        print_json({"ok": True, **plain(explanation), "dtype": prices.dtype, "notes": notes})
+        return
+    for sentence in explanation.sentences:
+        print_plain(sentence)
+    print_table(_loads(plan, explanation))
+    print_table(_headroom(plan, explanation))
+    for note in prices.notes:
+        print_plain(f"note: {note}")
+
+
+def _loads(plan: Plan, explanation: "Explanation") -> Table:
+    table = Table("Group", "GPUs", "Layers", "Busy", "Communication", "Waiting")
+    for load in explanation.loads:
+        name = f"{load.group} {plan.groups[load.group].name or ''}".strip()
+        gpus = ", ".join(f"{count} x {kind}" for kind, count in load.kinds)
+        shares = [f"{100 * s:.0f} %" for s in (load.busy, load.communication, load.waiting)]
+        table.add_row(*map(Text, [name, gpus, str(load.num_layers), *shares]))
+    return table
+
+
+def _headroom(plan: Plan, explanation: "Explanation") -> Table:
+    """One row for the ranks of a group that have the same to spare."""
+    alike: dict[tuple[int, str, str], list[Headroom]] = defaultdict(list)
+    for each in explanation.headroom:
+        key = plan.group_of_rank(each.rank), each.kind, gib(each.peak_bytes)
+        alike[key].append(each)
+    table = Table("Ranks", "GPU", "Peak memory", "May be filled to", "Free")
+    for (_, kind, peak), members in alike.items():
+        one = members[0]
+        free = gib(abs(one.free_bytes))
+        table.add_row(
+            spell(spans_of(each.rank for each in members)),
+            Text(kind),
+            peak,
+            gib(one.capacity_bytes),
+            free if one.free_bytes >= 0 else f"{free} too much",
+        )
+    return table

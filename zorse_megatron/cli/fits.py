@@ -1,0 +1,94 @@
+"""Whether a plan is for this cluster, this model and this training command.
+
+The plugin checks the parsed arguments of a run again (all of them, also those that Megatron
+derives); this is the part that needs neither torch nor Megatron.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from zorse_megatron.cli.workload import Workload, workload_of
+from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.plan import ModelFingerprint, Plan
+
+_VOCABULARY = "--vocab-size"
+_MAX_LISTED = 4
+
+
+def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iterator[Problem]:
+    """Yield where the plan's ranks are not the cluster's GPUs."""
+    if plan.world_size != cluster.world_size:
+        yield Problem(
+            where=source,
+            found=f"{plan.world_size} ranks, while the cluster has {cluster.world_size} GPUs",
+            expected="a plan for all GPUs of the cluster",
+            remedy="Make a plan for this cluster, or give the cluster that it was made for.",
+        )
+        return
+    kinds = plan.cluster.gpu_kinds if plan.cluster else None
+    if kinds is None:
+        return
+    wrong = [
+        (rank, planned, there)
+        for rank, (planned, there) in enumerate(zip(kinds, cluster.gpu_kinds, strict=True))
+        if planned != there
+    ]
+    if wrong:
+        ranks = ", ".join(
+            f"rank {rank} on {planned}, which is {there} in the cluster"
+            for rank, planned, there in wrong[:_MAX_LISTED]
+        )
+        more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+        yield Problem(
+            where=f"{source}: cluster.gpu_kinds",
+            found=ranks + more,
+            expected="the same kind of GPU for every rank",
+            remedy="Put the nodes of the cluster into the order that the plan was made for, or "
+            "make a new plan.",
+        )
+
+
+def model_problems(plan: Plan, workload: Workload, source: str = "plan") -> Iterator[Problem]:
+    """Yield where the plan's model and batch are not those of the workload."""
+    yield from fingerprint_problems(plan, workload.model.fingerprint(), source)
+    batch = workload.global_batch_size
+    if batch is not None and batch != plan.global_batch_size:
+        yield Problem(
+            where=f"{source}: global_batch_size",
+            found=f"{plan.global_batch_size}, while the training command says {batch}",
+            expected="the same in both",
+            remedy="The plan splits one global batch; change the flag or make a new plan.",
+        )
+
+
+def fingerprint_problems(plan: Plan, model: ModelFingerprint, source: str) -> Iterator[Problem]:
+    """Yield every field of the plan's model that another model has otherwise."""
+    for field in dataclasses.fields(ModelFingerprint):
+        planned, other = getattr(plan.model, field.name), getattr(model, field.name)
+        if planned is not None and other is not None and planned != other:
+            yield Problem(
+                where=f"{source}: model.{field.name}",
+                found=f"{planned}, while the model has {other}",
+                expected="the same in both",
+                remedy="Give the model that the plan was made for, or make a new plan.",
+            )
+
+
+def workload_in_flags(
+    flags: Sequence[str], plan: Plan, dtype: Dtype | None
+) -> tuple[Workload, bool]:
+    """Read a training command to compare it with a plan, and whether it says the vocabulary.
+
+    Where it does not (the tokenizer's files are not read here), that of the plan is taken.
+    """
+    try:
+        return workload_of(model=None, flags=flags, dtype=dtype), True
+    except ModelError as error:
+        if [problem.where for problem in error.problems] != [_VOCABULARY]:
+            raise
+        if any(flag.partition("=")[0] == _VOCABULARY for flag in flags):
+            raise
+    with_size = [*flags, "--padded-vocab-size", str(plan.model.vocab_size or 1)]
+    return workload_of(model=None, flags=with_size, dtype=dtype), False

@@ -1,0 +1,124 @@
+"""Options that several commands have, and what their values are turned into."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE
+from zorse_megatron.errors import Problem
+
+ClusterFile = Annotated[
+    Path, typer.Option("--cluster", metavar="YAML", help="The cluster: which GPUs, which links.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="A model file, a well-known model, or the training command's flags in quotes. "
+        "Or give those flags behind --.",
+    ),
+]
+Profiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--profile",
+        metavar="JSON",
+        help="Measured times; repeatable. What they lack is computed from published figures.",
+    ),
+]
+GlobalBatchSize = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_GLOBAL_BATCH_SIZE, help="Samples per iteration."),
+]
+SeqLength = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_SIZE, help="Tokens per sample, if other than the model's."),
+]
+DtypeName = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="bfloat16, float16, tf32 or float32. "
+        "Left out: the first of bfloat16, float16, float32 that every kind of GPU computes in.",
+    ),
+]
+Margin = Annotated[
+    float, typer.Option(help="Share of each GPU's memory that stays free for what no model prices.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+DEFAULT_MARGIN = 0.05
+_LARGEST_FACTOR = 1e6
+
+
+def factors(texts: Sequence[str], option: str) -> dict[str, float]:
+    """Read `KEY=FACTOR` texts. Raises CommandError with every one that is something else."""
+    found: dict[str, float] = {}
+    problems = []
+    for text in texts:
+        key, _, number = text.partition("=")
+        factor = _number(number)
+        if not key or factor is None or not 0 < factor <= _LARGEST_FACTOR:
+            problems.append(
+                Problem(
+                    where=option,
+                    found=f'"{text}"',
+                    expected="something = how many times as long its computations take, above 0",
+                    remedy=f"Such as {option} {key or 3}=1.3 for 30 % slower.",
+                )
+            )
+        else:
+            found[key] = factor
+    if problems:
+        raise CommandError("the command cannot be run", problems)
+    return found
+
+
+def checked_share(value: float, option: str) -> float:
+    """Return a share of at least 0 and below 1. Raises CommandError for any other number."""
+    if 0 <= value < 1:  # NaN is neither
+        return value
+    problem = Problem(
+        where=option,
+        found=f"{value}",
+        expected="a share: at least 0 and below 1",
+        remedy="0.05 is one twentieth.",
+    )
+    raise CommandError("the command cannot be run", [problem])
+
+
+def refuse_unwritable(paths: dict[str, Path | None]) -> None:
+    """Stop before the work if a file could not be written after it. Option -> path."""
+    problems = []
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            found = "a directory"
+        elif not path.parent.is_dir():
+            found = f"no directory {path.parent}"
+        else:
+            continue
+        problems.append(
+            Problem(
+                where=f"{option} {path}",
+                found=found,
+                expected="a file in a directory that exists",
+                remedy="Make the directory, or choose another path.",
+            )
+        )
+    if problems:
+        raise CommandError("the results could not be written", problems)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,213 @@
+"""`zorse plan`: the plan that trains a model fastest on a cluster, and why."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import (
+    CommandError,
+    gib,
+    print_json,
+    print_plain,
+    reported_errors,
+)
+from zorse_megatron.cli.options import (
+    DEFAULT_MARGIN,
+    AsJson,
+    ClusterFile,
+    DtypeName,
+    GlobalBatchSize,
+    Margin,
+    Model,
+    Profiles,
+    SeqLength,
+    refuse_unwritable,
+)
+from zorse_megatron.cli.plan_table import plan_line, print_plan
+from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
+from zorse_megatron.cli.progress import progress_bar
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.strict import plain
+from zorse_megatron.schema.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.outcome import Outcome, Strategy
+
+_MAX_REJECTED = 5
+_MAX_REASONS = 3
+# Beyond it, explaining takes as long as searching; `zorse explain` still does it.
+_EXPLAIN_UP_TO_RANKS = 512
+
+
+def plan(  # noqa: PLR0917
+    context: typer.Context,
+    cluster: ClusterFile,
+    model: Model = None,
+    profile: Profiles = None,
+    global_batch_size: GlobalBatchSize = None,
+    seq_length: SeqLength = None,
+    dtype: DtypeName = None,
+    strategy: Annotated[
+        str, typer.Option(help="zorse, or a baseline: stock, zorse-paper, cephalo.")
+    ] = "zorse",
+    margin: Margin = DEFAULT_MARGIN,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="The plan file to write.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the plan that trains a model fastest on a cluster."""
+    with reported_errors(as_json=as_json):
+        refuse_unwritable({"--out": out})
+        wanted = strategy_named(strategy)
+        workload = workload_of(
+            model=model,
+            flags=training_flags(context),
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            dtype=dtype,
+        )
+        prices = priced(
+            load_cluster(cluster),
+            workload,
+            profile or [],
+            global_batch_size=needed_batch_size(workload),
+            margin=margin,
+        )
+        outcome = _found(prices, wanted, shows_progress=not as_json)
+        sentences = _reasons(prices, outcome.plan)
+        if out is not None:
+            save_plan(outcome.plan, out)
+    if as_json:
+        print_json(_as_json(prices, outcome, sentences, out))
+    else:
+        _print(prices, outcome, sentences, out)
+
+
+def strategy_named(name: str) -> "Strategy":
+    """Return the strategy of that name. Raises CommandError for another text."""
+    from zorse_megatron.planner.outcome import STRATEGIES
+
+    for known in STRATEGIES:
+        if name == known:
+            return known
+    problem = Problem(
+        where="--strategy",
+        found=f'"{name}"',
+        expected=f"one of {', '.join(STRATEGIES)}",
+        remedy=did_you_mean(name, STRATEGIES),
+    )
+    raise CommandError("the command cannot be run", [problem])
+
+
+def not_trainable_yet(found: Plan) -> str | None:
+    """Say why this version cannot train a plan; None where it can."""
+    try:
+        refuse_unsupported(found)
+    except PlanError as error:
+        reasons = [f"{each.where} has {each.found}" for each in error.problems]
+        more = f" and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
+        listed = ", ".join(dict.fromkeys(reasons[:_MAX_REASONS]))
+        return f"this version cannot train this plan yet: {listed}{more}"
+    return None
+
+
+def _found(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
+    from zorse_megatron.planner.search import find_plan
+
+    with progress_bar(wanted=shows_progress) as on_progress:
+        return find_plan(prices.inputs, strategy=strategy, on_progress=on_progress)
+
+
+def _reasons(prices: Priced, found: Plan) -> tuple[str, ...]:
+    """Why the plan takes as long as it does, in plain words."""
+    from zorse_megatron.planner.explain import explain
+
+    if found.world_size > _EXPLAIN_UP_TO_RANKS:
+        return ()
+    return explain(prices.inputs, found).sentences
+
+
+def _print(
+    prices: Priced, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+) -> None:
+    print_plain(plan_line(outcome.plan))
+    print_plan(outcome.plan)
+    for sentence in sentences or _prediction(prices, outcome):
+        print_plain(sentence)
+    counts = outcome.considered
+    print_plain(
+        f"considered in {outcome.plan_time_s:.1f} s: {counts.groupings} groupings, "
+        f"{counts.estimated} plans estimated, {counts.simulated} simulated"
+    )
+    rejected = dict.fromkeys(f"{each.what}: {each.why}" for each in outcome.rejected)
+    for each in list(rejected)[:_MAX_REJECTED]:
+        print_plain(f"not taken: {each}")
+    for note in _notes(prices, outcome):
+        print_plain(f"note: {note}")
+    if out is not None:
+        print_plain(f"written: {out}")
+
+
+def _prediction(prices: Priced, outcome: "Outcome") -> tuple[str, str]:
+    """Time and memory of a plan that is too large to be explained beside the search."""
+    peaks, capacities = _peaks(outcome), prices.inputs.capacities_bytes
+    rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
+    return (
+        f"An iteration takes {outcome.iteration_s:.4g} s, {outcome.tokens_per_s:,.0f} tokens/s; "
+        f"with every layer recomputed it cannot take less than {outcome.bound_s:.4g} s "
+        f"(efficiency {outcome.efficiency:.2f}).",
+        f"The fullest GPU is rank {rank} ({prices.inputs.kinds[rank]}): {gib(peaks[rank])} of "
+        f"{gib(capacities[rank])} that may be filled.",
+    )
+
+
+def _peaks(outcome: "Outcome") -> tuple[int, ...]:
+    predictions = outcome.plan.predictions
+    if predictions is not None and predictions.peak_memory_bytes is not None:
+        return predictions.peak_memory_bytes
+    return outcome.simulation.peak_memory_bytes
+
+
+def _notes(prices: Priced, outcome: "Outcome") -> list[str]:
+    """What was chosen and assumed, each thing once."""
+    cannot = not_trainable_yet(outcome.plan)
+    extrapolated = "the time was extrapolated from a simulation of fewer samples"
+    notes = [
+        *([cannot] if cannot else []),
+        *([extrapolated] if outcome.extrapolated else []),
+        *prices.notes,
+        *outcome.notes,
+    ]
+    return list(dict.fromkeys(notes))
+
+
+def _as_json(
+    prices: Priced, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+) -> dict[str, Any]:
+    return {
+        "ok": True,
+        "strategy": outcome.strategy,
+        "iteration_s": outcome.iteration_s,
+        "tokens_per_s": outcome.tokens_per_s,
+        "bound_s": outcome.bound_s,
+        "efficiency": outcome.efficiency,
+        "peak_memory_fraction": outcome.peak_memory_fraction,
+        "memory_margin": outcome.margin,
+        "dtype": prices.dtype,
+        "plan_time_s": outcome.plan_time_s,
+        "can_be_trained": not_trainable_yet(outcome.plan) is None,
+        "considered": plain(outcome.considered),
+        "rejected": plain(outcome.rejected),
+        "reasons": list(sentences),
+        "notes": _notes(prices, outcome),
+        "plan": plain(outcome.plan),
+        "written": None if out is None else str(out),
+    }

@@ -1,0 +1,125 @@
+"""A plan as a table for people and as JSON for programs."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.console import print_table
+from zorse_megatron.schema.load import fingerprint
+from zorse_megatron.schema.plan import Group, Plan, Replica
+from zorse_megatron.schema.spans import spans_of, spell
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan in one line."""
+    return (
+        f"plan {fingerprint(plan)}: {plan.world_size} ranks, "
+        f"{len(plan.groups)} groups, {len(plan.chunks)} chunks, {plan.model.num_layers} layers, "
+        f"{plan.global_batch_size} samples per iteration, schedule {plan.schedule.name}"
+    )
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the groups of a plan."""
+    print_table(_table(plan))
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """What a plan says, as JSON values."""
+    return {
+        "fingerprint": fingerprint(plan),
+        "world_size": plan.world_size,
+        "global_batch_size": plan.global_batch_size,
+        "schedule": plan.schedule.name,
+        "groups": [_summary(plan, index) for index in range(len(plan.groups))],
+    }
+
+
+def _summary(plan: Plan, index: int) -> dict[str, Any]:
+    group = plan.groups[index]
+    return {
+        "name": group.name,
+        "layers": [list(plan.chunks[chunk].layers) for chunk in plan.chunks_of_group(index)],
+        "replicas": [
+            {
+                "ranks": list(replica.ranks),
+                "micro_batch_size": replica.micro_batch_size,
+                "num_microbatches": replica.num_microbatches,
+                "shard_percent": _shard_percent(group, replica),
+            }
+            for replica in group.replicas
+        ],
+    }
+
+
+def _table(plan: Plan) -> Table:
+    """One row for each run of equal replicas, so that a group of 100 equal ranks is one row."""
+    kinds = plan.cluster.gpu_kinds if plan.cluster else None
+    has_settings = any(map(_settings, plan.groups))
+    headings = ["Group", "Layers", "Ranks", "Micro-batches", "Shard"]
+    headings[2:2] = ["GPU"] * (kinds is not None)
+    table = Table(*headings, *["Memory saved by"] * has_settings)
+    runs = [
+        [list(run) for _, run in groupby(group.replicas, key=lambda each: _look(each, kinds))]
+        for group in plan.groups
+    ]
+    has_long_groups = any(len(of_group) > 1 for of_group in runs)
+    for index, group in enumerate(plan.groups):
+        layers = [plan.chunks[chunk].layers for chunk in plan.chunks_of_group(index)]
+        head = [f"{index} {group.name or ''}".strip(), ", ".join(spell([span]) for span in layers)]
+        settings = [_settings(group)]
+        for run in runs[index]:
+            gpu = [_kinds_of(run[0], kinds)] if kinds is not None else []
+            cells = [*head, *gpu, *_cells(group, run), *settings * has_settings]
+            table.add_row(*map(Text, cells))
+            head, settings = ["", ""], [""]
+        if has_long_groups:
+            table.add_section()
+    return table
+
+
+def _look(replica: Replica, kinds: Sequence[str] | None) -> tuple[int, int, float, int, str]:
+    """What replicas of one row have in common."""
+    work = (replica.micro_batch_size, replica.num_microbatches, replica.shard_weight)
+    return *work, len(replica.ranks), _kinds_of(replica, kinds)
+
+
+def _kinds_of(replica: Replica, kinds: Sequence[str] | None) -> str:
+    return ", ".join(dict.fromkeys(kinds[rank] for rank in replica.ranks)) if kinds else ""
+
+
+def _settings(group: Group) -> str:
+    """Recomputation and offload of a group; empty where there is none."""
+    said = []
+    recompute, offload = group.recompute, group.offload
+    if recompute is not None and recompute.mode != "none":
+        some = f" of {recompute.num_layers} layers" if recompute.num_layers else ""
+        said.append(f"{recompute.mode} recompute{some}")
+    if offload is not None:
+        said += [
+            f"{name.replace('_', ' ')} on host"
+            for name in ("parameters", "optimizer_state", "activations")
+            if getattr(offload, name)
+        ]
+    return ", ".join(said)
+
+
+def _cells(group: Group, replicas: list[Replica]) -> list[str]:
+    """Say ranks, micro-batches and shard of some equal replicas."""
+    ranks = spell(spans_of(rank for replica in replicas for rank in replica.ranks))
+    each = " each" if len(replicas) > 1 else ""
+    one = replicas[0]
+    work = f"{one.num_microbatches} x {_samples(one.micro_batch_size)}{each}"
+    tensor_parallel = f" ({len(one.ranks)} per replica)" if len(one.ranks) > 1 else ""
+    return [ranks + tensor_parallel, work, f"{_shard_percent(group, one):.1f} %{each}"]
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample" + "s" * (count != 1)
+
+
+def _shard_percent(group: Group, replica: Replica) -> float:
+    return 100 * replica.shard_weight / sum(other.shard_weight for other in group.replicas)

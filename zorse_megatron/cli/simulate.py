@@ -1,0 +1,173 @@
+"""`zorse simulate`: how long one iteration of a plan takes, and what each rank does meanwhile."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import (
+    CommandError,
+    print_json,
+    print_plain,
+    print_table,
+    reported_errors,
+)
+from zorse_megatron.cli.critical import critical_as_json, critical_lines
+from zorse_megatron.cli.options import (
+    AsJson,
+    ClusterFile,
+    DtypeName,
+    Model,
+    Profiles,
+    factors,
+    refuse_unwritable,
+)
+from zorse_megatron.cli.pictures import Pictures, refuse_other_formats, save_pictures
+from zorse_megatron.cli.priced import Priced, priced_for_plan
+from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
+from zorse_megatron.cli.simulated import memory_problems, simulated
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.errors import Problem
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.load import load_plan
+from zorse_megatron.schema.plan import Plan
+
+if TYPE_CHECKING:
+    from zorse_megatron.simulate.perturb import Perturbation
+    from zorse_megatron.simulate.result import SimulationResult
+
+
+def simulate(  # noqa: PLR0917
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    cluster: ClusterFile,
+    model: Model = None,
+    profile: Profiles = None,
+    dtype: DtypeName = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw what each rank does, and when.")
+    ] = None,
+    memory: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw each rank's peak memory.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Write a trace for ui.perfetto.dev.")
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw the cluster, groups in colours.")
+    ] = None,
+    jitter: Annotated[
+        float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the random spread.")] = 0,
+    slow_rank: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="A rank that takes so many times as long."),
+    ] = None,
+    slow_kind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND=FACTOR", help="The same for all GPUs of a kind."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate one iteration of a plan: time, tokens/s, and each rank's time and memory."""
+    pictures = Pictures(timeline=timeline, memory=memory, trace=trace, topology=topology)
+    with reported_errors(as_json=as_json):
+        refuse_other_formats(pictures)
+        refuse_unwritable(pictures.by_option())
+        plan = load_plan(path)
+        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
+        prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))
+        perturbation = _perturbation(prices.cluster, jitter, seed, slow_rank or [], slow_kind or [])
+        result = simulated(plan, prices, source=str(path), perturbation=perturbation)
+        written = save_pictures(pictures, plan, prices, result, title=_title(path, result))
+    problems = list(memory_problems(plan, result, prices.cluster, str(path)))
+    if as_json:
+        answer = _as_json(plan, prices, result)
+        places = [str(each) for each in written]
+        print_json({**answer, "fits_in_memory": not problems, "written": places})
+        return
+    _print(path, plan, prices, result)
+    for problem in problems:
+        print_plain(f"does not fit: {problem}")
+    for each in written:
+        print_plain(f"written: {each}")
+
+
+def _print(path: Path, plan: Plan, prices: Priced, result: "SimulationResult") -> None:
+    print_plain(
+        f"{path}: one iteration takes {result.iteration_s:.4g} s: {result.tokens_per_s:,.0f} "
+        f"tokens/s ({plan.global_batch_size} samples of {prices.inputs.sequence_length} tokens, "
+        f"{prices.dtype})"
+    )
+    print_table(rank_table(plan, result, prices.cluster))
+    for line in critical_lines(plan, result):
+        print_plain(line)
+    for note in prices.notes:
+        print_plain(f"note: {note}")
+
+
+def _as_json(plan: Plan, prices: Priced, result: "SimulationResult") -> dict[str, Any]:
+    return {
+        "ok": True,
+        "iteration_s": result.iteration_s,
+        "tokens_per_s": result.tokens_per_s,
+        "dtype": prices.dtype,
+        "ranks": ranks_as_json(plan, result, prices.cluster),
+        "critical_path": critical_as_json(plan, result),
+        "notes": list(prices.notes),
+    }
+
+
+def _title(path: Path, result: "SimulationResult") -> str:
+    return f"{path.name}: {result.iteration_s:.4g} s, {result.tokens_per_s:,.0f} tokens/s"
+
+
+def _perturbation(
+    cluster: Cluster, jitter: float, seed: int, slow_rank: list[str], slow_kind: list[str]
+) -> "Perturbation":
+    """Read what is to differ from the prices. Raises CommandError for what cannot be."""
+    from zorse_megatron.simulate.perturb import Perturbation
+
+    ranks, kinds = factors(slow_rank, "--slow-rank"), factors(slow_kind, "--slow-kind")
+    problems = [*_unknown(ranks, kinds, cluster)]
+    if not 0 <= jitter <= 10:  # NaN is neither
+        problems.append(
+            Problem(
+                where="--jitter",
+                found=f"{jitter}",
+                expected="a number from 0 to 10",
+                remedy="0.05 spreads computations by about 5 %.",
+            )
+        )
+    if problems:
+        raise CommandError("the command cannot be run", problems)
+    return Perturbation(
+        jitter=jitter,
+        seed=seed,
+        rank_factors={int(key): factor for key, factor in ranks.items()},
+        kind_factors=kinds,
+    )
+
+
+def _unknown(ranks: Iterable[str], kinds: Iterable[str], cluster: Cluster) -> Iterator[Problem]:
+    """Yield the ranks and kinds that the cluster does not have."""
+    highest = cluster.world_size - 1
+    for key in ranks:
+        if not (key.isdecimal() and len(key) < 10 and int(key) <= highest):
+            yield Problem(
+                where="--slow-rank",
+                found=f'"{key}"',
+                expected=f"a rank from 0 to {highest}",
+                remedy="zorse check prints which ranks a plan has.",
+            )
+    for key in kinds:
+        if key not in cluster.kinds:
+            yield Problem(
+                where="--slow-kind",
+                found=f'"{key}"',
+                expected=f"one of {', '.join(cluster.kinds)}, the kinds of this cluster",
+                remedy="Spell it as the table of ranks does.",
+            )

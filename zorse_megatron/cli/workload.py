@@ -1,0 +1,177 @@
+"""What is to be trained: from a model file or a well-known name, or from Megatron's own flags."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from zorse_megatron.cli.console import CommandError
+from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.megatron_flags import (
+    batch_size_from_flags,
+    dtype_from_flags,
+    shape_from_flags,
+)
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.model_presets import MODELS, canonical_model
+from zorse_megatron.schema.model_yaml import load_model
+from zorse_megatron.schema.suggest import did_you_mean
+
+# As in model files: a number with digits too many is reported, not computed with.
+MAX_LAYERS = 100_000
+MAX_SIZE = 100_000_000
+MAX_GLOBAL_BATCH_SIZE = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model, and what is said of how it is trained."""
+
+    model: ModelShape
+    dtype: Dtype | None
+    """None: nothing was said."""
+    global_batch_size: int | None
+    """None: nothing was said."""
+
+
+def workload_of(
+    *,
+    model: str | None,
+    flags: Sequence[str] | None,
+    global_batch_size: int | None = None,
+    seq_length: int | None = None,
+    dtype: str | None = None,
+) -> Workload:
+    """Return what the options and the flags behind `--` say together.
+
+    Raises CommandError where they contradict each other, ModelError for a model without sense.
+    """
+    if model is not None and flags is not None:
+        raise _one_problem(
+            "--model", f"{model!r}, and flags behind --", "one of the two", "Leave one out."
+        )
+    if model is None and flags is None:
+        raise _one_problem(
+            "--model",
+            "no model",
+            "--model with a file or a well-known model, or the training command's flags behind --",
+            "Such as --model llama-7b, or: -- pretrain_gpt.py --num-layers 32 ...",
+        )
+    if model is not None and "--" in model and not Path(model).exists():
+        flags, model = _split(model), None
+    if flags is not None:
+        return _from_flags(flags, global_batch_size, seq_length, dtype)
+    assert model is not None
+    shape = _shape_named(model)
+    if seq_length is not None:
+        shape = _with_seq_length(shape, seq_length)
+    return Workload(model=shape, dtype=dtype_named(dtype), global_batch_size=global_batch_size)
+
+
+def dtype_named(name: str | None) -> Dtype | None:
+    """Return the dtype of that name. Raises CommandError for another text."""
+    for known in get_args(Dtype):
+        if name == known:
+            return known
+    if name is None:
+        return None
+    known_names = get_args(Dtype)
+    raise _one_problem(
+        "--dtype", f'"{name}"', f"one of {', '.join(known_names)}", did_you_mean(name, known_names)
+    )
+
+
+def _from_flags(
+    flags: Sequence[str], batch: int | None, seq_length: int | None, dtype: str | None
+) -> Workload:
+    """Everything from the flags; options may say the same once more, but nothing else."""
+    shape = shape_from_flags(flags)
+    _refuse_absurd(shape)
+    batch_in_flags = batch_size_from_flags(flags)
+    found: Workload = Workload(
+        model=shape,
+        dtype=dtype_from_flags(flags),
+        global_batch_size=batch if batch_in_flags is None else batch_in_flags,
+    )
+    pairs = (
+        ("--global-batch-size", batch, found.global_batch_size),
+        ("--seq-length", seq_length, shape.seq_length),
+        ("--dtype", dtype_named(dtype), found.dtype),
+    )
+    problems = [
+        Problem(
+            where=option,
+            found=f"{ours}, and {theirs} in the training command",
+            expected="the same in both",
+            remedy="Leave the option out; the training command says it.",
+        )
+        for option, ours, theirs in pairs
+        if ours is not None and ours != theirs
+    ]
+    if problems:
+        raise CommandError("the options do not fit the training command", problems)
+    return found
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise _one_problem(
+            "--model",
+            f"flags that cannot be split into words ({error})",
+            "the flags of a training command, quoted as in a shell",
+            "Check the quotes, or give the flags behind --.",
+        ) from error
+
+
+def _shape_named(name: str) -> ModelShape:
+    """A well-known model, or the one in a file."""
+    if Path(name).is_file() or "/" in name or Path(name).suffix in (".yaml", ".yml", ".json"):
+        return load_model(name)
+    known = MODELS.get(canonical_model(name))
+    if known is None:
+        raise _one_problem(
+            "--model",
+            f'"{name}", which is neither a file nor a well-known model',
+            "a model file, a well-known model or the flags of a training command",
+            did_you_mean(name, MODELS),
+        )
+    return known
+
+
+def _with_seq_length(shape: ModelShape, seq_length: int) -> ModelShape:
+    """The model at another sequence length; learned positions reach as far at least."""
+    learned = shape.position_embedding == "learned"
+    positions = max(shape.max_positions, seq_length) if learned else shape.max_positions
+    return dataclasses.replace(shape, seq_length=seq_length, max_positions=positions)
+
+
+def _refuse_absurd(shape: ModelShape) -> None:
+    limits = {
+        "num_layers": MAX_LAYERS,
+        **dict.fromkeys(
+            ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"), MAX_SIZE
+        ),
+        **dict.fromkeys(("vocab_size", "seq_length", "max_positions"), MAX_SIZE),
+    }
+    problems = [
+        Problem(
+            where="--" + name.replace("_", "-"),
+            found=f"{getattr(shape, name)}",
+            expected=f"at most {limit}",
+            remedy="Check the digits.",
+        )
+        for name, limit in limits.items()
+        if getattr(shape, name) > limit
+    ]
+    if problems:
+        raise ModelError("the model of these Megatron flags cannot be planned", problems)
+
+
+def _one_problem(where: str, found: str, expected: str, remedy: str) -> CommandError:
+    problem = Problem(where=where, found=found, expected=expected, remedy=remedy)
+    return CommandError("the command cannot be run", [problem])

@@ -1,0 +1,139 @@
+"""From an estimate to a plan: exact micro-batches, shard weights, settings."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zorse_megatron.planner.estimate import Estimate, parts_of
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.microbatch import Share, WorkerClass, best_split
+from zorse_megatron.planner.stage import Job, Settings, StagePrice, Stages
+from zorse_megatron.planner.water import water_fill
+from zorse_megatron.schema.plan import (
+    Chunk,
+    Group,
+    Offload,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
+
+_WEIGHT_UNIT_BYTES = 1_000_000  # whole megabytes: short numbers in the file
+
+
+class Builder:
+    """Makes plans of estimates."""
+
+    def __init__(self, inputs: Inputs, stages: Stages) -> None:
+        self.inputs = inputs
+        self.stages = stages
+        self._splits: dict[tuple[object, ...], tuple[tuple[Share, ...], ...] | None] = {}
+
+    def plan(self, estimate: Estimate) -> Plan | None:
+        """The plan; None where state does not fit with exact micro-batches."""
+        bare = [
+            self._bare_group(job, stage)
+            for job, stage in zip(estimate.jobs, estimate.stages, strict=True)
+        ]
+        groups = []
+        for job, stage, group in zip(estimate.jobs, estimate.stages, bare, strict=True):
+            weights = self._weights(job, stage.settings, group)
+            if weights is None:
+                return None
+            replicas = tuple(
+                replace(replica, shard_weight=weight)
+                for replica, weight in zip(group.replicas, weights, strict=True)
+            )
+            groups.append(replace(group, replicas=replicas))
+        return Plan(
+            schema_version=1,
+            global_batch_size=self.inputs.global_batch_size,
+            model=self.inputs.model,
+            groups=tuple(groups),
+            chunks=chunks_of(estimate.layers, estimate.outline.num_chunks),
+            schedule=Schedule(name=estimate.outline.schedule),  # type: ignore[arg-type]
+            cluster=self.inputs.cluster,
+        )
+
+    def _bare_group(self, job: Job, stage: StagePrice) -> Group:
+        shares = self._split(job, stage)
+        replicas = [
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=share.micro_batch_size,
+                num_microbatches=share.num_microbatches,
+                shard_weight=1.0,
+            )
+            for cell, row in zip(job.team.cells, shares, strict=True)
+            for rank, share in zip(cell.ranks, row, strict=True)
+        ]
+        settings = stage.settings
+        return Group(
+            replicas=tuple(sorted(replicas, key=lambda replica: replica.ranks)),
+            recompute=recompute_of(settings, job.num_layers, job.num_chunks),
+            offload=offload_of(settings),
+        )
+
+    def _split(self, job: Job, stage: StagePrice) -> tuple[tuple[Share, ...], ...]:
+        key = (job.key, stage.settings)
+        if key not in self._splits:
+            classes = []
+            for index, (cell, most) in enumerate(zip(job.team.cells, job.sizes, strict=True)):
+                times = {}
+                for size in range(1, most + 1):
+                    sizes = (*job.sizes[:index], size, *job.sizes[index + 1 :])
+                    passes = self.stages.passes(replace(job, sizes=sizes), stage.settings)
+                    times[size] = passes[index].both_s
+                classes.append(WorkerClass(count=len(cell.ranks), times_s=times))
+            split = best_split(self.inputs.global_batch_size, classes)
+            self._splits[key] = None if split is None else split.shares
+        shares = self._splits[key]
+        assert shares is not None, "every cell may run micro-batches of one sample"
+        return shares
+
+    def _weights(self, job: Job, settings: Settings, group: Group) -> tuple[float, ...] | None:
+        """Even where that fits, otherwise by free memory."""
+        capacity = {rank: cell.capacity_bytes for cell in job.team.cells for rank in cell.ranks}
+        rooms = []
+        for replica in group.replicas:
+            size, count = replica.micro_batch_size, replica.num_microbatches
+            local = self.stages.local_bytes(job, settings, size, count)
+            rooms.append(capacity[replica.ranks[0]] - local)
+        shared = self.stages.shared_bytes(job, settings)
+        filled = water_fill(shared, rooms)
+        if filled is None or min(rooms) < 0:
+            return None
+        if len(set(filled)) == 1:
+            return (1.0,) * len(filled)
+        return tuple(float(int(share / _WEIGHT_UNIT_BYTES)) for share in filled)
+
+
+def chunks_of(layers: Sequence[int], num_chunks: int) -> tuple[Chunk, ...]:
+    """Chunks round robin, each group's layers in `num_chunks` parts (see `parts_of`)."""
+    parts = [
+        parts_of(count, num_chunks, is_last=group == len(layers) - 1)
+        for group, count in enumerate(layers)
+    ]
+    chunks, first = [], 0
+    for turn in range(num_chunks):
+        for group, row in enumerate(parts):
+            if row[turn]:
+                chunks.append(Chunk(group=group, layers=(first, first + row[turn])))
+                first += row[turn]
+    return tuple(chunks)
+
+
+def recompute_of(settings: Settings, num_layers: int, num_chunks: int) -> Recompute | None:
+    """What the plan file says; None where nothing is recomputed."""
+    if not settings.recomputed:
+        return None
+    if settings.mode != "full" or settings.recomputed >= num_layers:
+        return Recompute(mode=settings.mode)
+    return Recompute(mode="full", num_layers=-(-settings.recomputed // num_chunks))
+
+
+def offload_of(settings: Settings) -> Offload | None:
+    """What the plan file says; None where nothing waits in the host."""
+    if not (settings.offload_state or settings.offload_activations):
+        return None
+    return Offload(optimizer_state=settings.offload_state, activations=settings.offload_activations)

@@ -1,0 +1,18 @@
+"""Why there is no plan."""
+
+from zorse_megatron.errors import ZorseError
+
+
+class PlannerInputError(ZorseError):
+    """Cluster, model and profile do not go together."""
+
+
+class NoPlanError(ZorseError):
+    """Nothing in the search space fits; each problem states the smallest missing amount."""
+
+    missing_bytes: int = 0
+    """How much more memory makes a plan possible, in all; 0 where memory is not what is missing."""
+    bytes_per_gpu: int = 0
+    """Of that, on each GPU of `gpu_kinds`."""
+    gpu_kinds: tuple[str, ...] = ()
+    """The kinds that need it."""

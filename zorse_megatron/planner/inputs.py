@@ -1,0 +1,215 @@
+"""What a search starts from: cluster, model and profile, joined and checked."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.compute import ProfiledCompute
+from zorse_megatron.costs.interface import CommCost, ComputeCost, MemoryCost
+from zorse_megatron.costs.memory import (
+    TransformerMemory,
+    memory_from_profile,
+    precision_of,
+)
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner.errors import PlannerInputError
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.plan import ClusterFingerprint, ModelFingerprint
+from zorse_megatron.schema.profile import Profile, Source
+from zorse_megatron.topology.from_cluster import topology_of
+from zorse_megatron.topology.spec import TopologySpec
+
+DEFAULT_MARGIN = 0.05
+_EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Which plans may be proposed."""
+
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "breadth_first")
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    """Modes that groups may have; with full, any number of layers."""
+    offload: bool = True
+    """Whether anything may wait in host memory."""
+    max_micro_batch_size: int | None = None
+    """None: whatever fits."""
+    max_groups: int | None = None
+    """None: as many as there are layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that the search and its estimates ask for. Ranks are global ranks."""
+
+    spec: TopologySpec
+    compute: ComputeCost
+    memory: MemoryCost
+    comm: CommCost
+    kinds: tuple[str, ...]
+    """Rank -> kind of GPU."""
+    capacities_bytes: tuple[int, ...]
+    """Rank -> what a plan may fill: the GPU's memory less the margin."""
+    host_bytes: tuple[int | None, ...]
+    """Rank -> its part of its node's host memory; None where the cluster does not say."""
+    global_batch_size: int
+    """Samples per iteration."""
+    sequence_length: int
+    """Tokens per sample."""
+    num_layers: int
+    tied_embeddings: bool
+    model: ModelFingerprint
+    cluster: ClusterFingerprint
+    space: SearchSpace
+    memory_margin: float
+    best_sizes: dict[str, tuple[int, ...]]
+    """Kind -> micro-batch sizes that the lower bound looks at: those measured, where any were."""
+    notes: tuple[str, ...] = ()
+    """For people: what the prices rest on."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return len(self.kinds)
+
+
+def make_inputs(
+    cluster: Cluster,
+    model: ModelShape,
+    profile: Profile | None,
+    *,
+    global_batch_size: int,
+    dtype: Dtype,
+    memory_margin: float = DEFAULT_MARGIN,
+    space: SearchSpace | None = None,
+) -> Inputs:
+    """Join cluster, model and profile.
+
+    `memory_margin`: share of every GPU's memory that stays free for the CUDA context,
+    communication buffers and fragmentation, which nothing prices.
+
+    Raises PlannerInputError with every problem: kinds of GPU that can be priced neither by the
+    profile nor by published figures, and numbers out of range.
+    """
+    space = space or SearchSpace()
+    known = profile or _EMPTY
+    compute = ProfiledCompute(known, model, dtype=dtype, kinds=cluster.kinds)
+    problems = [
+        *_number_problems(global_batch_size, memory_margin),
+        *_space_problems(space),
+        *_kind_problems(cluster, compute),
+    ]
+    if problems:
+        raise PlannerInputError("cluster, model and profile do not make a plan", problems)
+    spec = topology_of(cluster, known if known.links else None)
+    memory, memory_note = _memory(known, model, dtype)
+    return Inputs(
+        spec=spec,
+        compute=compute,
+        memory=memory,
+        comm=GraphComm(spec),
+        kinds=cluster.gpu_kinds,
+        capacities_bytes=tuple(
+            int(cluster.gpu_of_rank(rank).memory_bytes * (1 - memory_margin))
+            for rank in range(cluster.world_size)
+        ),
+        host_bytes=tuple(
+            None if node.host_memory_bytes is None else node.host_memory_bytes // len(node.ranks)
+            for node in cluster.nodes
+            for _ in node.ranks
+        ),
+        global_batch_size=global_batch_size,
+        sequence_length=model.seq_length,
+        num_layers=model.num_layers,
+        tied_embeddings=model.tied_embeddings,
+        model=model.fingerprint(),
+        cluster=cluster.fingerprint(),
+        space=space,
+        memory_margin=memory_margin,
+        best_sizes=_measured_sizes(compute, cluster),
+        notes=(*_price_notes(compute, cluster), memory_note),
+    )
+
+
+def _memory(profile: Profile, model: ModelShape, dtype: Dtype) -> tuple[TransformerMemory, str]:
+    """What was measured of this very model, or the formula."""
+    precision = precision_of(dtype)
+    try:
+        measured = memory_from_profile(profile, model, dtype=dtype, precision=precision)
+    except LookupError:
+        formula = TransformerMemory(model=model, dtype=dtype, precision=precision)
+        return formula, "memory: by formula, with flash attention"
+    return measured, "memory: activations of layer and head as measured"
+
+
+def _number_problems(global_batch_size: int, memory_margin: float) -> Iterator[Problem]:
+    if global_batch_size < 1:
+        yield Problem(
+            where="global batch size",
+            found=f"{global_batch_size}",
+            expected="1 sample or more",
+            remedy="Give the number of samples of one iteration.",
+        )
+    if not 0 <= memory_margin < 1:
+        yield Problem(
+            where="memory margin",
+            found=f"{memory_margin}",
+            expected="a share of the memory, at least 0 and below 1",
+            remedy="0.05 leaves one twentieth free.",
+        )
+
+
+def _space_problems(space: SearchSpace) -> Iterator[Problem]:
+    known = {
+        "schedules": ("1f1b", "breadth_first", "interleaved"),
+        "recompute": ("none", "selective", "full"),
+    }
+    for name, values in known.items():
+        found = getattr(space, name)
+        if not found or not set(found) <= set(values):
+            yield Problem(
+                where=f"search space, {name}",
+                found=f"{', '.join(map(repr, found)) or 'nothing'}",
+                expected=f"some of {', '.join(values)}",
+                remedy="Correct it.",
+            )
+
+
+def _kind_problems(cluster: Cluster, compute: ProfiledCompute) -> Iterator[Problem]:
+    for kind in cluster.kinds:
+        try:
+            compute.layer(kind, 1)
+            compute.embedding(kind, 1)
+            compute.head(kind, 1)
+            compute.step_s(kind, 1)
+        except LookupError as error:
+            yield Problem(
+                where=f"GPU kind {kind}",
+                found=f"no way to price it ({error})",
+                expected="times in the profile, or published figures of the kind",
+                remedy="Profile it, or describe it under gpu_kinds of the cluster file.",
+            )
+
+
+def _price_notes(compute: ProfiledCompute, cluster: Cluster) -> tuple[str, ...]:
+    return tuple(f"{kind}: {compute.provenance(kind)}" for kind in cluster.kinds)
+
+
+def _measured_sizes(compute: ProfiledCompute, cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """Micro-batch sizes of the measurements of this model on each kind."""
+    wanted = (compute.model.seq_length, compute.dtype)
+    sizes: dict[str, tuple[int, ...]] = {}
+    for kind in cluster.kinds:
+        measured = {
+            size
+            for times in compute.profile.times
+            if times.part == "layer"
+            and times.gpu_kind == kind
+            and (times.seq_length, times.dtype) == wanted
+            and compute.provenance(kind).basis == "measured"
+            for size in times.micro_batch_sizes
+        }
+        sizes[kind] = tuple(sorted(measured)) or (1, 2, 4, 8, 16)
+    return sizes

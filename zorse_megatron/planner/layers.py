@@ -1,0 +1,121 @@
+"""How many layers each group gets: exact dynamic programming over a table of prices.
+
+A pipeline takes the time of its slowest group, and one pass of a micro-batch through all groups to
+fill and to drain it. So what is minimised is max(busy) + sum(passage). For each ceiling on busy
+the least sum of passages is found by dynamic programming over groups and layers; the best ceiling
+is one of the busy times of the table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a group costs with a number of layers."""
+
+    busy_s: float
+    """Computation of its slowest replica in one iteration."""
+    passage_s: float
+    """What it adds to the time to fill and drain the pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Layers of each group, and the value."""
+
+    layers: tuple[int, ...]
+    value_s: float
+    """max(busy) + sum(passage)."""
+
+
+def best_layouts(
+    tables: Sequence[Mapping[int, Price]], num_layers: int, *, most: int = 1
+) -> tuple[Layout, ...]:
+    """Return the best layout, and up to `most` - 1 of those of other ceilings, best first.
+
+    `tables`: for each group, number of layers -> price; only numbers that are possible. Empty
+    where no choice adds up to `num_layers`. O(ceilings * groups * table * layers), in numpy, with
+    ceilings left out that cannot be better.
+    """
+    if not all(tables):
+        return ()
+    least_passage = sum(min(price.passage_s for price in table.values()) for table in tables)
+    floor_s = max(min(price.busy_s for price in table.values()) for table in tables)
+    ceilings = sorted(
+        {price.busy_s for table in tables for price in table.values() if price.busy_s >= floor_s}
+    )
+    found: dict[tuple[int, ...], float] = {}
+    worst_kept = float("inf")
+    start = _first_feasible(tables, num_layers, ceilings)
+    for ceiling in ceilings[start:]:
+        if len(found) >= most and ceiling + least_passage >= worst_kept:
+            break
+        layers = _least_passage(tables, num_layers, ceiling)
+        if layers is None:
+            continue
+        found[layers] = _value(tables, layers)
+        values = sorted(found.values())
+        worst_kept = values[min(most, len(values)) - 1]
+    best = sorted(found.items(), key=lambda item: (item[1], item[0]))[:most]
+    return tuple(Layout(layers=layers, value_s=value) for layers, value in best)
+
+
+def _value(tables: Sequence[Mapping[int, Price]], layers: Sequence[int]) -> float:
+    prices = [table[number] for table, number in zip(tables, layers, strict=True)]
+    return max(price.busy_s for price in prices) + sum(price.passage_s for price in prices)
+
+
+def _first_feasible(
+    tables: Sequence[Mapping[int, Price]], num_layers: int, ceilings: Sequence[float]
+) -> int:
+    """The first ceiling with any layout, by bisection on sets of reachable sums."""
+    low, high = 0, len(ceilings)
+    while low < high:
+        middle = (low + high) // 2
+        if _is_reachable(tables, num_layers, ceilings[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _is_reachable(tables: Sequence[Mapping[int, Price]], num_layers: int, ceiling: float) -> bool:
+    mask, sums = (1 << (num_layers + 1)) - 1, 1
+    for table in tables:
+        shifted = 0
+        for number, price in table.items():
+            if price.busy_s <= ceiling:
+                shifted |= sums << number
+        sums = shifted & mask
+    return bool(sums >> num_layers & 1)
+
+
+def _least_passage(
+    tables: Sequence[Mapping[int, Price]], num_layers: int, ceiling: float
+) -> tuple[int, ...] | None:
+    """Layers with the least sum of passages, no group busier than the ceiling."""
+    sums = np.full(num_layers + 1, np.inf)
+    sums[0] = 0.0
+    choices = []
+    for table in tables:
+        better = np.full(num_layers + 1, np.inf)
+        choice = np.zeros(num_layers + 1, dtype=int)
+        for number, price in sorted(table.items()):
+            if price.busy_s > ceiling or number > num_layers:
+                continue
+            moved = np.full(num_layers + 1, np.inf)
+            moved[number:] = sums[: num_layers + 1 - number] + price.passage_s
+            taken = moved < better
+            better[taken], choice[taken] = moved[taken], number
+        sums = better
+        choices.append(choice)
+    if not np.isfinite(sums[num_layers]):
+        return None
+    layers, left = [], num_layers
+    for choice in reversed(choices):
+        layers.append(int(choice[left]))
+        left -= layers[-1]
+    return tuple(reversed(layers))

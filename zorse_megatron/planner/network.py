@@ -1,0 +1,108 @@
+"""What communication takes, in closed form: hops between teams, links in all, collectives."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.teams import Team
+
+_STATISTIC_BYTES = 4
+# Pairs of ranks of a hop that are looked at; of more, as many at equal distances.
+_MOST_PAIRS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """From one team to the next, in one direction."""
+
+    loads: tuple[tuple[str, float, float], ...]
+    """(link, bytes per second, share of all samples that cross it)."""
+    source: int
+    target: int
+    """A typical pair of ranks."""
+
+
+class Networks:
+    """Prices communication, each thing once."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.boundary = inputs.memory.boundary_bytes(1)
+        self._hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
+        self._gathers: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        world = tuple(range(inputs.world_size))
+        self.statistic_s = (
+            inputs.comm.all_reduce_s(world, _STATISTIC_BYTES) if len(world) > 1 else 0.0
+        )
+
+    def hop(self, source: Team, target: Team) -> Hop:
+        """The links from one team to another. O(ranks)."""
+        key = (source.ranks, target.ranks)
+        if key not in self._hops:
+            self._hops[key] = self._find(*key)
+        return self._hops[key]
+
+    def _find(self, sources: Sequence[int], targets: Sequence[int]) -> Hop:
+        count = min(_MOST_PAIRS, max(len(sources), len(targets)))
+        pairs = [
+            (sources[i * len(sources) // count], targets[i * len(targets) // count])
+            for i in range(count)
+        ]
+        crossed: Counter[tuple[str, float]] = Counter()
+        for pair in pairs:
+            crossed.update(self.inputs.comm.shared_links(*pair))
+        loads = tuple(
+            (name, rate, number / count) for (name, rate), number in sorted(crossed.items())
+        )
+        return Hop(loads=loads, source=pairs[0][0], target=pairs[0][1])
+
+    def hop_s(self, hop: Hop, *, size: int, round_samples: float) -> float:
+        """One micro-batch's way, when all replicas of a round send at once."""
+        alone_s = self.inputs.comm.transfer_s(hop.source, hop.target, size * self.boundary)
+        crowd_s = max(
+            (share * round_samples * self.boundary / rate for _, rate, share in hop.loads),
+            default=0.0,
+        )
+        return max(alone_s, crowd_s)
+
+    def busiest_link_s(self, hops: Sequence[Hop]) -> float:
+        """How long the busiest link takes for all samples, each hop passed once."""
+        loads: dict[str, float] = {}
+        for hop in hops:
+            for name, rate, share in hop.loads:
+                loads[name] = loads.get(name, 0.0) + share / rate
+        most = max(loads.values(), default=0.0)
+        return most * self.inputs.global_batch_size * self.boundary
+
+    def gather_s(self, team: Team, shares: Mapping[int, float], num_bytes: int) -> float:
+        """An all-gather (or reduce-scatter) of so many bytes over a team on idle links.
+
+        `shares`: rank -> its part of the whole; None of a rank's own order matters.
+        """
+        ranks = team.ranks
+        if len(ranks) < 2:
+            return 0.0
+        sizes = tuple(int(shares[rank] * num_bytes) for rank in ranks)
+        key = (ranks, sizes)
+        if key not in self._gathers:
+            self._gathers[key] = self.inputs.comm.all_gather_s(ranks, sizes)
+        return self._gathers[key]
+
+    def crowding(self, teams: Sequence[Team]) -> tuple[int, ...]:
+        """For each team with ranks on several nodes, how many such teams share a node with it."""
+        on_node: Counter[int] = Counter()
+        spread = []
+        for team in teams:
+            nodes = self.nodes(team)
+            spread.append(nodes if len(nodes) > 1 else ())
+            on_node.update(spread[-1])
+        return tuple(max((on_node[node] for node in nodes), default=1) for nodes in spread)
+
+    def nodes(self, team: Team) -> tuple[int, ...]:
+        """The nodes that a team has ranks on."""
+        if team.ranks not in self._nodes:
+            spec = self.inputs.spec
+            self._nodes[team.ranks] = tuple(sorted({spec.node_of(rank) for rank in team.ranks}))
+        return self._nodes[team.ranks]

@@ -1,0 +1,84 @@
+"""What a search hands back: the plan, how good it is, and what was rejected."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.simulate.result import SimulationResult
+
+Strategy = Literal["zorse", "stock", "zorse-paper", "cephalo"]
+STRATEGIES: tuple[Strategy, ...] = ("zorse", "stock", "zorse-paper", "cephalo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a search is; for progress bars."""
+
+    phase: str
+    """For people: what is being done."""
+    done: int
+    """Steps of this phase that are done."""
+    total: int
+    """Steps of this phase in all, as far as is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A plan that was considered and not taken."""
+
+    what: str
+    """The plan in a few words: groups, layers, recomputation, schedule."""
+    why: str
+    """For people: slower by so much, or what does not fit."""
+    iteration_s: float | None
+    """Simulated or estimated; None where it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Considered:
+    """How many plans each phase looked at."""
+
+    groupings: int
+    """Ways to group the GPUs."""
+    estimated: int
+    """Plans priced in closed form."""
+    simulated: int
+    """Plans played by the simulator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The best plan that a strategy found."""
+
+    strategy: Strategy
+    plan: Plan
+    """With predictions, and the fingerprints of model and cluster."""
+    simulation: SimulationResult
+    """Of the plan, or of a shorter batch where `extrapolated`."""
+    iteration_s: float
+    tokens_per_s: float
+    bound_s: float
+    """No plan that recomputes every layer can be faster than this."""
+    peak_memory_fraction: float
+    """Highest peak of any rank over what its GPU may be filled to."""
+    extrapolated: bool
+    """Whether iteration_s was extrapolated from a shorter batch."""
+    rejected: tuple[Rejected, ...]
+    """The best of what was not taken, fastest first."""
+    considered: Considered
+    plan_time_s: float
+    """How long the search took, by the clock; nothing else depends on it."""
+    margin: float
+    """Share of every GPU's memory that was left free for what no model prices."""
+    notes: tuple[str, ...]
+    """For people: assumptions, and what the prices rest on."""
+
+    @property
+    def efficiency(self) -> float:
+        """bound_s / iteration_s; above 1 where less is recomputed than the bound assumes."""
+        return self.bound_s / self.iteration_s
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the plan."""
+        return len(self.plan.groups)

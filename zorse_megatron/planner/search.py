@@ -1,0 +1,155 @@
+"""The search: the entry to this package."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner.bound import lower_bound_s
+from zorse_megatron.planner.cephalo import cephalo_inputs, cephalo_plans
+from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
+from zorse_megatron.planner.estimate import Estimator
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.judge import Judge, Verdict
+from zorse_megatron.planner.outcome import (
+    STRATEGIES,
+    Considered,
+    Outcome,
+    Progress,
+    Rejected,
+    Strategy,
+)
+from zorse_megatron.planner.shortage import no_plan
+from zorse_megatron.planner.stock import stock_plans
+from zorse_megatron.planner.teams import Teams
+from zorse_megatron.planner.words import in_words
+from zorse_megatron.planner.zorse import ZorseSearch
+from zorse_megatron.planner.zorse_paper import zorse_paper_plans
+from zorse_megatron.schema.plan import Predictions
+
+__all__ = [
+    "STRATEGIES",
+    "Considered",
+    "NoPlanError",
+    "Outcome",
+    "PlannerInputError",
+    "Progress",
+    "Rejected",
+    "Strategy",
+    "find_plan",
+]
+
+_REJECTED = 10
+
+
+def find_plan(
+    inputs: Inputs,
+    *,
+    strategy: Strategy = "zorse",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Outcome:
+    """Return the best plan that `strategy` finds; the simulator has checked that it fits.
+
+    The result depends on the inputs only, but for `plan_time_s`. Raises NoPlanError with the
+    smallest missing amount where nothing fits, ValueError for a strategy that does not exist.
+    """
+    started_s = time.perf_counter()
+    search = _searched(inputs, strategy, on_progress or (lambda progress: None))
+    if not search.verdicts:
+        raise no_plan(inputs) if strategy == "zorse" else _no_baseline(strategy)
+    best = search.verdicts[0]
+    result = best.result or search.judge.simulated(best.plan)
+    assert result is not None, "the plan has been simulated before"
+    tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
+    predictions = Predictions(
+        iteration_s=best.iteration_s,
+        tokens_per_s=tokens_per_s,
+        peak_memory_bytes=best.peaks_bytes,
+    )
+    return Outcome(
+        strategy=strategy,
+        plan=replace(best.plan, predictions=predictions),
+        simulation=result,
+        iteration_s=best.iteration_s,
+        tokens_per_s=tokens_per_s,
+        bound_s=lower_bound_s(inputs),
+        peak_memory_fraction=max(
+            peak / capacity
+            for peak, capacity in zip(best.peaks_bytes, inputs.capacities_bytes, strict=True)
+        ),
+        extrapolated=best.is_extrapolated,
+        rejected=tuple(_rejected(inputs, search)),
+        considered=Considered(
+            groupings=search.num_groupings,
+            estimated=search.judge.estimator.num_estimated,
+            simulated=search.judge.num_simulated,
+        ),
+        plan_time_s=time.perf_counter() - started_s,
+        margin=inputs.memory_margin,
+        notes=(*inputs.notes, *_notes(inputs, best)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Searched:
+    judge: Judge
+    verdicts: list[Verdict]
+    """Those that fit, fastest first."""
+    num_groupings: int
+
+
+def _searched(
+    inputs: Inputs, strategy: Strategy, on_progress: Callable[[Progress], None]
+) -> _Searched:
+    if strategy == "zorse":
+        search = ZorseSearch(inputs, on_progress)
+        verdicts = search.run()
+        seen = len(search.groupings.seen)
+        return _Searched(judge=search.judge, verdicts=verdicts, num_groupings=seen)
+    baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
+    if strategy not in baselines:
+        raise ValueError(f"found strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    if strategy == "cephalo":
+        inputs = cephalo_inputs(inputs)
+    on_progress(Progress(phase=strategy, done=0, total=1))
+    judge = Judge(inputs, Estimator(inputs))
+    verdicts = baselines[strategy](inputs, judge, Teams(inputs))
+    on_progress(Progress(phase=strategy, done=1, total=1))
+    return _Searched(judge=judge, verdicts=verdicts, num_groupings=len(verdicts))
+
+
+_LIMITS = {
+    "stock": "as many GPUs in every stage as divide the batch, and as many layers",
+    "zorse-paper": "groups, equal shards and one micro-batch size",
+    "cephalo": "one group of all GPUs that gathers layer by layer",
+}
+
+
+def _no_baseline(strategy: Strategy) -> NoPlanError:
+    problem = Problem(
+        where=f"strategy {strategy}",
+        found="no plan that fits",
+        expected=_LIMITS[strategy],
+        remedy="The strategy zorse has no such restriction.",
+    )
+    return NoPlanError(f"the strategy {strategy} has no plan", [problem])
+
+
+def _rejected(inputs: Inputs, search: _Searched) -> Iterator[Rejected]:
+    best = search.verdicts[0]
+    for verdict in search.verdicts[1 : 1 + _REJECTED]:
+        slower = 100 * (verdict.iteration_s / best.iteration_s - 1)
+        yield Rejected(
+            what=in_words(verdict.plan, inputs.kinds),
+            why=f"{slower:.1f} % slower in the simulator",
+            iteration_s=verdict.iteration_s,
+        )
+
+
+def _notes(inputs: Inputs, best: Verdict) -> Iterator[str]:
+    yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory are left free"
+    if best.is_extrapolated:
+        yield "the iteration was extrapolated from two shorter batches"
+    offloads = any(group.offload for group in best.plan.groups)
+    if offloads and any(host is None for host in inputs.host_bytes):
+        yield "the cluster does not say how much host memory there is: it is taken to be enough"

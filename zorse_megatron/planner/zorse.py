@@ -1,0 +1,417 @@
+"""The search for the best plan: groupings, schedules, orders, sizes; then the simulator decides."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
+from zorse_megatron.planner.groupings import EVERY_PARTITION_UP_TO, Groupings
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.judge import Judge, Verdict, best_first
+from zorse_megatron.planner.orders import orders
+from zorse_megatron.planner.outcome import Progress
+from zorse_megatron.planner.stage import Level
+from zorse_megatron.planner.teams import Team, Teams
+from zorse_megatron.topology.partition import Candidate
+
+Way = tuple[str, int]
+"""Schedule and chunks of each group."""
+_CHUNKS = {"1f1b": (1,), "interleaved": (1, 2), "breadth_first": (1, 2, 4)}
+_QUICK_LEVELS = (2, 4)
+_LEVELS = (1, 2, 3, 4, 6, 8, 16)
+_TURNS = 6  # of looking around the best groupings
+_POLISHING_STEPS = 6
+_FIT_TRIES = 3
+_FINALISTS_PART = 0.6  # of the simulations; the rest is for the local search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much of everything the search does; it follows from the size of the cluster alone."""
+
+    listed: int
+    """Groupings that are scored."""
+    priced: int
+    """Of those, priced with one schedule."""
+    widened: int
+    """Groupings whose neighbours are looked at, and that are priced with all schedules."""
+    finalists: int
+    """Plans that the simulator sees before the local search."""
+    computations: int
+    """Forwards and backwards that may be simulated in all."""
+    orders: int = 3
+    """Orders of a grouping's groups that are priced."""
+    levels: tuple[int, ...] = (1, 2, 4, 8)
+    """Micro-batch levels that are priced."""
+    polished: int = 6
+    """Estimates whose levels and order are improved by closed form."""
+    layouts: int = 2
+    """Ways to deal out layers that are kept of each outline."""
+    followed: int = 6
+    """The best so many verdicts are followed by the local search."""
+    tries: int = 10
+    """Neighbours of a verdict that are simulated, at most."""
+    tolerance: float = 1.1
+    """Neighbours whose estimate is so much longer are not simulated."""
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> "Effort":
+        """More where GPUs are few."""
+        if inputs.world_size <= EVERY_PARTITION_UP_TO and len(inputs.space.schedules) == 1:
+            return cls(
+                listed=250,
+                priced=210,
+                widened=210,
+                finalists=120,
+                computations=400_000,
+                orders=24,
+                levels=_LEVELS,
+                layouts=4,
+                followed=12,
+                tries=60,
+                tolerance=1.35,
+            )
+        if inputs.world_size <= 16:
+            return cls(listed=250, priced=60, widened=16, finalists=30, computations=60_000)
+        if inputs.world_size <= 256:
+            return cls(
+                listed=250, priced=40, widened=14, finalists=12, computations=100_000, polished=10
+            )
+        if inputs.world_size <= 2048:
+            return cls(listed=150, priced=24, widened=5, finalists=8, computations=700_000)
+        return cls(listed=80, priced=12, widened=3, finalists=5, computations=1_500_000)
+
+
+class ZorseSearch:
+    """One search."""
+
+    def __init__(self, inputs: Inputs, on_progress: Callable[[Progress], None]) -> None:
+        self.inputs = inputs
+        self.report = on_progress
+        self.effort = Effort.of(inputs)
+        self.estimator = Estimator(inputs)
+        self.teams = Teams(inputs)
+        self.groupings = Groupings(self.estimator, self.teams)
+        self.judge = Judge(inputs, self.estimator)
+        self.verdicts: dict[object, Verdict] = {}
+        self.estimates: dict[object, Estimate] = {}
+
+    def run(self) -> list[Verdict]:
+        """All verdicts that fit, fastest first; empty where nothing does."""
+        outlines = self._promising()
+        self._price(outlines)
+        self._polish()
+        for number, estimate in enumerate(self._finalists(self.effort.finalists)):
+            self.report(Progress(phase="simulating", done=number, total=self.effort.finalists))
+            self.fit(estimate)
+        self._improve()
+        return best_first(list(self.verdicts.values()))
+
+    # Groupings.
+
+    def _promising(self) -> list[Candidate]:
+        """The groupings that are worth a closer look."""
+        rows = self.groupings.start(self.effort.listed)
+        self.report(Progress(phase="grouping", done=1, total=1 + _TURNS))
+        priced: dict[tuple[tuple[int, ...], ...], tuple[float, Candidate]] = {}
+
+        def price(found: list[tuple[float, Candidate]], most: int) -> None:
+            feasible = 0
+            for tries, (_, candidate) in enumerate(found, start=1):
+                estimate = self._quick(candidate)
+                if estimate is not None:
+                    feasible += 1
+                    priced[candidate.grouping] = (estimate.iteration_s, candidate)
+                if feasible >= most or tries >= 2 * most:
+                    return
+
+        price(rows, self.effort.priced)
+        for turn in range(_TURNS):
+            self.report(Progress(phase="grouping", done=1 + turn, total=1 + _TURNS))
+            best = sorted(priced.values(), key=lambda row: (row[0], row[1].grouping))
+            for _, candidate in best[: max(1, self.effort.widened // 2)]:
+                near = self.groupings.around(candidate.grouping, 2 * self.effort.priced)
+                price(near, max(2, self.effort.priced // 4))
+        best = sorted(priced.values(), key=lambda row: (row[0], row[1].grouping))
+        chosen = [candidate for _, candidate in best[: self.effort.widened]]
+        plain = [row[1] for row in rows if row[1].origin in ("together", "by kind", "by node")]
+        return list(dict.fromkeys([*chosen, *plain]))
+
+    def _quick_ways(self) -> list[Way]:
+        """One with little to recompute, and two that fit where memory is short."""
+        schedules = self.inputs.space.schedules
+        first = [name for name in ("interleaved", "1f1b") if name in schedules][:1]
+        ways = [(name, 1) for name in first]
+        return ways + [("breadth_first", n) for n in (2, 4) if "breadth_first" in schedules]
+
+    def _quick(self, candidate: Candidate) -> Estimate | None:
+        teams = self._in_order(candidate)
+        found = []
+        for way in self._quick_ways():
+            for level in self._levels(_QUICK_LEVELS):
+                found += self.estimator.best(self._outline(teams, level, way, candidate.origin))
+        return min(found, key=lambda estimate: estimate.iteration_s, default=None)
+
+    def _in_order(self, candidate: Candidate) -> tuple[Team, ...]:
+        return orders(self.inputs, [self.teams.of(group) for group in candidate.grouping])[0]
+
+    def _levels(self, wanted: tuple[int, ...]) -> list[int]:
+        most = self.inputs.space.max_micro_batch_size or wanted[-1]
+        most = min(most, self.inputs.global_batch_size)
+        return [level for level in wanted if level <= most] or [1]
+
+    @staticmethod
+    def _outline(teams: tuple[Team, ...], level: int, way: Way, origin: str) -> Outline:
+        return Outline(
+            teams=teams,
+            levels=(level,) * len(teams),
+            schedule=way[0],
+            num_chunks=way[1],
+            origin=origin,
+        )
+
+    # Prices.
+
+    def ways(self) -> list[Way]:
+        """Schedules and numbers of chunks."""
+        return [
+            (schedule, chunks)
+            for schedule in self.inputs.space.schedules
+            for chunks in _CHUNKS[schedule]
+        ]
+
+    def _price(self, found: list[Candidate]) -> None:
+        """Price groupings in all ways."""
+        for number, candidate in enumerate(found):
+            self.report(Progress(phase="pricing", done=number, total=len(found)))
+            groups = [self.teams.of(group) for group in candidate.grouping]
+            for teams in orders(self.inputs, groups)[: self.effort.orders]:
+                for way in self.ways():
+                    for level in self._levels(self.effort.levels):
+                        self._remember(self._outline(teams, level, way, candidate.origin))
+                if len(teams) == 1 and "breadth_first" in self.inputs.space.schedules:
+                    self._price_layer_by_layer(teams)
+
+    def _price_layer_by_layer(self, teams: tuple[Team, ...]) -> None:
+        """One group with a chunk for every layer or two: what Cephalo does."""
+        for chunks in (self.inputs.num_layers, -(-self.inputs.num_layers // 2)):
+            for level in self._levels(self.effort.levels):
+                self._remember(self._outline(teams, level, ("breadth_first", chunks), "together"))
+
+    def _remember(self, outline: Outline) -> Estimate | None:
+        found = self.estimator.best(outline, most=self.effort.layouts)
+        for estimate in found:
+            self.estimates.setdefault(_key(estimate), estimate)
+        return found[0] if found else None
+
+    def _polish(self) -> None:
+        """Better levels and orders for the best estimates, by closed form."""
+        for estimate in self._finalists(self.effort.polished):
+            best = estimate
+            for _ in range(_POLISHING_STEPS):
+                found = [
+                    near for each in self._swaps(best.outline) for near in self.estimator.best(each)
+                ]
+                better = min(found, key=lambda each: (each.iteration_s, each.layers), default=best)
+                if better.iteration_s > 0.999 * best.iteration_s:
+                    break
+                best = better
+                self.estimates.setdefault(_key(best), best)
+
+    def _swaps(self, outline: Outline) -> Iterator[Outline]:
+        """Neighbouring groups exchanged, one group's level one step up or down."""
+        levels = self._levels(_LEVELS)
+        for group, level in enumerate(outline.levels):
+            at = min(range(len(levels)), key=lambda i: abs(levels[i] - _most(level)))
+            for near in {max(0, at - 1), min(len(levels) - 1, at + 1)}:
+                if levels[near] != level:
+                    yield outline.with_level(group, levels[near])
+        yield from _orders_near(outline)
+
+    def _finalists(self, most: int) -> list[Estimate]:
+        """The best estimates, no more than a part of them with one schedule or one grouping."""
+        ranked = sorted(self.estimates.values(), key=lambda each: (each.iteration_s, each.layers))
+        taken: list[Estimate] = []
+        per_way: dict[object, int] = {}
+        for share in (3, 1):
+            for estimate in ranked:
+                outline = estimate.outline
+                ranks = tuple(team.ranks for team in outline.teams)
+                keys = ((outline.schedule, outline.num_chunks), (ranks, outline.schedule))
+                limits = (max(1, most // share), max(1, most // (2 * share)))
+                if estimate in taken or any(
+                    per_way.get(key, 0) >= limit for key, limit in zip(keys, limits, strict=True)
+                ):
+                    continue
+                taken.append(estimate)
+                for key in keys:
+                    per_way[key] = per_way.get(key, 0) + 1
+                if len(taken) == most:
+                    return taken
+        return taken
+
+    # Simulation.
+
+    def fit(self, estimate: Estimate | None) -> Verdict | None:
+        """Simulate, and ask for more free memory where it does not fit, a few times."""
+        for _ in range(_FIT_TRIES):
+            if estimate is None:
+                return None
+            verdict = self.judge.judge(estimate)
+            if verdict is None:
+                estimate = self._reserved(estimate, [0] * len(estimate.layers))
+                continue
+            if verdict.fits:
+                self._note(estimate, verdict)
+                return verdict
+            estimate = self._reserved(estimate, verdict.overflow_bytes)
+        return None
+
+    def _note(self, estimate: Estimate, verdict: Verdict) -> None:
+        """Keep a verdict; the whole simulation only of the fastest."""
+        fastest = best_first(list(self.verdicts.values()))[:1]
+        if fastest and fastest[0].iteration_s <= verdict.iteration_s:
+            verdict = replace(verdict, result=None)
+        else:
+            for key, other in self.verdicts.items():
+                self.verdicts[key] = replace(other, result=None)
+        self.verdicts.setdefault(_key(estimate), verdict)
+
+    def _reserved(self, estimate: Estimate, overflow: Sequence[int]) -> Estimate | None:
+        outline = estimate.outline
+        before = outline.reserves or (0,) * len(outline.teams)
+        step = max(1, min(self.inputs.capacities_bytes) // 200)
+        reserves = tuple(
+            reserve + (over + step if over > 0 or not any(o > 0 for o in overflow) else 0)
+            for reserve, over in zip(before, overflow, strict=True)
+        )
+        return self.estimator.estimate(replace(outline, reserves=reserves), estimate.layers)
+
+    # Local search.
+
+    def _improve(self) -> None:
+        """Follow the best verdicts to better ones, as long as the budget lasts."""
+        tried: set[object] = set()
+        while self.judge.num_computations < self.effort.computations:
+            ranked = best_first(list(self.verdicts.values()))
+            self.report(
+                Progress(
+                    phase="improving",
+                    done=self.judge.num_computations,
+                    total=self.effort.computations,
+                )
+            )
+            fresh = next(
+                (
+                    v
+                    for v in ranked[: self.effort.followed]
+                    if v.estimate and _key(v.estimate) not in tried
+                ),
+                None,
+            )
+            if fresh is None or fresh.estimate is None:
+                return
+            tried.add(_key(fresh.estimate))
+            self._step_from(fresh)
+
+    def _step_from(self, verdict: Verdict) -> None:
+        assert verdict.estimate is not None
+        here = verdict.estimate
+        found: dict[object, Estimate] = {}
+        for estimate in self._near(verdict):
+            key = _key(estimate)
+            if key not in self.verdicts and key not in found:
+                found[key] = estimate
+        ranked = sorted(found.values(), key=lambda each: (each.iteration_s, each.layers))
+        for estimate in ranked[: self.effort.tries]:
+            if estimate.iteration_s > self.effort.tolerance * here.iteration_s:
+                return
+            if self.judge.num_computations >= self.effort.computations:
+                return
+            better = self.fit(estimate)
+            if better is not None and better.iteration_s < 0.998 * verdict.iteration_s:
+                return  # go on from there
+
+    def _near(self, verdict: Verdict) -> Iterator[Estimate]:
+        """Estimates one step away: memory, levels, order, layers, schedule, grouping."""
+        estimate = verdict.estimate
+        assert estimate is not None
+        outline, layers = estimate.outline, estimate.layers
+        for each in self._near_outlines(outline, verdict):
+            yield from self.estimator.best(each)
+            if len(each.teams) == len(layers):
+                kept = self.estimator.estimate(each, layers)
+                if kept is not None:
+                    yield kept
+        for moved in _shifted(layers, 1):
+            kept = self.estimator.estimate(outline, moved)
+            if kept is not None:
+                yield kept
+
+    def _near_outlines(self, outline: Outline, verdict: Verdict) -> Iterator[Outline]:
+        free = [-overflow for overflow in verdict.overflow_bytes]
+        reserves = outline.reserves or (0,) * len(outline.teams)
+        if max(free) > 0 and any(group.recompute for group in verdict.plan.groups):
+            yield replace(
+                outline,
+                reserves=tuple(
+                    reserve - max(0, room) for reserve, room in zip(reserves, free, strict=True)
+                ),
+            )
+        levels = self._levels(_LEVELS)
+        for level in levels:
+            yield replace(outline, levels=(level,) * len(outline.teams))
+            for group, team in enumerate(outline.teams):
+                yield outline.with_level(group, level)
+                sizes = self.estimator.stages.sizes(team, outline.levels[group])
+                for cell in range(len(sizes)):
+                    yield outline.with_level(group, (*sizes[:cell], level, *sizes[cell + 1 :]))
+        yield from _orders_near(outline)
+        for schedule, chunks in self.ways():
+            if (schedule, chunks) != (outline.schedule, outline.num_chunks):
+                yield replace(outline, schedule=schedule, num_chunks=chunks, reserves=())
+        grouping = tuple(sorted(team.ranks for team in outline.teams))
+        for _, candidate in self.groupings.around(grouping, 60)[:6]:
+            teams = self._in_order(candidate)
+            for level in sorted({_most(level) for level in outline.levels}):
+                way = (outline.schedule, outline.num_chunks)
+                yield self._outline(teams, level, way, candidate.origin)
+
+
+def _orders_near(outline: Outline) -> Iterator[Outline]:
+    """Two groups that follow one another exchanged."""
+    for group in range(len(outline.teams) - 1):
+        order = list(range(len(outline.teams)))
+        order[group], order[group + 1] = order[group + 1], order[group]
+        yield replace(
+            outline,
+            teams=tuple(outline.teams[index] for index in order),
+            levels=tuple(outline.levels[index] for index in order),
+            reserves=(),
+        )
+
+
+def _most(level: Level) -> int:
+    return max(level) if isinstance(level, tuple) else level
+
+
+def _key(estimate: Estimate) -> object:
+    outline = estimate.outline
+    return (
+        tuple(team.ranks for team in outline.teams),
+        tuple(job.sizes for job in estimate.jobs),
+        outline.schedule,
+        outline.num_chunks,
+        tuple(stage.settings for stage in estimate.stages),
+        estimate.layers,
+    )
+
+
+def _shifted(layers: tuple[int, ...], least: int) -> Iterator[tuple[int, ...]]:
+    """One layer from one group to another."""
+    for source, count in enumerate(layers):
+        for target in range(len(layers)):
+            if source != target and count > least:
+                moved = list(layers)
+                moved[source] -= 1
+                moved[target] += 1
+                yield tuple(moved)
