@@ -7,8 +7,10 @@ SCRIPT.py is the user's own, unmodified training script, for instance upstream's
 without it, an equal GPT entry of ours runs on the installed megatron.training. Without
 `--zorse-plan` everything is stock. On a machine without a GPU, all of it runs on CPU over gloo.
 
-`--zorse-trace DIR` writes what each rank executed, and when. `--zorse-metrics FILE` appends one
-line of JSON per iteration, with loss and gradient norm in full precision; it needs no plan.
+`--zorse-trace DIR` writes what each rank executed, and when; `--zorse-memory DIR` what its memory
+held, by category. `--zorse-memory-limit GB` stops a rank that holds more. `--zorse-metrics FILE`
+appends one line of JSON per iteration, with loss and gradient norm in full precision; it needs no
+plan.
 """
 
 import sys
@@ -31,6 +33,8 @@ class Command:
     plan: Path | None
     trace: Path | None
     metrics: Path | None
+    memory: Path | None
+    memory_limit_bytes: int | None
     megatron: tuple[str, ...]
 
 
@@ -40,8 +44,14 @@ def split_command(argv: Sequence[str]) -> Command:
     script = None
     if rest and not rest[0].startswith("-") and rest[0].endswith(".py"):
         script = Path(rest.pop(0))
-    ours: dict[str, Path | None] = dict.fromkeys(
-        ("--zorse-plan", "--zorse-trace", "--zorse-metrics")
+    ours: dict[str, str | None] = dict.fromkeys(
+        (
+            "--zorse-plan",
+            "--zorse-trace",
+            "--zorse-metrics",
+            "--zorse-memory",
+            "--zorse-memory-limit",
+        )
     )
     megatron: list[str] = []
     problems = []
@@ -56,23 +66,51 @@ def split_command(argv: Sequence[str]) -> Command:
         elif ours[flag] is not None:
             problems.append(_given_twice(flag))
         else:
-            ours[flag] = Path(value if equals else rest.pop(0))
+            ours[flag] = value if equals else rest.pop(0)
     if script is not None and not script.is_file():
         problems.append(_no_script(script))
-    if ours["--zorse-trace"] is not None and ours["--zorse-plan"] is None:
-        problems.append(_trace_without_plan())
+    problems += [
+        _needs_plan(flag)
+        for flag in ("--zorse-trace", "--zorse-memory", "--zorse-memory-limit")
+        if ours[flag] is not None and ours["--zorse-plan"] is None
+    ]
+    limit_bytes = _limit_bytes(ours["--zorse-memory-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
+    paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
     return Command(
         script=script,
-        plan=ours["--zorse-plan"],
-        trace=ours["--zorse-trace"],
-        metrics=ours["--zorse-metrics"],
+        plan=paths["--zorse-plan"],
+        trace=paths["--zorse-trace"],
+        metrics=paths["--zorse-metrics"],
+        memory=paths["--zorse-memory"],
+        memory_limit_bytes=limit_bytes,
         megatron=tuple(megatron),
     )
 
 
-def _unknown_flag(flag: str, ours: dict[str, Path | None]) -> Problem:
+def _limit_bytes(text: str | None, problems: list[Problem]) -> int | None:
+    """Read a number of gigabytes; notes a problem with anything else."""
+    if text is None:
+        return None
+    try:
+        limit_bytes = float(text) * 1e9
+    except ValueError:
+        limit_bytes = 0.0
+    if 1 <= limit_bytes < float("inf"):
+        return int(limit_bytes)
+    problems.append(
+        Problem(
+            where="--zorse-memory-limit",
+            found=f"{text!r}",
+            expected="a number of gigabytes (10^9 bytes), more than 0",
+            remedy="Write, for example, --zorse-memory-limit 14.5.",
+        )
+    )
+    return None
+
+
+def _unknown_flag(flag: str, ours: dict[str, str | None]) -> Problem:
     return Problem(
         where=flag,
         found="an unknown flag",
@@ -81,12 +119,12 @@ def _unknown_flag(flag: str, ours: dict[str, Path | None]) -> Problem:
     )
 
 
-def _trace_without_plan() -> Problem:
+def _needs_plan(flag: str) -> Problem:
     return Problem(
-        where="--zorse-trace",
+        where=flag,
         found="no --zorse-plan",
-        expected="a plan: a trace says how its actions were executed",
-        remedy="Add --zorse-plan PATH, or leave --zorse-trace out.",
+        expected="a plan: it says how the plan's actions were executed",
+        remedy=f"Add --zorse-plan PATH, or leave {flag} out.",
     )
 
 
@@ -97,7 +135,7 @@ def _given_twice(flag: str) -> Problem:
 
 
 def _no_value(flag: str) -> Problem:
-    return Problem(where=flag, found="no value", expected="a path", remedy=f"Write {flag} PATH.")
+    return Problem(where=flag, found="no value", expected="one", remedy=f"Write {flag} VALUE.")
 
 
 def _no_script(script: Path) -> Problem:
@@ -129,7 +167,12 @@ def run(argv: Sequence[str]) -> None:
     from zorse_megatron.adapter.activate import PlanRun, activate
 
     if command.plan is not None:
-        plan_run = PlanRun(plan=plan, trace_directory=command.trace)
+        plan_run = PlanRun(
+            plan=plan,
+            trace_directory=command.trace,
+            memory_directory=command.memory,
+            memory_limit_bytes=command.memory_limit_bytes,
+        )
     activate(plan_run)
     if command.metrics is not None:
         from zorse_megatron.adapter import rebind

@@ -90,6 +90,8 @@ def our_flags():
         "--zorse-plan",
         "--zorse-trace",
         "--zorse-metrics",
+        "--zorse-memory",
+        "--zorse-memory-limit",
     }
 
 

@@ -23,6 +23,8 @@ class PlanRun:
 
     plan: Plan
     trace_directory: Path | None = None
+    memory_directory: Path | None = None
+    memory_limit_bytes: int | None = None
 
 
 def activate(run: PlanRun | None) -> None:

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.loss_report import with_token_counts
+from zorse_megatron.adapter.memory_probes import KeptActivations
 from zorse_megatron.adapter.process_groups import at_chunk
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
@@ -67,6 +68,8 @@ class MegatronChunkRunner:
     tied: TiedEmbedding | None
     activations: ActivationOffload | None = None
     """Where activations wait, if the group offloads them."""
+    kept: KeptActivations | None = None
+    """Counts what forwards keep, if somebody wants to know."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
     stock_step: Callable[[], Any] | None = None
@@ -129,13 +132,18 @@ class MegatronChunkRunner:
         if self.backwards_left[chunk] == 0:
             self._let_gradients_sync(chunk)
         shards = self.inputs.models[chunk].shards
+        if self.reducing and all(self.inputs.models[c].shards.is_reduced for c in self.reducing):
+            self._finish_reductions()  # gives memory back
         if shards is not None:
             shards.open_gradients()
             shards.wait_until_whole()
         if self.activations is not None:
             self._bring_next_back()
             self.activations.wait_until_back((chunk, micro_batch.index))
-        return backward_step(activation, output, gradient, self.inputs.config)
+        input_gradient = backward_step(activation, output, gradient, self.inputs.config)
+        if self.kept is not None:
+            self.kept.forget((chunk, micro_batch.index))
+        return input_gradient
 
     def reduce(self, chunk: int) -> None:
         """Sum gradients over the group: the DDP wrapper's reduce-scatter into uneven shards.
@@ -207,13 +215,18 @@ class MegatronChunkRunner:
 
     def _offloading(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Send what this forward keeps to the host, unless its backward comes next."""
-        if self.activations is None or self.inputs.forward_only:
+        if self.inputs.forward_only:
             return contextlib.nullcontext()
-        following = self._bring_next_back()
         mine = (chunk, micro_batch.index)
-        if following is not None and _key(following) == mine:
-            return contextlib.nullcontext()
-        return self.activations.keeping(mine)
+        leaves = False
+        if self.activations is not None:
+            following = self._bring_next_back()
+            leaves = following is None or _key(following) != mine
+        if self.kept is not None:
+            return self.kept.counting(mine, leaves=leaves)
+        if leaves and self.activations is not None:
+            return self.activations.keeping(mine)
+        return contextlib.nullcontext()
 
     def _bring_next_back(self) -> Action | None:
         """Before a computation: start to bring back what the one behind it needs; returns that."""

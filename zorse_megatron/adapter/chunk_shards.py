@@ -159,6 +159,11 @@ class ChunkShards:
         self._reduction = Works([work for work in works if work is not None])
         self._reduced = True
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the sums have arrived, or none are under way; never waits."""
+        return self._reduction is None or self._reduction.is_completed()
+
     def finish_reduction(self) -> None:
         """Wait for the sums, keep this rank's shard of them and let the rest go."""
         if self._reduction is None:

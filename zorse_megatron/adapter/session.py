@@ -1,8 +1,9 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from zorse_megatron.adapter.chunk_runner import (
     iterator_per_chunk,
 )
 from zorse_megatron.adapter.loss_report import IdleReplicaLosses
+from zorse_megatron.adapter.memory_probes import (
+    KeptActivations,
+    gradient_bytes,
+    parameter_bytes,
+    state_bytes,
+)
 from zorse_megatron.adapter.process_groups import (
     PlanGroups,
     collection_of,
@@ -27,6 +34,7 @@ from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.memory_ledger import MemoryLedger
 from zorse_megatron.runtime.transport import make_transport
 from zorse_megatron.schedules.actions import COMPUTE, SENDS, Action, ActionLists, Kind
 from zorse_megatron.schedules.lower import lower_plan
@@ -51,6 +59,8 @@ class PlanSession:
     tied_embeddings: bool
     sequence_length: int
     trace_directory: Path | None = None
+    memory_directory: Path | None = None
+    memory_limit_bytes: int | None = None
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)
@@ -71,6 +81,9 @@ class PlanSession:
         self.sharded_chunks = gathered_before_use(self.training.ranks[self.rank])
         self.optimizers: list[Any] = []
         self.settled = False
+        self.activations: ActivationOffload | None = None
+        self.kept: KeptActivations | None = None
+        self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
         self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
         self.host_link = HostLink(_device()) if self.offload != Offload() else None
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
@@ -121,11 +134,12 @@ class PlanSession:
         if isinstance(data_iterator, list):
             (data_iterator,) = data_iterator
         config = get_model_config(models[0])
-        self._settle(models)
+        chunk_models = dict(zip(self.chunks, models, strict=True))
+        self._settle(models, chunk_models)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
             data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.num_chunks),
-            models=dict(zip(self.chunks, models, strict=True)),
+            models=chunk_models,
             config=config,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
@@ -137,10 +151,11 @@ class PlanSession:
             num_micro_batches=len(self.micro_batches),
             num_chunks=self.num_chunks,
             tied=self.tied,
-            activations=self._activation_offload(models),
+            activations=self.activations,
+            kept=self.kept,
             computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
         )
-        executor = self._executor(config)
+        executor = self._executor(config, chunk_models)
         lists = self.evaluation if forward_only else self.training
         timers = config.timers
         if timers is not None:
@@ -161,12 +176,15 @@ class PlanSession:
         self.runner = None  # drops this step's graph and losses
         return result
 
-    def save_trace(self) -> None:
-        """Write what was executed, if asked for."""
+    def save_records(self) -> None:
+        """Write what was executed and what memory held, if asked for."""
         if self.trace_directory is not None:
             self.trace.save(self.trace_directory, rank=self.rank)
+        if self.memory_directory is not None and self.executor is not None:
+            assert self.executor.ledger is not None
+            self.executor.ledger.save(self.memory_directory)
 
-    def _executor(self, config: Any) -> Executor:
+    def _executor(self, config: Any, models: Mapping[int, Any]) -> Executor:
         if self.executor is None:
             backend, device = dist.get_backend(), _device()
             self.executor = Executor(
@@ -187,7 +205,26 @@ class PlanSession:
                 ),
                 trace=self.trace,
             )
+            self.executor.ledger = self._ledger(self.executor, models, device)
         return self.executor
+
+    def _ledger(
+        self, executor: Executor, models: Mapping[int, Any], device: torch.device
+    ) -> MemoryLedger:
+        on_gpu = device.type == "cuda"
+        return MemoryLedger(
+            {
+                "parameters": partial(parameter_bytes, models),
+                "gradients": partial(gradient_bytes, models),
+                "optimizer state": partial(state_bytes, self.optimizers),
+                "activations": lambda: self.kept.num_bytes if self.kept is not None else 0,
+                "buffers": lambda: executor.message_bytes,
+            },
+            rank=self.rank,
+            samples=self.watches_memory,
+            limit_bytes=self.memory_limit_bytes,
+            allocated=partial(torch.cuda.memory_allocated, device) if on_gpu else None,
+        )
 
     @contextmanager
     def state_on_device(self) -> Iterator[None]:
@@ -198,7 +235,7 @@ class PlanSession:
                     stack.enter_context(optimizer.host_state.on_device())
             yield
 
-    def _settle(self, models: list[Any]) -> None:
+    def _settle(self, models: list[Any], by_chunk: Mapping[int, Any]) -> None:
         """Before the first step: let go of what the list does not start with.
 
         Until then all parameters are whole and on the device, so that the optimizer can be built
@@ -207,10 +244,14 @@ class PlanSession:
         if self.settled:
             return
         self.settled = True
+        is_parameter = partial(_is_parameter, models)
+        if self.offload.activations:
+            assert self.host_link is not None
+            self.activations = ActivationOffload(link=self.host_link, stays=is_parameter)
+        if self.watches_memory:
+            self.kept = KeptActivations(is_parameter, self.activations)
         sharded = {
-            chunk: model.shards
-            for chunk, model in zip(self.chunks, models, strict=True)
-            if model.shards is not None
+            chunk: model.shards for chunk, model in by_chunk.items() if model.shards is not None
         }
         for shards in sharded.values():
             shards.release()
@@ -224,20 +265,6 @@ class PlanSession:
             assert self.host_link is not None
             for optimizer in self.optimizers:
                 optimizer.keep_in_host(self.host_link, optimizer_state=self.offload.optimizer_state)
-
-    def _activation_offload(self, models: list[Any]) -> ActivationOffload | None:
-        if not self.offload.activations:
-            return None
-        assert self.host_link is not None
-
-        def is_parameter(address: int) -> bool:
-            return any(
-                buffer.param_data.untyped_storage().data_ptr() == address
-                for model in models
-                for buffer in model.buffers
-            )
-
-        return ActivationOffload(link=self.host_link, stays=is_parameter)
 
     def _idle_losses(self) -> IdleReplicaLosses:
         replicas = self.plan.groups[self.plan.chunks[-1].group].replicas
@@ -259,6 +286,14 @@ class PlanSession:
                 if action.kind in SENDS and action.peer is not None
             }
         )
+
+
+def _is_parameter(models: list[Any], address: int) -> bool:
+    return any(
+        buffer.param_data.untyped_storage().data_ptr() == address
+        for model in models
+        for buffer in model.buffers
+    )
 
 
 _PLACES = frozenset({Kind.FETCH, Kind.OFFLOAD})

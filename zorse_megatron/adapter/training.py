@@ -59,6 +59,8 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_length=args.seq_length,
         trace_directory=run.trace_directory,
+        memory_directory=run.memory_directory,
+        memory_limit_bytes=run.memory_limit_bytes,
     )
     _configure(cfg, session)
     with rebind.applied(_records(session)), watched(session):
@@ -94,7 +96,7 @@ def watched(session: PlanSession) -> Iterator[None]:
         heartbeat.fail(error)
         raise
     finally:
-        session.save_trace()
+        session.save_records()
 
 
 def _check_same_plan(run: PlanRun) -> None:

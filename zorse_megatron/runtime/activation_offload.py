@@ -33,15 +33,17 @@ class ActivationOffload:
     _leaving: list[HostBacked] = field(default_factory=list)
 
     @contextmanager
-    def keeping(self, key: tuple[int, int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Run a forward within; yields what it saved so far, by storage address.
+    def keeping(
+        self, key: tuple[int, int], also: Callable[[torch.Tensor], object] = lambda _: None
+    ) -> Iterator[None]:
+        """Run a forward within; when the block ends, what it saved starts to leave.
 
-        When the block ends, what is in the dictionary starts to leave. The caller may remove what
-        others need at once, such as the output.
+        `also` is called with every saved tensor: of nested hooks only the innermost ones are.
         """
         found: dict[int, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
+            also(tensor)
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
             is_activation = tensor.requires_grad and not self.stays(address)
@@ -51,7 +53,7 @@ class ActivationOffload:
             return tensor.detach()
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield found
+            yield
         # What the forward before this one kept has had this one's time to leave.
         self.let_go(wait=True)
         memories = [HostBacked(tensor, self.link) for tensor in found.values()]

@@ -1,7 +1,7 @@
 """Tensors that travel between chunks: cut along the batch dimension, joined again."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -81,6 +81,12 @@ class Mailbox:
         if len(parts) == 1:
             return parts[0].buffer
         return torch.cat([piece.buffer for piece in parts], dim=1)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that is arriving or leaving."""
+        for pieces in self.incoming.values():
+            yield from (piece.buffer for piece in pieces)
+        yield from (part for _, part in self.leaving)
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from zorse_megatron.runtime.activations import Mailbox
+from zorse_megatron.runtime.memory_ledger import MemoryLedger
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
 from zorse_megatron.trace import Trace
@@ -66,6 +67,7 @@ class Executor:
         last_chunk: int,
         mailbox: Mailbox,
         trace: Trace,
+        ledger: MemoryLedger | None = None,
     ) -> None:
         """`micro_batches`, `chunks`: this rank's; `last_chunk`: that of the whole model.
 
@@ -76,6 +78,7 @@ class Executor:
         self.last_chunk = last_chunk
         self.mailbox = mailbox
         self.trace = trace
+        self.ledger = ledger
         self.step = -1
         self.rest: list[Action] = []
         self.to_send: dict[tuple[Kind, int, int], torch.Tensor] = {}
@@ -103,7 +106,14 @@ class Executor:
         remaining = self._count_sends(actions)
         for action in actions:
             with self.trace.record(self.step, action):
-                self._execute(action, runner, remaining)
+                try:
+                    self._execute(action, runner, remaining)
+                except torch.OutOfMemoryError as error:
+                    if self.ledger is None:
+                        raise
+                    raise self.ledger.out_of_memory(action) from error
+            if self.ledger is not None and self.ledger.samples:
+                self.ledger.sample(self.step, action)
 
     @staticmethod
     def _count_sends(actions: Sequence[Action]) -> dict[tuple[Kind, int, int], int]:
@@ -127,6 +137,13 @@ class Executor:
             self._backward(action, runner)
         else:
             self._on_state(action, runner)
+
+    @property
+    def message_bytes(self) -> int:
+        """What is on its way between chunks, on this rank's device."""
+        tensors = [*self.to_send.values(), *self.handed_over.values(), *self.mailbox.tensors()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
 
     def _forward(self, action: Action, runner: ChunkRunner) -> None:
         chunk, micro_batch = self._operands(action)

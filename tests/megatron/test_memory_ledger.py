@@ -1,0 +1,137 @@
+"""What the runtime holds is what the simulator says, by category.
+
+The memory model is the planner's own for a model of this shape in float32, with unfused attention
+and no dropout. It counts parameters without the padding to multiples of 64 elements that stock's
+buffers have, so layers here are large enough for that not to matter.
+"""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.megatron.comparison import LAYOUTS
+from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.ministages import (
+    BOTH_ENDS,
+    LAYERED,
+    NEIGHBOURS,
+    TWO_BY_TWO,
+    in_the_host,
+    with_settings,
+)
+from tests.megatron.test_exactness import UNTIED, flags_for
+from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.costs.memory import TransformerMemory, precision_of
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.plan import Plan, Recompute, Schedule
+from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.ledger import Category
+
+HIDDEN, SEQUENCE, VOCABULARY = 128, 64, 256
+MODEL = ModelShape(
+    name="small",
+    num_layers=4,
+    hidden_size=HIDDEN,
+    ffn_hidden_size=4 * HIDDEN,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=HIDDEN // 4,
+    vocab_size=VOCABULARY,
+    seq_length=SEQUENCE,
+    position_embedding="learned",
+    max_positions=SEQUENCE,
+)
+MEMORY = TransformerMemory(
+    model=MODEL, dtype="float32", precision=precision_of("float32"), attention="unfused"
+)
+PLANS = {
+    "1f1b": LAYOUTS["2|1|2"],
+    "1f1b, full recomputation": with_settings(LAYOUTS["2|1|2"], Recompute(mode="full")),
+    "breadth first": TWO_BY_TWO,
+    "interleaved": with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
+    "layered accumulation": LAYERED,
+    "neighbouring chunks": NEIGHBOURS,
+    "in the host": in_the_host(BOTH_ENDS),
+}
+
+
+def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
+    save_plan(plan, work / "plan.json")
+    flags = [*flags_for(corpus, *UNTIED, steps=3)]
+    for name, value in (("--hidden-size", HIDDEN), ("--seq-length", SEQUENCE)):
+        flags[flags.index(name) + 1] = str(value)
+    flags[flags.index("--max-position-embeddings") + 1] = str(SEQUENCE)
+    flags += ["--zorse-plan", str(work / "plan.json"), *more]
+    return run_ranks(flags, plan.world_size, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_peaks_are_those_of_the_simulator(name: str, corpus: Path, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
+    predicted = simulate(
+        plan,
+        FakeCompute(),
+        MEMORY,
+        FakeComm(),
+        ["kind"] * plan.world_size,
+        sequence_length=SEQUENCE,
+    )
+    for rank in range(plan.world_size):
+        found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())
+        peaks = {category: peak["num_bytes"] for category, peak in found["peaks"].items()}
+        expected = {c: moment.num_bytes for c, moment in predicted.memory[rank].by_category.items()}
+        group = plan.groups[plan.group_of_rank(rank)]
+        assert peaks["parameters"] == pytest.approx(expected[Category.PARAMETERS], rel=0.01)
+        assert peaks["optimizer state"] == pytest.approx(
+            expected[Category.OPTIMIZER_STATE], rel=0.01
+        )
+        # When a sum arrives is not in the runtime's hands: until then two chunks have gradients.
+        assert 0.99 * expected[Category.GRADIENTS] <= peaks["gradients"]
+        assert peaks["gradients"] <= 1.01 * most_gradient_bytes(plan, rank)
+        if group.recompute is None and len(plan.chunks) - 1 not in plan.chunks_of_group(
+            plan.group_of_rank(rank)
+        ):
+            # Between actions; what exists within one only, the ledger does not see: a layer that
+            # is recomputed, and logits.
+            assert peaks["activations"] == pytest.approx(expected[Category.ACTIVATIONS], rel=0.05)
+            if plan.schedule.name != "breadth_first":
+                assert peaks["total"] == pytest.approx(predicted.memory[rank].total_bytes, rel=0.05)
+
+
+def most_gradient_bytes(plan: Plan, rank: int) -> int:
+    """Whole gradients of all chunks, or of two neighbours and shards of the others."""
+    number = plan.group_of_rank(rank)
+    last = len(plan.chunks) - 1
+    sizes = []
+    for chunk in plan.chunks_of_group(number):
+        first, stop = plan.chunks[chunk].layers
+        count = (stop - first) * MEMORY.layer_parameters()
+        count += MEMORY.embedding_parameters() if chunk == 0 else 0
+        count += MEMORY.head_parameters(tied_on_same_rank=False) if chunk == last else 0
+        sizes.append(MEMORY.gradient_bytes(count))
+    if plan.schedule.name != "breadth_first":
+        return sum(sizes)
+    weights = {r.ranks[0]: r.shard_weight for r in plan.groups[number].replicas}
+    share = weights[rank] / sum(weights.values())
+    rest = [a + b for a, b in pairwise(sizes)] or sizes
+    return max(int(two + share * (sum(sizes) - two)) for two in rest)
+
+
+def test_a_rank_over_its_limit_says_what_would_help(corpus: Path, tmp_path: Path) -> None:
+    result = run(LAYOUTS["2|1"], corpus, tmp_path, "--zorse-memory-limit", "0.004")
+    assert all(code not in (0, None) for code in result.returncodes)
+    said = "\n".join(result.outputs)
+    assert "A rank needs more memory than it has" in said
+    assert "expected 4,000,000 bytes" in said
+    assert "Most of it is" in said and "(chunk 1)" in said
+
+
+def test_a_limit_that_is_no_number_is_refused(corpus: Path, tmp_path: Path) -> None:
+    result = run(LAYOUTS["2|1"], corpus, tmp_path, "--zorse-memory-limit", "plenty")
+    assert set(result.returncodes) == {2}
+    assert "--zorse-memory-limit: found 'plenty'" in result.outputs[0]

@@ -1,0 +1,118 @@
+"""What a rank's memory holds, by category, sampled behind every action.
+
+Counted are the bytes of what the runtime knows: whole parameters and gradients, shards, optimizer
+state, what forwards keep, messages. On a GPU the allocator's own figure stands beside them. The
+categories are those of the simulator, so that the two can be compared.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.schedules.actions import Action
+
+# What helps where a category is too large, in the words of the plan file.
+_REMEDIES = {
+    "parameters": "give the group more chunks under breadth_first, or offload.parameters",
+    "gradients": "give the group more chunks under breadth_first, or fewer layers",
+    "optimizer state": "give the rank a smaller shard_weight, or offload.optimizer_state",
+    "activations": "use recompute in the group, a smaller micro_batch_size, or "
+    "offload.activations with full recompute",
+    "buffers": "use a smaller micro_batch_size",
+}
+
+
+class MemoryLimitError(ZorseError):
+    """A rank holds more than it may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """A highest value, and the first action behind which it was seen."""
+
+    num_bytes: int
+    step: int
+    action: str
+
+
+class MemoryLedger:
+    """Samples `probes` behind every action; keeps the peaks, and stops the rank at a limit."""
+
+    def __init__(
+        self,
+        probes: Mapping[str, Callable[[], int]],
+        *,
+        rank: int,
+        samples: bool = True,
+        limit_bytes: int | None = None,
+        allocated: Callable[[], int] | None = None,
+    ) -> None:
+        """`probes`: category -> its bytes on the device now; `allocated`: the allocator's figure.
+
+        `samples`: whether to look behind every action, or only when the device has no more.
+
+        The limit counts for the allocator's figure, or without one for the sum of the categories.
+        """
+        self.probes = dict(probes)
+        self.rank = rank
+        self.samples = samples
+        self.limit_bytes = limit_bytes
+        self.allocated = allocated
+        self.peaks: dict[str, Peak] = {}
+        self.at_peak: dict[str, int] = {}
+        """The categories when their sum was highest."""
+
+    def sample(self, step: int, action: Action) -> None:
+        """Look at everything once. Raises MemoryLimitError beyond the limit."""
+        now = {category: probe() for category, probe in self.probes.items()}
+        total = sum(now.values())
+        if total > self._peak_bytes("total"):
+            self.at_peak = now
+        seen = {**now, "total": total}
+        if self.allocated is not None:
+            seen["allocated"] = self.allocated()
+        for category, num_bytes in seen.items():
+            if num_bytes > self._peak_bytes(category):
+                self.peaks[category] = Peak(num_bytes=num_bytes, step=step, action=str(action))
+        held = seen.get("allocated", total)
+        if self.limit_bytes is not None and held > self.limit_bytes:
+            raise self.too_much(action, now, f"{held:,} bytes", f"{self.limit_bytes:,} bytes")
+
+    def out_of_memory(self, action: Action) -> MemoryLimitError:
+        """What to raise when the device itself has no more."""
+        now = {category: probe() for category, probe in self.probes.items()}
+        return self.too_much(action, now, "no memory left on the device", "enough for the action")
+
+    def too_much(
+        self, action: Action, now: Mapping[str, int], found: str, expected: str
+    ) -> MemoryLimitError:
+        """Name the largest category, the chunk at work, and the setting that would help."""
+        largest = max(now, key=lambda category: now[category])
+        listed = ", ".join(f"{category} {num_bytes:,}" for category, num_bytes in now.items())
+        at = "" if action.chunk is None else f" (chunk {action.chunk})"
+        return MemoryLimitError(
+            "A rank needs more memory than it has",
+            [
+                Problem(
+                    where=f"rank {self.rank} at {action}{at}",
+                    found=f"{found}: {listed} bytes",
+                    expected=expected,
+                    remedy=f"Most of it is {largest}: {_REMEDIES.get(largest, 'make a new plan')}; "
+                    "or let `zorse plan` find a plan with a larger --margin.",
+                )
+            ],
+        )
+
+    def save(self, directory: Path) -> Path:
+        """Write `memory-rank<rank>.json` and return its path."""
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"memory-rank{self.rank}.json"
+        peaks = {category: asdict(peak) for category, peak in self.peaks.items()}
+        content = {"rank": self.rank, "peaks": peaks, "at_peak_bytes": self.at_peak}
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
+
+    def _peak_bytes(self, category: str) -> int:
+        return self.peaks[category].num_bytes if category in self.peaks else -1
