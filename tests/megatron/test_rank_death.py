@@ -43,8 +43,8 @@ def latest(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("death", "name", "reason"),
     [
-        ("kill:1:5", "rank 1 (group 0, layers 0 to 0)", "has been silent for"),
-        ("raise:3:5", "rank 3 (group 2, layers 3 to 3)", "failed (ValueError: this rank has"),
+        ("kill:1:5", "rank 1 (group 0, layers 0)", "has been silent for"),
+        ("raise:3:5", "rank 3 (group 2, layers 3)", "failed (ValueError: this rank has"),
     ],
 )
 def test_rank_that_dies_in_a_step(death: str, name: str, reason: str, tmp_path: Path) -> None:
