@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.fake_trace import ACTION_S, fake_spans
 from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
 from zorse_megatron.plots.curves import Curve, draw_curves
 from zorse_megatron.plots.gantt import draw_gantt
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
@@ -105,3 +106,25 @@ def test_the_fastest_step_is_shown(traces):
 def test_no_training_step_is_an_error():
     with pytest.raises(ValueError, match="found no training step"):
         fastest_step({0: []})
+
+
+def line(**changes):
+    options = {"label": "a", "chunks": [1, 2], "predicted": [1.0, 0.6], "iteration_s": [2.0, 1.0]}
+    return ChunkLine(**{**options, **changes})
+
+
+def test_memory_by_chunks_is_drawn(tmp_path):
+    path = draw_by_chunks(
+        tmp_path / "chunks.png",
+        [line(), line(measured_chunks=[2], measured=[0.61])],
+        [Level(label="a formula", share=0.5)],
+        title="t",
+        time_title="u",
+    )
+    assert {rgb("#0072B2"), rgb("#E69F00")} <= colours_of(path)
+
+
+@pytest.mark.parametrize("changes", [{"iteration_s": [2.0]}, {"measured": [0.5]}])
+def test_memory_by_chunks_wants_whole_lines(tmp_path, changes):
+    with pytest.raises(ValueError, match="one for each"):
+        draw_by_chunks(tmp_path / "c.png", [line(**changes)], [], title="t", time_title="u")

@@ -140,10 +140,10 @@ class MegatronChunkRunner:
         if self.activations is not None:
             self._bring_next_back()
             self.activations.wait_until_back((chunk, micro_batch.index))
-        input_gradient = backward_step(activation, output, gradient, self.inputs.config)
-        if self.kept is not None:
-            self.kept.forget((chunk, micro_batch.index))
-        return input_gradient
+        # Counts what is computed again.
+        counting = contextlib.nullcontext() if self.kept is None else self.kept.counting()
+        with counting:
+            return backward_step(activation, output, gradient, self.inputs.config)
 
     def reduce(self, chunk: int) -> None:
         """Sum gradients over the group: the DDP wrapper's reduce-scatter into uneven shards.
@@ -223,7 +223,7 @@ class MegatronChunkRunner:
             following = self._bring_next_back()
             leaves = following is None or _key(following) != mine
         if self.kept is not None:
-            return self.kept.counting(mine, leaves=leaves)
+            return self.kept.counting(mine if leaves else None)
         if leaves and self.activations is not None:
             return self.activations.keeping(mine)
         return contextlib.nullcontext()

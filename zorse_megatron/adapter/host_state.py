@@ -82,13 +82,13 @@ class HostState:
             flat = torch.cat([state[shard][name].view(-1) for shard in shards])
             for shard, part in zip(shards, _cut(flat, shards), strict=True):
                 state[shard][name] = part.view_as(shard)
-            memories.append(HostBacked(flat, self.link))
+            memories.append(HostBacked(flat, self.link, "optimizer state"))
         main = [s for p, s in self._shards[id(chunk)] if p.dtype != torch.float32]
         if main:
             flat = torch.cat([shard.detach().view(-1) for shard in main])
             for shard, part in zip(main, _cut(flat, main), strict=True):
                 shard.data = part.view_as(shard)
-            memories.append(HostBacked(flat, self.link))
+            memories.append(HostBacked(flat, self.link, "optimizer state"))
         for memory in memories:
             memory.send()
             memory.let_go(wait=True)

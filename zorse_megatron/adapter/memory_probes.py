@@ -1,5 +1,7 @@
 """What a training run under a plan holds on the device, asked of Megatron's objects."""
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,44 +47,76 @@ def state_bytes(optimizers: list[Any]) -> int:
 
 
 class KeptActivations:
-    """Counts what forwards keep for their backwards, by storage."""
+    """Counts what forwards keep for their backwards, by storage, also while an action runs.
+
+    A saved tensor counts from when autograd saves it until it drops it: what a backward computes
+    again counts while it is there, layer by layer.
+    """
 
     def __init__(
         self, is_parameter: Callable[[int], bool], offload: ActivationOffload | None
     ) -> None:
         self.is_parameter = is_parameter
         self.offload = offload
-        self.kept: dict[tuple[int, int], int] = {}
+        self._holders: Counter[int] = Counter()
+        """Storage (by identity) -> saved tensors that hold it."""
+        self._watched: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._sizes: dict[int, int] = {}
+        self._held_bytes = 0
+        self._highest_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         """On the device now."""
-        away = self.offload.away if self.offload is not None else {}
-        gone = sum(m.num_bytes for memories in away.values() for m in memories if m.is_away)
-        return sum(self.kept.values()) - gone
+        return self._held_bytes - self._away_bytes()
+
+    def highest_bytes(self) -> int:
+        """On the device at most since the last call."""
+        now = self.num_bytes
+        highest, self._highest_bytes = max(now, self._highest_bytes), now
+        return highest
 
     @contextmanager
-    def counting(self, key: tuple[int, int], *, leaves: bool) -> Iterator[None]:
-        """Count what a forward within the block saves; `leaves`: for it to wait in the host."""
-        found: dict[int, int] = {}
+    def counting(self, key: tuple[int, int] | None = None) -> Iterator[None]:
+        """Count what computations within the block save; `key`: for it to wait in the host."""
+        away_bytes = self._away_bytes()
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if not self.is_parameter(storage.data_ptr()):
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.detach()
+            if not self.is_parameter(tensor.untyped_storage().data_ptr()):
+                self.hold(kept, away_bytes=away_bytes)
+            return kept
 
-        if leaves and self.offload is not None:
-            with self.offload.keeping(key, note):
+        if key is not None and self.offload is not None:
+            with self.offload.keeping(key, keep):
                 yield
         else:
-            with saved_tensors_hooks(note, lambda tensor: tensor):
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
                 yield
-        self.kept[key] = sum(found.values())
 
-    def forget(self, key: tuple[int, int]) -> None:
-        """The backward is done."""
-        self.kept.pop(key, None)
+    def hold(self, tensor: torch.Tensor, *, away_bytes: int | None = None) -> None:
+        """Count a tensor's storage for as long as the tensor lives."""
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        if not self._holders[identity]:
+            self._sizes[identity] = storage.nbytes()
+            self._held_bytes += storage.nbytes()
+        self._holders[identity] += 1
+        watch = id(tensor)
+        self._watched[watch] = weakref.ref(tensor, lambda _: self._drop(watch, identity))
+        away_bytes = self._away_bytes() if away_bytes is None else away_bytes
+        self._highest_bytes = max(self._highest_bytes, self._held_bytes - away_bytes)
+
+    def _drop(self, watch: int, identity: int) -> None:
+        del self._watched[watch]
+        self._holders[identity] -= 1
+        if not self._holders[identity]:
+            del self._holders[identity]
+            self._held_bytes -= self._sizes.pop(identity)
+
+    def _away_bytes(self) -> int:
+        away = self.offload.away if self.offload is not None else {}
+        return sum(m.num_bytes for memories in away.values() for m in memories if m.is_away)
 
 
 def _is_large(value: Any) -> bool:

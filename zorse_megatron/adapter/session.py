@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from zorse_megatron.adapter.chunk_runner import (
     MegatronChunkRunner,
@@ -173,8 +173,17 @@ class PlanSession:
         self.runner.stock_step = stock_step
         self.executor.run_rest(self.runner)
         result = self.runner.step_result
+        self._drop_gradients(self.runner.inputs.models)
         self.runner = None  # drops this step's graph and losses
         return result
+
+    def _drop_gradients(self, models: Mapping[int, Any]) -> None:
+        """Shards of gradients have been used; stock would keep them until the next step."""
+        sharded = [model for model in models.values() if model.shards is not None]
+        for optimizer in self.optimizers if sharded else ():
+            optimizer.zero_grad()
+        for model in sharded:
+            model.zero_grad_buffer()
 
     def save_records(self) -> None:
         """Write what was executed and what memory held, if asked for."""
@@ -217,7 +226,7 @@ class PlanSession:
                 "parameters": partial(parameter_bytes, models),
                 "gradients": partial(gradient_bytes, models),
                 "optimizer state": partial(state_bytes, self.optimizers),
-                "activations": lambda: self.kept.num_bytes if self.kept is not None else 0,
+                "activations": lambda: self.kept.highest_bytes() if self.kept is not None else 0,
                 "buffers": lambda: executor.message_bytes,
             },
             rank=self.rank,
@@ -250,6 +259,7 @@ class PlanSession:
             self.activations = ActivationOffload(link=self.host_link, stays=is_parameter)
         if self.watches_memory:
             self.kept = KeptActivations(is_parameter, self.activations)
+            _watch_logits(models, self.kept)
         sharded = {
             chunk: model.shards for chunk, model in by_chunk.items() if model.shards is not None
         }
@@ -286,6 +296,14 @@ class PlanSession:
                 if action.kind in SENDS and action.peer is not None
             }
         )
+
+
+def _watch_logits(models: list[Any], kept: KeptActivations) -> None:
+    """Count logits while the loss is made of them: nothing saves them for a backward."""
+    for model in models:
+        head = getattr(unwrap_model(model), "output_layer", None)
+        if head is not None:
+            head.register_forward_hook(lambda _head, _inputs, outputs: kept.hold(outputs[0]))
 
 
 def _is_parameter(models: list[Any], address: int) -> bool:

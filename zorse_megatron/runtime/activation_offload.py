@@ -34,29 +34,32 @@ class ActivationOffload:
 
     @contextmanager
     def keeping(
-        self, key: tuple[int, int], also: Callable[[torch.Tensor], object] = lambda _: None
+        self,
+        key: tuple[int, int],
+        keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     ) -> Iterator[None]:
         """Run a forward within; when the block ends, what it saved starts to leave.
 
-        `also` is called with every saved tensor: of nested hooks only the innermost ones are.
+        `keep` makes of every saved tensor what is kept: of nested hooks only the innermost are
+        called.
         """
         found: dict[int, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            also(tensor)
+            # Not the tensor itself: it may be an output of the node that saves it.
+            kept = keep(tensor)
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
             is_activation = tensor.requires_grad and not self.stays(address)
             if is_activation and storage.nbytes() >= _SMALLEST_BYTES:
-                found[address] = tensor.detach()
-            # Not the tensor itself: it may be an output of the node that saves it.
-            return tensor.detach()
+                found[address] = kept
+            return kept
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         # What the forward before this one kept has had this one's time to leave.
         self.let_go(wait=True)
-        memories = [HostBacked(tensor, self.link) for tensor in found.values()]
+        memories = [HostBacked(tensor, self.link, "activations") for tensor in found.values()]
         for memory in memories:
             memory.send()
         self._leaving += memories

@@ -5,34 +5,82 @@ the host never waits for them. On CPU the "host" is other memory of the same mac
 done when it has been started: the same order of events, which is what tests need.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 
 
+class HostMemoryFull(Exception):
+    """Host memory was asked for that is not there; `category`: what was to wait in it."""
+
+    def __init__(self, category: str, *, asked_bytes: int, found: str, expected: str) -> None:
+        self.category = category
+        self.asked_bytes = asked_bytes
+        self.found = found
+        self.expected = expected
+        super().__init__(f"{category}: {asked_bytes:,} bytes more; {found}, expected {expected}")
+
+
+def host_bytes_of(num_bytes: int, *, pinned: bool) -> int:
+    """What a block takes of the host: torch's allocator rounds pinned ones up to powers of two.
+
+    Source: `CachingHostAllocatorImpl::allocate` (c10 `PowerOf2Ceil`).
+    """
+    return 1 << (num_bytes - 1).bit_length() if pinned and num_bytes > 0 else num_bytes
+
+
 class HostLink:
-    """The copy streams of one device, to host memory and back."""
+    """The copy streams of one device, to host memory and back; counts what waits in the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.limit_bytes: int | None = None
+        """What this rank may take of the host's memory; None: all that there is."""
+        self.held: Counter[str] = Counter()
+        """Host memory in use, by category."""
         self.is_cuda = device.type == "cuda"
         self._to_host = torch.cuda.Stream(device) if self.is_cuda else None
         self._from_host = torch.cuda.Stream(device) if self.is_cuda else None
-        self.host_bytes = 0
-        """Host memory in use."""
         self.sent_bytes = 0
         """Copied to the host since the start."""
         self.brought_bytes = 0
         """Copied back since the start."""
 
-    def new_host_bytes(self, num_bytes: int) -> torch.Tensor:
-        """Host memory that the device can copy to and from without a detour (pinned)."""
-        self.host_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use."""
+        return self.held.total()
 
-    def give_back(self, host: torch.Tensor) -> None:
+    def new_host_bytes(self, num_bytes: int, category: str) -> torch.Tensor:
+        """Host memory that the device can copy to and from without a detour (pinned).
+
+        Raises HostMemoryFull beyond the limit, or where the machine has no more.
+        """
+        taken = host_bytes_of(num_bytes, pinned=self.is_cuda)
+        limit = self.limit_bytes
+        if limit is not None and self.host_bytes + taken > limit:
+            raise HostMemoryFull(
+                category,
+                asked_bytes=taken,
+                found=f"{self.host_bytes + taken:,} bytes of host memory",
+                expected=f"at most {limit:,} bytes, this rank's part of it",
+            )
+        try:
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+        except RuntimeError as error:  # so does CUDA report that it cannot pin any more
+            raise HostMemoryFull(
+                category,
+                asked_bytes=taken,
+                found=f"no more host memory beyond {self.host_bytes:,} bytes",
+                expected=f"{taken:,} bytes more",
+            ) from error
+        self.held[category] += taken
+        return host
+
+    def give_back(self, host: torch.Tensor, category: str) -> None:
         """Count host memory as free again."""
-        self.host_bytes -= host.nbytes
+        self.held[category] -= host_bytes_of(host.nbytes, pinned=self.is_cuda)
 
     def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> "torch.cuda.Event | None":
         """Copy behind all that the current stream has been given; returns what to wait for."""
@@ -65,8 +113,12 @@ class HostBacked:
     All tensors that share the storage stay what they are; while `is_away` they must not be used.
     """
 
-    def __init__(self, tensor: torch.Tensor, link: HostLink | None) -> None:
-        """Takes over the storage of `tensor`, whole; without a link it can only come and go."""
+    def __init__(self, tensor: torch.Tensor, link: HostLink | None, category: str) -> None:
+        """Takes over the storage of `tensor`, whole; without a link it can only come and go.
+
+        `category`: what it counts as in the host.
+        """
+        self.category = category
         self.storage = tensor.untyped_storage()
         self.num_bytes = self.storage.nbytes()
         self.link = link
@@ -86,7 +138,7 @@ class HostBacked:
         assert not self.is_away, "the memory is in the host already"
         assert self.link is not None, "there is no link to the host"
         if self.host is None:
-            self.host = self.link.new_host_bytes(self.num_bytes)
+            self.host = self.link.new_host_bytes(self.num_bytes, self.category)
         self._leaving = self.link.start_to_host(self._bytes(), self.host)
         self._is_leaving = True
 
@@ -137,7 +189,7 @@ class HostBacked:
     def forget_host(self) -> None:
         """Give the host's memory back."""
         if self.link is not None and self.host is not None:
-            self.link.give_back(self.host)
+            self.link.give_back(self.host, self.category)
             self.host = None
 
     def _bytes(self) -> torch.Tensor:

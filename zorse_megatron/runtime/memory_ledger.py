@@ -24,6 +24,10 @@ _REMEDIES = {
 }
 
 
+LAYERS = "parameters and gradients"
+"""The sum that ministages make smaller; its highest value is not the sum of the two highest."""
+
+
 class MemoryLimitError(ZorseError):
     """A rank holds more than it may."""
 
@@ -70,7 +74,7 @@ class MemoryLedger:
         total = sum(now.values())
         if total > self._peak_bytes("total"):
             self.at_peak = now
-        seen = {**now, "total": total}
+        seen = {**now, LAYERS: now["parameters"] + now["gradients"], "total": total}
         if self.allocated is not None:
             seen["allocated"] = self.allocated()
         for category, num_bytes in seen.items():

@@ -90,7 +90,7 @@ class ShardedBuffer:
         """Take the owned elements from `full` into `shard`."""
         if self.shard is None or self.memory is None:
             self.shard = self.full.new_empty(self.num_owned)
-            self.memory = HostBacked(self.shard, self.link)
+            self.memory = HostBacked(self.shard, self.link, "parameters")
             self.changed = True
         elif self.memory.is_away:
             self.memory.allocate()

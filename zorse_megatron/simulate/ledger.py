@@ -55,6 +55,8 @@ class _Ledger:
         self.leaving: list[tuple[float, int]] = []
         self.with_gradients: set[int] = set()
         """Released chunks that have whole gradients now."""
+        self.summed_s = 0.0
+        """When the rank's last sum of gradients has arrived."""
         for action in self.track.actions:
             if action.kind in SENDS:
                 key = action.kind, action.chunk, action.micro_batch
@@ -188,7 +190,7 @@ class _Ledger:
         self._note(time_s, Category.BUFFERS, num_bytes, position)
 
     def _on_state(self, position: int, action: Action) -> None:
-        start_s, end_s = self._run(position)
+        _, end_s = self._run(position)
         chunk, sizes = action.chunk, self.sizes
         if action.kind is Kind.STEP:
             self._flush(position)
@@ -204,8 +206,11 @@ class _Ledger:
             assert chunk is not None
             shard = sizes.memory.gradient_bytes(sizes.shards[chunk][self.rank])
             whole = self._gradient_bytes(chunk)
-            if chunk not in self.with_gradients:  # no micro-batches: it adds zeros to the sum
-                self._note(start_s, Category.GRADIENTS, whole, position)
+            if chunk not in self.with_gradients:
+                # No micro-batches: it has zeros to add as soon as the sum before has arrived.
+                asked_s = max(self.timeline.reached_s(self.track, position), self.summed_s)
+                self._note(asked_s, Category.GRADIENTS, whole, position)
+            self.summed_s = end_s
             self.with_gradients.discard(chunk)
             self._note(end_s, Category.GRADIENTS, shard - whole, position)
         elif position in self.residency.moves:

@@ -1,0 +1,105 @@
+"""With c chunks per group, whole parameters and gradients are those of two chunks: about 2/c.
+
+The closed form, to the byte. Layers here have only parameters whose sizes are multiples of 128
+elements, so that stock's padding adds nothing. When a sum of gradients arrives is up to the
+network; both extremes are forced here, and have a closed form each.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import chunked_plan, replica
+from tests.megatron.launch import run_ranks
+from tests.megatron.ministages import breadth_first
+from tests.megatron.test_exactness import UNTIED, flags_for
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan
+
+HIDDEN, SEQUENCE, VOCABULARY = 128, 32, 256
+ELEMENT_BYTES = 4
+LAYER = 12 * HIDDEN**2 + 13 * HIDDEN
+NUM_LAYERS = 8
+# Shards of these sizes are exact: others are cut at multiples of 64 elements.
+EVEN, ALL_ON_ONE = (0.5, 0.5), (1.0, 0.0)
+
+
+def plan_of(num_chunks: int, setting: str = "per_pass", shares: tuple[float, float] = EVEN) -> Plan:
+    """All layers in one group of two ranks that own these shares, in equal chunks."""
+    pair = (replica(0, 1, 5, shares[0]), replica(1, 3, 1, shares[1]))
+    plan = chunked_plan([pair], [(0, NUM_LAYERS // num_chunks)] * num_chunks)
+    return dataclasses.replace(plan, schedule=breadth_first(parameters=setting))
+
+
+def chunk_bytes(num_chunks: int) -> list[int]:
+    """Parameters, or gradients: both are float32. The embedding and the head are at the ends."""
+    elements = [NUM_LAYERS // num_chunks * LAYER] * num_chunks
+    elements[0] += (VOCABULARY + SEQUENCE) * HIDDEN
+    elements[-1] += VOCABULARY * HIDDEN + 2 * HIDDEN
+    return [ELEMENT_BYTES * count for count in elements]
+
+
+def closed_form(sizes: list[int], share: float, *, late: bool) -> int:
+    """The highest of the moments behind a first backward of each chunk.
+
+    Then its parameters and those of the next chunk down are whole, and its gradients; with sums
+    that arrive late also the gradients of the chunk above. Of the others this rank has its share:
+    of parameters always, of gradients once they have been reduced.
+    """
+    highest = 0
+    for at in range(len(sizes)):
+        # On the last chunk the group turns; the first has nothing below it.
+        whole = {at, max(0, at - 1)}
+        summed = {at, min(at + 1, len(sizes) - 1)} if late else {at}
+        parameters = sum(s if i in whole else share * s for i, s in enumerate(sizes))
+        gradients = sum(s if i in summed else share * s for i, s in enumerate(sizes) if i >= at)
+        highest = max(highest, int(parameters + gradients))
+    return highest
+
+
+def measured(plan: Plan, corpus: Path, work: Path, *, sums: str) -> list[dict[str, int]]:
+    """Rank -> peak bytes by category."""
+    save_plan(plan, work / "plan.json")
+    flags = [*flags_for(corpus, *UNTIED, steps=2), "--zorse-memory", str(work)]
+    sizes = {"--num-layers": NUM_LAYERS, "--hidden-size": HIDDEN}
+    for name, value in sizes.items():
+        flags[flags.index(name) + 1] = str(value)
+    run_ranks(
+        [*flags, "--zorse-plan", str(work / "plan.json")],
+        plan.world_size,
+        entry="tests.megatron.timed_sums_entry",
+        timeout_s=120,
+        env={"ZORSE_TEST_SUMS": sums},
+    ).check()
+    found = [json.loads((work / f"memory-rank{rank}.json").read_text()) for rank in (0, 1)]
+    return [{c: peak["num_bytes"] for c, peak in one["peaks"].items()} for one in found]
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "sums", "shares"),
+    [
+        (2, "late", EVEN),
+        (4, "late", EVEN),
+        (8, "late", EVEN),
+        (8, "early", EVEN),
+        (4, "early", ALL_ON_ONE),
+    ],
+)
+def test_peak_is_the_closed_form(
+    num_chunks: int, sums: str, shares: tuple[float, float], corpus: Path, tmp_path: Path
+) -> None:
+    peaks = measured(plan_of(num_chunks, shares=shares), corpus, tmp_path, sums=sums)
+    for found, share in zip(peaks, shares, strict=True):
+        expected = closed_form(chunk_bytes(num_chunks), share, late=sums == "late")
+        assert found["parameters and gradients"] == expected
+
+
+@pytest.mark.parametrize("setting", ["resident", "per_micro_batch"])
+def test_other_settings(setting: str, corpus: Path, tmp_path: Path) -> None:
+    """Resident: the whole stage. Gathered anew for each micro-batch: no more than per pass."""
+    sizes = chunk_bytes(4)
+    expected = 2 * sum(sizes) if setting == "resident" else closed_form(sizes, 0.5, late=True)
+    for found in measured(plan_of(4, setting), corpus, tmp_path, sums="late"):
+        assert found["parameters and gradients"] == expected
