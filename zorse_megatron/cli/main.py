@@ -1,4 +1,7 @@
-"""The `zorse` command. Each sub-command has a file of its own; none needs torch or Megatron."""
+"""The `zorse` command. Each sub-command has a file of its own; none imports torch or Megatron.
+
+`emulate` starts processes that do.
+"""
 
 from typing import Annotated
 
@@ -9,6 +12,7 @@ from zorse_megatron.cli.actions import actions
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.check import check
 from zorse_megatron.cli.compare_plans import compare_plans
+from zorse_megatron.cli.emulate import emulate
 from zorse_megatron.cli.explain import explain
 from zorse_megatron.cli.plan import plan
 from zorse_megatron.cli.profile import profile
@@ -20,6 +24,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command(cls=TakesTrainingFlags)(plan)
 app.command(cls=TakesTrainingFlags)(explain)
 app.command(cls=TakesTrainingFlags)(simulate)
+app.command(cls=TakesTrainingFlags)(emulate)
 app.command("compare-plans", cls=TakesTrainingFlags)(compare_plans)
 app.command(cls=TakesTrainingFlags)(check)
 app.command()(actions)

@@ -1,6 +1,5 @@
 """`zorse simulate`: how long one iteration of a plan takes, and what each rank does meanwhile."""
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,6 @@ import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
-    CommandError,
     print_json,
     print_plain,
     print_table,
@@ -21,21 +19,18 @@ from zorse_megatron.cli.options import (
     DtypeName,
     Model,
     Profiles,
-    factors,
     refuse_unwritable,
 )
+from zorse_megatron.cli.perturbed import perturbation_of
 from zorse_megatron.cli.pictures import Pictures, refuse_other_formats, save_pictures
 from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.errors import Problem
-from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.load import load_plan
 from zorse_megatron.schema.plan import Plan
 
 if TYPE_CHECKING:
-    from zorse_megatron.simulate.perturb import Perturbation
     from zorse_megatron.simulate.result import SimulationResult
 
 
@@ -80,7 +75,13 @@ def simulate(  # noqa: PLR0917
         plan = load_plan(path)
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
         prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))
-        perturbation = _perturbation(prices.cluster, jitter, seed, slow_rank or [], slow_kind or [])
+        perturbation = perturbation_of(
+            prices.cluster,
+            jitter=jitter,
+            seed=seed,
+            slow_rank=slow_rank or [],
+            slow_kind=slow_kind or [],
+        )
         result = simulated(plan, prices, source=str(path), perturbation=perturbation)
         written = save_pictures(pictures, plan, prices, result, title=_title(path, result))
     problems = list(memory_problems(plan, result, prices.cluster, str(path)))
@@ -123,51 +124,3 @@ def _as_json(plan: Plan, prices: Priced, result: "SimulationResult") -> dict[str
 
 def _title(path: Path, result: "SimulationResult") -> str:
     return f"{path.name}: {result.iteration_s:.4g} s, {result.tokens_per_s:,.0f} tokens/s"
-
-
-def _perturbation(
-    cluster: Cluster, jitter: float, seed: int, slow_rank: list[str], slow_kind: list[str]
-) -> "Perturbation":
-    """Read what is to differ from the prices. Raises CommandError for what cannot be."""
-    from zorse_megatron.simulate.perturb import Perturbation
-
-    ranks, kinds = factors(slow_rank, "--slow-rank"), factors(slow_kind, "--slow-kind")
-    problems = [*_unknown(ranks, kinds, cluster)]
-    if not 0 <= jitter <= 10:  # NaN is neither
-        problems.append(
-            Problem(
-                where="--jitter",
-                found=f"{jitter}",
-                expected="a number from 0 to 10",
-                remedy="0.05 spreads computations by about 5 %.",
-            )
-        )
-    if problems:
-        raise CommandError("the command cannot be run", problems)
-    return Perturbation(
-        jitter=jitter,
-        seed=seed,
-        rank_factors={int(key): factor for key, factor in ranks.items()},
-        kind_factors=kinds,
-    )
-
-
-def _unknown(ranks: Iterable[str], kinds: Iterable[str], cluster: Cluster) -> Iterator[Problem]:
-    """Yield the ranks and kinds that the cluster does not have."""
-    highest = cluster.world_size - 1
-    for key in ranks:
-        if not (key.isdecimal() and len(key) < 10 and int(key) <= highest):
-            yield Problem(
-                where="--slow-rank",
-                found=f'"{key}"',
-                expected=f"a rank from 0 to {highest}",
-                remedy="zorse check prints which ranks a plan has.",
-            )
-    for key in kinds:
-        if key not in cluster.kinds:
-            yield Problem(
-                where="--slow-kind",
-                found=f'"{key}"',
-                expected=f"one of {', '.join(cluster.kinds)}, the kinds of this cluster",
-                remedy="Spell it as the table of ranks does.",
-            )

@@ -1,0 +1,156 @@
+"""Stock Megatron and plans train on emulated GPUs: their times, their losses, their memory.
+
+Every duration is one of the emulated cluster, so it does not depend on how busy this machine is.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import chunked_plan, plan_of, replica
+from tests.unit.cli_samples import runner_in
+from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.emulate.run import System, emulator
+from zorse_megatron.emulate.tiny import Training
+from zorse_megatron.planner.inputs import make_inputs
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.plan import Recompute
+from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.perturb import Perturbation
+
+LAYERS = 4
+BATCH = 8
+MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=LAYERS)
+CLUSTER = Path(__file__).parents[2] / "examples" / "two-node-lab.yaml"
+INPUTS = make_inputs(load_cluster(CLUSTER), MODEL, None, global_batch_size=BATCH, dtype="float16")
+# A layer takes 1 s forward and 2 s backward for each sample, links take nothing.
+ROUND_NUMBERS = dataclasses.replace(
+    INPUTS,
+    compute=FakeCompute(embedding_s=0.25, head_s=0.5, step_per_parameter_s=1e-9),
+    comm=FakeComm(),
+)
+# GPUs 3 and 4 are on two nodes and of two kinds.
+UNEVEN = plan_of(((replica(0, 2, 3, 3.0), replica(1, 1, 2, 1.0)), 3), ((replica(2, 1, 8),), 1))
+MINISTAGES = chunked_plan(
+    [(replica(0, 2, 3, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 1, 8),)],
+    [(0, 1), (1, 1), (0, 1), (1, 1)],
+)
+GPUS = (2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def lab():
+    training = Training(model=MODEL, global_batch_size=BATCH, iterations=2)
+    with emulator(INPUTS, training) as made:
+        yield made
+
+
+def run(lab, system, inputs=INPUTS, **perturbation):
+    lab.inputs, lab.perturbation = inputs, Perturbation(**perturbation)
+    found = lab.run(system)
+    assert found.self_test.error < 1e-9
+    return found
+
+
+def stock(*flags, gpus=(0,)):
+    return System(name="stock", gpus=gpus, flags=("--micro-batch-size", "1", *flags))
+
+
+def test_stock_on_one_gpu_takes_the_sum_of_its_computations(lab):
+    found = run(lab, stock(), ROUND_NUMBERS)
+    parameters = MODEL.num_parameters
+    assert found.iteration_s == pytest.approx(BATCH * (LAYERS * 3 + 0.5 + 1.0) + parameters * 1e-9)
+    assert found.peak_bytes[0] > INPUTS.memory.state_bytes(parameters)
+
+
+def test_stock_pipeline_takes_what_1f1b_takes(lab):
+    """Stages of 2 layers: F = 2 and B = 4 s, and 0.5 s and 1 s more for embedding and head.
+
+    The last stage (7 s a micro-batch) sets the beat; before and behind it are the first forward
+    (2.25 s) and the last backward (4.25 s) of the first stage.
+    """
+    flags = ("--pipeline-model-parallel-size", "2")
+    found = run(lab, stock(*flags, gpus=(0, 1)), ROUND_NUMBERS)
+    last = MODEL.num_layers // 2 * MODEL.layer_parameters() + MODEL.head_parameters()
+    step_s = max(last, MODEL.num_parameters - last) * 1e-9
+    assert found.iteration_s == pytest.approx(2.25 + BATCH * 7.0 + 4.25 + step_s)
+    slow = run(lab, stock(*flags, gpus=(0, 1)), ROUND_NUMBERS, rank_factors={1: 1.5})
+    slow_step_s = max(1.5 * last, MODEL.num_parameters - last) * 1e-9
+    assert slow.iteration_s == pytest.approx(2.25 + BATCH * 10.5 + 4.25 + slow_step_s)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(UNEVEN, id="1f1b"),
+        pytest.param(
+            dataclasses.replace(
+                UNEVEN,
+                groups=tuple(
+                    dataclasses.replace(group, recompute=Recompute(mode="full"))
+                    for group in UNEVEN.groups
+                ),
+            ),
+            id="recomputed",
+        ),
+        pytest.param(MINISTAGES, id="ministages"),
+    ],
+)
+def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(lab, plan):
+    """The executed run against the simulated one: another program, the same prices.
+
+    They part by what the simulator leaves out: the loss that all ranks are told.
+    """
+    found = run(lab, System(name="plan", gpus=GPUS, plan=plan))
+    comm, kinds = _OnGpus(INPUTS.comm), [INPUTS.kinds[gpu] for gpu in GPUS]
+    predicted = simulate(
+        plan, INPUTS.compute, INPUTS.memory, comm, kinds, sequence_length=MODEL.seq_length
+    )
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.005)
+    assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
+    reference = run(lab, stock())
+    assert found.losses == pytest.approx(reference.losses, abs=2e-5)
+
+
+class _OnGpus:
+    """The cluster's links between the ranks of a job."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name):
+        call = getattr(self.comm, name)
+        if name in ("transfer_s", "shared_links"):
+            return lambda source, target, *more: call(GPUS[source], GPUS[target], *more)
+        if name == "host_link_bytes_per_s":
+            return lambda rank: call(GPUS[rank])
+        return lambda ranks, *more: call(tuple(GPUS[rank] for rank in ranks), *more)
+
+
+def test_a_gpu_that_is_too_small_runs_out_of_memory(lab):
+    state = UNEVEN.groups[0].replicas[0]
+    assert state.shard_weight == 3.0  # rank 0 owns most
+    few = tuple(4 * 2**30 if gpu == GPUS[0] else 48 * 2**30 for gpu in range(8))
+    small = dataclasses.replace(INPUTS, capacities_bytes=few)
+    found = run(lab, System(name="plan", gpus=GPUS, plan=UNEVEN), small)
+    assert found.iterations_s == ()
+    assert found.out_of_memory is not None
+    assert found.out_of_memory.startswith("CUDA out of memory. The emulated GPU of rank 0 would")
+    assert found.out_of_memory.endswith("it has 4.00 GiB.")
+
+
+def test_the_command(tmp_path, monkeypatch):
+    """8 ranks of a lab in which one GPU is 1.5x slower than the planner believes."""
+    run_command = runner_in(tmp_path, monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(CLUSTER.parents[1]))
+    options = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--iterations", "2")
+    result = run_command("emulate", "plan.json", *options, "--slow-rank", "4=1.5", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["valid"] is True
+    assert len(answer["losses"]) == len(answer["iterations_s"]) == 2
+    assert answer["predicted_iteration_s"] < answer["iteration_s"]
+    assert answer["iteration_s"] < 1.5 * answer["predicted_iteration_s"]

@@ -1,0 +1,125 @@
+"""The backend `emulated` on real ranks: gloo's results, at the emulated links' times."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks.harness import run_ranks
+from tests.unit.fake_costs import FakeComm
+from zorse_megatron.emulate.backend import BACKEND, AsTheyAre, register
+from zorse_megatron.emulate.link_model import LinkModel
+from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.emulate.switchboard import call, conducted
+
+WORLD = 3
+# A ring moves (n - 1) / n of a buffer at this rate; so 12 bytes take 2 s over three ranks.
+COMM = FakeComm(bytes_per_s=4.0, statistic_s=1000.0)
+
+
+def emulated(body, world=WORLD):
+    """Run `body(clock)` on ranks whose world is an emulated one."""
+    return run_ranks(world, _in_emulated_world, body)
+
+
+def _in_emulated_world(body):
+    """The conductor is a thread of rank 0, as a process with threads must not be forked."""
+    model = LinkModel(COMM, range(dist.get_world_size()))
+    with conducted(model) if dist.get_rank() == 0 else nullcontext() as address:
+        addresses = [address]
+        dist.broadcast_object_list(addresses)
+        found = _with_clock(body, addresses[0])
+        dist.barrier()
+    return found
+
+
+def _with_clock(body, address):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    clock = RankClock(call(address, rank), world_size=world)
+    register(clock, AsTheyAre())
+    store = dist.FileStore(f"{address}-store", world)
+    dist.init_process_group(BACKEND, rank=rank, world_size=world, store=store)
+    before = torch.ones(2)
+    dist.all_reduce(before)  # the clock does not run yet
+    assert before.tolist() == [world, world]
+    assert clock.now_s == 0.0
+    clock.start()
+    found = body(clock)
+    clock.finish()
+    return found
+
+
+def each_collective(clock):
+    """(result, seconds that it took) of collectives over buffers of 12 bytes."""
+    rank, found = dist.get_rank(), {}
+
+    def note(name, tensor):
+        found[name] = tensor.tolist(), round(clock.now_s - note.before_s, 6)
+        note.before_s = clock.now_s
+
+    note.before_s = 0.0
+    tensor = torch.full((3,), rank + 1.0)
+    dist.all_reduce(tensor)
+    note("all_reduce", tensor)
+    whole = torch.empty(3)
+    dist.all_gather_single(whole, torch.tensor([rank + 1.0]))
+    note("all_gather", whole)
+    part = torch.empty(1)
+    dist.reduce_scatter_single(part, torch.arange(3.0) + rank)
+    note("reduce_scatter", part)
+    parts = [torch.empty(1) for _ in range(3)]
+    dist.all_gather(parts, torch.tensor([rank * 2.0]))
+    note("all_gather of lists", torch.cat(parts))
+    tensor = torch.full((3,), float(rank))
+    dist.broadcast(tensor, 2)
+    note("broadcast", tensor)
+    return found
+
+
+def test_collectives_compute_what_gloo_does_in_the_ring_s_time():
+    answers = emulated(each_collective)
+    for rank, found in enumerate(answers):
+        assert found["all_reduce"] == ([6.0] * 3, 4.0)
+        assert found["all_gather"] == ([1.0, 2.0, 3.0], 2.0)
+        assert found["reduce_scatter"] == ([3.0 * rank + 3.0], 2.0)
+        assert found["all_gather of lists"] == ([0.0, 2.0, 4.0], 2.0)
+        assert found["broadcast"] == ([2.0] * 3, 500.0)
+
+
+def overlapped(clock):
+    """Send 80 bytes (20 s) while computing 15 s, then receive what the neighbour sent."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    message, coming = torch.full((20,), float(rank)), torch.empty(20)
+    works = [
+        dist.isend(message, (rank + 1) % world),
+        dist.irecv(coming, (rank - 1) % world),
+    ]
+    early = works[1].is_completed()
+    clock.compute(15.0)
+    at_15 = clock.now_s
+    works[1].wait()
+    return early, at_15, clock.now_s, coming[0].item(), works[0].is_completed()
+
+
+def test_asynchronous_operations_overlap_with_computation():
+    for rank, found in enumerate(emulated(overlapped)):
+        assert found == (False, 15.0, 20.0, (rank - 1) % WORLD, True)
+
+
+def on_two_groups(clock):
+    """Groups are streams of their own; one that is busy does not hold up another."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    if dist.get_rank() > 0:
+        works = [dist.all_reduce(torch.ones(10), group=groups[dist.get_rank() - 1], async_op=True)]
+    else:
+        works = [dist.all_reduce(torch.ones(10), group=group, async_op=True) for group in groups]
+    for work in works:
+        work.wait()
+    return clock.now_s
+
+
+def test_groups_do_not_wait_for_each_other():
+    # 40 bytes, half of them twice, at 4 bytes/s.
+    assert emulated(on_two_groups) == [10.0, 10.0, 10.0]

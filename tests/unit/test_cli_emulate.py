@@ -1,0 +1,68 @@
+"""`zorse emulate`: what it refuses, before anything is started. See tests/megatron for runs."""
+
+import json
+
+import pytest
+
+from tests.unit.cli_samples import lab_plan, runner_in
+from zorse_megatron.cli import emulate as command
+
+BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def nothing_starts(*_arguments):
+        raise AssertionError("the job was started")
+
+    monkeypatch.setattr(command, "_run", nothing_starts)
+    runner = runner_in(tmp_path, monkeypatch)
+    return lambda *more: runner(*BASE, *more)
+
+
+def write_plan(directory, change):
+    plan = lab_plan()
+    change(plan)
+    (directory / "plan.json").write_text(json.dumps(plan))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--dilation", "0"), "--dilation: found 0.0; expected a number above 0"),
+        (("--dilation", "nan"), "--dilation: found nan"),
+        (("--jitter", "-1"), "--jitter: found -1.0; expected a number from 0 to 10"),
+        (("--slow-rank", "8=2"), '--slow-rank: found "8"; expected a rank from 0 to 7'),
+        (("--slow-kind", "T4=2"), "--slow-kind: found"),
+        (("--slow-link", "nic"), '--slow-link: found "nic"'),
+    ],
+)
+def test_bad_options(run, options, said):
+    result = run(*options)
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_a_plan_with_offload(run, tmp_path):
+    def change(plan):
+        plan["groups"][1]["offload"] = {"optimizer_state": True}
+
+    write_plan(tmp_path, change)
+    result = run()
+    assert result.exit_code == 1
+    assert "groups[1].offload: found state that waits in host memory" in result.output
+
+
+def test_a_plan_for_another_cluster(run, tmp_path):
+    def change(plan):
+        plan["cluster"]["gpu_kinds"] = ["A6000"] * 8
+
+    write_plan(tmp_path, change)
+    result = run("--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["ok"] is False
+
+
+def test_a_good_plan_would_be_started(run):
+    with pytest.raises(AssertionError, match="the job was started"):
+        raise run().exception

@@ -1,0 +1,127 @@
+"""A wrapped Megatron model chunk as an emulation sees it: modules that take time, and buffers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+PartName = Literal["embedding", "layer", "head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferPart:
+    """Elements [start, stop) of a flat buffer that hold parameters of one part of the model."""
+
+    part: PartName
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatBuffer:
+    """Parameters (None: they have storages of their own) and gradients, laid out alike."""
+
+    parameters: torch.Tensor | None
+    gradients: torch.Tensor
+    parts: tuple[BufferPart, ...]
+    """Ascending; what is in none of them is padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParts:
+    """One chunk."""
+
+    wrapped: Any
+    """Stock's DDP wrapper, or ours."""
+    model: torch.nn.Module
+    layers: tuple[torch.nn.Module, ...]
+    embedding: torch.nn.Module | None
+    output_layer: torch.nn.Module | None
+    buffers: tuple[FlatBuffer, ...]
+    num_parameters: dict[PartName, int]
+    """Of each part that the chunk has."""
+    has_own_output_table: bool
+    """Whether the head has a table of its own, or a copy of the tied one."""
+    recompute: Literal["none", "selective"]
+    """Of the layers that are not recomputed in full."""
+    num_recomputed: int
+    """How many of the first layers keep their input only."""
+
+
+def parts_of(wrapped: Any) -> ModelParts:
+    """Take a chunk apart after its wrapper has been made."""
+    model = get_attr_wrapped_model(wrapped, "decoder", return_model_obj=True)
+    config = get_model_config(wrapped)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    counts: dict[PartName, int] = {}
+    for name, parameter in model.named_parameters():
+        part = _part_of(name)
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    return ModelParts(
+        wrapped=wrapped,
+        model=model,
+        layers=tuple(model.decoder.layers),
+        embedding=model.embedding if model.pre_process else None,
+        output_layer=model.output_layer if model.post_process else None,
+        buffers=tuple(_flat(buffer, names) for buffer in wrapped.buffers),
+        num_parameters=counts,
+        has_own_output_table="output_layer.weight" in names.values(),
+        recompute="selective" if config.recompute_granularity == "selective" else "none",
+        num_recomputed=_num_recomputed(config, len(model.decoder.layers)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedShare:
+    """What this rank's optimizer steps of one bucket."""
+
+    buffer: int
+    """Number of the buffer."""
+    bucket: tuple[int, int]
+    """[start, stop) in the buffer."""
+    share: float
+
+
+def owned_shares(parts: ModelParts) -> Iterator[OwnedShare]:
+    """Yield this rank's share of every bucket, known once the wrapper has been made."""
+    for number, buffer in enumerate(parts.wrapped.buffers):
+        place, count = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        for bucket in buffer.buckets:
+            size = bucket.grad_data.numel()
+            bounds = getattr(bucket, "shard_bounds", None)
+            if bounds is not None:
+                share = (bounds[place][1] - bounds[place][0]) / size
+            else:
+                split = parts.wrapped.ddp_config.use_distributed_optimizer
+                share = 1 / count if split else 1.0
+            place_in_buffer = bucket.offset, bucket.offset + size
+            yield OwnedShare(buffer=number, bucket=place_in_buffer, share=share)
+
+
+def _num_recomputed(config: Any, num_layers: int) -> int:
+    """As `megatron.core.recompute.checkpointed_forward`: "uniform" is all of them."""
+    if config.recompute_granularity != "full":
+        return 0
+    if config.recompute_method != "block":
+        return num_layers
+    return min(num_layers, config.recompute_num_layers)
+
+
+def _flat(buffer: Any, names: dict[int, str]) -> FlatBuffer:
+    parts = [
+        BufferPart(part=_part_of(names[id(parameter)]), start=start, stop=stop)
+        for parameter, (start, stop, _) in buffer.param_index_map.items()
+    ]
+    return FlatBuffer(
+        parameters=buffer.param_data,
+        gradients=buffer.grad_data,
+        parts=tuple(sorted(parts, key=lambda part: part.start)),
+    )
+
+
+def _part_of(name: str) -> PartName:
+    if name.startswith("embedding."):
+        return "embedding"
+    return "layer" if name.startswith("decoder.layers.") else "head"

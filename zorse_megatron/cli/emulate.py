@@ -1,0 +1,218 @@
+"""`zorse emulate`: train on an emulated cluster, and find how long an iteration takes there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import (
+    CommandError,
+    gib,
+    print_json,
+    print_plain,
+    print_table,
+    reported_errors,
+)
+from zorse_megatron.cli.options import (
+    AsJson,
+    ClusterFile,
+    DtypeName,
+    Model,
+    Profiles,
+)
+from zorse_megatron.cli.perturbed import perturbation_of
+from zorse_megatron.cli.priced import Priced, priced_for_plan
+from zorse_megatron.cli.simulated import simulated
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.errors import Problem
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.load import load_plan
+from zorse_megatron.schema.plan import Plan
+
+if TYPE_CHECKING:
+    from zorse_megatron.emulate.run import EmulatedRun
+    from zorse_megatron.simulate.result import SimulationResult
+
+MAX_RANKS = 32
+"""More processes than this do not fit a workstation."""
+NOTE = (
+    "note: the emulation shares its prices with the planner: it judges schedule, order, overlap "
+    "and runtime, not the profile"
+)
+
+
+def emulate(  # noqa: PLR0917
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    cluster: ClusterFile,
+    model: Model = None,
+    profile: Profiles = None,
+    dtype: DtypeName = None,
+    iterations: Annotated[
+        int, typer.Option(min=2, max=1000, help="Iterations to train; the first does not count.")
+    ] = 3,
+    jitter: Annotated[
+        float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the random spread.")] = 0,
+    slow_rank: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="A rank that takes so many times as long."),
+    ] = None,
+    slow_kind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND=FACTOR", help="The same for all GPUs of a kind."),
+    ] = None,
+    slow_link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LINK=FACTOR", help="The same for a link, by the topology's name."),
+    ] = None,
+    dilation: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep pace with this machine's clock: its seconds for one emulated second. "
+            "Left out: as fast as it can, on a clock of its own."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train under a plan on the emulated cluster, on this machine's CPU."""
+    with reported_errors(as_json=as_json):
+        plan = load_plan(path)
+        refuse_unsupported(plan, str(path))
+        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
+        prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))
+        _refuse(plan, dilation, str(path))
+        perturbation = perturbation_of(
+            prices.cluster,
+            jitter=jitter,
+            seed=seed,
+            slow_rank=slow_rank or [],
+            slow_kind=slow_kind or [],
+            slow_link=slow_link or [],
+        )
+        predicted = simulated(plan, prices, source=str(path))
+        run = _run(plan, prices, iterations, perturbation, dilation)
+    if as_json:
+        print_json(_as_json(run, prices, predicted))
+    else:
+        _print(path, run, prices, predicted)
+    if not run.self_test.is_valid or run.out_of_memory is not None:
+        raise typer.Exit(1)
+
+
+def _run(
+    plan: Plan, prices: Priced, iterations: int, perturbation: Any, dilation: float | None
+) -> "EmulatedRun":
+    from zorse_megatron.emulate.run import System, emulator
+    from zorse_megatron.emulate.tiny import Training
+    from zorse_megatron.simulate.errors import SimulationError
+
+    training = Training(
+        model=prices.workload.model,
+        global_batch_size=plan.global_batch_size,
+        iterations=iterations,
+    )
+    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan)
+    try:
+        with emulator(
+            prices.inputs, training, perturbation=perturbation, dilation=dilation
+        ) as emulated:
+            return emulated.run(system)
+    except SimulationError as error:  # a link to be slowed down that is not there
+        problem = Problem(
+            where="--slow-link",
+            found=str(error),
+            expected="a link of this cluster",
+            remedy="Spell it as in that list.",
+        )
+        raise CommandError("the command cannot be run", [problem]) from error
+
+
+def _refuse(plan: Plan, dilation: float | None, source: str) -> None:
+    problems = list(_problems(plan, dilation, source))
+    if problems:
+        raise CommandError("the plan cannot be emulated", problems)
+
+
+def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Problem]:
+    if plan.world_size > MAX_RANKS:
+        yield Problem(
+            where=source,
+            found=f"{plan.world_size} ranks",
+            expected=f"at most {MAX_RANKS}: each is a process on this machine",
+            remedy="Emulate a part of the cluster, or use zorse simulate.",
+        )
+    for number, group in enumerate(plan.groups):
+        offload = group.offload
+        if offload is not None and (
+            offload.parameters or offload.optimizer_state or offload.activations
+        ):
+            yield Problem(
+                where=f"{source}: groups[{number}].offload",
+                found="state that waits in host memory",
+                expected="none: copies to the host are not emulated",
+                remedy="Use zorse simulate, which prices them.",
+            )
+    if dilation is not None and not 0 < dilation < float("inf"):
+        yield Problem(
+            where="--dilation",
+            found=f"{dilation}",
+            expected="a number above 0",
+            remedy="Such as 10: one emulated second takes ten here.",
+        )
+
+
+def _print(path: Path, run: "EmulatedRun", prices: Priced, predicted: "SimulationResult") -> None:
+    if run.out_of_memory is not None:
+        print_plain(f"{path}: out of memory: {run.out_of_memory}")
+    else:
+        tokens = run.system.plan.global_batch_size * prices.inputs.sequence_length  # type: ignore[union-attr]
+        off = 100 * (predicted.iteration_s / run.iteration_s - 1)
+        print_plain(
+            f"{path}: one iteration takes {run.iteration_s:.4g} s, {tokens / run.iteration_s:,.0f} "
+            f"tokens/s; simulated: {predicted.iteration_s:.4g} s ({off:+.1f} %)"
+        )
+        print_table(_ranks(run, prices))
+        print_plain(f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
+    print_plain(str(run.self_test))
+    if run.late_s is not None:
+        print_plain(
+            f"this machine was behind by {1e3 * run.late_s:.3g} ms of emulated time at most"
+        )
+    print_plain(NOTE)
+    for note in prices.notes:
+        print_plain(f"note: {note}")
+
+
+def _ranks(run: "EmulatedRun", prices: Priced) -> Table:
+    table = Table("Rank", "GPU", "Busy", "Peak memory")
+    for rank, gpu in enumerate(run.system.gpus):
+        peak, capacity = run.peak_bytes[rank], prices.cluster.gpu_of_rank(gpu).memory_bytes
+        busy = f"{100 * run.busy_s(rank) / run.iterations_s[-1]:.0f} %"
+        memory = f"{gib(peak)}, {100 * peak / capacity:.0f} %"
+        table.add_row(*map(Text, (str(rank), prices.inputs.kinds[gpu], busy, memory)))
+    return table
+
+
+def _as_json(run: "EmulatedRun", prices: Priced, predicted: "SimulationResult") -> dict[str, Any]:
+    ran = run.out_of_memory is None
+    tokens = predicted.tokens_per_s * predicted.iteration_s
+    return {
+        "ok": ran,
+        "valid": run.self_test.is_valid,
+        "self_test_error": run.self_test.error,
+        "out_of_memory": run.out_of_memory,
+        "iteration_s": run.iteration_s if ran else None,
+        "iterations_s": list(run.iterations_s),
+        "tokens_per_s": tokens / run.iteration_s if ran else None,
+        "predicted_iteration_s": predicted.iteration_s,
+        "losses": list(run.losses),
+        "peak_memory_bytes": list(run.peak_bytes),
+        "late_s": run.late_s,
+        "notes": [NOTE.removeprefix("note: "), *prices.notes],
+    }

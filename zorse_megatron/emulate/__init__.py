@@ -1,0 +1,1 @@
+"""Emulates a cluster on one machine: real training, on the clock of the emulated GPUs and links."""

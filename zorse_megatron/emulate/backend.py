@@ -1,0 +1,309 @@
+"""The torch.distributed backend `emulated`: gloo carries the data, the conductor says when.
+
+Payloads travel at once over gloo. To the rank that waits, an operation is done when the emulated
+links say so; asynchronous operations stay asynchronous. Until the rank's clock runs, groups are
+plain gloo.
+
+What an operation costs is asked of its tensors through `Sizes`, because a tiny model stands for a
+large one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zorse_megatron.emulate.messages import Collective, CollectiveKind, Name, Transfer
+from zorse_megatron.emulate.rank_clock import RankClock
+
+BACKEND = "emulated"
+WRAPPED = "gloo"
+_CPU = torch.device("cpu")
+
+
+class Sizes(Protocol):
+    """How many bytes a tensor stands for in the emulated job."""
+
+    def message_bytes(self, tensor: torch.Tensor) -> int:
+        """Of a tensor that is sent from rank to rank."""
+
+    def buffer_bytes(self, tensor: torch.Tensor) -> int:
+        """Of a tensor that a collective works on."""
+
+    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Of what each rank owns of a tensor that a collective works on."""
+
+
+class AsTheyAre:
+    """`Sizes` where tensors stand for themselves."""
+
+    def message_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes
+
+    def buffer_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes
+
+    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        return [part.nbytes for part in parts]
+
+
+class EmulatedWork:
+    """An operation under way: done when both the emulated links and gloo are done."""
+
+    def __init__(self, clock: RankClock, name: Name, payload: Any) -> None:
+        self._clock, self._name, self._payload = clock, name, payload
+        self._is_done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Stop the rank until its time. Raises EmulationFailed where that never comes."""
+        if not self._is_done:
+            self._clock.wait(self._name)
+            self._is_done = True
+            self._payload.wait()  # all ranks have posted it, so this is a matter of moments
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done by now, in the emulated cluster's time."""
+        return self._is_done or self._clock.is_done(self._name)
+
+    def is_success(self) -> bool:
+        """As `is_completed`: what fails raises."""
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def result(self) -> Any:
+        """What gloo returns."""
+        self.wait()
+        return self._payload.result()
+
+    def get_future(self) -> Any:
+        """Refused: a future would be done in gloo's time."""
+        raise NotImplementedError("emulated operations have no futures; wait for the work")
+
+
+Describe = Callable[[Any, tuple[Any, ...]], tuple[CollectiveKind, Sequence[int]]]
+"""(group, arguments of the call) -> kind, and bytes of each part."""
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """A process group whose collectives and messages take the emulated links' time."""
+
+    def __init__(
+        self,
+        payload: dist.ProcessGroup,
+        *,
+        ranks: Sequence[int],
+        label: str,
+        clock: RankClock,
+        sizes: Sizes,
+    ) -> None:
+        """`payload`: the gloo group of the same ranks. `label`: the same on all of them."""
+        super().__init__(payload.rank(), payload.size())  # type: ignore[call-arg]
+        self.payload = payload
+        self.ranks = tuple(ranks)
+        self.label = label
+        self.clock = clock
+        self.sizes = sizes
+        self._bundled: list[Any] | None = None
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The backend of gloo, by whose name callers choose how to call."""
+        return self.payload._get_backend(_CPU)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def bundle(self, kind: CollectiveKind, parts: Sequence[torch.Tensor], start: Any) -> list[Any]:
+        """Do what `start` does on this group as one operation, as one launch of NCCL would be.
+
+        `start` makes several calls whose works it returns; `parts`: what each rank owns.
+        """
+        if not self.clock.is_running or self.size() == 1:
+            return list(start())
+        self._bundled = []
+        try:
+            start()
+            payload = _All(self._bundled)
+        finally:
+            self._bundled = None
+        name = self._post(kind, self.sizes.part_bytes(parts))
+        return [EmulatedWork(self.clock, name, payload)]
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
+        work = self.payload.send(tensors, target, tag)
+        return self._message(work, tensors, source=self.rank(), target=target)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        work = self.payload.recv(tensors, source, tag)
+        return self._message(work, tensors, source=source, target=self.rank())
+
+    def _message(self, payload: Any, tensors: list[torch.Tensor], source: int, target: int) -> Any:
+        if not self.clock.is_running:
+            return payload
+        sends = source == self.rank()
+        ends = self.ranks[source], self.ranks[target]
+        size = sum(map(self.sizes.message_bytes, tensors)) if sends else None
+        transfer = Transfer(source=ends[0], target=ends[1], num_bytes=size)
+        name = self.clock.post((self.label, *ends), transfer, receives=not sends)
+        return EmulatedWork(self.clock, name, payload)
+
+    def _collective(self, method: str, describe: Describe, args: tuple[Any, ...]) -> Any:
+        payload = getattr(self.payload, method)(*args)
+        if not self.clock.is_running or self.size() == 1:
+            return payload
+        if self._bundled is not None:
+            self._bundled.append(payload)
+            return payload
+        return EmulatedWork(self.clock, self._post(*describe(self, args)), payload)
+
+    def _post(self, kind: CollectiveKind, part_bytes: Sequence[int]) -> Name:
+        collective = Collective(kind=kind, ranks=self.ranks, part_bytes=tuple(part_bytes))
+        return self.clock.post((self.label,), collective)
+
+    def even_parts(self, whole: Sequence[torch.Tensor]) -> list[int]:
+        """Bytes of each rank's part where tensors are split evenly."""
+        total = sum(map(self.sizes.buffer_bytes, whole))
+        return [-(-total // self.size())] * self.size()
+
+
+@dataclass(frozen=True)
+class _All:
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _whole(kind: CollectiveKind) -> Describe:
+    def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
+        return kind, [sum(map(group.sizes.buffer_bytes, args[0]))]
+
+    return describe
+
+
+def _nothing(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
+    return "all_reduce", [1]
+
+
+def _lists(kind: CollectiveKind, position: int) -> Describe:
+    """Of calls with a list of tensors for each tensor; `position`: of the lists."""
+
+    def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
+        per_tensor = [group.sizes.part_bytes(parts) for parts in args[position]]
+        return kind, [sum(parts) for parts in zip(*per_tensor, strict=True)]
+
+    return describe
+
+
+def _evenly(kind: CollectiveKind, position: int) -> Describe:
+    """Of calls with one tensor, or several, of all ranks' parts; `position`: of the whole."""
+
+    def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
+        whole = args[position]
+        return kind, group.even_parts([whole] if isinstance(whole, torch.Tensor) else whole)
+
+    return describe
+
+
+_COLLECTIVES: dict[str, Describe] = {
+    "allreduce": _whole("all_reduce"),
+    "allreduce_coalesced": _whole("all_reduce"),
+    "barrier": _nothing,
+    "broadcast": _whole("broadcast"),
+    "reduce": _whole("broadcast"),  # the same way up the tree
+    "allgather": _lists("all_gather", 0),
+    "_allgather_base": _evenly("all_gather", 0),
+    "all_gather_single": _evenly("all_gather", 0),
+    "all_gather_single_coalesced": _evenly("all_gather", 0),
+    "allgather_into_tensor_coalesced": _evenly("all_gather", 0),
+    "reduce_scatter": _lists("reduce_scatter", 1),
+    "_reduce_scatter_base": _evenly("reduce_scatter", 1),
+    "reduce_scatter_single": _evenly("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": _evenly("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": _evenly("reduce_scatter", 1),
+}
+
+# Nothing that trains under emulation calls these; they would be done in gloo's time.
+_REFUSED = (
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "recv_anysource",
+    "_start_coalescing",
+    "_end_coalescing",
+)
+# Once for each process or job, before the clock runs: carried by gloo alone.
+_GLOO_ONLY = ("gather", "scatter", "monitored_barrier")
+
+
+def _add_methods() -> None:
+    for method, describe in _COLLECTIVES.items():
+        setattr(EmulatedGroup, method, _emulated(method, describe))
+    for method in _REFUSED:
+        setattr(EmulatedGroup, method, _refused(method))
+    for method in _GLOO_ONLY:
+        setattr(EmulatedGroup, method, _plain(method))
+
+
+def _emulated(method: str, describe: Describe) -> Callable[..., Any]:
+    def call(self: EmulatedGroup, *args: Any, **kwargs: Any) -> Any:
+        return self._collective(method, describe, (*args, *kwargs.values()))
+
+    return call
+
+
+def _refused(method: str) -> Callable[..., Any]:
+    def call(self: EmulatedGroup, *args: Any, **kwargs: Any) -> Any:
+        if self.clock.is_running:
+            raise NotImplementedError(f"the emulated backend does not price {method}")
+        return getattr(self.payload, method)(*args, **kwargs)
+
+    return call
+
+
+def _plain(method: str) -> Callable[..., Any]:
+    def call(self: EmulatedGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.payload, method)(*args, **kwargs)
+
+    return call
+
+
+_add_methods()
+
+
+def register(clock: RankClock, sizes: Sizes) -> None:
+    """Make the backend known to torch in this process; `init_process_group("emulated")` uses it."""
+
+    def create(options: Any, _: Any) -> EmulatedGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        return EmulatedGroup(
+            _gloo_group(options),
+            ranks=ranks,
+            label=str(options.group_id),
+            clock=clock,
+            sizes=sizes,
+        )
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+
+
+def _gloo_group(options: Any) -> dist.ProcessGroup:
+    """The same group as `init_process_group("gloo")` makes."""
+    rank, size = options.group_rank, options.group_size
+    group = dist.ProcessGroup(options.store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+    gloo._set_sequence_number_for_group()
+    group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group

@@ -1,0 +1,54 @@
+"""What an emulated job is: said once by whoever starts it, read by each of its ranks."""
+
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+from zorse_megatron.costs.interface import ComputeCost, MemoryCost
+from zorse_megatron.simulate.perturb import Perturbation
+
+VARIABLE = "ZORSE_EMULATION"
+"""Where a rank finds the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedJob:
+    """One job on the emulated cluster."""
+
+    address: str
+    """Of the conductor."""
+    gpus: tuple[int, ...]
+    """Rank of the job -> global rank of its GPU in the cluster."""
+    kinds: tuple[str, ...]
+    """Rank of the job -> kind of its GPU."""
+    capacities_bytes: tuple[int, ...]
+    """Rank of the job -> what it may hold."""
+    compute: ComputeCost
+    memory: MemoryCost
+    perturbation: Perturbation
+    sequence_length: int
+    """Of the tiny model."""
+    hidden_size: int
+    """Of the tiny model."""
+    dilation: float | None
+    """See `rank_clock.Pace`."""
+    directory: Path
+    """Where ranks write their reports."""
+
+    def save(self) -> Path:
+        """Write the job for its ranks, which this process starts itself."""
+        path = self.directory / "job.pickle"
+        path.write_bytes(pickle.dumps(self))
+        return path
+
+    def report(self, rank: int) -> Path:
+        """Where a rank writes its report."""
+        return self.directory / f"rank_{rank}.json"
+
+
+def current_job() -> EmulatedJob:
+    """The job that this process is a rank of."""
+    job = pickle.loads(Path(os.environ[VARIABLE]).read_bytes())
+    assert isinstance(job, EmulatedJob)
+    return job

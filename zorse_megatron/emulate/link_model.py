@@ -1,0 +1,75 @@
+"""What an operation puts on the links of the emulated cluster, by the planner's own prices.
+
+The emulation does not judge these prices: it shares them with the planner (`costs.comm`), and finds
+out what schedule, order, overlap and runtime make of them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from zorse_megatron.costs.interface import CommCost
+from zorse_megatron.emulate.messages import Collective, Operation, Transfer
+from zorse_megatron.simulate.routes import Routes, Work
+
+
+class LinkModel:
+    """Prices operations between the ranks of a job."""
+
+    def __init__(
+        self,
+        comm: CommCost,
+        gpus: Sequence[int],
+        *,
+        link_factors: Mapping[str, float] | None = None,
+    ) -> None:
+        """`gpus`: rank of the job -> global rank of its GPU in the cluster, which `comm` knows.
+
+        `link_factors`: name of a link -> its bandwidth is this many times what `comm` says.
+        Raises SimulationError for a link that no two of the GPUs share.
+        """
+        self.gpus = tuple(gpus)
+        self.comm = comm
+        self._routes = Routes(comm, link_factors=link_factors)
+        for source in self.gpus:  # so that all links are known before the first operation
+            for target in self.gpus:
+                if source != target:
+                    self._routes.transfer(source, target, 1)
+        self.capacities_bytes_per_s = self._routes.capacities
+        self._works: dict[Operation, Work] = {}
+
+    def work(self, operation: Operation) -> Work | None:
+        """Flow and latency of an operation; None for a transfer whose size is not said."""
+        if isinstance(operation, Transfer) and operation.num_bytes is None:
+            return None
+        if operation not in self._works:
+            price = self._transfer if isinstance(operation, Transfer) else self._collective
+            self._works[operation] = price(operation)  # type: ignore[arg-type]
+        return self._works[operation]
+
+    def alone_s(self, operation: Operation) -> float:
+        """How long an operation takes on idle links."""
+        work = self.work(operation)
+        assert work is not None
+        flow = work.flow
+        return work.seconds_s + (flow.num_bytes / flow.limit_bytes_per_s if flow else 0.0)
+
+    def _transfer(self, transfer: Transfer) -> Work:
+        source, target = self.gpus[transfer.source], self.gpus[transfer.target]
+        assert transfer.num_bytes is not None
+        return self._routes.transfer(source, target, transfer.num_bytes)
+
+    def _collective(self, collective: Collective) -> Work:
+        ranks = tuple(self.gpus[rank] for rank in collective.ranks)
+        parts, total = collective.part_bytes, sum(collective.part_bytes)
+        if len(ranks) == 1:
+            return Work(seconds_s=0.0)
+        if collective.kind == "reduce_scatter":
+            return self._routes.collective(ranks, total, self.comm.reduce_scatter_s(ranks, parts))
+        if collective.kind == "all_gather":
+            return self._routes.collective(ranks, total, self.comm.all_gather_s(ranks, parts))
+        if collective.kind == "broadcast":
+            # The way down of the tree that an all-reduce goes up and down.
+            return self._routes.collective(ranks, total, self.comm.all_reduce_s(ranks, total) / 2)
+        even = (-(-total // len(ranks)),) * len(ranks)
+        in_two_s = self.comm.reduce_scatter_s(ranks, even) + self.comm.all_gather_s(ranks, even)
+        alone_s = min(in_two_s, self.comm.all_reduce_s(ranks, total))
+        return self._routes.collective(ranks, 2 * total, alone_s)

@@ -1,0 +1,95 @@
+"""The emulated GPU's memory: counts the real model's bytes, and raises what CUDA would raise.
+
+Counted are parameters, gradients and optimizer state, what each layer keeps from its forward to its
+backward, and the head's logits, by the planner's memory model. What runs on this machine is the
+tiny model; its own bytes do not matter. Messages under way and fragmentation are not counted: the
+planner's margin, which is taken off the capacity, is for those.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from zorse_megatron.adapter.model_parts import ModelParts
+from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
+from zorse_megatron.emulate.model_sizes import ModelSizes
+
+
+class MemoryCap:
+    """What one emulated GPU holds."""
+
+    def __init__(
+        self, memory: MemoryCost, sizes: ModelSizes, *, capacity_bytes: int, rank: int
+    ) -> None:
+        """`capacity_bytes`: what it may hold."""
+        self.memory = memory
+        self.sizes = sizes
+        self.capacity_bytes = capacity_bytes
+        self.rank = rank
+        self.kept_bytes = 0
+        """Of activations and logits."""
+        self.peak_bytes = 0
+        self.chunks: Sequence[ModelParts] = ()
+        self.overflow: str | None = None
+        """What was said when it did not suffice."""
+        self._leaving_bytes = 0
+
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state, whole or sharded as they are now."""
+        return sum(map(self._chunk_bytes, self.chunks))
+
+    def check(self) -> None:
+        """Raise torch.OutOfMemoryError if more is held than there is."""
+        total = self.state_bytes() + self.kept_bytes
+        self.peak_bytes = max(self.peak_bytes, total)
+        if total <= self.capacity_bytes:
+            return
+        self.overflow = (
+            f"CUDA out of memory. The emulated GPU of rank {self.rank} would hold "
+            f"{total / 2**30:.2f} GiB (activations {self.kept_bytes / 2**30:.2f} GiB, parameters, "
+            f"gradients and optimizer state {(total - self.kept_bytes) / 2**30:.2f} GiB); it has "
+            f"{self.capacity_bytes / 2**30:.2f} GiB."
+        )
+        raise torch.OutOfMemoryError(self.overflow)
+
+    def keep(self, num_bytes: int) -> None:
+        """Hold activations. Raises torch.OutOfMemoryError."""
+        self._leave()
+        self.kept_bytes += num_bytes
+        self.check()
+
+    def drop(self, num_bytes: int) -> None:
+        """Let activations go with the next change: until then their backward runs."""
+        self._leave()
+        self._leaving_bytes = num_bytes
+
+    def keep_layer(self, size: int, how: RecomputeMode) -> None:
+        """Hold what a layer's forward keeps of `size` samples. Raises torch.OutOfMemoryError."""
+        self.keep(self.memory.activation_bytes(size, how))
+
+    def drop_layer(self, size: int, how: RecomputeMode) -> None:
+        """Let it go with the next change, after having all of it there if it is recomputed."""
+        whole, kept = (self.memory.activation_bytes(size, mode) for mode in ("none", how))
+        self.keep(whole - kept)
+        self.drop(whole)
+
+    def _leave(self) -> None:
+        self.kept_bytes -= self._leaving_bytes
+        self._leaving_bytes = 0
+
+    def _chunk_bytes(self, parts: ModelParts) -> int:
+        memory = self.memory
+        whole = sum(self.sizes.real_parameters(parts).values())
+        owned = self.sizes.owned_parameters(parts)
+        have_parameters = all(_is_there(buffer.parameters) for buffer in parts.buffers)
+        have_gradients = all(_is_there(buffer.gradients) for buffer in parts.buffers)
+        return (
+            memory.parameter_bytes(whole if have_parameters else owned)
+            + memory.gradient_bytes(whole if have_gradients else owned)
+            + memory.state_bytes(owned)
+        )
+
+
+def _is_there(tensor: torch.Tensor | None) -> bool:
+    """Whether a flat buffer has its memory; without one the parameters have storages of theirs."""
+    return tensor is None or tensor.untyped_storage().nbytes() > 0

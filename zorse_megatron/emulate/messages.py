@@ -1,0 +1,87 @@
+"""What ranks and the conductor say to each other. Times in seconds of the emulated cluster."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Stream = tuple[str | int, ...]
+"""What runs one operation at a time: a group's collectives, or one direction of a pair in it."""
+
+Name = tuple[Stream, int]
+"""An operation: the how-many-eth of its stream. All ranks that take part count alike."""
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """Point to point. `source` and `target`: ranks of the job."""
+
+    source: int
+    target: int
+    num_bytes: int | None
+    """What the source sends; None where the target says that it is ready."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One operation of a group.
+
+    `part_bytes`: of a gather or a scatter what each rank owns of the buffer; of an all-reduce or
+    a broadcast the buffer, as one part.
+    """
+
+    kind: CollectiveKind
+    ranks: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+
+
+Operation = Transfer | Collective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """A rank takes part in an operation from now on, and goes on with its own work."""
+
+    now_s: float
+    name: Name
+    operation: Operation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """A rank stops until an operation is done."""
+
+    now_s: float
+    name: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """A rank asks whether an operation is done by now."""
+
+    now_s: float
+    name: Name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """A rank ends; nobody needs to wait for it any more."""
+
+
+Request = Post | Wait | Ask | Finish
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """To `Wait` and `Ask`: the rank goes on at `now_s`, which is never earlier than it asked."""
+
+    now_s: float
+    done: tuple[Name, ...] = ()
+    """The rank's operations that have been done since the last answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """In place of an answer: the emulation cannot go on."""
+
+    reason: str

@@ -1,0 +1,138 @@
+"""Sizes of the real model, seen from the tensors of the tiny one that stands for it.
+
+The tiny model has as many layers as the real one, so that both are cut in the same way. Each of its
+parameters counts as (real / tiny) parameters, with the quotient of its part of the model: layers,
+embedding or head. An activation [sequence, samples, hidden] counts as the real one of as many
+samples.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zorse_megatron.adapter.model_parts import FlatBuffer, ModelParts, PartName, owned_shares
+from zorse_megatron.costs.interface import MemoryCost
+from zorse_megatron.schedules.shards import shard_bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """How many real parameters lie before each element of a flat buffer."""
+
+    origin: int
+    """The buffer's place in its storage."""
+    bounds: tuple[int, ...]
+    before: tuple[float, ...]
+    slopes: tuple[float, ...]
+    to_bytes: Callable[[int], int]
+
+    def upto(self, element: int) -> float:
+        at = bisect.bisect_right(self.bounds, element) - 1
+        if at < 0:
+            return 0.0
+        return self.before[at] + self.slopes[at] * (element - self.bounds[at])
+
+    def parameters(self, start: int, stop: int) -> int:
+        return round(self.upto(stop) - self.upto(start))
+
+
+class ModelSizes:
+    """`backend.Sizes` for one rank of a training run."""
+
+    def __init__(self, memory: MemoryCost, *, sequence_length: int, hidden_size: int) -> None:
+        """`sequence_length`, `hidden_size`: of the tiny model."""
+        self.memory = memory
+        self._boundary = sequence_length, hidden_size
+        self._scales: dict[int, _Scale] = {}
+        """By storage, which stays the same object while its memory comes and goes."""
+        self._buffers: dict[tuple[int, int], _Scale] = {}
+        self._tied_factor = 1.0
+
+    def add(self, parts: ModelParts) -> None:
+        """Learn the buffers of a chunk."""
+        real = self.real_parameters(parts)
+        factors = {part: real[part] / count for part, count in parts.num_parameters.items()}
+        self._tied_factor = factors.get("embedding", factors.get("head", 1.0))
+        for number, buffer in enumerate(parts.buffers):
+            pairs = [
+                (buffer.gradients, self.memory.gradient_bytes),
+                (buffer.parameters, self.memory.parameter_bytes),
+            ]
+            for tensor, to_bytes in pairs:
+                if tensor is not None:
+                    scale = _scale(buffer, tensor, factors, to_bytes)
+                    self._scales[tensor.untyped_storage()._cdata] = scale
+                    self._buffers.setdefault((id(parts), number), scale)
+
+    def real_parameters(self, parts: ModelParts) -> dict[PartName, int]:
+        """Number of parameters of each part of a chunk in the real model."""
+        memory = self.memory
+        real: dict[PartName, int] = {"layer": len(parts.layers) * memory.layer_parameters()}
+        if parts.embedding is not None:
+            real["embedding"] = memory.embedding_parameters()
+        if parts.output_layer is not None:
+            tied_here = not parts.has_own_output_table
+            real["head"] = memory.head_parameters(tied_on_same_rank=tied_here)
+        return real
+
+    def owned_parameters(self, parts: ModelParts) -> int:
+        """Real parameters of a chunk that this rank's optimizer steps."""
+        return sum(
+            round(self._buffers[id(parts), owned.buffer].parameters(*owned.bucket) * owned.share)
+            for owned in owned_shares(parts)
+        )
+
+    def buffer_bytes(self, tensor: torch.Tensor) -> int:
+        """Of a piece of a known buffer as in the real model; of anything else as it is."""
+        scale = self._scales.get(tensor.untyped_storage()._cdata)
+        if scale is None:
+            return tensor.nbytes
+        start = int(tensor.storage_offset()) - scale.origin
+        return scale.to_bytes(scale.parameters(start, start + tensor.numel()))
+
+    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Of neighbouring pieces: the real bytes of all, cut in the proportion of the tiny ones.
+
+        So each rank owns as large a share as in the real model, where each part of the model is
+        another share of the whole.
+        """
+        total = sum(map(self.buffer_bytes, parts))
+        counts = [part.numel() for part in parts]
+        if len(set(counts)) == 1:
+            return [-(-total // len(parts))] * len(parts)
+        return [stop - start for start, stop in shard_bounds(total, counts)]
+
+    def message_bytes(self, tensor: torch.Tensor) -> int:
+        """Of activations, and of gradients of the tied embedding, as in the real model."""
+        if tensor.untyped_storage()._cdata in self._scales:
+            return self.buffer_bytes(tensor)
+        if tensor.dim() == 3 and (tensor.shape[0], tensor.shape[2]) == self._boundary:
+            return self.memory.boundary_bytes(tensor.shape[1])
+        if tensor.dim() == 1 and tensor.is_floating_point():
+            # A shard that left its buffer: the only flat messages are the tied embedding's.
+            return self.memory.gradient_bytes(round(tensor.numel() * self._tied_factor))
+        return tensor.nbytes
+
+
+def _scale(
+    buffer: FlatBuffer,
+    tensor: torch.Tensor,
+    factors: dict[PartName, float],
+    to_bytes: Callable[[int], int],
+) -> _Scale:
+    bounds, slopes = [0], [0.0]
+    for part in buffer.parts:
+        bounds += [part.start, part.stop]
+        slopes += [factors[part.part], 0.0]
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+    grown = [length * slope for length, slope in zip(lengths, slopes, strict=False)]
+    return _Scale(
+        origin=int(tensor.storage_offset()),
+        bounds=tuple(bounds),
+        before=tuple(itertools.accumulate(grown, initial=0.0)),
+        slopes=tuple(slopes),
+        to_bytes=to_bytes,
+    )

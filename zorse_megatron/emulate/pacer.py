@@ -1,0 +1,178 @@
+"""Lets every layer's forward and backward, and the optimizer step, take the emulated GPU's time.
+
+The tiny model computes as always; only the rank's clock moves on by what the cost models say for
+the real one. A layer's time passes when its forward returns, and when its backward begins, so that
+what follows (a send, the reduction of its gradients) starts behind it. A forward within a backward
+is a recomputation. Nothing else takes time: like the planner's prices, it has no gaps on the host.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zorse_megatron.adapter.model_parts import ModelParts
+from zorse_megatron.costs.interface import ComputeCost, RecomputeMode
+from zorse_megatron.emulate.memory_cap import MemoryCap
+from zorse_megatron.emulate.model_sizes import ModelSizes
+from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.simulate.perturb import Perturbation
+
+
+class Pacer:
+    """The computations of one rank."""
+
+    def __init__(
+        self,
+        clock: RankClock,
+        *,
+        compute: ComputeCost,
+        sizes: ModelSizes,
+        cap: MemoryCap,
+        kind: str,
+        gpu: int,
+        perturbation: Perturbation,
+        report: Path,
+    ) -> None:
+        """`kind`, `gpu`: kind of the rank's GPU, and its global rank in the cluster.
+
+        `report`: where to write what has happened, after each step.
+        """
+        self.clock = clock
+        self.compute = compute
+        self.sizes = sizes
+        self.cap = cap
+        self.kind = kind
+        self.report = report
+        self.chunks: list[ModelParts] = []
+        cap.chunks = self.chunks
+        self.step_ends_s: list[float] = []
+        self.spans: list[tuple[str, float, float]] = []
+        """What the GPU did in the last step, and when."""
+        self._rank_factor = perturbation.rank_factor(gpu, kind)
+        self._jitter = perturbation.jitter_of(gpu)
+        self._factor = self._rank_factor
+        self._stepped: Any = None
+        register_optimizer_step_pre_hook(self._step)
+
+    def watch(self, parts: ModelParts) -> None:
+        """Pace a chunk of the model."""
+        self.chunks.append(parts)
+        self.sizes.add(parts)
+        parts.model.register_forward_pre_hook(self._begin_forward)
+        parts.model.register_forward_hook(self._end_forward)
+        for number, layer in enumerate(parts.layers):
+            recomputed = number < parts.num_recomputed
+            how: RecomputeMode = "full" if recomputed else parts.recompute
+            layer.register_forward_hook(partial(self._layer, how))
+        if parts.embedding is not None:
+            parts.embedding.register_forward_hook(self._embedding)
+        if parts.output_layer is not None:
+            parts.output_layer.register_forward_hook(self._head)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Note when a training step ends; the first one starts the clock."""
+        if not self.clock.is_running:
+            self.clock.start()
+        self.spans = []
+        try:
+            self.cap.check()
+            yield
+            self.step_ends_s.append(self.clock.measured_s)
+        finally:
+            self._write()
+
+    def _write(self) -> None:
+        pace = self.clock.pace
+        record = {
+            "step_ends_s": self.step_ends_s,
+            "spans": self.spans,
+            "peak_bytes": self.cap.peak_bytes,
+            "out_of_memory": self.cap.overflow,
+            "late_s": None if pace is None else pace.late_s,
+        }
+        self.report.write_text(json.dumps(record))
+
+    def _take(self, what: str, seconds_s: float) -> None:
+        start_s = self.clock.now_s
+        self.clock.compute(seconds_s * self._factor)
+        if self.spans and self.spans[-1][0] == what and self.spans[-1][2] == start_s:
+            start_s = self.spans.pop()[1]
+        self.spans.append((what, start_s, self.clock.now_s))
+
+    def _begin_pass(self) -> None:
+        """Draw how much a whole forward or backward of a chunk, or a step, is off."""
+        self._factor = self._rank_factor * self._jitter.draw()
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._begin_pass()
+
+    def _end_forward(self, _module: Any, _inputs: Any, output: Any) -> None:
+        on_backward(output, self._begin_pass)
+
+    def _layer(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
+        hidden = _first(output)
+        size = hidden.shape[1]
+        times = self.compute.layer(self.kind, size)
+        if torch._C._current_graph_task_id() != -1:  # a forward within a backward
+            self._take("B", self.compute.recompute_s(self.kind, size, "full"))
+        else:
+            self._take("F", times.forward_s)
+            if layer.training:
+                self.cap.keep_layer(size, how)
+        backward_s = times.backward_s
+        if how == "selective":
+            backward_s += self.compute.recompute_s(self.kind, size, how)
+        # Of a layer that is recomputed, one of its two outputs gets a gradient.
+        on_backward(
+            hidden, lambda: self._backward(backward_s, partial(self.cap.drop_layer, size, how))
+        )
+
+    def _backward(self, seconds_s: float, let_go: Callable[[], None]) -> None:
+        self._take("B", seconds_s)
+        let_go()
+
+    def _embedding(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        times = self.compute.embedding(self.kind, output.shape[1])
+        self._take("F", times.forward_s)
+        on_backward(output, lambda: self._take("B", times.backward_s))
+
+    def _head(self, _module: Any, _inputs: Any, output: Any) -> None:
+        logits = _first(output)
+        times = self.compute.head(self.kind, logits.shape[1])
+        self._take("F", times.forward_s)
+        if logits.requires_grad:
+            kept = self.cap.memory.head_bytes(logits.shape[1])
+            self.cap.keep(kept)
+            on_backward(
+                logits, lambda: self._backward(times.backward_s, partial(self.cap.drop, kept))
+            )
+
+    def _step(self, optimizer: Any, *_: Any) -> None:
+        """The whole step passes with the first of a rank's optimizers."""
+        if self._stepped is None:
+            self._stepped = optimizer
+        if optimizer is self._stepped and self.chunks:
+            self._begin_pass()
+            self._take("STEP", self.compute.step_s(self.kind, self.owned_parameters()))
+
+    def owned_parameters(self) -> int:
+        """Real parameters that this rank's optimizer steps."""
+        return sum(map(self.sizes.owned_parameters, self.chunks))
+
+
+def on_backward(output: Any, then: Callable[[], None]) -> None:
+    """Call `then` when the backward of what made `output` begins, if there will be one."""
+    tensor = _first(output)
+    if tensor.requires_grad:
+        tensor.register_hook(lambda _gradient: then())
+
+
+def _first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple | list) else output

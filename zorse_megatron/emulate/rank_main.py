@@ -1,0 +1,53 @@
+"""One rank of an emulated job: `python -m zorse_megatron.emulate.rank_main`.
+
+Takes the arguments of `zorse_megatron.pretrain`, and trains as that does, on the emulated clock.
+"""
+
+import atexit
+import os
+
+from zorse_megatron import pretrain
+from zorse_megatron.emulate.job import EmulatedJob, current_job
+
+
+def emulate(job: EmulatedJob, rank: int) -> None:
+    """Put the emulation in place, before Megatron reads its arguments. For CPU mode only."""
+    from zorse_megatron.adapter import cpu_mode
+
+    cpu_mode.enable()
+    from zorse_megatron.adapter import rebind
+    from zorse_megatron.adapter.emulation_records import emulation_records
+    from zorse_megatron.emulate.backend import register
+    from zorse_megatron.emulate.memory_cap import MemoryCap
+    from zorse_megatron.emulate.model_sizes import ModelSizes
+    from zorse_megatron.emulate.pacer import Pacer
+    from zorse_megatron.emulate.rank_clock import RankClock
+    from zorse_megatron.emulate.seams import seam_records
+    from zorse_megatron.emulate.switchboard import call
+
+    clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
+    atexit.register(clock.finish)
+    sizes = ModelSizes(job.memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size)
+    register(clock, sizes)
+    pacer = Pacer(
+        clock,
+        compute=job.compute,
+        sizes=sizes,
+        cap=MemoryCap(job.memory, sizes, capacity_bytes=job.capacities_bytes[rank], rank=rank),
+        kind=job.kinds[rank],
+        gpu=job.gpus[rank],
+        perturbation=job.perturbation,
+        report=job.report(rank),
+    )
+    records = emulation_records(watch=pacer.watch, around_step=pacer.around_step)
+    rebind.apply([*seam_records(), *records])
+
+
+def main() -> None:
+    """Entry point."""
+    emulate(current_job(), int(os.environ["RANK"]))
+    pretrain.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Runs jobs on an emulated cluster: a self-test, then the training."""
+
+import contextlib
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zorse_megatron.emulate.job import EmulatedJob
+from zorse_megatron.emulate.link_model import LinkModel
+from zorse_megatron.emulate.ranks import Ended, RankServer
+from zorse_megatron.emulate.self_test import SelfTest, self_test_of
+from zorse_megatron.emulate.switchboard import conducted
+from zorse_megatron.emulate.tiny import (
+    HIDDEN_SIZE,
+    SEQUENCE_LENGTH,
+    Training,
+    plan_for_tiny,
+    training_flags,
+)
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
+
+CORPUS_BYTES = 200_000
+_TEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """Who trains, and on which GPUs: our runtime with a plan, or stock Megatron with its flags."""
+
+    name: str
+    gpus: tuple[int, ...]
+    """Rank of the job -> global rank of its GPU in the cluster."""
+    plan: Plan | None = None
+    flags: tuple[str, ...] = ()
+    """Further flags of Megatron's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedRun:
+    """What came of one job. Times in seconds of the emulated cluster."""
+
+    system: System
+    self_test: SelfTest
+    iterations_s: tuple[float, ...]
+    """Empty where the job ran out of memory."""
+    losses: tuple[float, ...]
+    spans: tuple[tuple[tuple[str, float, float], ...], ...]
+    """Rank -> (F, B or STEP, start, end) of the last iteration."""
+    peak_bytes: tuple[int, ...]
+    """Rank -> most that its GPU held."""
+    out_of_memory: str | None
+    """What the rank said that ran out of memory."""
+    late_s: float | None
+    """How far this machine was behind, where it is to keep pace (`--dilation`)."""
+    wall_s: float
+    """On this machine."""
+
+    @property
+    def iteration_s(self) -> float:
+        """Median over all iterations but the first."""
+        return statistics.median(self.iterations_s[1:] or self.iterations_s)
+
+    def busy_s(self, rank: int) -> float:
+        """How long a rank computed in the last iteration."""
+        return sum(end_s - start_s for _, start_s, end_s in self.spans[rank])
+
+
+@dataclass(kw_only=True)
+class Emulator:
+    """Runs several jobs on one emulated cluster; use `emulator` to make one."""
+
+    inputs: Inputs
+    training: Training
+    directory: Path
+    server: RankServer
+    perturbation: Perturbation = NO_PERTURBATION
+    dilation: float | None = None
+    timeout_s: float = 600.0
+    data: list[str] = field(default_factory=list)
+    _number: int = 0
+    _tests: dict[tuple[int, ...], SelfTest] = field(default_factory=dict)
+
+    def run(self, system: System) -> EmulatedRun:
+        """Run one job. Raises RankFailure where it fails other than by running out of memory."""
+        test = self._tests.get(system.gpus) or self.self_test(system.gpus)
+        if self.dilation is None:  # then nothing but the GPUs can change what comes of it
+            self._tests[system.gpus] = test
+        with self._job(system.gpus) as job:
+            metrics = job.directory / "metrics.jsonl"
+            ended = self._start(job, [*self._flags(system, job), "--zorse-metrics", str(metrics)])
+            reports = [_report(job, rank) for rank in range(len(system.gpus))]
+            out_of_memory = next((r["out_of_memory"] for r in reports if r["out_of_memory"]), None)
+            if not ended.succeeded and out_of_memory is None:
+                raise ended.failure()
+            return EmulatedRun(
+                system=system,
+                self_test=test,
+                iterations_s=() if out_of_memory else _iterations_s(reports),
+                losses=() if out_of_memory else _losses(metrics),
+                spans=tuple(tuple(map(tuple, r["spans"])) for r in reports),
+                peak_bytes=tuple(r["peak_bytes"] for r in reports),
+                out_of_memory=out_of_memory,
+                late_s=max((r["late_s"] for r in reports if r["late_s"] is not None), default=None),
+                wall_s=ended.wall_s,
+            )
+
+    def self_test(self, gpus: Sequence[int]) -> SelfTest:
+        """Let the ranks run a schedule whose duration is known. Raises RankFailure."""
+        with self._job(gpus) as job:
+            ended = self._start(job, [], entry="zorse_megatron.emulate.self_test_main")
+            if not ended.succeeded:
+                raise ended.failure()
+            reports = [job.report(rank) for rank in range(len(gpus))]
+            return self_test_of(self.inputs.comm, gpus, reports)
+
+    def write_corpus(self) -> None:
+        """Write the text that all jobs train on."""
+        prefix = self.directory / "corpus" / "text"
+        ended = self.server.run(
+            [str(prefix), str(CORPUS_BYTES)],
+            world_size=1,
+            job_file=prefix,
+            directory=self.directory,
+            timeout_s=_TEST_TIMEOUT_S,
+            entry="zorse_megatron.emulate.corpus_main",
+        )
+        if not ended.succeeded:
+            raise ended.failure()
+        self.data = json.loads(prefix.with_suffix(".json").read_text())
+
+    @contextlib.contextmanager
+    def _job(self, gpus: Sequence[int]) -> Iterator[EmulatedJob]:
+        factors = self.perturbation.link_factors
+        with conducted(LinkModel(self.inputs.comm, gpus, link_factors=factors)) as address:
+            self._number += 1
+            directory = self.directory / f"job_{self._number}"
+            directory.mkdir()
+            yield EmulatedJob(
+                address=address,
+                gpus=tuple(gpus),
+                kinds=tuple(self.inputs.kinds[gpu] for gpu in gpus),
+                capacities_bytes=tuple(self.inputs.capacities_bytes[gpu] for gpu in gpus),
+                compute=self.inputs.compute,
+                memory=self.inputs.memory,
+                perturbation=self.perturbation,
+                sequence_length=SEQUENCE_LENGTH,
+                hidden_size=HIDDEN_SIZE,
+                dilation=self.dilation,
+                directory=directory,
+            )
+            shutil.rmtree(directory)
+
+    def _start(self, job: EmulatedJob, argv: Sequence[str], **entry: str) -> Ended:
+        return self.server.run(
+            argv,
+            world_size=len(job.gpus),
+            job_file=job.save(),
+            directory=job.directory,
+            timeout_s=self.timeout_s,
+            **entry,
+        )
+
+    def _flags(self, system: System, job: EmulatedJob) -> list[str]:
+        flags = [*training_flags(self.training, self.data), *system.flags]
+        if system.plan is None:
+            return flags
+        path = job.directory / "plan.json"
+        save_plan(plan_for_tiny(system.plan), path)
+        return [*flags, "--micro-batch-size", "1", "--zorse-plan", str(path)]
+
+
+@contextlib.contextmanager
+def emulator(
+    inputs: Inputs,
+    training: Training,
+    *,
+    perturbation: Perturbation = NO_PERTURBATION,
+    dilation: float | None = None,
+) -> Iterator[Emulator]:
+    """An emulated cluster, with Megatron imported and a corpus written."""
+    with (
+        tempfile.TemporaryDirectory(prefix="zorse-emulate-") as directory,
+        RankServer() as server,
+    ):
+        made = Emulator(
+            inputs=inputs,
+            training=training,
+            directory=Path(directory),
+            server=server,
+            perturbation=perturbation,
+            dilation=dilation,
+        )
+        made.write_corpus()
+        yield made
+
+
+_EMPTY: dict[str, Any] = {
+    "step_ends_s": [],
+    "spans": [],
+    "peak_bytes": 0,
+    "out_of_memory": None,
+    "late_s": None,
+}
+
+
+def _report(job: EmulatedJob, rank: int) -> dict[str, Any]:
+    """What a rank has reported; one that was ended early may have said nothing."""
+    path = job.report(rank)
+    return dict(json.loads(path.read_text())) if path.exists() else _EMPTY
+
+
+def _iterations_s(reports: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """From the end of one step on the last rank to the end of the next."""
+    ends_s = [max(ends) for ends in zip(*(r["step_ends_s"] for r in reports), strict=True)]
+    return tuple(end - start for start, end in zip([0.0, *ends_s], ends_s, strict=False))
+
+
+def _losses(metrics: Path) -> tuple[float, ...]:
+    lines = metrics.read_text().splitlines()
+    return tuple(json.loads(line)["lm loss"] for line in lines)

@@ -1,0 +1,62 @@
+"""The tiny model that is trained in place of the real one, and the plan for it."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.plan import ModelFingerprint, Plan
+
+HIDDEN_SIZE = 32
+SEQUENCE_LENGTH = 32
+NUM_HEADS = 2
+_TIMEOUT_MINUTES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and for how long."""
+
+    model: ModelShape
+    """The real one."""
+    global_batch_size: int
+    iterations: int
+    seed: int = 1234
+
+
+def training_flags(training: Training, data: Sequence[str]) -> list[str]:
+    """Megatron's flags of a GPT with the real one's layers and ties, and little width.
+
+    fp32 without dropout, so that layouts differ by the order of summation only. `data`: flags of
+    the corpus.
+    """
+    steps = training.iterations
+    flags: dict[str, object] = {
+        "--num-layers": training.model.num_layers,
+        "--hidden-size": HIDDEN_SIZE,
+        "--num-attention-heads": NUM_HEADS,
+        "--seq-length": SEQUENCE_LENGTH,
+        "--max-position-embeddings": SEQUENCE_LENGTH,
+        "--attention-dropout": 0,
+        "--hidden-dropout": 0,
+        "--global-batch-size": training.global_batch_size,
+        "--train-iters": steps,
+        "--lr": 1e-3,
+        "--lr-decay-style": "constant",
+        "--clip-grad": 1.0,
+        "--eval-interval": 10 * steps,
+        "--eval-iters": 0,
+        "--log-interval": 1,
+        "--num-workers": 0,
+        "--seed": training.seed,
+        "--distributed-timeout-minutes": _TIMEOUT_MINUTES,
+    }
+    untied = [] if training.model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
+    words = [str(word) for pair in flags.items() for word in pair]
+    return [*words, "--calculate-per-token-loss", *untied, *data]
+
+
+def plan_for_tiny(plan: Plan) -> Plan:
+    """The same plan, said to be for the tiny model; nothing else of a plan depends on width."""
+    model = ModelFingerprint(num_layers=plan.model.num_layers)
+    return dataclasses.replace(plan, model=model)
