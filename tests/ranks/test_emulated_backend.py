@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.emulate.backend import BACKEND, AsTheyAre, register
+from zorse_megatron.emulate.backend import BACKEND, register
 from zorse_megatron.emulate.link_model import LinkModel
 from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.emulate.sizes import AsTheyAre
 from zorse_megatron.emulate.switchboard import call, conducted
 
 WORLD = 3

@@ -11,43 +11,18 @@ large one.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zorse_megatron.emulate.messages import Collective, CollectiveKind, Name, Transfer
 from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.emulate.sizes import Sizes
 
 BACKEND = "emulated"
 WRAPPED = "gloo"
 _CPU = torch.device("cpu")
-
-
-class Sizes(Protocol):
-    """How many bytes a tensor stands for in the emulated job."""
-
-    def message_bytes(self, tensor: torch.Tensor) -> int:
-        """Of a tensor that is sent from rank to rank."""
-
-    def buffer_bytes(self, tensor: torch.Tensor) -> int:
-        """Of a tensor that a collective works on."""
-
-    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        """Of what each rank owns of a tensor that a collective works on."""
-
-
-class AsTheyAre:
-    """`Sizes` where tensors stand for themselves."""
-
-    def message_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def buffer_bytes(self, tensor: torch.Tensor) -> int:
-        return tensor.nbytes
-
-    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        return [part.nbytes for part in parts]
 
 
 class EmulatedWork:

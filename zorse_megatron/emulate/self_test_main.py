@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.emulate.backend import BACKEND, AsTheyAre, register
+from zorse_megatron.emulate.backend import BACKEND, register
 from zorse_megatron.emulate.job import current_job
 from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.emulate.self_test import (
@@ -16,6 +16,7 @@ from zorse_megatron.emulate.self_test import (
     NUM_MESSAGES,
     SMALL_ELEMENTS,
 )
+from zorse_megatron.emulate.sizes import AsTheyAre
 from zorse_megatron.emulate.switchboard import call
 
 

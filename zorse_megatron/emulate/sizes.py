@@ -1,0 +1,32 @@
+"""How many bytes tensors stand for in an emulated job."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Sizes(Protocol):
+    """How many bytes a tensor stands for in the emulated job."""
+
+    def message_bytes(self, tensor: torch.Tensor) -> int:
+        """Of a tensor that is sent from rank to rank."""
+
+    def buffer_bytes(self, tensor: torch.Tensor) -> int:
+        """Of a tensor that a collective works on."""
+
+    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Of what each rank owns of a tensor that a collective works on."""
+
+
+class AsTheyAre:
+    """`Sizes` where tensors stand for themselves."""
+
+    def message_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes
+
+    def buffer_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes
+
+    def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        return [part.nbytes for part in parts]
