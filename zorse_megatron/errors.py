@@ -24,6 +24,9 @@ class Problem:
 class ZorseError(Exception):
     """An error with all of its problems, raised before anything is lost."""
 
+    is_of_one_rank = False
+    """Whether the other ranks do not know of it: then the rank has to say it itself."""
+
     def __init__(self, title: str, problems: Sequence[Problem]) -> None:
         if not problems:
             raise ValueError("a ZorseError needs at least one problem")

@@ -15,7 +15,10 @@ def say(line: str) -> None:
         print(f"zorse: {line}", flush=True)
 
 
-def complain(text: str) -> None:
-    """Print an error on rank 0 and, as files may differ by node, on each node's first rank."""
-    if is_first_rank() or os.environ.get("LOCAL_RANK", "0") == "0":
+def complain(text: str, *, everywhere: bool = False) -> None:
+    """Print an error on rank 0 and, as files may differ by node, on each node's first rank.
+
+    `everywhere`: on this rank in any case.
+    """
+    if everywhere or is_first_rank() or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"zorse: error: {text}", file=sys.stderr, flush=True)

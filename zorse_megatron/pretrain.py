@@ -8,9 +8,10 @@ without it, an equal GPT entry of ours runs on the installed megatron.training. 
 `--zorse-plan` everything is stock. On a machine without a GPU, all of it runs on CPU over gloo.
 
 `--zorse-trace DIR` writes what each rank executed, and when; `--zorse-memory DIR` what its memory
-held, by category. `--zorse-memory-limit GB` stops a rank that holds more. `--zorse-metrics FILE`
-appends one line of JSON per iteration, with loss and gradient norm in full precision; it needs no
-plan.
+held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
+`--zorse-host-memory-limit GB` says what all ranks of a node together may keep in host memory.
+`--zorse-metrics FILE` appends one line of JSON per iteration, with loss and gradient norm in full
+precision; it needs no plan.
 """
 
 import sys
@@ -23,6 +24,12 @@ from zorse_megatron.log import complain
 
 BAD_INPUT = 2
 """Exit status for input that cannot be used, as for argparse."""
+_NEED_PLAN = (
+    "--zorse-trace",
+    "--zorse-memory",
+    "--zorse-memory-limit",
+    "--zorse-host-memory-limit",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,7 @@ class Command:
     metrics: Path | None
     memory: Path | None
     memory_limit_bytes: int | None
+    host_memory_limit_bytes: int | None
     megatron: tuple[str, ...]
 
 
@@ -44,15 +52,7 @@ def split_command(argv: Sequence[str]) -> Command:
     script = None
     if rest and not rest[0].startswith("-") and rest[0].endswith(".py"):
         script = Path(rest.pop(0))
-    ours: dict[str, str | None] = dict.fromkeys(
-        (
-            "--zorse-plan",
-            "--zorse-trace",
-            "--zorse-metrics",
-            "--zorse-memory",
-            "--zorse-memory-limit",
-        )
-    )
+    ours: dict[str, str | None] = dict.fromkeys(("--zorse-plan", "--zorse-metrics", *_NEED_PLAN))
     megatron: list[str] = []
     problems = []
     while rest:
@@ -71,10 +71,13 @@ def split_command(argv: Sequence[str]) -> Command:
         problems.append(_no_script(script))
     problems += [
         _needs_plan(flag)
-        for flag in ("--zorse-trace", "--zorse-memory", "--zorse-memory-limit")
+        for flag in _NEED_PLAN
         if ours[flag] is not None and ours["--zorse-plan"] is None
     ]
-    limit_bytes = _limit_bytes(ours["--zorse-memory-limit"], problems)
+    limit_bytes, host_limit_bytes = (
+        _limit_bytes(flag, ours[flag], problems)
+        for flag in ("--zorse-memory-limit", "--zorse-host-memory-limit")
+    )
     if problems:
         raise FlagError("The command cannot be used", problems)
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
@@ -85,11 +88,12 @@ def split_command(argv: Sequence[str]) -> Command:
         metrics=paths["--zorse-metrics"],
         memory=paths["--zorse-memory"],
         memory_limit_bytes=limit_bytes,
+        host_memory_limit_bytes=host_limit_bytes,
         megatron=tuple(megatron),
     )
 
 
-def _limit_bytes(text: str | None, problems: list[Problem]) -> int | None:
+def _limit_bytes(flag: str, text: str | None, problems: list[Problem]) -> int | None:
     """Read a number of gigabytes; notes a problem with anything else."""
     if text is None:
         return None
@@ -101,10 +105,10 @@ def _limit_bytes(text: str | None, problems: list[Problem]) -> int | None:
         return int(limit_bytes)
     problems.append(
         Problem(
-            where="--zorse-memory-limit",
+            where=flag,
             found=f"{text!r}",
             expected="a number of gigabytes (10^9 bytes), more than 0",
-            remedy="Write, for example, --zorse-memory-limit 14.5.",
+            remedy=f"Write, for example, {flag} 14.5.",
         )
     )
     return None
@@ -172,6 +176,7 @@ def run(argv: Sequence[str]) -> None:
             trace_directory=command.trace,
             memory_directory=command.memory,
             memory_limit_bytes=command.memory_limit_bytes,
+            host_memory_limit_bytes=command.host_memory_limit_bytes,
         )
     activate(plan_run)
     if command.metrics is not None:
@@ -194,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         run(sys.argv[1:] if argv is None else argv)
     except ZorseError as error:
-        complain(str(error))
+        complain(str(error), everywhere=error.is_of_one_rank)
         sys.exit(BAD_INPUT)
 
 

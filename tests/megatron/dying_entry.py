@@ -3,7 +3,8 @@
 Death is noticed after `ZORSE_TEST_TIMEOUT_S` where a test is not about how long that takes.
 
 `kill:1:5` - rank 1 is killed in the middle of its fifth step; `raise:1:5` - it fails there by an
-error of its own; `save:1:2` - it is killed in the middle of its second checkpoint.
+error of its own; `oom:1:5` - its device has no memory left there; `host:1:5` - it may not take any
+more host memory from there on; `save:1:2` - it is killed in the middle of its second checkpoint.
 """
 
 import os
@@ -11,23 +12,31 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tests.megatron.recording_entry import record
 from zorse_megatron.adapter import cpu_mode
 
 HOW, RANK, WHEN = os.environ["ZORSE_TEST_DEATH"].split(":")
 
 
-def die() -> None:
+def die(runner: Any = None) -> None:
+    if HOW == "oom":
+        raise torch.OutOfMemoryError("no memory left, as far as this test goes")
+    if HOW == "host":
+        link = runner.activations.link
+        link.limit_bytes = link.host_bytes
+        return
     if HOW == "raise":
         raise ValueError("this rank has a fault of its own")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+def dying(computation: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, action: Any, runner: Any) -> Any:
         if self.step + 1 == int(WHEN):
-            die()
-        return backward(self, action, runner)
+            die(runner)
+        return computation(self, action, runner)
 
     return run
 
@@ -70,5 +79,8 @@ if __name__ == "__main__":
         else:
             from zorse_megatron.runtime.executor import Executor
 
-            Executor._backward = dying_backward(Executor._backward)
+            if HOW == "host":
+                Executor._forward = dying(Executor._forward)  # type: ignore[method-assign]
+            else:
+                Executor._backward = dying(Executor._backward)  # type: ignore[method-assign]
     record()

@@ -93,6 +93,7 @@ def our_flags():
         "--zorse-metrics",
         "--zorse-memory",
         "--zorse-memory-limit",
+        "--zorse-host-memory-limit",
     }
 
 

@@ -25,6 +25,7 @@ class PlanRun:
     trace_directory: Path | None = None
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None
+    host_memory_limit_bytes: int | None = None
 
 
 def activate(run: PlanRun | None) -> None:

@@ -1,6 +1,6 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from zorse_megatron.adapter.chunk_runner import (
     MegatronChunkRunner,
@@ -18,25 +18,26 @@ from zorse_megatron.adapter.chunk_runner import (
     iterator_per_chunk,
 )
 from zorse_megatron.adapter.loss_report import IdleReplicaLosses
-from zorse_megatron.adapter.memory_probes import (
-    KeptActivations,
-    gradient_bytes,
-    parameter_bytes,
-    state_bytes,
-)
+from zorse_megatron.adapter.memory_probes import KeptActivations
 from zorse_megatron.adapter.process_groups import (
     PlanGroups,
     collection_of,
     shard_weights_by_group_rank,
+)
+from zorse_megatron.adapter.session_memory import (
+    before_first_step,
+    make_ledger,
+    share_host_memory,
+    watch_logits,
 )
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_memory import HostLink
-from zorse_megatron.runtime.memory_ledger import MemoryLedger
 from zorse_megatron.runtime.transport import make_transport
-from zorse_megatron.schedules.actions import COMPUTE, SENDS, Action, ActionLists, Kind
+from zorse_megatron.schedules.actions import COMPUTE, ActionLists
+from zorse_megatron.schedules.facts import edges_of, gathered_before_use, left_in_host
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
@@ -61,6 +62,7 @@ class PlanSession:
     trace_directory: Path | None = None
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None
+    host_memory_limit_bytes: int | None = None
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)
@@ -135,7 +137,10 @@ class PlanSession:
             (data_iterator,) = data_iterator
         config = get_model_config(models[0])
         chunk_models = dict(zip(self.chunks, models, strict=True))
-        self._settle(models, chunk_models)
+        executor = self._executor(config, chunk_models)
+        assert executor.ledger is not None
+        with before_first_step(executor.ledger):
+            self._settle(models, chunk_models)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
             data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.num_chunks),
@@ -155,7 +160,6 @@ class PlanSession:
             kept=self.kept,
             computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
         )
-        executor = self._executor(config, chunk_models)
         lists = self.evaluation if forward_only else self.training
         timers = config.timers
         if timers is not None:
@@ -166,6 +170,22 @@ class PlanSession:
         if self.holds_last_chunk and not collect_non_loss_data:
             return self.idle_losses.complete(self.runner.losses)
         return self.runner.losses
+
+    def check_host_memory(self, models: list[Any]) -> None:
+        """Before the first step, once the optimizer exists; see `share_host_memory`."""
+        config = get_model_config(models[0])
+        samples = max((m.size for m in self.micro_batches), default=0)
+        elements = samples * self.sequence_length * config.hidden_size
+        share_host_memory(
+            self.plan,
+            self.rank,
+            self.host_link,
+            dict(zip(self.chunks, models, strict=True)),
+            self.optimizers,
+            actions=self.training.ranks[self.rank],
+            boundary_bytes=elements * _boundary_dtype(config).itemsize,
+            limit_bytes=self.host_memory_limit_bytes,
+        )
 
     def optimizer_step(self, stock_step: Any) -> Any:
         """Run the rest of the list: the step, by stock's `stock_step`, and the gathers."""
@@ -202,7 +222,10 @@ class PlanSession:
                 last_chunk=self.num_chunks - 1,
                 mailbox=Mailbox(
                     transport=make_transport(
-                        backend=backend, rank=self.rank, edges=self._edges(), device=device
+                        backend=backend,
+                        rank=self.rank,
+                        edges=edges_of((self.training, self.evaluation)),
+                        device=device,
                     ),
                     spec=ActivationSpec(
                         sequence_length=self.sequence_length,
@@ -214,26 +237,18 @@ class PlanSession:
                 ),
                 trace=self.trace,
             )
-            self.executor.ledger = self._ledger(self.executor, models, device)
+            self.executor.ledger = make_ledger(
+                self.executor,
+                models,
+                self.optimizers,
+                rank=self.rank,
+                device=device,
+                activation_bytes=lambda: self.kept.highest_bytes() if self.kept else 0,
+                link=self.host_link,
+                watches=self.watches_memory,
+                limit_bytes=self.memory_limit_bytes,
+            )
         return self.executor
-
-    def _ledger(
-        self, executor: Executor, models: Mapping[int, Any], device: torch.device
-    ) -> MemoryLedger:
-        on_gpu = device.type == "cuda"
-        return MemoryLedger(
-            {
-                "parameters": partial(parameter_bytes, models),
-                "gradients": partial(gradient_bytes, models),
-                "optimizer state": partial(state_bytes, self.optimizers),
-                "activations": lambda: self.kept.highest_bytes() if self.kept is not None else 0,
-                "buffers": lambda: executor.message_bytes,
-            },
-            rank=self.rank,
-            samples=self.watches_memory,
-            limit_bytes=self.memory_limit_bytes,
-            allocated=partial(torch.cuda.memory_allocated, device) if on_gpu else None,
-        )
 
     @contextmanager
     def state_on_device(self) -> Iterator[None]:
@@ -259,7 +274,7 @@ class PlanSession:
             self.activations = ActivationOffload(link=self.host_link, stays=is_parameter)
         if self.watches_memory:
             self.kept = KeptActivations(is_parameter, self.activations)
-            _watch_logits(models, self.kept)
+            watch_logits(models, self.kept)
         sharded = {
             chunk: model.shards for chunk, model in by_chunk.items() if model.shards is not None
         }
@@ -267,14 +282,14 @@ class PlanSession:
             shards.release()
         for optimizer in self.optimizers:
             optimizer.use_kept_shards()
-        last = {a.chunk: a.kind for a in self.training.ranks[self.rank] if a.kind in _PLACES}
-        for chunk, shards in sharded.items():
-            if last.get(chunk) is Kind.OFFLOAD:
-                shards.offload()
+        for chunk in left_in_host(self.training.ranks[self.rank]):
+            sharded[chunk].offload()
         if self.offload.parameters or self.offload.optimizer_state:
             assert self.host_link is not None
             for optimizer in self.optimizers:
                 optimizer.keep_in_host(self.host_link, optimizer_state=self.offload.optimizer_state)
+        if self.watches_memory and dist.get_backend() == "nccl":
+            torch.cuda.reset_peak_memory_stats()  # all chunks have been whole until now
 
     def _idle_losses(self) -> IdleReplicaLosses:
         replicas = self.plan.groups[self.plan.chunks[-1].group].replicas
@@ -285,26 +300,6 @@ class PlanSession:
             first_active_rank=active[0].ranks[0],
         )
 
-    def _edges(self) -> list[tuple[int, int]]:
-        """All (source, target) pairs of the job, in one order that every rank derives."""
-        return sorted(
-            {
-                (rank, action.peer)
-                for lists in (self.training, self.evaluation)
-                for rank, actions in enumerate(lists.ranks)
-                for action in actions
-                if action.kind in SENDS and action.peer is not None
-            }
-        )
-
-
-def _watch_logits(models: list[Any], kept: KeptActivations) -> None:
-    """Count logits while the loss is made of them: nothing saves them for a backward."""
-    for model in models:
-        head = getattr(unwrap_model(model), "output_layer", None)
-        if head is not None:
-            head.register_forward_hook(lambda _head, _inputs, outputs: kept.hold(outputs[0]))
-
 
 def _is_parameter(models: list[Any], address: int) -> bool:
     return any(
@@ -314,18 +309,10 @@ def _is_parameter(models: list[Any], address: int) -> bool:
     )
 
 
-_PLACES = frozenset({Kind.FETCH, Kind.OFFLOAD})
-
-
 def _device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def gathered_before_use(actions: Sequence[Action]) -> frozenset[int]:
-    """Chunks of which a rank keeps only shards: their parameters are released."""
-    return frozenset(a.chunk for a in actions if a.kind is Kind.RELEASE and a.chunk is not None)
 
 
 def _boundary_dtype(config: Any) -> torch.dtype:

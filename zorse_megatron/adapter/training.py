@@ -31,7 +31,7 @@ from zorse_megatron.adapter.recompute import set_recompute
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
-from zorse_megatron.errors import FlagError, PlanError, Problem
+from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.runtime.health import Heartbeat, is_communication_error
 from zorse_megatron.schema.load import fingerprint
 
@@ -61,6 +61,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         trace_directory=run.trace_directory,
         memory_directory=run.memory_directory,
         memory_limit_bytes=run.memory_limit_bytes,
+        host_memory_limit_bytes=run.host_memory_limit_bytes,
     )
     _configure(cfg, session)
     with rebind.applied(_records(session)), watched(session):
@@ -88,6 +89,9 @@ def watched(session: PlanSession) -> Iterator[None]:
         raise
     except KeyboardInterrupt as interrupt:
         heartbeat.fail(interrupt)
+        raise
+    except ZorseError as error:  # says all that there is to say
+        heartbeat.fail(error)
         raise
     except Exception as error:
         traceback.print_exc()
@@ -268,6 +272,7 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
         else CheckpointLayout.REPLICATED,
     )
     session.optimizers = list(optimizer.chained_optimizers)
+    session.check_host_memory(model_chunks)
     session.tied = _tied_embedding(session, model_chunks, optimizer)
     _defer_parameter_gather(optimizer.chained_optimizers)
     stock_step = optimizer.step

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from zorse_megatron.runtime.activations import Mailbox
+from zorse_megatron.runtime.host_memory import HostMemoryFull
 from zorse_megatron.runtime.memory_ledger import MemoryLedger
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
@@ -112,6 +113,9 @@ class Executor:
                     if self.ledger is None:
                         raise
                     raise self.ledger.out_of_memory(action) from error
+                except HostMemoryFull as error:
+                    assert self.ledger is not None
+                    raise self.ledger.out_of_host_memory(error, action) from error
             if self.ledger is not None and self.ledger.samples:
                 self.ledger.sample(self.step, action)
 

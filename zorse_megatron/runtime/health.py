@@ -15,6 +15,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from zorse_megatron.errors import ZorseError
+
 LOST_RANK = 3
 """Exit status of a rank that stops because another one is gone."""
 
@@ -26,6 +28,7 @@ _DONE = "done"
 _FAILED = "failed:"
 _EXITED = "exited:"
 _LOST_CONTACT = "lost contact"
+_LONGEST_REASON = 600
 # These ranks need not beat any more, and it is not they who are to blame.
 _EXCUSED = (_DONE, _LOST_CONTACT)
 
@@ -79,8 +82,7 @@ class Heartbeat:
 
     def fail(self, error: BaseException) -> None:
         """This rank has failed by its own fault; the others are told why."""
-        first_line = next(iter(str(error).splitlines()), "")
-        self._end(f"{_FAILED}{type(error).__name__}: {first_line[:200]}")
+        self._end(f"{_FAILED}{type(error).__name__}: {_in_one_line(error)}")
 
     def exit(self, status: object) -> None:
         """This rank ends on request (`sys.exit`), as a rule together with all others."""
@@ -162,6 +164,13 @@ class Heartbeat:
 
     def _publish(self, word: str) -> None:
         self.store.set(_key(self.rank), word)
+
+
+def _in_one_line(error: BaseException) -> str:
+    """What other ranks are told: the first line, or of our own errors the first problem."""
+    if isinstance(error, ZorseError):
+        return f"{error.title}: {error.problems[0]}"[:_LONGEST_REASON]
+    return next(iter(str(error).splitlines()), "")[:_LONGEST_REASON]
 
 
 def _key(rank: int) -> str:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.runtime.host_budget import HOST_REMEDIES
+from zorse_megatron.runtime.host_memory import HostMemoryFull
 from zorse_megatron.schedules.actions import Action
 
 # What helps where a category is too large, in the words of the plan file.
@@ -30,6 +32,8 @@ LAYERS = "parameters and gradients"
 
 class MemoryLimitError(ZorseError):
     """A rank holds more than it may."""
+
+    is_of_one_rank = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,11 @@ class MemoryLedger:
         samples: bool = True,
         limit_bytes: int | None = None,
         allocated: Callable[[], int] | None = None,
+        in_host: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """`probes`: category -> its bytes on the device now; `allocated`: the allocator's figure.
+
+        `in_host`: what waits in the host now, by category.
 
         `samples`: whether to look behind every action, or only when the device has no more.
 
@@ -64,6 +71,7 @@ class MemoryLedger:
         self.samples = samples
         self.limit_bytes = limit_bytes
         self.allocated = allocated
+        self.in_host = in_host
         self.peaks: dict[str, Peak] = {}
         self.at_peak: dict[str, int] = {}
         """The categories when their sum was highest."""
@@ -77,7 +85,8 @@ class MemoryLedger:
         seen = {**now, LAYERS: now["parameters"] + now["gradients"], "total": total}
         if self.allocated is not None:
             seen["allocated"] = self.allocated()
-        for category, num_bytes in seen.items():
+        waiting = {f"{category} in the host": count for category, count in self.in_host().items()}
+        for category, num_bytes in (seen | waiting).items():
             if num_bytes > self._peak_bytes(category):
                 self.peaks[category] = Peak(num_bytes=num_bytes, step=step, action=str(action))
         held = seen.get("allocated", total)
@@ -95,16 +104,32 @@ class MemoryLedger:
         """Name the largest category, the chunk at work, and the setting that would help."""
         largest = max(now, key=lambda category: now[category])
         listed = ", ".join(f"{category} {num_bytes:,}" for category, num_bytes in now.items())
-        at = "" if action.chunk is None else f" (chunk {action.chunk})"
         return MemoryLimitError(
             "A rank needs more memory than it has",
             [
                 Problem(
-                    where=f"rank {self.rank} at {action}{at}",
+                    where=f"rank {self.rank} {_place(action)}",
                     found=f"{found}: {listed} bytes",
                     expected=expected,
                     remedy=f"Most of it is {largest}: {_REMEDIES.get(largest, 'make a new plan')}; "
                     "or let `zorse plan` find a plan with a larger --margin.",
+                )
+            ],
+        )
+
+    def out_of_host_memory(self, full: HostMemoryFull, action: Action | None) -> MemoryLimitError:
+        """What to raise when the host has no more; `action` is None before the first step."""
+        waiting = ", ".join(f"{category} {count:,}" for category, count in self.in_host().items())
+        return MemoryLimitError(
+            "A rank needs more host memory than it has",
+            [
+                Problem(
+                    where=f"rank {self.rank} {_place(action)}",
+                    found=f"{full.found} with {full.asked_bytes:,} more for {full.category}; there "
+                    f"now: {waiting or 'nothing'}",
+                    expected=full.expected,
+                    remedy=f"This would help: {HOST_REMEDIES[full.category]}; or a larger "
+                    "--zorse-host-memory-limit where there is more.",
                 )
             ],
         )
@@ -120,3 +145,9 @@ class MemoryLedger:
 
     def _peak_bytes(self, category: str) -> int:
         return self.peaks[category].num_bytes if category in self.peaks else -1
+
+
+def _place(action: Action | None) -> str:
+    if action is None:
+        return "before the first step"
+    return f"at {action}" + ("" if action.chunk is None else f" (chunk {action.chunk})")

@@ -1,0 +1,153 @@
+"""Too little memory: every rank ends in time, one line says who, what and what would help.
+
+The last checkpoint stays: training goes on from it.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import BASE_FLAGS, chunked_plan, replica, run_recorded
+from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.ministages import BOTH_ENDS, in_the_host
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from tests.megatron.test_exactness import UNTIED
+from zorse_megatron.runtime.health import LOST_RANK
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan
+
+TIMEOUT_S = 12.0
+BAD_INPUT = 2
+HIDDEN, SEQUENCE, VOCABULARY, NUM_LAYERS = 32, 32, 256, 4
+LAYER = 12 * HIDDEN**2 + 13 * HIDDEN
+PARAMETERS = NUM_LAYERS * LAYER + (2 * VOCABULARY + SEQUENCE + 2) * HIDDEN
+IN_HOST = in_the_host(BOTH_ENDS)
+# One rank owns all optimizer state, another one none.
+STARVING = chunked_plan([(replica(0, 1, 4, 1.0), replica(1, 1, 4, 0.0))], [(0, 2), (0, 2)])
+
+
+def run_with_fault(plan: Plan, work: Path, *more: str, fault: str = "none:0:0") -> RunResult:
+    save_plan(plan, work / "plan.json")
+    return run_ranks(
+        [*flags(work), *more],
+        plan.world_size,
+        entry="tests.megatron.dying_entry",
+        timeout_s=90,
+        grace_after_failure_s=TIMEOUT_S,
+        env={
+            "ZORSE_TEST_DEATH": fault,
+            "ZORSE_TEST_TIMEOUT_S": str(TIMEOUT_S),
+            "ZORSE_TEST_RECORD": str(work / "record"),
+        },
+    )
+
+
+def flags(work: Path) -> list[str]:
+    return [
+        *BASE_FLAGS,
+        *("--train-iters", "4", "--mock-data", "--split", "90,5,5", *TOKENIZER_FLAGS, *UNTIED),
+        *("--save", str(work / "checkpoints"), "--save-interval", "2"),
+        *("--zorse-plan", str(work / "plan.json")),
+    ]
+
+
+def assert_said(result: RunResult, culprit: int, *words: str) -> None:
+    """The culprit and every other rank say the same in one line, and end as they should."""
+    for rank, (code, output) in enumerate(zip(result.returncodes, result.outputs, strict=True)):
+        assert code == (BAD_INPUT if rank == culprit else LOST_RANK), output
+        said = output[output.index("zorse: error:") :] if "zorse: error:" in output else output
+        (line, *_) = [line for line in said.splitlines() if "expected" in line]
+        assert all(word in line for word in words), line
+
+
+def latest(work: Path) -> str:
+    return (work / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
+
+
+def assert_goes_on(plan: Plan, work: Path) -> None:
+    """From the checkpoint of the second step."""
+    assert latest(work) == "2"
+    resumed = run_recorded(
+        [*flags(work), "--load", str(work / "checkpoints")], plan.world_size, timeout_s=90
+    )
+    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+
+
+def test_no_memory_left_in_a_step(tmp_path: Path) -> None:
+    result = run_with_fault(BOTH_ENDS, tmp_path, fault="oom:2:3")
+    words = ("rank 2 at 1B0 (chunk 1)", "no memory left on the device", "Most of it is")
+    assert_said(result, 2, *words)
+    assert_goes_on(BOTH_ENDS, tmp_path)
+
+
+def test_no_host_memory_left_in_a_step(tmp_path: Path) -> None:
+    result = run_with_fault(IN_HOST, tmp_path, fault="host:0:3")
+    words = ("rank 0 at 0F0 (chunk 0)", "more for activations", "turn offload.activations off")
+    assert_said(result, 0, *words)
+    assert latest(tmp_path) == "2"
+
+
+def test_a_shard_that_starves_its_rank(tmp_path: Path) -> None:
+    """Rank 1 has room for what it holds, rank 0 not for all optimizer state."""
+    run_with_fault(STARVING, tmp_path, "--zorse-memory", str(tmp_path)).check()
+    totals = []
+    for rank in (0, 1):
+        peaks = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())["peaks"]
+        totals.append(peaks["total"]["num_bytes"])
+    assert totals[0] > totals[1]
+    limit = str((totals[0] - 1) / 1e9)
+    result = run_with_fault(STARVING, tmp_path / "checkpoints", "--zorse-memory-limit", limit)
+    assert_said(result, 0, "rank 0 at", "bytes", "optimizer state")
+
+
+def test_a_chunk_that_is_larger_than_the_device(tmp_path: Path) -> None:
+    chunk_bytes = 4 * (2 * LAYER + (VOCABULARY + SEQUENCE) * HIDDEN)
+    limit = str((chunk_bytes - 1) / 1e9)
+    result = run_with_fault(STARVING, tmp_path, "--zorse-memory-limit", limit)
+    assert set(result.returncodes) <= {BAD_INPUT, LOST_RANK}
+    said = "\n".join(result.outputs)
+    assert f"expected {chunk_bytes - 1:,} bytes" in said
+    assert "Most of it is parameters: give the group more chunks" in said
+    assert "(chunk 0)" in said
+
+
+@pytest.fixture(scope="module")
+def needed_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """What the plan asks of the host, as the error says."""
+    result = run_with_fault(
+        IN_HOST, tmp_path_factory.mktemp("host"), "--zorse-host-memory-limit", "1e-4"
+    )
+    assert set(result.returncodes) == {BAD_INPUT}
+    (found,) = re.findall(r"found ([\d,]+) bytes that are to wait in its memory", result.outputs[0])
+    assert "expected at most 100,000 bytes, --zorse-host-memory-limit" in result.outputs[0]
+    return int(found.replace(",", ""))
+
+
+def test_too_little_host_memory_is_found_before_the_start(needed_bytes: int) -> None:
+    """All parameters and moments once, and each layer's input of what waits for its backward.
+
+    Group 0 (layers 0 and 3) runs chunk 0 for all samples, group 1 layers 1 and 2; on the last chunk
+    each backward follows its forward. Stock pads parameters to multiples of 64 elements.
+    """
+    boundary = SEQUENCE * HIDDEN * 4
+    activations = 8 * boundary + 8 * 2 * boundary
+    expected = 4 * PARAMETERS + 8 * PARAMETERS + activations
+    assert expected <= needed_bytes <= 1.01 * expected
+
+
+def test_host_memory_that_suffices_is_enough(needed_bytes: int, tmp_path: Path) -> None:
+    limit = ("--zorse-host-memory-limit", str(needed_bytes / 1e9))
+    run_with_fault(IN_HOST, tmp_path, *limit, "--zorse-memory", str(tmp_path)).check()
+    peaks = [
+        json.loads((tmp_path / f"memory-rank{rank}.json").read_text())["peaks"] for rank in range(4)
+    ]
+    categories = ("parameters", "optimizer state", "activations")
+    held = [
+        peak[f"{category} in the host"]["num_bytes"]
+        for peak in peaks
+        for category in categories
+        if f"{category} in the host" in peak
+    ]
+    assert 0.95 * needed_bytes <= sum(held) <= needed_bytes

@@ -1,0 +1,69 @@
+"""What a plan's offload settings put into host memory, asked of Megatron's objects."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+from zorse_megatron.runtime.host_budget import most_away
+from zorse_megatron.runtime.host_memory import host_bytes_of
+from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schema.plan import Offload
+
+# Adam's; main parameters are float32, too.
+_NUM_MOMENTS = 2
+_FLOAT32_BYTES = 4
+
+
+def host_need(
+    offload: Offload,
+    models: Mapping[int, Any],
+    optimizers: Sequence[Any],
+    *,
+    actions: Sequence[Action],
+    boundary_bytes: int,
+    last_chunk: int,
+    pinned: bool,
+) -> dict[str, int]:
+    """Category -> bytes that wait in the host at most, of one rank; before the first step.
+
+    `models`: chunk -> wrapped model; `boundary_bytes`: one activation of a micro-batch; `pinned`:
+    whether the host's memory is pinned, as for a GPU.
+    """
+    need = dict.fromkeys(("parameters", "optimizer state", "activations"), 0)
+    if offload.parameters:
+        need["parameters"] = sum(
+            host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
+            for model in models.values()
+            if model.shards is not None
+            for buffer in model.shards.parameters
+        )
+    if offload.optimizer_state:
+        need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
+    if offload.activations:
+        per_layer = host_bytes_of(boundary_bytes, pinned=pinned)
+        # Each layer keeps its input; the final norm its own, and the head that of its matrix.
+        kept = {
+            chunk: (_num_layers(model) + (2 if chunk == last_chunk else 0)) * per_layer
+            for chunk, model in models.items()
+        }
+        need["activations"] = most_away(actions, kept)
+    return need
+
+
+def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool) -> int:
+    """Moments and main parameters: a flat block of each, by chunk (see `HostState`)."""
+    total = 0
+    for optimizer in optimizers:
+        for model in models.values():
+            owned = [(p, s) for c, p, _, s in optimizer.owned_shards() if c is model]
+            elements = sum(shard.numel() for _, shard in owned)
+            main = sum(s.numel() for p, s in owned if p.dtype != torch.float32)
+            blocks = [elements] * _NUM_MOMENTS + [main]
+            total += sum(host_bytes_of(_FLOAT32_BYTES * block, pinned=pinned) for block in blocks)
+    return total
+
+
+def _num_layers(model: Any) -> int:
+    return sum(isinstance(module, BaseTransformerLayer) for module in model.modules())

@@ -1,0 +1,131 @@
+"""Whether what is to wait in host memory fits there: checked before the start, for each node.
+
+All ranks of a node share its memory, so they are checked together. What a rank may then take is
+what it needs and an equal part of the rest.
+"""
+
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+# What helps where a category is too large, in the words of the plan file.
+HOST_REMEDIES = {
+    "parameters": "turn offload.parameters off in a group of this node",
+    "optimizer state": "turn offload.optimizer_state off in a group of this node, or give its "
+    "ranks a smaller shard_weight",
+    "activations": "turn offload.activations off in a group of this node, or use fewer or smaller "
+    "micro-batches",
+}
+
+
+class HostMemoryError(ZorseError):
+    """What is to wait in the host does not fit there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNeed:
+    """What one rank's plan asks of the host that it runs on."""
+
+    rank: int
+    node: str
+    by_category_bytes: Mapping[str, int]
+    """Category, as in `HOST_REMEDIES` -> bytes that wait in the host at most."""
+    available_bytes: int
+    """What the rank has seen free on its node."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All categories."""
+        return sum(self.by_category_bytes.values())
+
+
+def node_name() -> str:
+    """The name that the ranks of one machine have in common."""
+    return socket.gethostname()
+
+
+def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Memory that new allocations can have: the machine's, or less where a container has a limit.
+
+    Source: `MemAvailable` of proc(5), and `memory.max` less `memory.current` of cgroups (v2).
+    """
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    (free,) = (int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except OSError:  # no container, or the first version of cgroups
+        return free
+    return free if limit == "max" else min(free, max(0, int(limit) - used))
+
+
+def most_away(actions: Sequence[Action], bytes_of: Mapping[int, int]) -> int:
+    """The most bytes of activations in the host at one time while a list runs.
+
+    `bytes_of`: chunk -> what a micro-batch of it keeps. A forward whose backward is the next
+    computation leaves nothing in the host.
+    """
+    computations = [action for action in actions if action.kind in COMPUTE]
+    away = highest = 0
+    here: set[tuple[int | None, int | None]] = set()
+    for action, following in zip_longest(computations, computations[1:]):
+        key = action.chunk, action.micro_batch
+        num_bytes = bytes_of[action.chunk or 0]
+        if action.kind is Kind.BACKWARD:
+            away -= 0 if key in here else num_bytes
+        elif following is not None and (following.chunk, following.micro_batch) == key:
+            here.add(key)
+        else:
+            away += num_bytes
+            highest = max(highest, away)
+    return highest
+
+
+def check_host_memory(needs: Iterable[HostNeed], *, limit_bytes: int | None) -> dict[int, int]:
+    """Return what each rank may take, for all ranks of the job.
+
+    `limit_bytes`: for each node, instead of what it has if that is more. Raises HostMemoryError
+    with every node that has too little.
+    """
+    by_node: dict[str, list[HostNeed]] = {}
+    for need in needs:
+        by_node.setdefault(need.node, []).append(need)
+    problems, budgets = [], {}
+    for node, here in by_node.items():
+        available = min(need.available_bytes for need in here)
+        budget = available if limit_bytes is None else min(available, limit_bytes)
+        spare = budget - sum(need.num_bytes for need in here)
+        if spare < 0:
+            problems.append(_problem(node, here, budget, is_limit=budget < available))
+        for need in here:
+            budgets[need.rank] = need.num_bytes + spare // len(here)
+    if problems:
+        raise HostMemoryError("What is to wait in host memory does not fit there", problems)
+    return budgets
+
+
+def _problem(node: str, here: Sequence[HostNeed], budget: int, *, is_limit: bool) -> Problem:
+    needed = sum(need.num_bytes for need in here)
+    totals = {c: sum(need.by_category_bytes[c] for need in here) for c in HOST_REMEDIES}
+    largest = max(totals, key=lambda category: totals[category])
+    ranks = "; ".join(
+        f"rank {need.rank}: "
+        + ", ".join(f"{c} {count:,}" for c, count in need.by_category_bytes.items() if count)
+        for need in here
+        if need.num_bytes
+    )
+    source = "--zorse-host-memory-limit" if is_limit else "what it has available"
+    return Problem(
+        where=f"node {node}",
+        found=f"{needed:,} bytes that are to wait in its memory ({ranks})",
+        expected=f"at most {budget:,} bytes, {source}",
+        remedy=f"{needed - budget:,} bytes are missing and most of it is {largest}: "
+        f"{HOST_REMEDIES[largest]}; or put less on this node.",
+    )
