@@ -95,7 +95,10 @@ def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
         more += ("--initial-loss-scale", "65536", "--hysteresis", "1")
     flags = flags_for(corpus, *UNTIED, *MASKED, *NO_CLIP, *more, steps=6)
     resident = plan_run(with_settings(plan, schedule=breadth_first(parameters="resident")), flags)
-    for name, move in MOVES.items():
+    # What is moved does not depend on the precision, but that there are main parameters does.
+    names = MOVES if precision == "fp32" else ("all in the host",)
+    for name in names:
+        move = MOVES[name]
         options: dict[str, Any] = dict(move)
         moved = plan_run(with_settings(plan, *options.pop("recompute", ()), **options), flags)
         assert moved.losses == resident.losses, name

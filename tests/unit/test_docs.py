@@ -29,6 +29,7 @@ DOCUMENTS = sorted(
 NOT_OURS = {"plan.json", "profile.json", "trace.json", "pretrain_gpt.py", "demo.json"}
 NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
+NOT_OURS |= {"offload.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 # Where this repository stands in a command that is run elsewhere.
 ELSEWHERE = "/path/to/zorse-megatron/"

@@ -35,6 +35,9 @@ class Job:
     """What follows `-m zorse_megatron.pretrain`."""
     directory: Path
     """Where it runs, so that whatever Megatron leaves behind lies there."""
+    on_gpu: bool = False
+    """Whether it may use the machine's GPUs."""
+    time_limit_s: float = TIME_LIMIT_S
 
     @property
     def log(self) -> Path:
@@ -72,20 +75,20 @@ def progress_in(line: str) -> Progress | None:
 def run_job(job: Job, tell: Callable[[Progress], None]) -> float:
     """Run a job to its end and return its duration in seconds.
 
-    Raises RankFailure with the job's last lines when it fails or exceeds `TIME_LIMIT_S`.
+    Raises RankFailure with the job's last lines when it fails or exceeds its time limit.
     """
     started_s = time.monotonic()
     process = subprocess.Popen(
         job.command,
         cwd=job.directory,
-        env=_environment(),
+        env=_environment(on_gpu=job.on_gpu),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     )
-    timer = threading.Timer(TIME_LIMIT_S, _end, [process])
+    timer = threading.Timer(job.time_limit_s, _end, [process])
     timer.start()
     try:
         _follow(process, job, tell)
@@ -94,7 +97,7 @@ def run_job(job: Job, tell: Callable[[Progress], None]) -> float:
         timer.cancel()
         _end(process)
     duration_s = time.monotonic() - started_s
-    if status != 0 or duration_s > TIME_LIMIT_S:
+    if status != 0 or duration_s > job.time_limit_s:
         raise _failure(job, status, duration_s)
     return duration_s
 
@@ -110,12 +113,14 @@ def _follow(process: subprocess.Popen[str], job: Job, tell: Callable[[Progress],
                 tell(progress)
 
 
-def _environment() -> dict[str, str]:
-    return os.environ | {
+def _environment(*, on_gpu: bool) -> dict[str, str]:
+    # The demo is the same on every machine: on the CPU.
+    hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
         # The processes share few cores: one thread each.
         "OMP_NUM_THREADS": "1",
-        # The demo is the same on every machine: on the CPU.
-        "CUDA_VISIBLE_DEVICES": "",
+        **hidden,
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
     }
@@ -139,7 +144,7 @@ def _failure(job: Job, status: int, duration_s: float) -> RankFailure:
             Problem(
                 where=str(job.log),
                 found=f"exit status {status} after {duration_s:.0f} s",
-                expected=f"0 within {TIME_LIMIT_S:.0f} s",
+                expected=f"0 within {job.time_limit_s:.0f} s",
                 remedy="Its last lines:\n" + "\n".join(_tail(job.log)),
             )
         ],
