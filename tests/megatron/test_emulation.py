@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.megatron.comparison import chunked_plan, plan_of, replica
-from tests.unit.cli_samples import runner_in
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.cli.main import app
 from zorse_megatron.emulate.run import System, emulator
 from zorse_megatron.emulate.tiny import Training
 from zorse_megatron.planner.inputs import make_inputs
@@ -142,15 +143,40 @@ def test_a_gpu_that_is_too_small_runs_out_of_memory(lab):
     assert found.out_of_memory.endswith("it has 4.00 GiB.")
 
 
-def test_the_command(tmp_path, monkeypatch):
-    """8 ranks of a lab in which one GPU is 1.5x slower than the planner believes."""
-    run_command = runner_in(tmp_path, monkeypatch)
+LAB = """
+name: lab
+nodes:
+  - {name: new, gpus: 1 x A6000, nics: 100 Gb/s}
+  - {name: old, gpus: 2 x V100-16, nics: 100 Gb/s}
+"""
+MODEL_FLAGS = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size "
+    "32000 --position-embedding-type rope --untie-embeddings-and-output-weights --fp16"
+)
+
+
+def test_the_commands(tmp_path, monkeypatch):
+    """Compare on a lab whose rank 1 is slower than the planner believes; then emulate its plan."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(CLUSTER.parents[1]))
-    options = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--iterations", "2")
-    result = run_command("emulate", "plan.json", *options, "--slow-rank", "4=1.5", "--json")
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
+    Path("cluster.yaml").write_text(LAB)
+    common = ("--cluster", "cluster.yaml", "--model", MODEL_FLAGS, "--iterations", "2")
+    slow = ("--slow-rank", "1=1.5", "--json")
+    compare = ("compare", *common, "--global-batch-size", "6", "--quick", "--out", "made", *slow)
+    stock, ours = json.loads(_run(compare))["rows"]
+    assert (stock["system"], ours["system"]) == ("stock, all GPUs", "zorse")
+    assert stock["valid"] and ours["valid"]
+    assert stock["final_loss"] == pytest.approx(ours["final_loss"], abs=2e-5)
+    assert stock["iteration_s_median"] > stock["predicted_iteration_s"]
+    assert ours["speedup_vs_stock"] > 1
+    _run(("plan", *common[:4], "--global-batch-size", "6", "--out", "plan.json"))
+    answer = json.loads(_run(("emulate", "plan.json", *common, *slow)))
     assert answer["valid"] is True
     assert len(answer["losses"]) == len(answer["iterations_s"]) == 2
     assert answer["predicted_iteration_s"] < answer["iteration_s"]
-    assert answer["iteration_s"] < 1.5 * answer["predicted_iteration_s"]
+
+
+def _run(arguments):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.stdout

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.unit.cli_samples import lab_plan, runner_in
 from zorse_megatron.cli import emulate as command
+from zorse_megatron.cli.main import app
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 
@@ -66,3 +68,16 @@ def test_a_plan_for_another_cluster(run, tmp_path):
 def test_a_good_plan_would_be_started(run):
     with pytest.raises(AssertionError, match="the job was started"):
         raise run().exception
+
+
+def test_compare_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
+    compare = ("compare", "--cluster", "cluster.yaml", "--model", "model.yaml")
+    (tmp_path / "there").write_text("a file")
+    result = CliRunner().invoke(app, [*compare, "--out", "there", "--global-batch-size", "16"])
+    assert result.exit_code == 1
+    assert "--out there: found a file; expected a directory, or nothing" in result.output
+    many = "nodes:\n  - {name: n, count: 5, gpus: 8 x T4, nics: 25 Gb/s}\n"
+    (tmp_path / "cluster.yaml").write_text(many)
+    result = CliRunner().invoke(app, [*compare, "--out", "new", "--global-batch-size", "16"])
+    assert result.exit_code == 1
+    assert "--cluster: found 40 GPUs; expected at most 32" in result.output

@@ -1,6 +1,6 @@
 """The `zorse` command. Each sub-command has a file of its own; none imports torch or Megatron.
 
-`emulate` starts processes that do.
+`emulate` and `compare` start processes that do.
 """
 
 from typing import Annotated
@@ -11,6 +11,7 @@ from zorse_megatron import __version__
 from zorse_megatron.cli.actions import actions
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.check import check
+from zorse_megatron.cli.compare import compare
 from zorse_megatron.cli.compare_plans import compare_plans
 from zorse_megatron.cli.emulate import emulate
 from zorse_megatron.cli.explain import explain
@@ -25,6 +26,7 @@ app.command(cls=TakesTrainingFlags)(plan)
 app.command(cls=TakesTrainingFlags)(explain)
 app.command(cls=TakesTrainingFlags)(simulate)
 app.command(cls=TakesTrainingFlags)(emulate)
+app.command(cls=TakesTrainingFlags)(compare)
 app.command("compare-plans", cls=TakesTrainingFlags)(compare_plans)
 app.command(cls=TakesTrainingFlags)(check)
 app.command()(actions)

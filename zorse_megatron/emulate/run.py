@@ -1,6 +1,7 @@
 """Runs jobs on an emulated cluster: a self-test, then the training."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import statistics
@@ -83,7 +84,7 @@ class Emulator:
     server: RankServer
     perturbation: Perturbation = NO_PERTURBATION
     dilation: float | None = None
-    timeout_s: float = 600.0
+    timeout_s: float = 1800.0
     data: list[str] = field(default_factory=list)
     _number: int = 0
     _tests: dict[tuple[int, ...], SelfTest] = field(default_factory=dict)
@@ -135,6 +136,30 @@ class Emulator:
         if not ended.succeeded:
             raise ended.failure()
         self.data = json.loads(prefix.with_suffix(".json").read_text())
+
+    def write_weights(self) -> None:
+        """Write the weights that all jobs start from: those of stock on one process.
+
+        Stock's own layouts draw different ones from the same seed. A step at learning rate 0
+        changes none of them.
+        """
+        directory = self.directory / "weights"
+        directory.mkdir()
+        small = dataclasses.replace(self.training, iterations=1, global_batch_size=1)
+        flags = [*training_flags(small, self.data), "--micro-batch-size", "1"]
+        still = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0"]
+        ended = self.server.run(
+            [*flags, *still, "--save", str(directory), "--save-interval", "1"],
+            world_size=1,
+            job_file=directory,
+            directory=directory,
+            timeout_s=self.timeout_s,
+            entry="zorse_megatron.pretrain",
+        )
+        if not ended.succeeded:
+            raise ended.failure()
+        load = ["--load", str(directory), "--finetune", "--no-load-optim", "--no-load-rng"]
+        self.data = [*self.data, *load]
 
     @contextlib.contextmanager
     def _job(self, gpus: Sequence[int]) -> Iterator[EmulatedJob]:

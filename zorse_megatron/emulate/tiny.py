@@ -10,7 +10,8 @@ from zorse_megatron.schema.plan import ModelFingerprint, Plan
 HIDDEN_SIZE = 32
 SEQUENCE_LENGTH = 32
 NUM_HEADS = 2
-_TIMEOUT_MINUTES = 5
+# An early receive may wait long on this machine for its sender.
+_TIMEOUT_MINUTES = 30
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,224 @@
+"""Who is compared, and what their numbers are measured against."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.emulate.comparison import Result, Row, aggregate_tokens_per_s, rows_of
+from zorse_megatron.emulate.contestants import (
+    BEST_GPUS,
+    OURS,
+    STOCK,
+    Contestant,
+    contestants,
+    faster_nodes,
+    part_of,
+    stock_on_all,
+)
+from zorse_megatron.emulate.report import HEADINGS, Report
+from zorse_megatron.emulate.run import EmulatedRun, System
+from zorse_megatron.emulate.self_test import SelfTest
+from zorse_megatron.emulate.stock_grids import (
+    Grid,
+    best_grid,
+    flags_of_grid,
+    grids,
+    plan_of_grid,
+    stages_of,
+)
+from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.simulate.iteration import simulate
+
+CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
+MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
+
+
+def make(cluster, batch=16):
+    return make_inputs(
+        cluster,
+        MODEL,
+        None,
+        global_batch_size=batch,
+        dtype="float16",
+        space=SearchSpace(offload=False),
+    )
+
+
+def test_everybody_on_a_cluster_of_two_kinds():
+    found = {each.name: each for each in contestants(CLUSTER, make, quick=False)}
+    assert list(found) == [STOCK, BEST_GPUS, "zorse-paper", "cephalo", OURS]
+    best = found[BEST_GPUS]
+    assert best.layout.startswith("4 A6000: PP ")
+    assert best.system.gpus == (0, 1, 2, 3)  # the faster node
+    assert found[OURS].system.plan.world_size == 8
+    for each in found.values():
+        assert (each.system is None) == bool(each.reason)
+        assert each.system is None or each.predicted_s > 0
+    quick = contestants(CLUSTER, make, quick=True)
+    assert [each.name for each in quick] == [STOCK, OURS]
+
+
+def test_parts_of_a_cluster_keep_their_kinds_and_count_ranks_anew():
+    (only,) = faster_nodes(CLUSTER, make(CLUSTER))
+    assert only == (0,)
+    part = part_of(CLUSTER, (1,))
+    assert (part.world_size, set(part.kinds)) == (4, {"V100-16"})
+    assert list(part.nodes[0].ranks) == [0, 1, 2, 3]
+
+
+def test_stock_that_fits_nowhere_is_tried_with_least_memory():
+    small = dataclasses.replace(make(CLUSTER), capacities_bytes=(2**30,) * 8)
+    found = stock_on_all(small)
+    assert found.predicted_s is None
+    assert found.layout.endswith("PP 8 DP 1, micro-batches of 1, recompute full")
+
+
+def test_stages_may_count_embedding_and_head_as_layers():
+    assert stages_of(8, 4) == ((2, 2, 2, 2), (False, False))
+    assert stages_of(26, 4) == ((6, 7, 7, 6), (True, True))
+    assert stages_of(7, 4) == ((2, 2, 2, 1), (False, True))
+    assert stages_of(26, 1) == ((26,), (False, False))
+    assert stages_of(26, 8) is None
+    assert stages_of(2, 4) is None  # the first stage would have none
+
+
+def test_the_best_grid_is_the_fastest_that_fits():
+    inputs = make(CLUSTER)
+    every = []
+    for grid in grids(inputs):
+        plan = plan_of_grid(inputs, grid)
+        priced = simulate(
+            plan, inputs.compute, inputs.memory, inputs.comm, inputs.kinds, sequence_length=2048
+        )
+        peaks = zip(priced.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+        if all(peak <= capacity for peak, capacity in peaks):
+            every.append((priced.iteration_s, grid))
+    best = best_grid(inputs)
+    assert (best.iteration_s, best.grid) == min(every, key=lambda each: each[0])
+    assert len({grid.width for _, grid in every}) > 2
+
+
+def test_flags_of_a_grid():
+    grid = Grid(
+        layers=(6, 7, 7, 6), counts_ends=(True, True), width=2, micro_batch_size=4, mode="full"
+    )
+    flags = flags_of_grid(make(CLUSTER), grid)
+    bucket = int(flags[flags.index("--ddp-bucket-size") + 1])
+    tiny_layer = 12 * 32 * 32 + 13 * 32
+    assert bucket == pytest.approx(40e6 / MODEL.layer_parameters() * tiny_layer, abs=1)
+    assert flags[:4] == ("--pipeline-model-parallel-size", "4", "--micro-batch-size", "4")
+    assert "--account-for-embedding-in-pipeline-split" in flags
+    assert "--account-for-loss-in-pipeline-split" in flags
+    assert "uniform" in flags
+    assert grid.words == "PP 4 (6+7+7+6) DP 2, micro-batches of 4, recompute full"
+
+
+def test_aggregate_is_what_each_gpu_does_alone():
+    """8 layers of 3 s a sample, 0.5 s for the embedding and 1.5 s for the head; V100s twice."""
+    compute = FakeCompute(embedding_s=0.25, head_s=0.75, factors={"V100-16": 2.0})
+    inputs = dataclasses.replace(make(CLUSTER), compute=compute, comm=FakeComm())
+    per_sample_s = 8 * 3 + 0.5 + 1.5
+    expected = inputs.sequence_length * (4 / per_sample_s + 4 / (2 * per_sample_s))
+    assert aggregate_tokens_per_s(inputs) == pytest.approx(expected)
+
+
+def result(name, iteration_s, *, predicted_s=None, error=0.0, out_of_memory=None):
+    system = System(name=name, gpus=(0, 5))
+    run = EmulatedRun(
+        system=system,
+        self_test=SelfTest(expected_s=1.0, found_s=1.0 + error),
+        iterations_s=() if out_of_memory else (9.0, iteration_s, iteration_s),
+        losses=() if out_of_memory else (5.0, 4.0, 3.5),
+        spans=((("F", 10.0, 11.0), ("B", 11.0, 13.0)), (("STEP", 13.0, 14.0),)),
+        peak_bytes=(1, 2),
+        out_of_memory=out_of_memory,
+        late_s=None,
+        wall_s=1.0,
+    )
+    contestant = Contestant(name=name, layout="<so>", system=system, predicted_s=predicted_s)
+    return Result(contestant=contestant, run=run)
+
+
+def some_results():
+    skipped = Contestant(
+        name="cephalo", layout="-", system=None, predicted_s=None, reason="does not fit"
+    )
+    return [
+        result(STOCK, 4.0, predicted_s=5.0),
+        result(BEST_GPUS, 0.0, out_of_memory="CUDA out of memory"),
+        Result(contestant=skipped, run=None),
+        result(OURS, 2.0, predicted_s=1.9, error=0.04),
+    ]
+
+
+def test_rows():
+    inputs = make(CLUSTER)
+    tokens = 16 * inputs.sequence_length
+    stock, best, cephalo, ours = rows_of(some_results(), inputs)
+    assert (stock.speedup_vs_stock, ours.speedup_vs_stock) == (1.0, 2.0)
+    assert ours.tokens_per_s == tokens / 2.0
+    assert ours.efficiency_of_aggregate == pytest.approx(
+        tokens / 2.0 / aggregate_tokens_per_s(inputs)
+    )
+    assert (stock.prediction_error, ours.prediction_error) == pytest.approx((0.25, -0.05))
+    assert (stock.valid, best.valid, cephalo.valid, ours.valid) == (True, True, False, False)
+    for row in (best, cephalo):
+        assert (row.iteration_s_median, row.tokens_per_s, row.final_loss) == (None, None, None)
+    assert ours.final_loss == 3.5
+
+
+def test_without_stock_there_is_no_speedup():
+    results = [result(STOCK, 0.0, out_of_memory="CUDA out of memory"), result(OURS, 2.0)]
+    assert [row.speedup_vs_stock for row in rows_of(results, make(CLUSTER))] == [None, None]
+
+
+def test_files(tmp_path):
+    report = Report.of(some_results(), make(CLUSTER), title="a < b", notes=("n & m",))
+    names = [path.name for path in report.save(tmp_path / "made")]
+    assert names == ["compare.json", "bars.png", "timeline.png", "compare.html"]
+    rows = json.loads((tmp_path / "made" / "compare.json").read_text())
+    fields = (
+        "system, layout, valid, iteration_s_median, tokens_per_s, speedup_vs_stock, "
+        "efficiency_of_aggregate, predicted_iteration_s, prediction_error, final_loss"
+    )
+    assert [", ".join(row) for row in rows] == [fields] * 4
+    assert Row(**rows[3]) == report.rows[3]
+    page = (tmp_path / "made" / "compare.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "src=" not in re.sub(r'src="data:image', "", page)  # nothing is loaded from elsewhere
+    for text in (
+        "a &lt; b",
+        "&lt;so&gt;",
+        "out of memory",
+        "does not fit",
+        "NOT VALID",
+        "n &amp; m",
+    ):
+        assert text in page
+    assert "(NOT VALID, the limit is 3 %)" in page
+
+
+def test_table_says_who_has_no_number():
+    report = Report.of(some_results(), make(CLUSTER), title="t", notes=())
+    cells = report.table()
+    assert all(len(row) == len(HEADINGS) for row in cells)
+    assert cells[0][2:7] == ("4 s", "8,192", "1.00 x", cells[0][5], "5 s (+25.0 %)")
+    assert cells[1][2] == "out of memory"
+    assert cells[2][2] == "does not fit"
+    assert cells[3][2] == "2 s (NOT VALID)"
+
+
+def test_pictures_show_the_work_of_both(tmp_path):
+    report = Report.of(some_results(), make(CLUSTER), title="t", notes=())
+    report.save(tmp_path)
+    pixels = (matplotlib.image.imread(tmp_path / "timeline.png")[..., :3] * 255).round().astype(int)
+    colours = {tuple(map(int, pixel)) for pixel in pixels.reshape(-1, 3)[::7]}
+    for colour in ((0x56, 0xB4, 0xE9), (0xE6, 0x9F, 0x00), (0x8C, 0x2D, 0x04)):
+        assert colour in colours

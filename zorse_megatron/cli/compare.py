@@ -1,0 +1,206 @@
+"""`zorse compare`: stock Megatron, the strategies and ours, trained on one emulated cluster."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import (
+    CommandError,
+    print_json,
+    print_plain,
+    print_table,
+    reported_errors,
+)
+from zorse_megatron.cli.emulate import MAX_RANKS, NOTE
+from zorse_megatron.cli.options import (
+    AsJson,
+    ClusterFile,
+    DtypeName,
+    GlobalBatchSize,
+    Model,
+    Profiles,
+    SeqLength,
+)
+from zorse_megatron.cli.perturbed import perturbation_of
+from zorse_megatron.cli.priced import needed_batch_size, usual_dtype
+from zorse_megatron.cli.workload import Workload, workload_of
+from zorse_megatron.errors import Problem
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.profile import Profile
+from zorse_megatron.schema.profile_load import joined, load_profile
+
+if TYPE_CHECKING:
+    from zorse_megatron.emulate.comparison import Result
+    from zorse_megatron.emulate.contestants import Contestant
+    from zorse_megatron.emulate.report import Report
+    from zorse_megatron.planner.inputs import Inputs
+    from zorse_megatron.simulate.perturb import Perturbation
+
+
+def compare(  # noqa: PLR0917
+    context: typer.Context,
+    cluster: ClusterFile,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where to write table, pictures and page.")
+    ],
+    model: Model = None,
+    profile: Profiles = None,
+    global_batch_size: GlobalBatchSize = None,
+    seq_length: SeqLength = None,
+    dtype: DtypeName = None,
+    iterations: Annotated[
+        int, typer.Option(min=2, max=1000, help="Iterations to train; the first does not count.")
+    ] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only stock on all GPUs, and ours.")
+    ] = False,
+    jitter: Annotated[
+        float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the random spread.")] = 0,
+    slow_rank: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="A GPU that takes so many times as long."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare stock Megatron with the plans of all strategies, on an emulated cluster."""
+    with reported_errors(as_json=as_json):
+        workload = workload_of(
+            model=model,
+            flags=training_flags(context),
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            dtype=dtype,
+        )
+        batch, machines = needed_batch_size(workload), load_cluster(cluster)
+        _refuse(machines, out)
+        perturbation = perturbation_of(
+            machines, jitter=jitter, seed=seed, slow_rank=slow_rank or [], slow_kind=[]
+        )
+        known = joined([load_profile(path) for path in profile]) if profile else None
+        workload = dataclasses.replace(
+            workload, global_batch_size=batch, dtype=workload.dtype or usual_dtype(machines)
+        )
+        report = _compared(machines, workload, known, perturbation, iterations, quick)
+        written = report.save(out)
+    if as_json:
+        from zorse_megatron.emulate.comparison import as_json as plain
+
+        print_json({"ok": True, "rows": plain(report.rows), "written": list(map(str, written))})
+        return
+    _print(report, written)
+
+
+def _compared(  # noqa: PLR0917
+    cluster: Cluster,
+    workload: Workload,
+    profile: Profile | None,
+    perturbation: "Perturbation",
+    iterations: int,
+    quick: bool,
+) -> "Report":
+    from zorse_megatron.emulate.contestants import contestants
+    from zorse_megatron.emulate.report import Report
+    from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+
+    def make(machines: Cluster) -> "Inputs":
+        assert workload.dtype is not None and workload.global_batch_size is not None
+        return make_inputs(
+            machines,
+            workload.model,
+            profile,
+            global_batch_size=workload.global_batch_size,
+            dtype=workload.dtype,
+            space=SearchSpace(offload=False),  # copies to the host are not emulated
+        )
+
+    inputs = make(cluster)
+    found = contestants(cluster, make, quick=quick)
+    results = _trained(found, inputs, workload, perturbation, iterations)
+    title = (
+        f"{workload.model.name} on {cluster.name or 'the cluster'}: {inputs.world_size} emulated "
+        f"GPUs, {inputs.global_batch_size} samples of {inputs.sequence_length} tokens"
+    )
+    return Report.of(
+        results, inputs, title=title, notes=(NOTE.removeprefix("note: "), *inputs.notes)
+    )
+
+
+def _trained(
+    found: Sequence["Contestant"],
+    inputs: "Inputs",
+    workload: Workload,
+    perturbation: "Perturbation",
+    iterations: int,
+) -> list["Result"]:
+    """Train everybody from the same weights, on the same data."""
+    from zorse_megatron.emulate.comparison import Result
+    from zorse_megatron.emulate.run import emulator
+    from zorse_megatron.emulate.tiny import Training
+
+    training = Training(
+        model=workload.model,
+        global_batch_size=inputs.global_batch_size,
+        iterations=iterations,
+    )
+    results = []
+    console = Console(stderr=True)
+    with (
+        console.status("starting ...") as status,
+        emulator(inputs, training, perturbation=perturbation) as emulated,
+    ):
+        emulated.write_weights()
+        for contestant in found:
+            status.update(f"{contestant.name} ...")
+            run = emulated.run(contestant.system) if contestant.system is not None else None
+            results.append(Result(contestant=contestant, run=run))
+    return results
+
+
+def _refuse(cluster: Cluster, out: Path) -> None:
+    problems = []
+    if cluster.world_size > MAX_RANKS:
+        problems.append(
+            Problem(
+                where="--cluster",
+                found=f"{cluster.world_size} GPUs",
+                expected=f"at most {MAX_RANKS}: each is a process on this machine",
+                remedy="Describe a smaller cluster of the same kinds.",
+            )
+        )
+    if out.exists() and not out.is_dir():
+        problems.append(
+            Problem(
+                where=f"--out {out}",
+                found="a file",
+                expected="a directory, or nothing",
+                remedy="Choose another path.",
+            )
+        )
+    if problems:
+        raise CommandError("the comparison cannot be made", problems)
+
+
+def _print(report: "Report", written: Sequence[Path]) -> None:
+    from zorse_megatron.emulate.report import HEADINGS
+
+    print_plain(report.title)
+    rows = report.table()
+    table = Table(*(each for each in HEADINGS if each != "Layout"))
+    for name, _, *cells in rows:
+        table.add_row(*map(Text, (name, *cells)))
+    print_table(table)
+    for name, layout, *_ in rows:
+        print_plain(f"{name}: {layout}")
+    for note in report.notes:
+        print_plain(f"note: {note}")
+    print_plain(f"written: {', '.join(map(str, written))}")

@@ -1,0 +1,147 @@
+"""The comparison as files: `compare.json`, pictures, and one page that needs nothing beside it."""
+
+import base64
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zorse_megatron.emulate.comparison import Result, Row, as_json, rows_of
+from zorse_megatron.emulate.contestants import OURS
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.plots.contest import Bar, Panel, draw_bars, draw_panels
+
+HEADINGS = (
+    "System",
+    "Layout",
+    "Iteration",
+    "Tokens/s",
+    "Against stock",
+    "Of aggregate",
+    "Simulated",
+    "Final loss",
+)
+_STYLE = (
+    "body{font:15px sans-serif;color:#222;max-width:75em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{border-bottom:1px solid #ddd;padding:.4em .8em;"
+    "text-align:left}img{max-width:100%}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that is written and printed."""
+
+    title: str
+    results: tuple[Result, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, results: Sequence[Result], inputs: Inputs, *, title: str, notes: Sequence[str]
+    ) -> "Report":
+        """Compute the rows, and add each self-test to the notes."""
+        tests = {str(r.run.self_test): r.contestant.name for r in results if r.run is not None}
+        return cls(
+            title=title,
+            results=tuple(results),
+            rows=tuple(rows_of(results, inputs)),
+            notes=(*(f"{name}: {test}" for test, name in tests.items()), *notes),
+        )
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Cells for people, in the order of `HEADINGS`."""
+        return [_cells(row, r.outcome) for row, r in zip(self.rows, self.results, strict=True)]
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write all files; returns their paths."""
+        directory.mkdir(parents=True, exist_ok=True)
+        values = directory / "compare.json"
+        values.write_text(json.dumps(as_json(self.rows), indent=2) + "\n")
+        pictures = [draw_bars(directory / "bars.png", self._bars(), title=self.title)]
+        if panels := self._panels():
+            title = "One iteration, on one scale"
+            pictures.append(draw_panels(directory / "timeline.png", panels, title=title))
+        page = directory / "compare.html"
+        page.write_text(self._page(pictures), encoding="utf-8")
+        return [values, *pictures, page]
+
+    def _bars(self) -> list[Bar]:
+        return [
+            Bar(
+                label=row.system,
+                tokens_per_s=row.tokens_per_s,
+                note=result.outcome,
+                is_ours=row.system == OURS,
+            )
+            for row, result in zip(self.rows, self.results, strict=True)
+        ]
+
+    def _panels(self) -> list[Panel]:
+        """Stock's fastest layout that ran, and ours below it."""
+        ran = [r for r in self.results if r.run is not None and not r.outcome]
+        stock = [r for r in ran if r.contestant.name.startswith("stock")]
+        ours = [r for r in ran if r.contestant.name == OURS]
+        shown = [min(stock, key=_iteration_s)] if stock else []
+        return [_panel(result) for result in (*shown, *ours)]
+
+    def _page(self, pictures: Sequence[Path]) -> str:
+        head = "".join(f"<th>{html.escape(each)}</th>" for each in HEADINGS)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+            for cells in self.table()
+        )
+        images = "".join(
+            f'<p><img alt="{html.escape(path.stem)}" src="data:image/png;base64,'
+            f'{base64.b64encode(path.read_bytes()).decode()}"></p>'
+            for path in pictures
+        )
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>'
+            f"{html.escape(self.title)}</title><style>{_STYLE}</style>"
+            f"<h1>{html.escape(self.title)}</h1><table><tr>{head}</tr>{body}</table>"
+            f"{images}<ul>{notes}</ul></html>\n"
+        )
+
+
+def _iteration_s(result: Result) -> float:
+    assert result.run is not None
+    return result.run.iteration_s
+
+
+def _panel(result: Result) -> Panel:
+    run = result.run
+    assert run is not None
+    return Panel(
+        title=f"{result.contestant.name}: {result.contestant.layout}",
+        rows=[f"GPU {gpu}" for gpu in run.system.gpus],
+        spans=run.spans,
+        start_s=sum(run.iterations_s[:-1]),
+    )
+
+
+def _cells(row: Row, outcome: str) -> tuple[str, ...]:
+    if row.iteration_s_median is None:
+        return (row.system, row.layout, outcome or "-", *["-"] * (len(HEADINGS) - 3))
+    simulated = _said(row.predicted_iteration_s, "{:.4g} s")
+    if row.prediction_error is not None:
+        simulated += f" ({100 * row.prediction_error:+.1f} %)"
+    mark = "" if row.valid else " (NOT VALID)"
+    return (
+        row.system,
+        row.layout,
+        f"{row.iteration_s_median:.4g} s{mark}",
+        _said(row.tokens_per_s, "{:,.0f}"),
+        _said(row.speedup_vs_stock, "{:.2f} x"),
+        _said(row.efficiency_of_aggregate, "{:.2f}"),
+        simulated,
+        _said(row.final_loss, "{:.5f}"),
+    )
+
+
+def _said(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
