@@ -203,6 +203,7 @@ def test_files(tmp_path):
     ):
         assert text in page
     assert "(NOT VALID, the limit is 3 %)" in page
+    assert "stock, best GPUs: CUDA out of memory" in page
 
 
 def test_table_says_who_has_no_number():

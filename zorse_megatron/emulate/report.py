@@ -43,13 +43,15 @@ class Report:
     def of(
         cls, results: Sequence[Result], inputs: Inputs, *, title: str, notes: Sequence[str]
     ) -> "Report":
-        """Compute the rows, and add each self-test to the notes."""
-        tests = {str(r.run.self_test): r.contestant.name for r in results if r.run is not None}
+        """Compute the rows; each self-test, and who ran out of memory where, becomes a note."""
+        runs = {r.contestant.name: r.run for r in results if r.run is not None}
+        tests = {str(run.self_test): name for name, run in runs.items()}
+        full = [f"{name}: {run.out_of_memory}" for name, run in runs.items() if run.out_of_memory]
         return cls(
             title=title,
             results=tuple(results),
             rows=tuple(rows_of(results, inputs)),
-            notes=(*(f"{name}: {test}" for test, name in tests.items()), *notes),
+            notes=(*full, *(f"{name}: {test}" for test, name in tests.items()), *notes),
         )
 
     def table(self) -> list[tuple[str, ...]]:

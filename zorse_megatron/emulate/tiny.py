@@ -47,7 +47,8 @@ def training_flags(training: Training, data: Sequence[str]) -> list[str]:
         "--clip-grad": 1.0,
         "--eval-interval": 10 * steps,
         "--eval-iters": 0,
-        "--log-interval": 1,
+        # Logging adds barriers, which cost a round trip each.
+        "--log-interval": 10 * steps,
         "--num-workers": 0,
         "--seed": training.seed,
         "--distributed-timeout-minutes": _TIMEOUT_MINUTES,
