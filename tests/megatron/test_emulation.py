@@ -64,7 +64,10 @@ def test_stock_on_one_gpu_takes_the_sum_of_its_computations(lab):
     found = run(lab, stock(), ROUND_NUMBERS)
     parameters = MODEL.num_parameters
     assert found.iteration_s == pytest.approx(BATCH * (LAYERS * 3 + 0.5 + 1.0) + parameters * 1e-9)
-    assert found.peak_bytes[0] > INPUTS.memory.state_bytes(parameters)
+    memory = INPUTS.memory
+    of_parameters = (memory.parameter_bytes, memory.gradient_bytes, memory.state_bytes)
+    kept = LAYERS * memory.activation_bytes(1, "none") + memory.head_bytes(1)
+    assert found.peak_bytes[0] == sum(count(parameters) for count in of_parameters) + kept
 
 
 def test_stock_pipeline_takes_what_1f1b_takes(lab):

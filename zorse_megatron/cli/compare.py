@@ -58,7 +58,7 @@ def compare(  # noqa: PLR0917
     dtype: DtypeName = None,
     iterations: Annotated[
         int, typer.Option(min=2, max=1000, help="Iterations to train; the first does not count.")
-    ] = 3,
+    ] = 4,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only stock on all GPUs, and ours.")
     ] = False,

@@ -54,7 +54,7 @@ def emulate(  # noqa: PLR0917
     dtype: DtypeName = None,
     iterations: Annotated[
         int, typer.Option(min=2, max=1000, help="Iterations to train; the first does not count.")
-    ] = 3,
+    ] = 4,
     jitter: Annotated[
         float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
     ] = 0.0,
