@@ -91,8 +91,8 @@ def test_buffers_of_a_first_stage():
     """Outputs of 10 bytes take 2 s to send at f = 1: four forwards, then backwards.
 
     Sends: 1-3, 3-5, 5-7, 7-9. The message that left at 3 s is given back with the send at 3 s, the
-    others only with the flush, as nothing is sent any more. The gradient is received from the
-    start of the computation before its backward on.
+    others only with the flush, as nothing is sent any more. A gradient is received from the start
+    of the second computation before its backward on.
     """
     plan = even_plan(4, 1, 4)
     memory = FakeMemory(layer_count=0, boundary=10)
@@ -102,8 +102,8 @@ def test_buffers_of_a_first_stage():
     }
     assert buffers[0.0] == 10  # output of F0, whose send starts at 1 s
     assert buffers[1.0] == 20
-    assert buffers[2.0] == 30
-    assert buffers[3.0] == 40  # F3's output, and the receive of the first gradient; one has left
+    assert buffers[2.0] == 40  # F2's output, and the receive of the first gradient
+    assert buffers[3.0] == 50  # F3's output, the receive of the second gradient; one has left
 
 
 def test_a_batch_in_pieces_is_copied():

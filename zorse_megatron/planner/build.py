@@ -1,5 +1,6 @@
 """From an estimate to a plan: exact micro-batches, shard weights, settings."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from zorse_megatron.schema.plan import (
 )
 
 _WEIGHT_UNIT_BYTES = 1_000_000  # whole megabytes: short numbers in the file
+_MANY_UNITS = 100  # where shares are smaller, bytes
 
 
 class Builder:
@@ -45,6 +47,10 @@ class Builder:
                 for replica, weight in zip(group.replicas, weights, strict=True)
             )
             groups.append(replace(group, replicas=replicas))
+        groups = [
+            replace(group, extra_in_flight=extra or None)
+            for group, extra in zip(groups, estimate.extras, strict=True)
+        ]
         return Plan(
             schema_version=1,
             global_batch_size=self.inputs.global_batch_size,
@@ -91,21 +97,37 @@ class Builder:
         assert shares is not None, "every cell may run micro-batches of one sample"
         return shares
 
-    def _weights(self, job: Job, settings: Settings, group: Group) -> tuple[float, ...] | None:
-        """Even where that fits, otherwise by free memory."""
+    def missing_bytes(self, estimate: Estimate) -> tuple[int, ...]:
+        """For each group, what its GPUs lack with exact micro-batches; 0 where all fits."""
+        found = []
+        for job, stage in zip(estimate.jobs, estimate.stages, strict=True):
+            rooms = self._rooms(job, stage.settings, self._bare_group(job, stage))
+            shared = self.stages.shared_bytes(job, stage.settings)
+            spread = (shared - sum(max(0.0, room) for room in rooms)) / len(rooms)
+            found.append(math.ceil(max(0.0, -min(rooms), spread)))
+        return tuple(found)
+
+    def _rooms(self, job: Job, settings: Settings, group: Group) -> list[float]:
+        """What is free on each GPU beside its shard."""
         capacity = {rank: cell.capacity_bytes for cell in job.team.cells for rank in cell.ranks}
         rooms = []
         for replica in group.replicas:
             size, count = replica.micro_batch_size, replica.num_microbatches
             local = self.stages.local_bytes(job, settings, size, count)
             rooms.append(capacity[replica.ranks[0]] - local)
+        return rooms
+
+    def _weights(self, job: Job, settings: Settings, group: Group) -> tuple[float, ...] | None:
+        """Even where that fits, otherwise by free memory."""
+        rooms = self._rooms(job, settings, group)
         shared = self.stages.shared_bytes(job, settings)
         filled = water_fill(shared, rooms)
         if filled is None or min(rooms) < 0:
             return None
         if len(set(filled)) == 1:
             return (1.0,) * len(filled)
-        return tuple(float(int(share / _WEIGHT_UNIT_BYTES)) for share in filled)
+        unit = _WEIGHT_UNIT_BYTES if max(filled) > _MANY_UNITS * _WEIGHT_UNIT_BYTES else 1
+        return tuple(float(int(share / unit)) for share in filled)
 
 
 def chunks_of(layers: Sequence[int], num_chunks: int) -> tuple[Chunk, ...]:

@@ -2,10 +2,11 @@
 
 1f1b, with groups j = 0, 1, ... in model order: busy_j of the slowest replica, passage_j of one
 micro-batch (forward and backward), hop_j to the next group, and the window W_j of samples that
-`schedules.one_f_one_b` lets group j have in flight:
+`schedules.one_f_one_b` lets group j have in flight, extra ones for time on the way included:
 
     iteration = max(busy_j, loop_j, busiest link) + passages and hops of all but the slowest + tail
     loop_j = batch / W_j * (passages and both ways of hops from j on)
+           or batch / (W_j - W_k + round_k) * (passages of j and k = j + 1, both ways of the hop)
 
 The loop is what makes unequal or slow hops felt: a window holds exactly the samples of one round
 of each later group, so whatever time samples spend on the way is not covered. The tail is the last
@@ -51,6 +52,8 @@ class Outline:
     reserves: tuple[int, ...] = ()
     """Bytes to be left free on the GPUs of each group; empty: none."""
     origin: str = ""
+    slack: float = 1.0
+    """1f1b: how much of the time that messages take is made up for by samples in flight."""
 
     def with_level(self, group: int, level: Level) -> "Outline":
         """Another level for one group."""
@@ -66,6 +69,8 @@ class Estimate:
     layers: tuple[int, ...]
     jobs: tuple[Job, ...]
     stages: tuple[StagePrice, ...]
+    extras: tuple[int, ...]
+    """Samples in flight of each group beyond those of 1f1b."""
     iteration_s: float
     busy_s: float
     loop_s: float
@@ -82,6 +87,7 @@ class Estimator:
         self.stages = Stages(inputs)
         self.networks = Networks(inputs)
         self.num_estimated = 0
+        self._extras: dict[object, tuple[int, ...]] = {}
 
     def best(self, outline: Outline, *, most: int = 1) -> list[Estimate]:
         """Estimates with the best layers, best first; empty where nothing fits."""
@@ -172,7 +178,12 @@ class Estimator:
             for team, level in zip(teams, outline.levels, strict=True)
         ]
         rounds = [round_of(team, row) for team, row in zip(teams, sizes, strict=True)]
-        windows = [float(window) for window in list(accumulate(reversed(rounds)))[::-1]]
+        windows = [
+            float(window + extra)
+            for window, extra in zip(
+                list(accumulate(reversed(rounds)))[::-1], self.extras(outline), strict=True
+            )
+        ]
         if outline.schedule == "interleaved":
             before = (outline.num_chunks - 1) * sum(rounds)
             windows = [
@@ -190,6 +201,51 @@ class Estimator:
             for index, window in enumerate(windows)
         ]
         return places, sizes
+
+    def extras(self, outline: Outline) -> tuple[int, ...]:
+        """Samples in flight under 1f1b beyond one round of each group from here on.
+
+        A group has what the next one has, a round of its own, and what is on the way to the next
+        one and back at the rate of all GPUs together; in whole rounds.
+        """
+        none = (0,) * len(outline.teams)
+        if outline.schedule != "1f1b" or not outline.slack or len(outline.teams) < 2:
+            return none
+        key = (outline.teams, outline.levels, outline.slack)
+        if key not in self._extras:
+            rounds, largest, speed = [], [], 0.0
+            for team, level in zip(outline.teams, outline.levels, strict=True):
+                sizes = self.stages.sizes(team, level)
+                rounds.append(round_of(team, sizes))
+                largest.append(max(sizes))
+                speed += self.speed(team, level)
+            per_s = outline.slack * speed / self.inputs.num_layers
+            window, found = rounds[-1], [0]
+            for at in range(len(rounds) - 2, -1, -1):
+                hop = self.networks.hop(outline.teams[at], outline.teams[at + 1])
+                in_step = rounds[at] == rounds[at + 1] and largest[at] == largest[at + 1]
+                size = min(largest[at], largest[at + 1])
+                crowd = rounds[at] if in_step else 0
+                needed = float(window + rounds[at])
+                needed += 2 * per_s * self.networks.hop_s(hop, size=size, round_samples=crowd)
+                if not self._nested(outline, at):  # micro-batches wait for parts of others
+                    needed += max(rounds[at], rounds[at + 1])
+                # Limits are whole micro-batches of each replica.
+                window = math.ceil(needed / rounds[at] - 1e-9) * rounds[at]
+                found.append(max(0, window - sum(rounds[at:])))
+            self._extras[key] = tuple(reversed(found))
+        return self._extras[key]
+
+    def _nested(self, outline: Outline, at: int) -> bool:
+        """Whether rounds of two neighbours consist of each other's, of equal micro-batches."""
+        first, second = (
+            self.stages.sizes(outline.teams[each], outline.levels[each]) for each in (at, at + 1)
+        )
+        rounds = [
+            round_of(outline.teams[at], first),
+            round_of(outline.teams[at + 1], second),
+        ]
+        return len({*first, *second}) == 1 and max(rounds) % min(rounds) == 0
 
     def _jobs(self, outline: Outline, center: Sequence[int], step: int) -> list[dict[int, Job]]:
         """For each group the numbers of layers around the center, multiples of a step."""
@@ -255,6 +311,8 @@ class Estimator:
         for job, stage, its_hop_s, wait_s in reversed(rows):
             way_s += stage.mean_passage_s + 2 * its_hop_s + wait_s  # of one chunk and all before
             loops.append(batch / self._window(job) * way_s)
+        if chunks == 1:
+            loops += self._pair_loops(jobs, stages, hop_s)
         link_s = self.networks.busiest_link_s(hops) * chunks
         passages = [
             (stage.forward_s + stage.backward_s) / job.num_chunks
@@ -269,6 +327,7 @@ class Estimator:
             layers=tuple(job.num_layers for job in jobs),
             jobs=jobs,
             stages=stages,
+            extras=self.extras(outline),
             iteration_s=steady_s + fill_s + tail_s,
             busy_s=busy_s,
             loop_s=max(loops),
@@ -276,6 +335,23 @@ class Estimator:
             fill_s=fill_s,
             tail_s=tail_s,
         )
+
+    def _pair_loops(
+        self, jobs: Sequence[Job], stages: Sequence[StagePrice], hop_s: Sequence[float]
+    ) -> list[float]:
+        """For each hop how long the batch takes if both ends always have all in flight they may.
+
+        What only the first has in flight, and one round of the second, goes around between them:
+        through a forward and a backward of both, and the hop both ways.
+        """
+        windows = [self._window(job) for job in jobs]
+        found = []
+        for at, (first, second) in enumerate(pairwise(stages)):
+            own = round_of(jobs[at + 1].team, jobs[at + 1].sizes)
+            around = max(own, windows[at] - windows[at + 1] + own)
+            way_s = first.mean_passage_s + second.mean_passage_s + 2 * hop_s[at]
+            found.append(self.inputs.global_batch_size / around * way_s)
+        return found
 
     def _differ(self, outline: Outline) -> bool:
         """Whether the groups have rounds of different sizes."""
@@ -287,9 +363,9 @@ class Estimator:
     ) -> list[float]:
         """For each group, how long it stops in all for messages that take longer than it hides.
 
-        A receive is started one computation early, so a message hides behind that one only: in
-        1f1b an activation behind a backward and a gradient behind a forward, in breadth_first
-        behind its own kind. Groups in step send all at once.
+        A receive is started two computations early, so a message hides behind those only: in
+        1f1b behind a forward and a backward, in breadth_first behind two of its own kind. Groups
+        in step send all at once.
         """
         found = [0.0] * len(jobs)
         for at, hop in enumerate(hops):
@@ -302,8 +378,9 @@ class Estimator:
                     len(self.networks.nodes(jobs[at].team)) > 1 for at in (sender, receiver)
                 ):
                     message_s *= _BESIDE_COLLECTIVES
-                hides_forward = forward if own_kind else not forward
-                hidden_s = stage.forward_s if hides_forward else stage.backward_s
+                hidden_s = stage.forward_s + stage.backward_s
+                if own_kind:
+                    hidden_s = 2 * (stage.forward_s if forward else stage.backward_s)
                 parts = job.num_chunks
                 number = self.inputs.global_batch_size / round_of(job.team, job.sizes)
                 found[receiver] += number * max(0.0, parts * message_s - hidden_s)
@@ -333,34 +410,24 @@ class Estimator:
             for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True)
         )
 
-    def _shares(self, job: Job, stage: StagePrice) -> tuple[dict[int, float], float]:
-        """Even shares, or those of free memory: rank -> its part; and the largest."""
-        count = len(job.team.ranks)
-        return dict.fromkeys(job.team.ranks, 1 / count), 1 / count
-
     def _tail(self, outline: Outline, jobs: Sequence[Job], stages: Sequence[StagePrice]) -> float:
         memory = self.inputs.memory
         crowding = self.networks.crowding(outline.teams)
         reduce_s, gather_s, step_s, ahead_s = 0.0, 0.0, 0.0, 0.0
         for job, stage, crowd in zip(jobs, stages, crowding, strict=True):
             parameters = self.stages.parameters(job.num_layers, job.place)
-            shares, largest = self._shares(job, stage)
-            args = (job.team, shares)
-            mine_s = crowd * self.networks.gather_s(*args, memory.gradient_bytes(parameters))
+            mine_s = crowd * self.networks.even_gather_s(
+                job.team, memory.gradient_bytes(parameters)
+            )
             # A later group is done earlier, by the backwards of the groups before it.
             reduce_s = max(reduce_s, mine_s - ahead_s)
             ahead_s += stage.backward_s
-            back_s = crowd * self.networks.gather_s(*args, memory.parameter_bytes(parameters))
+            back_s = crowd * self.networks.even_gather_s(
+                job.team, memory.parameter_bytes(parameters)
+            )
             gather_s = max(gather_s, back_s)
-            step_s = max(step_s, self._step(job, stage, int(largest * parameters)))
+            step_s = max(step_s, self.stages.step_s(job, stage.settings))
         return reduce_s + 2 * self.networks.statistic_s + step_s + gather_s
-
-    def _step(self, job: Job, stage: StagePrice, owned: int) -> float:
-        compute_s = max(self.inputs.compute.step_s(cell.kind, owned) for cell in job.team.cells)
-        if not stage.settings.offload_state:
-            return compute_s
-        slowest = min(cell.host_link_bytes_per_s for cell in job.team.cells)
-        return max(compute_s, self.inputs.memory.state_bytes(owned) / slowest)
 
     @staticmethod
     def _turns_s(
@@ -389,15 +456,13 @@ class Estimator:
         collective_s, exposed_s, step_s = 0.0, 0.0, 0.0
         for job, stage, crowd in zip(jobs, stages, crowding, strict=True):
             parameters = self.stages.parameters(job.num_layers, job.place)
-            shares, largest = self._shares(job, stage)
-            args = (job.team, shares)
             parts = job.num_chunks
             part = -(-parameters // parts)
-            gather_s = crowd * self.networks.gather_s(*args, memory.parameter_bytes(part))
-            reduce_s = crowd * self.networks.gather_s(*args, memory.gradient_bytes(part))
+            gather_s = crowd * self.networks.even_gather_s(job.team, memory.parameter_bytes(part))
+            reduce_s = crowd * self.networks.even_gather_s(job.team, memory.gradient_bytes(part))
             collective_s = max(collective_s, parts * (2 * gather_s + reduce_s))
             exposed_s = max(exposed_s, gather_s + reduce_s)
-            step_s = max(step_s, self._step(job, stage, int(largest * parameters)))
+            step_s = max(step_s, self.stages.step_s(job, stage.settings))
         hop_s = self._hop_times(jobs, hops)
         busy_s = self._turns_s(jobs, stages, self._stalls(jobs, stages, hops), chunks)
         passages = [
@@ -412,6 +477,7 @@ class Estimator:
             layers=tuple(job.num_layers for job in jobs),
             jobs=jobs,
             stages=stages,
+            extras=self.extras(outline),
             iteration_s=max(busy_s, collective_s, link_s) + fill_s + tail_s,
             busy_s=busy_s,
             loop_s=collective_s,

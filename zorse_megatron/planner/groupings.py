@@ -12,11 +12,8 @@ from zorse_megatron.topology.symmetry import Symmetry
 
 # Every partition is looked at up to so many GPUs (203 of them, fewer without mirror images).
 EVERY_PARTITION_UP_TO = 6
-# What crossing from one node to another costs in the score, as a part of the whole: about what a
-# group's last reduction adds where it spans slow nodes, and what each further group adds to the
-# time to fill the pipeline.
-_PER_SPREAD_GROUP = 0.01
-_PER_GROUP = 0.006
+# What each further group adds to the score: it takes a little longer to fill the pipeline.
+_PER_GROUP = 0.002
 
 
 class Groupings:
@@ -59,13 +56,24 @@ class Groupings:
         return sorted(rows, key=lambda row: (row[0], row[1].grouping))
 
     def score(self, grouping: Grouping) -> float:
-        """Slowest group over a perfect balance, and a little for groups and for spread ones."""
+        """Time of the slowest group over a perfect balance, and of the slowest last reduction."""
         members = [self.teams.of(group) for group in grouping]
         speeds = [self._speed(team) for team in members]
-        _, slowest = deal(self.inputs.num_layers, speeds)
-        even = self.inputs.num_layers / sum(speeds)
-        spread = sum(len(self.estimator.networks.nodes(team)) > 1 for team in members)
-        return slowest / even + _PER_GROUP * len(grouping) + _PER_SPREAD_GROUP * spread
+        layers, slowest = deal(self.inputs.num_layers, speeds)
+        batch = self.inputs.global_batch_size
+        even_s = batch * self.inputs.num_layers / sum(speeds)
+        tail_s = self._tail_s(members, layers)
+        return (batch * slowest + tail_s) / even_s + _PER_GROUP * len(grouping)
+
+    def _tail_s(self, members: list[Team], layers: tuple[int, ...]) -> float:
+        """Gradients reduced and parameters gathered, on NICs that spread groups share."""
+        networks, memory = self.estimator.networks, self.inputs.memory
+        found = 0.0
+        for team, count, crowd in zip(members, layers, networks.crowding(members), strict=True):
+            parameters = count * memory.layer_parameters()
+            num_bytes = memory.gradient_bytes(parameters) + memory.parameter_bytes(parameters)
+            found = max(found, crowd * networks.even_gather_s(team, num_bytes))
+        return found
 
     def _speed(self, team: Team) -> float:
         return sum(len(cell.ranks) * self.speeds[cell.kind] for cell in team.cells)

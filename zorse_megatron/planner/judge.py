@@ -19,6 +19,10 @@ from zorse_megatron.simulate.result import SimulationResult
 MOST_COMPUTATIONS = 60_000
 # A shorter batch is so many times what is in flight at most, so that fill and drain are complete.
 _ROUNDS = 4
+# Parts of a batch that may stand for it, smallest first, if they are so many times what is in
+# flight.
+_PARTS = (8, 4)
+_TIMES_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,20 @@ class Verdict:
         return all(overflow <= 0 for overflow in self.overflow_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What a simulation of a part of the batch lets expect."""
+
+    iteration_s: float
+    overflow_bytes: tuple[int, ...]
+    """As in `Verdict`."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within its capacity."""
+        return all(overflow <= 0 for overflow in self.overflow_bytes)
+
+
 class Judge:
     """Simulates plans and remembers the verdicts."""
 
@@ -54,6 +72,7 @@ class Judge:
         """Forwards and backwards simulated so far: the search's budget is counted in them."""
         self._verdicts: dict[object, Verdict | None] = {}
         self._shorter: dict[int, _Shorter] = {}
+        self._previews: dict[int, dict[object, Preview | None]] = {}
 
     def judge(self, estimate: Estimate) -> Verdict | None:
         """Simulate an estimate's plan; None where no plan can be made of it."""
@@ -61,6 +80,43 @@ class Judge:
         if plan is None:
             return None
         return self.judge_plan(plan, estimate)
+
+    def preview(self, estimate: Estimate) -> Preview | None:
+        """Simulate a part of the batch: a few times what is in flight at most, where that is less.
+
+        What the part took beyond filling, draining and the last reduction, over what its busiest
+        rank computed, is taken to be the same for the whole batch. None where the part would not
+        be much shorter, or no plan can be made.
+        """
+        size = self._part_of_batch(estimate)
+        if size is None:
+            return None
+        if size not in self._previews:
+            self._previews[size] = {}
+        key = (estimate.outline, estimate.layers)
+        found = self._previews[size]
+        if key not in found:
+            shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
+            found[key] = self._previewed(estimate, shorter.judge(estimate, self))
+        return found[key]
+
+    def _part_of_batch(self, estimate: Estimate) -> int | None:
+        batch = self.inputs.global_batch_size
+        if estimate.outline.schedule == "breadth_first":
+            return None
+        in_flight = max(job.place.window for job in estimate.jobs)
+        parts = [part for part in _PARTS if batch // part >= _TIMES_IN_FLIGHT * in_flight]
+        return batch // parts[0] if parts else None
+
+    def _previewed(self, estimate: Estimate, short: Verdict | None) -> Preview | None:
+        if short is None or short.result is None:
+            return None
+        once_s = min(estimate.fill_s + estimate.tail_s, short.iteration_s)
+        busy_s = max(usage.busy_s for usage in short.result.usage)
+        steady = (short.iteration_s - once_s) / busy_s
+        return Preview(
+            iteration_s=once_s + steady * estimate.busy_s, overflow_bytes=short.overflow_bytes
+        )
 
     def judge_plan(self, plan: Plan, estimate: Estimate | None = None) -> Verdict | None:
         """Simulate a plan; None where it breaks the plan file's rules or cannot be lowered."""

@@ -1,11 +1,12 @@
 """What communication takes, in closed form: hops between teams, links in all, collectives."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.teams import Team
+from zorse_megatron.topology.grouping import hardware_key
 
 _STATISTIC_BYTES = 4
 # Pairs of ranks of a hop that are looked at; of more, as many at equal distances.
@@ -18,6 +19,8 @@ class Hop:
 
     loads: tuple[tuple[str, float, float], ...]
     """(link, bytes per second, share of all samples that cross it)."""
+    crowd_s_per_byte: float
+    """Time on the busiest of these links for each byte that all replicas send together."""
     source: int
     target: int
     """A typical pair of ranks."""
@@ -30,7 +33,13 @@ class Networks:
         self.inputs = inputs
         self.boundary = inputs.memory.boundary_bytes(1)
         self._hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
-        self._gathers: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._gathers: dict[tuple[tuple[int, ...], int], float] = {}
+        self._like: dict[tuple[object, ...], float] = {}
+        looks: dict[object, int] = {}
+        self._look_of_node = [
+            looks.setdefault(hardware_key(node), len(looks)) for node in inputs.spec.nodes
+        ]
+        self._alone: dict[tuple[int, int, int], float] = {}
         self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
         self.statistic_s = (
@@ -56,16 +65,21 @@ class Networks:
         loads = tuple(
             (name, rate, number / count) for (name, rate), number in sorted(crossed.items())
         )
-        return Hop(loads=loads, source=pairs[0][0], target=pairs[0][1])
+        return Hop(
+            loads=loads,
+            crowd_s_per_byte=max((share / rate for _, rate, share in loads), default=0.0),
+            source=pairs[0][0],
+            target=pairs[0][1],
+        )
 
     def hop_s(self, hop: Hop, *, size: int, round_samples: float) -> float:
         """One micro-batch's way, when all replicas of a round send at once."""
-        alone_s = self.inputs.comm.transfer_s(hop.source, hop.target, size * self.boundary)
-        crowd_s = max(
-            (share * round_samples * self.boundary / rate for _, rate, share in hop.loads),
-            default=0.0,
-        )
-        return max(alone_s, crowd_s)
+        key = (hop.source, hop.target, size)
+        if key not in self._alone:
+            self._alone[key] = self.inputs.comm.transfer_s(
+                hop.source, hop.target, size * self.boundary
+            )
+        return max(self._alone[key], round_samples * self.boundary * hop.crowd_s_per_byte)
 
     def busiest_link_s(self, hops: Sequence[Hop]) -> float:
         """How long the busiest link takes for all samples, each hop passed once."""
@@ -76,19 +90,29 @@ class Networks:
         most = max(loads.values(), default=0.0)
         return most * self.inputs.global_batch_size * self.boundary
 
-    def gather_s(self, team: Team, shares: Mapping[int, float], num_bytes: int) -> float:
-        """An all-gather (or reduce-scatter) of so many bytes over a team on idle links.
-
-        `shares`: rank -> its part of the whole; None of a rank's own order matters.
-        """
+    def even_gather_s(self, team: Team, num_bytes: int) -> float:
+        """An all-gather (or reduce-scatter) of equal shards over a team, on idle links."""
         ranks = team.ranks
         if len(ranks) < 2:
             return 0.0
-        sizes = tuple(int(shares[rank] * num_bytes) for rank in ranks)
-        key = (ranks, sizes)
+        key = (ranks, num_bytes // len(ranks))
         if key not in self._gathers:
-            self._gathers[key] = self.inputs.comm.all_gather_s(ranks, sizes)
+            self._gathers[key] = self.inputs.comm.all_gather_s(ranks, (key[1],) * len(ranks))
         return self._gathers[key]
+
+    def like_gather_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """As `even_gather_s`, computed once for all ranks that look like these."""
+        spec = self.inputs.spec
+        on_node = Counter(spec.node_of(rank) for rank in ranks)
+        key = (
+            tuple(sorted((self._look_of_node[node], count) for node, count in on_node.items())),
+            num_bytes,
+        )
+        if key not in self._like:
+            shares = (num_bytes // len(ranks),) * len(ranks)
+            alone = len(ranks) == 1
+            self._like[key] = 0.0 if alone else self.inputs.comm.all_gather_s(ranks, shares)
+        return self._like[key]
 
     def crowding(self, teams: Sequence[Team]) -> tuple[int, ...]:
         """For each team with ranks on several nodes, how many such teams share a node with it."""

@@ -14,9 +14,9 @@ from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.teams import Cell, Team
 
-# Boundary activations that are on the way in and out at once, beside those in flight: the input
-# that is received early, the output that is being sent, and the same for gradients.
-_BUFFERS = 4
+# Boundary activations that are on the way in and out at once, beside those in flight: the two
+# inputs that are received early, the output that is being sent, and the same for gradients.
+BUFFERS = 6
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 # A replica's micro-batch may take so much longer than one sample on the team's slowest GPU.
 _MOST_SLOWER = 1.5
@@ -173,24 +173,46 @@ class Stages:
         return self._prices[key]
 
     def _find(self, job: Job) -> StagePrice | None:
+        """Of all ways to fit the one that takes least time: recomputation costs in every pass,
+        copies of optimizer state once an iteration."""
         counts = self.counts(job)
-        for settings in self._ways(job, counts):
+        found: list[tuple[float, int, StagePrice]] = []
+        for order, settings in enumerate(self._ways(job, counts)):
             free = self.free_bytes(job, counts, settings)
-            if free >= 0:
-                return self.priced(job, settings, free)
-        return None
+            if free < 0:
+                continue
+            price = self.priced(job, settings, free)
+            found.append((price.busy_s + self.step_s(job, settings), order, price))
+            if not settings.recomputed:
+                break  # what follows offloads more, for nothing
+        return min(found, key=lambda row: row[:2])[2] if found else None
+
+    def step_s(self, job: Job, settings: Settings) -> float:
+        """The optimizer step with even shards, state in the host included."""
+        owned = self.parameters(job.num_layers, job.place) // len(job.team.ranks)
+        compute_s = max(self.inputs.compute.step_s(cell.kind, owned) for cell in job.team.cells)
+        if not settings.offload_state:
+            return compute_s
+        slowest = min(cell.host_link_bytes_per_s for cell in job.team.cells)
+        return max(compute_s, self.inputs.memory.state_bytes(owned) / slowest)
 
     def _ways(self, job: Job, counts: Sequence[float]) -> Iterator[Settings]:
-        """Settings to try: recomputation first, host memory where that is not enough."""
+        """Settings to try: recomputation with what it can spare, with and without host memory."""
         yield from self._recomputing(job, counts, Settings())
         if not self.inputs.space.offload:
             return
         if self._host_holds(job, Settings(offload_state=True), counts):
             yield from self._recomputing(job, counts, Settings(offload_state=True))
-        both = Settings(offload_state=True, offload_activations=True)
-        for settings in self._recomputing(job, counts, both):
-            if self._copies_in_time(job, settings) and self._host_holds(job, settings, counts):
-                yield settings
+        # Only the inputs of layers can wait in the host, so all layers are recomputed with it.
+        if "full" in self.inputs.space.recompute:
+            both = Settings(
+                mode="full",
+                recomputed=job.num_layers,
+                offload_state=True,
+                offload_activations=True,
+            )
+            if self._copies_in_time(job, both) and self._host_holds(job, both, counts):
+                yield both
 
     def _recomputing(self, job: Job, counts: Sequence[float], host: Settings) -> Iterator[Settings]:
         """Nothing, core attention, as few layers as fit, those that cost least time first."""
@@ -201,8 +223,6 @@ class Stages:
             yield replace(host, mode="selective", recomputed=job.num_layers)
         if "full" in space.recompute:
             yield from self._full(job, counts, host)
-            if host.offload_activations:  # the fewer bytes, the sooner they are copied
-                yield replace(host, mode="full", recomputed=job.num_layers)
 
     def _copies_in_time(self, job: Job, settings: Settings) -> bool:
         """Whether the host link takes what a forward keeps in no more than the forward's time."""
@@ -306,7 +326,7 @@ class Stages:
             layers = min(layers, 3 * job.num_layers / job.num_chunks)
         by_layers = layers * (kept["none"] - spared * settings.recomputed / job.num_layers)
         alone = place.is_first and place.is_last and job.num_chunks == 1
-        buffers = 0 if alone else _BUFFERS * self.boundary
+        buffers = 0 if alone else BUFFERS * self.boundary
         head = 0.0
         if place.is_last:
             in_flight = layers * job.num_chunks / job.num_layers
@@ -349,7 +369,8 @@ class Stages:
         """Bytes that are left in the team, below 0 where something does not fit."""
         room, least = 0.0, math.inf
         for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True):
-            local = self.local_bytes(job, settings, size, count)
+            # Whole micro-batches: some replicas run one more than others.
+            local = self.local_bytes(job, settings, size, math.ceil(count - 1e-9))
             one = cell.capacity_bytes - local
             least = min(least, one)
             room += len(cell.ranks) * one

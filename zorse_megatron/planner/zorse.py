@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
 
 from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
 from zorse_megatron.planner.groupings import EVERY_PARTITION_UP_TO, Groupings
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.judge import Judge, Verdict, best_first
+from zorse_megatron.planner.line_search import LineSearch
 from zorse_megatron.planner.orders import orders
 from zorse_megatron.planner.outcome import Progress
 from zorse_megatron.planner.stage import Level
@@ -18,9 +20,12 @@ Way = tuple[str, int]
 _CHUNKS = {"1f1b": (1,), "interleaved": (1, 2), "breadth_first": (1, 2, 4)}
 _QUICK_LEVELS = (2, 4)
 _LEVELS = (1, 2, 3, 4, 6, 8, 16)
-_TURNS = 6  # of looking around the best groupings
+_SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0)
+_TURNS = 3  # of looking around the best groupings
 _POLISHING_STEPS = 6
-_FIT_TRIES = 3
+_HOPELESS = 1.03  # estimates so much longer than a simulated iteration are not simulated
+_PROMISING = 1.005  # previews so much longer than a simulated iteration are left at that
+_FIT_TRIES = 4
 _FINALISTS_PART = 0.6  # of the simulations; the rest is for the local search
 
 
@@ -42,8 +47,12 @@ class Effort:
     """Orders of a grouping's groups that are priced."""
     levels: tuple[int, ...] = (1, 2, 4, 8)
     """Micro-batch levels that are priced."""
+    cuts: int = 16
+    """Cuts of lines that are priced, for each schedule."""
     polished: int = 6
     """Estimates whose levels and order are improved by closed form."""
+    slacks: tuple[float, ...] = (1.0,)
+    """Of 1f1b, that are priced."""
     layouts: int = 2
     """Ways to deal out layers that are kept of each outline."""
     followed: int = 6
@@ -65,6 +74,7 @@ class Effort:
                 computations=400_000,
                 orders=24,
                 levels=_LEVELS,
+                slacks=(0.0, 1.0),
                 layouts=4,
                 followed=12,
                 tries=60,
@@ -74,11 +84,13 @@ class Effort:
             return cls(listed=250, priced=60, widened=16, finalists=30, computations=60_000)
         if inputs.world_size <= 256:
             return cls(
-                listed=250, priced=40, widened=14, finalists=12, computations=100_000, polished=10
+                listed=250, priced=24, widened=8, finalists=24, computations=80_000, polished=8
             )
         if inputs.world_size <= 2048:
-            return cls(listed=150, priced=24, widened=5, finalists=8, computations=700_000)
-        return cls(listed=80, priced=12, widened=3, finalists=5, computations=1_500_000)
+            return cls(
+                listed=200, priced=20, widened=5, finalists=4, computations=120_000, polished=4
+            )
+        return cls(listed=60, priced=8, widened=3, finalists=2, computations=400_000, polished=2)
 
 
 class ZorseSearch:
@@ -99,12 +111,31 @@ class ZorseSearch:
         """All verdicts that fit, fastest first; empty where nothing does."""
         outlines = self._promising()
         self._price(outlines)
+        self._cut_lines()
         self._polish()
-        for number, estimate in enumerate(self._finalists(self.effort.finalists)):
-            self.report(Progress(phase="simulating", done=number, total=self.effort.finalists))
-            self.fit(estimate)
+        self._simulate_finalists()
         self._improve()
         return best_first(list(self.verdicts.values()))
+
+    def _simulate_finalists(self) -> None:
+        """The best estimates, by previews, until the budget's part is spent or none is better."""
+        budget = _FINALISTS_PART * self.effort.computations
+        ranked: list[tuple[float, int, Estimate]] = []
+        finalists = self._finalists(self.effort.finalists)
+        for number, estimate in enumerate(finalists):
+            self.report(Progress(phase="simulating", done=number, total=len(finalists)))
+            preview = self.judge.preview(estimate)
+            value_s = estimate.iteration_s if preview is None else preview.iteration_s
+            ranked.append((value_s, number, estimate))
+            if self.judge.num_computations > budget:
+                break
+        for value_s, _, estimate in sorted(ranked, key=lambda row: row[:2]):
+            best = best_first(list(self.verdicts.values()))[:1]
+            if best and self.judge.num_computations > 1.5 * budget:
+                return
+            # The closed form leaves out some of the waiting, so it is hardly ever too long.
+            if not best or value_s < _HOPELESS * best[0].iteration_s:
+                self.fit(estimate)
 
     # Groupings.
 
@@ -139,7 +170,7 @@ class ZorseSearch:
     def _quick_ways(self) -> list[Way]:
         """One with little to recompute, and two that fit where memory is short."""
         schedules = self.inputs.space.schedules
-        first = [name for name in ("interleaved", "1f1b") if name in schedules][:1]
+        first = [name for name in ("1f1b", "interleaved") if name in schedules][:1]
         ways = [(name, 1) for name in first]
         return ways + [("breadth_first", n) for n in (2, 4) if "breadth_first" in schedules]
 
@@ -149,6 +180,8 @@ class ZorseSearch:
         for way in self._quick_ways():
             for level in self._levels(_QUICK_LEVELS):
                 found += self.estimator.best(self._outline(teams, level, way, candidate.origin))
+            if found:
+                break
         return min(found, key=lambda estimate: estimate.iteration_s, default=None)
 
     def _in_order(self, candidate: Candidate) -> tuple[Team, ...]:
@@ -187,7 +220,9 @@ class ZorseSearch:
             for teams in orders(self.inputs, groups)[: self.effort.orders]:
                 for way in self.ways():
                     for level in self._levels(self.effort.levels):
-                        self._remember(self._outline(teams, level, way, candidate.origin))
+                        outline = self._outline(teams, level, way, candidate.origin)
+                        for slack in self.effort.slacks if way[0] == "1f1b" else (1.0,):
+                            self._remember(replace(outline, slack=slack))
                 if len(teams) == 1 and "breadth_first" in self.inputs.space.schedules:
                     self._price_layer_by_layer(teams)
 
@@ -202,6 +237,22 @@ class ZorseSearch:
         for estimate in found:
             self.estimates.setdefault(_key(estimate), estimate)
         return found[0] if found else None
+
+    def _cut_lines(self) -> None:
+        """Groups cut out of lines of all GPUs, where there are too many for every partition."""
+        if self.inputs.world_size <= EVERY_PARTITION_UP_TO:
+            return
+        for number, schedule in enumerate(("1f1b", "interleaved")):
+            self.report(Progress(phase="cutting", done=number, total=2))
+            if schedule in self.inputs.space.schedules:
+                search = LineSearch(
+                    self.estimator,
+                    self.teams,
+                    nested=schedule == "1f1b",
+                    most_groups=self.groupings.most,
+                )
+                for outline in islice(search.outlines(), self.effort.cuts):
+                    self._remember(outline)
 
     def _polish(self) -> None:
         """Better levels and orders for the best estimates, by closed form."""
@@ -228,37 +279,47 @@ class ZorseSearch:
         yield from _orders_near(outline)
 
     def _finalists(self, most: int) -> list[Estimate]:
-        """The best estimates, no more than a part of them with one schedule or one grouping."""
-        ranked = sorted(self.estimates.values(), key=lambda each: (each.iteration_s, each.layers))
+        """The best estimates, of each schedule and number of chunks in turn.
+
+        No more than half of them with one grouping, whatever the sizes and layers.
+        """
+        queues: dict[Way, list[Estimate]] = {}
+        for estimate in sorted(self.estimates.values(), key=lambda e: (e.iteration_s, e.layers)):
+            outline = estimate.outline
+            queues.setdefault((outline.schedule, outline.num_chunks), []).append(estimate)
         taken: list[Estimate] = []
-        per_way: dict[object, int] = {}
-        for share in (3, 1):
-            for estimate in ranked:
-                outline = estimate.outline
-                ranks = tuple(team.ranks for team in outline.teams)
-                keys = ((outline.schedule, outline.num_chunks), (ranks, outline.schedule))
-                limits = (max(1, most // share), max(1, most // (2 * share)))
-                if estimate in taken or any(
-                    per_way.get(key, 0) >= limit for key, limit in zip(keys, limits, strict=True)
-                ):
-                    continue
+        per_grouping: dict[object, int] = {}
+        turns = zip_longest(*queues.values())
+        for estimate in (each for turn in turns for each in turn if each is not None):
+            ranks = tuple(team.ranks for team in estimate.outline.teams)
+            key = ranks, estimate.outline.schedule
+            if per_grouping.get(key, 0) < max(1, most // 2):
+                per_grouping[key] = per_grouping.get(key, 0) + 1
                 taken.append(estimate)
-                for key in keys:
-                    per_way[key] = per_way.get(key, 0) + 1
-                if len(taken) == most:
-                    return taken
+            if len(taken) == most:
+                break
         return taken
 
     # Simulation.
 
     def fit(self, estimate: Estimate | None) -> Verdict | None:
-        """Simulate, and ask for more free memory where it does not fit, a few times."""
+        """Simulate, and ask for more free memory where it does not fit, a few times.
+
+        First a part of the batch; the whole of it only where that promises to be the best.
+        """
         for _ in range(_FIT_TRIES):
             if estimate is None:
                 return None
+            preview = self.judge.preview(estimate)
+            if preview is not None and not preview.fits:
+                estimate = self._reserved(estimate, preview.overflow_bytes)
+                continue
+            best = best_first(list(self.verdicts.values()))[:1]
+            if preview and best and preview.iteration_s > _PROMISING * best[0].iteration_s:
+                return None
             verdict = self.judge.judge(estimate)
             if verdict is None:
-                estimate = self._reserved(estimate, [0] * len(estimate.layers))
+                estimate = self._reserved(estimate, self.judge.builder.missing_bytes(estimate))
                 continue
             if verdict.fits:
                 self._note(estimate, verdict)
@@ -366,6 +427,8 @@ class ZorseSearch:
                 for cell in range(len(sizes)):
                     yield outline.with_level(group, (*sizes[:cell], level, *sizes[cell + 1 :]))
         yield from _orders_near(outline)
+        if outline.schedule == "1f1b":
+            yield from (replace(outline, slack=each) for each in _SLACKS if each != outline.slack)
         for schedule, chunks in self.ways():
             if (schedule, chunks) != (outline.schedule, outline.num_chunks):
                 yield replace(outline, schedule=schedule, num_chunks=chunks, reserves=())
@@ -399,6 +462,7 @@ def _key(estimate: Estimate) -> object:
     return (
         tuple(team.ranks for team in outline.teams),
         tuple(job.sizes for job in estimate.jobs),
+        estimate.extras,
         outline.schedule,
         outline.num_chunks,
         tuple(stage.settings for stage in estimate.stages),

@@ -26,6 +26,7 @@ def interleaved(plan: Plan) -> Policy:
         chunks = plan.chunks_of_group(number)
         behind = sum(rounds[chunk.group] for chunk in plan.chunks[chunks[-1] + 1 :])
         samples = (len(chunks) - 1) * sum(rounds) + 2 * behind + rounds[number]
+        samples += plan.groups[number].extra_in_flight or 0
         limits |= share_out(plan, number, samples)
     return Policy(limits=limits, fill_first=True, window=sum(rounds), strict=_is_megatrons(plan))
 

@@ -2,7 +2,7 @@
 
 The plan's schedule is played once, which gives an order to all that happens; each rank's list is
 its part of that sequence, so no order of execution can deadlock (see `sequence`). The receives are
-then started one computation earlier than that, so that they overlap with it; where starting a
+then started two computations earlier than that, so that they overlap with those; where starting a
 receive never waits, as with gloo, this keeps the property (see `validate`). NCCL's receives occupy
 a hardware queue until they are matched, so there they stay where they are
 (`early_receives=False`).
@@ -29,6 +29,10 @@ from zorse_megatron.schedules.sequence import cut_into_lists
 from zorse_megatron.schedules.update import reductions, update_actions
 from zorse_megatron.schema.plan import Plan
 
+# How many computations a receive is started early. One hides a message behind a single computation,
+# which is not enough where several replicas send over one slow link at once; more than two bring
+# nothing more, and each costs a buffer.
+_AHEAD = 2
 _POLICIES = {"1f1b": one_f_one_b, "interleaved": interleaved}
 
 
@@ -42,7 +46,7 @@ def lower_plan(
     """Lower a plan to action lists, for a training step or (forward_only) an evaluation step.
 
     `tied`: whether the embedding and the output weight are one; None takes it from the plan's
-    model. `early_receives`: start receives one computation early; without it the lists run even
+    model. `early_receives`: start receives two computations early; without it the lists run even
     where every transfer blocks. Raises PlanError with everything that cannot be lowered.
     """
     refuse_unlowered(plan)
@@ -86,18 +90,21 @@ def _pipeline(plan: Plan, links: Links, *, forward_only: bool) -> Pipeline:
 
 
 def _receive_early(actions: Sequence[Action]) -> list[Action]:
-    """Start each receive before the computation that precedes it, so that the two overlap.
+    """Start each receive `_AHEAD` computations earlier, so that it overlaps with those.
 
     Receives keep their order among themselves, hence on each pair of ranks.
     """
-    moved: list[Action] = []
-    since_computation: list[Action] = []
+    stops = [0] * _AHEAD + [at for at, action in enumerate(actions) if action.kind in COMPUTE]
+    at_stop: dict[int, list[Action]] = {}
+    passed = 0
     for action in actions:
-        if action.kind in RECEIVES:
-            moved.append(action)
-            continue
         if action.kind in COMPUTE:
-            moved += since_computation
-            since_computation.clear()
-        since_computation.append(action)
-    return moved + since_computation
+            passed += 1
+        elif action.kind in RECEIVES:
+            at_stop.setdefault(stops[passed], []).append(action)
+    moved: list[Action] = []
+    for at, action in enumerate(actions):
+        moved += at_stop.get(at, ())
+        if action.kind not in RECEIVES:
+            moved.append(action)
+    return moved

@@ -3,6 +3,10 @@
 Megatron's 1F1B lets stage s of S hold S - s micro-batches: one for itself and one for each stage
 behind it. In samples: what one round of micro-batches of this group and of every later group
 holds. A replica gets its part of those samples, by its part of the global batch, rounded up.
+
+With that many, a group waits for whatever time messages take on the way to the groups behind it
+and back. So a plan may say how many samples more a group has in flight, to have something to do
+meanwhile.
 """
 
 from zorse_megatron.schedules.order import Policy, Worker
@@ -10,7 +14,7 @@ from zorse_megatron.schema.plan import Group, Plan
 
 
 def one_f_one_b(plan: Plan) -> Policy:
-    """Backwards first.
+    """Forwards first, up to the limit.
 
     With equal groups this is `forward_backward_pipelining_without_interleaving`, where stage s
     may hold num_warmup_microbatches + 1 = S - s.
@@ -18,8 +22,9 @@ def one_f_one_b(plan: Plan) -> Policy:
     rounds = [round_of(plan.groups[chunk.group]) for chunk in plan.chunks]
     limits: dict[Worker, int] = {}
     for position, chunk in enumerate(plan.chunks):
-        limits |= share_out(plan, chunk.group, sum(rounds[position:]))
-    return Policy(limits=limits, fill_first=False, window=plan.global_batch_size)
+        extra = plan.groups[chunk.group].extra_in_flight or 0
+        limits |= share_out(plan, chunk.group, sum(rounds[position:]) + extra)
+    return Policy(limits=limits, fill_first=True, window=plan.global_batch_size)
 
 
 def round_of(group: Group) -> int:

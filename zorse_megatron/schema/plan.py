@@ -83,6 +83,8 @@ class Group:
     """Activation recomputation; absent: as the training command says."""
     offload: Offload | None = None
     """Offloading to host memory; absent: none."""
+    extra_in_flight: Positive | None = None
+    """Samples in flight beyond what is needed where messages take no time; absent: none."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _shard_weights,
         _recompute,
         _lengths,
+        _extra_in_flight,
         _schedule_parameters,
     )
     return tuple(problem for rule in rules for problem in rule(plan))
@@ -198,6 +199,19 @@ def _lengths(plan: Plan) -> Iterator[Problem]:
                 found=f"{len(values)} entries",
                 expected=f"{plan.world_size}, one per rank",
                 remedy="Give one entry per global rank in rank order, or leave the list out.",
+            )
+
+
+def _extra_in_flight(plan: Plan) -> Iterator[Problem]:
+    if plan.schedule.name != "breadth_first":
+        return
+    for number, group in enumerate(plan.groups):
+        if group.extra_in_flight:
+            yield Problem(
+                where=f"groups[{number}].extra_in_flight",
+                found=f"{group.extra_in_flight}",
+                expected="nothing under breadth_first, which has all samples in flight anyway",
+                remedy="Remove it, or choose the schedule 1f1b or interleaved.",
             )
 
 

@@ -1,8 +1,9 @@
 """Ranks that are bound to do the same at the same time, so that one of them can stand for all.
 
 Copies. Let the R replicas of each group run equally many micro-batches of m samples, let r be the
-greatest common divisor of the R * m of all groups and L the least common multiple of the m. Samples
-are laid out in rounds of R * m (see `schedules.samples`). If L divides r, cut every r consecutive
+greatest common divisor of the R * m and the extra samples in flight of all groups, and L the least
+common multiple of the m. Samples are laid out in
+rounds of R * m (see `schedules.samples`). If L divides r, cut every r consecutive
 samples into g = r / L blocks of L. No micro-batch straddles a block, so the k-th blocks of all
 rounds are a pipeline of their own, the k-th of g, with R / g replicas in each group. The lists of
 each copy are those of the plan with R / g replicas and 1 / g of the batch, other names for ranks
@@ -147,7 +148,8 @@ class Copies:
         rounds = [
             len(group.replicas) * size for group, size in zip(plan.groups, sizes, strict=True)
         ]
-        period, block = math.gcd(*rounds), math.lcm(*sizes)
+        extras = [group.extra_in_flight or 0 for group in plan.groups]
+        period, block = math.gcd(*rounds, *extras), math.lcm(*sizes)
         return cls(plan=plan, period=period, block=block if period % block == 0 else period)
 
     @property
@@ -165,7 +167,8 @@ class Copies:
                 for index in range(number)
             )
             # Recomputation does not change the lists.
-            groups.append(Group(replicas=replicas, offload=group.offload))
+            extra = (group.extra_in_flight or 0) // self.count or None
+            groups.append(Group(replicas=replicas, offload=group.offload, extra_in_flight=extra))
             first += number
         return dataclasses.replace(
             self.plan,
