@@ -12,6 +12,7 @@ import ctypes
 import gc
 import json
 import os
+import random
 import runpy
 import select
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _POLL_S = 0.01
+_PORTS = range(12_000, 32_000)
 # The others of a job wait in vain for a rank that has failed: they get this long to say so.
 _GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -40,9 +42,12 @@ def preload() -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that systems hand out to whoever asks for any: it stays free."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
