@@ -53,7 +53,7 @@ class Outline:
     """Bytes to be left free on the GPUs of each group; empty: none."""
     origin: str = ""
     slack: float = 1.0
-    """1f1b: how much of the time that messages take is made up for by samples in flight."""
+    """1f1b: how much of the time that samples wait and travel is made up for by more in flight."""
 
     def with_level(self, group: int, level: Level) -> "Outline":
         """Another level for one group."""
@@ -229,7 +229,7 @@ class Estimator:
                 needed = float(window + rounds[at])
                 needed += 2 * per_s * self.networks.hop_s(hop, size=size, round_samples=crowd)
                 if not self._nested(outline, at):  # micro-batches wait for parts of others
-                    needed += max(rounds[at], rounds[at + 1])
+                    needed += outline.slack * max(rounds[at], rounds[at + 1])
                 # Limits are whole micro-batches of each replica.
                 window = math.ceil(needed / rounds[at] - 1e-9) * rounds[at]
                 found.append(max(0, window - sum(rounds[at:])))
