@@ -327,11 +327,13 @@ class Stages:
         by_layers = layers * (kept["none"] - spared * settings.recomputed / job.num_layers)
         alone = place.is_first and place.is_last and job.num_chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary
-        head = 0.0
+        head = again = 0.0
+        if settings.recomputed:  # behind the head's backward, when its part is given back
+            again = max(0, spared - self.head) if place.is_last else spared
         if place.is_last:
             in_flight = layers * job.num_chunks / job.num_layers
             head = self.head * (1.0 if place.schedule == "breadth_first" else min(in_flight, 2.0))
-        moment = spared + buffers + head if count else 0.0
+        moment = again + buffers + head if count else 0.0
         return self._whole_bytes(job) + size * (by_layers + moment) + job.reserve_bytes
 
     def layers_in_flight(self, job: Job, count: float) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice, product, zip_longest
 
 from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
 from zorse_megatron.planner.groupings import EVERY_PARTITION_UP_TO, Groupings
@@ -43,6 +43,8 @@ class Effort:
     """Plans that the simulator sees before the local search."""
     computations: int
     """Forwards and backwards that may be simulated in all."""
+    quick_orders: int = 1
+    """Orders of a grouping's groups that are looked at to see whether it is promising."""
     orders: int = 3
     """Orders of a grouping's groups that are priced."""
     levels: tuple[int, ...] = (1, 2, 4, 8)
@@ -53,6 +55,10 @@ class Effort:
     """Estimates whose levels and order are improved by closed form."""
     slacks: tuple[float, ...] = (1.0,)
     """Of 1f1b, that are priced."""
+    level_steps: int = 1
+    """By how many levels a group's micro-batch may change in one step of that."""
+    keeps_all: bool = False
+    """Whether all neighbours that are priced on the way may be simulated."""
     layouts: int = 2
     """Ways to deal out layers that are kept of each outline."""
     followed: int = 6
@@ -72,9 +78,13 @@ class Effort:
                 widened=210,
                 finalists=120,
                 computations=400_000,
+                quick_orders=24,
                 orders=24,
                 levels=_LEVELS,
                 slacks=(0.0, 1.0),
+                polished=60,
+                level_steps=len(_LEVELS),
+                keeps_all=True,
                 layouts=4,
                 followed=12,
                 tries=60,
@@ -175,13 +185,20 @@ class ZorseSearch:
         return ways + [("breadth_first", n) for n in (2, 4) if "breadth_first" in schedules]
 
     def _quick(self, candidate: Candidate) -> Estimate | None:
-        teams = self._in_order(candidate)
-        found = []
-        for way in self._quick_ways():
-            for level in self._levels(_QUICK_LEVELS):
-                found += self.estimator.best(self._outline(teams, level, way, candidate.origin))
-            if found:
-                break
+        groups = [self.teams.of(group) for group in candidate.grouping]
+        found: list[Estimate] = []
+        for teams in orders(self.inputs, groups)[: self.effort.quick_orders]:
+            for levels, way in product((_QUICK_LEVELS, (1,)), self._quick_ways()):
+                new = [
+                    estimate
+                    for level in self._levels(levels)
+                    for estimate in self.estimator.best(
+                        self._outline(teams, level, way, candidate.origin)
+                    )
+                ]
+                found += new
+                if new:
+                    break
         return min(found, key=lambda estimate: estimate.iteration_s, default=None)
 
     def _in_order(self, candidate: Candidate) -> tuple[Team, ...]:
@@ -262,6 +279,9 @@ class ZorseSearch:
                 found = [
                     near for each in self._swaps(best.outline) for near in self.estimator.best(each)
                 ]
+                if self.effort.keeps_all:
+                    for near in found:
+                        self.estimates.setdefault(_key(near), near)
                 better = min(found, key=lambda each: (each.iteration_s, each.layers), default=best)
                 if better.iteration_s > 0.999 * best.iteration_s:
                     break
@@ -269,13 +289,14 @@ class ZorseSearch:
                 self.estimates.setdefault(_key(best), best)
 
     def _swaps(self, outline: Outline) -> Iterator[Outline]:
-        """Neighbouring groups exchanged, one group's level one step up or down."""
+        """Neighbouring groups exchanged, one group's level a step (or more) up or down."""
         levels = self._levels(_LEVELS)
         for group, level in enumerate(outline.levels):
             at = min(range(len(levels)), key=lambda i: abs(levels[i] - _most(level)))
-            for near in {max(0, at - 1), min(len(levels) - 1, at + 1)}:
-                if levels[near] != level:
-                    yield outline.with_level(group, levels[near])
+            steps = self.effort.level_steps
+            for near in levels[max(0, at - steps) : at + steps + 1]:
+                if near != level:
+                    yield outline.with_level(group, near)
         yield from _orders_near(outline)
 
     def _finalists(self, most: int) -> list[Estimate]:

@@ -23,7 +23,10 @@ def one_f_one_b(plan: Plan) -> Policy:
     limits: dict[Worker, int] = {}
     for position, chunk in enumerate(plan.chunks):
         extra = plan.groups[chunk.group].extra_in_flight or 0
-        limits |= share_out(plan, chunk.group, sum(rounds[position:]) + extra)
+        shares = share_out(plan, chunk.group, sum(rounds[position:]) + extra)
+        if position == len(rounds) - 1 and not extra:
+            shares = dict.fromkeys(shares, 1)  # a backward can always follow its forward
+        limits |= shares
     return Policy(limits=limits, fill_first=True, window=plan.global_batch_size)
 
 
