@@ -92,6 +92,8 @@ class Effort:
             )
         if inputs.world_size <= 16:
             return cls(listed=250, priced=60, widened=16, finalists=30, computations=60_000)
+        if inputs.world_size <= 32:
+            return cls(listed=250, priced=40, widened=14, finalists=30, computations=150_000)
         if inputs.world_size <= 256:
             return cls(
                 listed=250, priced=24, widened=8, finalists=24, computations=80_000, polished=8
