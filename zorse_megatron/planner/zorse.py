@@ -1,9 +1,10 @@
 """The search for the best plan: groupings, schedules, orders, sizes; then the simulator decides."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, product, zip_longest
 
+from zorse_megatron.planner.effort import LEVELS, Effort
 from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
 from zorse_megatron.planner.groupings import EVERY_PARTITION_UP_TO, Groupings
 from zorse_megatron.planner.inputs import Inputs
@@ -19,7 +20,6 @@ Way = tuple[str, int]
 """Schedule and chunks of each group."""
 _CHUNKS = {"1f1b": (1,), "interleaved": (1, 2), "breadth_first": (1, 2, 4)}
 _QUICK_LEVELS = (2, 4)
-_LEVELS = (1, 2, 3, 4, 6, 8, 16)
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0)
 _TURNS = 3  # of looking around the best groupings
 _POLISHING_STEPS = 6
@@ -27,82 +27,6 @@ _HOPELESS = 1.03  # estimates so much longer than a simulated iteration are not 
 _PROMISING = 1.005  # previews so much longer than a simulated iteration are left at that
 _FIT_TRIES = 4
 _FINALISTS_PART = 0.6  # of the simulations; the rest is for the local search
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How much of everything the search does; it follows from the size of the cluster alone."""
-
-    listed: int
-    """Groupings that are scored."""
-    priced: int
-    """Of those, priced with one schedule."""
-    widened: int
-    """Groupings whose neighbours are looked at, and that are priced with all schedules."""
-    finalists: int
-    """Plans that the simulator sees before the local search."""
-    computations: int
-    """Forwards and backwards that may be simulated in all."""
-    quick_orders: int = 1
-    """Orders of a grouping's groups that are looked at to see whether it is promising."""
-    orders: int = 3
-    """Orders of a grouping's groups that are priced."""
-    levels: tuple[int, ...] = (1, 2, 4, 8)
-    """Micro-batch levels that are priced."""
-    cuts: int = 16
-    """Cuts of lines that are priced, for each schedule."""
-    polished: int = 6
-    """Estimates whose levels and order are improved by closed form."""
-    slacks: tuple[float, ...] = (1.0,)
-    """Of 1f1b, that are priced."""
-    level_steps: int = 1
-    """By how many levels a group's micro-batch may change in one step of that."""
-    keeps_all: bool = False
-    """Whether all neighbours that are priced on the way may be simulated."""
-    layouts: int = 2
-    """Ways to deal out layers that are kept of each outline."""
-    followed: int = 6
-    """The best so many verdicts are followed by the local search."""
-    tries: int = 10
-    """Neighbours of a verdict that are simulated, at most."""
-    tolerance: float = 1.1
-    """Neighbours whose estimate is so much longer are not simulated."""
-
-    @classmethod
-    def of(cls, inputs: Inputs) -> "Effort":
-        """More where GPUs are few."""
-        if inputs.world_size <= EVERY_PARTITION_UP_TO and len(inputs.space.schedules) == 1:
-            return cls(
-                listed=250,
-                priced=210,
-                widened=210,
-                finalists=120,
-                computations=400_000,
-                quick_orders=24,
-                orders=24,
-                levels=_LEVELS,
-                slacks=(0.0, 1.0),
-                polished=60,
-                level_steps=len(_LEVELS),
-                keeps_all=True,
-                layouts=4,
-                followed=12,
-                tries=60,
-                tolerance=1.35,
-            )
-        if inputs.world_size <= 16:
-            return cls(listed=250, priced=60, widened=16, finalists=30, computations=60_000)
-        if inputs.world_size <= 32:
-            return cls(listed=250, priced=40, widened=14, finalists=30, computations=150_000)
-        if inputs.world_size <= 256:
-            return cls(
-                listed=250, priced=24, widened=8, finalists=24, computations=80_000, polished=8
-            )
-        if inputs.world_size <= 2048:
-            return cls(
-                listed=200, priced=20, widened=5, finalists=4, computations=120_000, polished=4
-            )
-        return cls(listed=60, priced=8, widened=3, finalists=2, computations=400_000, polished=2)
 
 
 class ZorseSearch:
@@ -292,7 +216,7 @@ class ZorseSearch:
 
     def _swaps(self, outline: Outline) -> Iterator[Outline]:
         """Neighbouring groups exchanged, one group's level a step (or more) up or down."""
-        levels = self._levels(_LEVELS)
+        levels = self._levels(LEVELS)
         for group, level in enumerate(outline.levels):
             at = min(range(len(levels)), key=lambda i: abs(levels[i] - _most(level)))
             steps = self.effort.level_steps
@@ -441,7 +365,7 @@ class ZorseSearch:
                     reserve - max(0, room) for reserve, room in zip(reserves, free, strict=True)
                 ),
             )
-        levels = self._levels(_LEVELS)
+        levels = self._levels(LEVELS)
         for level in levels:
             yield replace(outline, levels=(level,) * len(outline.teams))
             for group, team in enumerate(outline.teams):
