@@ -2,7 +2,8 @@
 
 `plans()` draws what the rules allow and people rarely write by hand: groups whose ranks are not in
 order, groups that are not in model order, replicas of one group with different micro-batch sizes
-and counts, replicas without micro-batches, replicas without a shard. It shrinks towards one rank
+and counts, replicas without micro-batches, replicas without a shard, groups with more in flight than
+they need. It shrinks towards one rank
 that holds all layers and runs the batch in one micro-batch.
 """
 
@@ -61,7 +62,7 @@ def plans(
         for ranks in members
     )
     world_size = sum(len(ranks) for group in members for ranks in group)
-    return Plan(
+    plan = Plan(
         schema_version=1,
         global_batch_size=batch,
         model=ModelFingerprint(num_layers=layers, **_model_options(draw, with_options)),
@@ -70,6 +71,11 @@ def plans(
         schedule=_schedule(draw, schedule_names, with_schedule_parameters),
         **_plan_options(draw, with_options, world_size),
     )
+    if plan.schedule.name == "breadth_first":
+        return plan
+    extra = st.none() | st.integers(1, batch)
+    more = tuple(dataclasses.replace(group, extra_in_flight=draw(extra)) for group in groups)
+    return dataclasses.replace(plan, groups=more)
 
 
 @st.composite

@@ -318,3 +318,15 @@ def test_one_sample_too_many_in_any_replica_is_found(plan, data):
     groups[group] = dataclasses.replace(old, replicas=replicas)
     (problem,) = problems_of(dataclasses.replace(plan, groups=tuple(groups)))
     assert problem.where == f"groups[{group}]"
+
+
+# Samples in flight
+
+
+def test_extra_samples_in_flight_under_breadth_first():
+    plan = good()
+    plan["schedule"] = {"name": "breadth_first"}
+    plan["groups"][1]["extra_in_flight"] = 3
+    problem = only_problem(plan)
+    assert problem.where == "plan.json: groups[1].extra_in_flight"
+    assert problem.found == "3"

@@ -68,6 +68,9 @@ def schedules(draw, plan):
         owners = draw(st.permutations(owners))
     settings = [{}, {"parameters": "resident"}, {"parameters": "per_micro_batch"}]
     parameters = draw(st.sampled_from(settings)) if name == "breadth_first" else {}
+    if name == "breadth_first":
+        groups = tuple(dataclasses.replace(g, extra_in_flight=None) for g in plan.groups)
+        plan = dataclasses.replace(plan, groups=groups)
     plan = with_owners(plan, owners, name, **parameters)
     if name == "breadth_first" and parameters_setting(plan) != RESIDENT:
         group = dataclasses.replace(plan.groups[0], offload=Offload(parameters=True))
@@ -75,6 +78,13 @@ def schedules(draw, plan):
             plan, groups=(draw(st.sampled_from([group, plan.groups[0]])), *plan.groups[1:])
         )
     return plan
+
+
+def with_extras(draw, plan):
+    """The plan, with more in flight in some groups; often whole rounds, so that it merges."""
+    extras = st.one_of(st.none(), st.sampled_from([8, 16, 32]), st.integers(1, 32))
+    groups = tuple(dataclasses.replace(g, extra_in_flight=draw(extras)) for g in plan.groups)
+    return dataclasses.replace(plan, groups=groups)
 
 
 @st.composite
@@ -89,7 +99,7 @@ def equal_plans(draw):
     world = sum(count for count, _ in shapes)
     order = draw(st.one_of(st.just(list(range(world))), st.permutations(range(world))))
     weights = draw(st.sampled_from([[1.0], [1.0], [1.0, 2.0]]))
-    plan = plan_of(shapes, batch, order, weights)
+    plan = with_extras(draw, plan_of(shapes, batch, order, weights))
     kinds = [""] * world
     for number, group in enumerate(plan.groups):
         for index, rank in enumerate(group.ranks):
