@@ -64,5 +64,9 @@ class SeamError(ZorseError):
     """A place in Megatron that we hook into is not as we know it."""
 
 
+class LaunchError(ZorseError):
+    """The environment does not say which rank of which job a process is."""
+
+
 class RankFailure(ZorseError):
     """A rank died or did not answer in time."""

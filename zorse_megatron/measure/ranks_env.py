@@ -1,0 +1,214 @@
+"""Which rank of the job this process is, from what torchrun or Slurm's srun put in its environment.
+
+Slurm's variables are those of srun's manual page (OUTPUT ENVIRONMENT VARIABLES), torchrun's those
+of PyTorch's elastic documentation. What torchrun says comes first: it may run inside a Slurm job.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zorse_megatron.errors import LaunchError, Problem
+
+NODE_NAME = "ZORSE_NODE_NAME"
+"""Names the node in place of its host name: several nodes may be pretended on one machine."""
+
+Launcher = Literal["torchrun", "srun", "none"]
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+# Numbers from here on are not steps of srun: batch scripts, interactive shells (slurm.h).
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# Below the ports that Linux hands out by itself (32768), above those of services.
+_PORTS = range(20_000, 30_000)
+_PORTS_PER_JOB = 7
+"""So many steps in a row have ports of their own, and so have jobs that follow each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """One process of a job."""
+
+    launcher: Launcher
+    """none: it was started by hand, as the only one."""
+    rank: int
+    world_size: int
+    local_rank: int
+    """Number on its node: which of the node's GPUs it takes."""
+    node: str
+    """Name of its node."""
+    master_address: str
+    master_port: int
+
+    def torch_environment(self) -> dict[str, str]:
+        """Return the variables of torchrun, which torch.distributed and Megatron read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def rank_place(environment: Mapping[str, str], host_name: str) -> RankPlace:
+    """Return which rank this process is; without torchrun and srun the only one.
+
+    `host_name`: of this machine; ZORSE_NODE_NAME and the name that Slurm has for the node come
+    first. Raises LaunchError with every variable that is missing or makes no sense.
+    """
+    node = environment.get(NODE_NAME) or environment.get("SLURMD_NODENAME") or host_name
+    if "RANK" in environment:
+        numbers = _numbers(environment, _TORCHRUN, texts=("MASTER_ADDR",))
+        return _place(environment, "torchrun", numbers, node, environment["MASTER_ADDR"])
+    if _is_in_step(environment):
+        return _place_in_slurm(environment, node)
+    _refuse_lone_task(environment)
+    port = _number_or(environment, "MASTER_PORT", _PORTS.start)
+    return RankPlace(
+        launcher="none",
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        node=node,
+        master_address="127.0.0.1",
+        master_port=port,
+    )
+
+
+def hosts_in(node_list: str) -> Iterator[str]:
+    """Yield the hosts of a Slurm node list, in its order.
+
+    >>> list(hosts_in("gpu[01-03,07],login"))
+    ['gpu01', 'gpu02', 'gpu03', 'gpu07', 'login']
+    """
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
+        yield from _expanded(entry.strip())
+
+
+def _expanded(entry: str) -> Iterator[str]:
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", entry)
+    if match is None:
+        yield entry
+        return
+    prefix, ranges, rest = match.groups()
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            # Leading zeros are part of the name.
+            for ending in _expanded(rest):
+                yield f"{prefix}{number:0{len(first)}}{ending}"
+
+
+def _is_in_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process (a batch script also has SLURM_PROCID)."""
+    step = environment.get("SLURM_STEP_ID", "")
+    return "SLURM_PROCID" in environment and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _place_in_slurm(environment: Mapping[str, str], node: str) -> RankPlace:
+    numbers = _numbers(environment, _SRUN)
+    master = environment.get("MASTER_ADDR") or _first_host(environment)
+    job = _number_or(environment, "SLURM_JOB_ID", 0)
+    step = _number_or(environment, "SLURM_STEP_ID", 0)
+    numbers["MASTER_PORT"] = _number_or(
+        environment, "MASTER_PORT", _PORTS[(_PORTS_PER_JOB * job + step) % len(_PORTS)]
+    )
+    return _place(environment, "srun", numbers, node, master)
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    """The host of rank 0; in a job of several components that of the first one."""
+    names = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    for name in names:
+        if environment.get(name):
+            return next(hosts_in(environment[name]))
+    raise _error(
+        [
+            Problem(
+                where="SLURM_STEP_NODELIST",
+                found="no such variable",
+                expected="the list of the step's nodes, whose first one has rank 0",
+                remedy="Start the command with srun, or set MASTER_ADDR to the host of rank 0.",
+            )
+        ]
+    )
+
+
+def _place(
+    environment: Mapping[str, str],
+    launcher: Launcher,
+    numbers: Mapping[str, int],
+    node: str,
+    master: str,
+) -> RankPlace:
+    names = _TORCHRUN if launcher == "torchrun" else _SRUN
+    rank, world_size, local_rank = (numbers[name] for name in names[:3])
+    if not rank < world_size:
+        raise _error(
+            [
+                Problem(
+                    where=f"{names[0]}, {names[1]}",
+                    found=f"rank {rank} of {world_size}",
+                    expected="ranks from 0 to one less than their number",
+                    remedy=f"Leave both to {launcher}.",
+                )
+            ]
+        )
+    return RankPlace(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        node=node,
+        master_address=master,
+        master_port=numbers["MASTER_PORT"],
+    )
+
+
+def _refuse_lone_task(environment: Mapping[str, str]) -> None:
+    """A batch script or a shell inside an allocation of several tasks runs once, not once each."""
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if "SLURM_JOB_ID" in environment and tasks not in ("", "1"):
+        raise _error(
+            [
+                Problem(
+                    where="SLURM_NTASKS",
+                    found=f"{tasks} tasks, and one process that srun did not start",
+                    expected="one process for each task",
+                    remedy="Put srun in front of the command.",
+                )
+            ]
+        )
+
+
+def _numbers(
+    environment: Mapping[str, str], names: tuple[str, ...], *, texts: tuple[str, ...] = ()
+) -> dict[str, int]:
+    """Return the whole numbers; raises LaunchError with all variables that have none."""
+    problems = [
+        Problem(
+            where=name,
+            found=f'"{environment[name]}"' if name in environment else "no such variable",
+            expected="a text" if name in texts else "a whole number",
+            remedy="Start the command with torchrun or srun, which set it.",
+        )
+        for name in names
+        if not (environment.get(name) if name in texts else _is_number(environment.get(name)))
+    ]
+    if problems:
+        raise _error(problems)
+    return {name: int(environment[name]) for name in names if name not in texts}
+
+
+def _number_or(environment: Mapping[str, str], name: str, default: int) -> int:
+    return _numbers(environment, (name,))[name] if environment.get(name) else default
+
+
+def _is_number(text: str | None) -> bool:
+    return text is not None and text.isdecimal() and len(text) < 12
+
+
+def _error(problems: list[Problem]) -> LaunchError:
+    return LaunchError("the processes were not started as a job", problems)
