@@ -9,9 +9,9 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(line: str) -> None:
-    """Print one line on rank 0."""
-    if is_first_rank():
+def say(line: str, *, on_each_node: bool = False) -> None:
+    """Print one line on rank 0; `on_each_node`: on each node's first rank, as nodes may differ."""
+    if is_first_rank() or (on_each_node and os.environ.get("LOCAL_RANK") == "0"):
         print(f"zorse: {line}", flush=True)
 
 

@@ -1,0 +1,144 @@
+"""One step of AdamW on a shard, from the reduced gradient to the copy that will be gathered."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from zorse_megatron.kernels.arguments import FLOATS, Problems, chunks
+from zorse_megatron.kernels.dispatch import pick
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """The numbers of one step; as `torch.optim.AdamW`'s (Apex: `adam_w_mode`)."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counted from 1: the first update has 1."""
+    decoupled: bool = True
+    """Whether weights decay by themselves (AdamW); else weight decay is added to the gradient."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for betas outside [0, 1), or a step below 1."""
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.step >= 1):
+            raise ValueError(
+                f"found betas ({self.beta1}, {self.beta2}) and step {self.step}; expected betas in "
+                "[0, 1), steps counted from 1"
+            )
+
+    @property
+    def step_size(self) -> float:
+        """The learning rate over the first moment's bias."""
+        return self.lr / (1 - self.beta1**self.step)
+
+    @property
+    def root_of_bias2(self) -> float:
+        """What the root of the second moment is divided by."""
+        return math.sqrt(1 - self.beta2**self.step)
+
+    @property
+    def kept(self) -> float:
+        """What is left of a weight after decoupled decay."""
+        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
+
+    @property
+    def added(self) -> float:
+        """The part of a weight that is added to its gradient."""
+        return 0.0 if self.decoupled else self.weight_decay
+
+
+@torch.no_grad()
+def adamw_shard(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    numbers: AdamW,
+    *,
+    inv_scale: float | torch.Tensor = 1.0,
+    clip: float | torch.Tensor = 1.0,
+    copy: torch.Tensor | None = None,
+) -> None:
+    """Update `main` and its moments in place, and write `main` into `copy` too.
+
+    All are [n], contiguous and on one device; `main`, `exp_avg` and `exp_avg_sq` in fp32, `grad`
+    in fp32, bf16 or fp16 (it is only read), `copy` (None: no copy) in any of these, rounded to
+    nearest even. The gradient is multiplied by `inv_scale` (1 / loss scale), then by `clip` (the
+    clip coefficient, at most 1), as Megatron does; each a number or a tensor with one fp32 element
+    on the device, for which nobody waits.
+
+    Source of the operations and their order: torch/optim/adam.py `_single_tensor_adam`;
+    megatron/core/optimizer/optimizer.py `MixedPrecisionOptimizer.step`. Plain torch gives the bits
+    of `torch.optim.AdamW`; Triton fuses no multiplication with an addition, as torch does on some
+    processors, and agrees within a few units in the last place. Infinite or NaN gradients go
+    through, into `main`: skip the step instead (`norm_and_flag`). Raises ValueError with all that
+    does not fit.
+    """
+    problems = Problems("adamw_shard")
+    problems.need_flat("main", main, (torch.float32,))
+    problems.need_flat("exp_avg", exp_avg, (torch.float32,), like=main)
+    problems.need_flat("exp_avg_sq", exp_avg_sq, (torch.float32,), like=main)
+    problems.need_flat("grad", grad, FLOATS, like=main)
+    if copy is not None:
+        problems.need_flat("copy", copy, FLOATS, like=main)
+    factors = {"inv_scale": inv_scale, "clip": clip}
+    for name, factor in factors.items():
+        if isinstance(factor, torch.Tensor):
+            problems.need_dtype(name, factor, (torch.float32,))
+            problems.need(
+                factor.numel() == 1 and factor.device == main.device,
+                f"found {name} with {factor.numel()} elements on {factor.device}; expected one on "
+                f"{main.device}",
+            )
+    problems.stop()
+    scales = tuple(_on_device(factor, main.device) for factor in factors.values())
+    update = pick("adamw_shard", main.device, adamw_shard_torch)
+    update(main, exp_avg, exp_avg_sq, grad, numbers, scales=scales, copy=copy)
+
+
+def _on_device(factor: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(factor, torch.Tensor):
+        return factor.reshape(())
+    return torch.full((), factor, dtype=torch.float32, device=device)
+
+
+def adamw_shard_torch(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    numbers: AdamW,
+    *,
+    scales: tuple[torch.Tensor, ...],
+    copy: torch.Tensor | None,
+) -> None:
+    """The reference. `scales`: 0-d tensors, `inv_scale` and `clip`."""
+    for chunk in chunks(main.numel()):
+        wide = grad[chunk].float()
+        for scale in scales:
+            wide = wide * scale
+        _update(main[chunk], exp_avg[chunk], exp_avg_sq[chunk], wide, numbers)
+        if copy is not None:
+            copy[chunk].copy_(main[chunk])
+
+
+def _update(
+    main: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    numbers: AdamW,
+) -> None:
+    """torch's operations, for its bits."""
+    if numbers.added:
+        grad = grad.add(main, alpha=numbers.added)
+    main.mul_(numbers.kept)
+    exp_avg.lerp_(grad, 1 - numbers.beta1)
+    exp_avg_sq.mul_(numbers.beta2).addcmul_(grad, grad, value=1 - numbers.beta2)
+    divisor = exp_avg_sq.sqrt().div_(numbers.root_of_bias2).add_(numbers.eps)
+    main.addcdiv_(exp_avg, divisor, value=-numbers.step_size)

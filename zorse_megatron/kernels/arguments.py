@@ -1,0 +1,60 @@
+"""What the kernels ask of their arguments, and the chunks in which plain torch works on them."""
+
+from collections.abc import Iterator
+
+import torch
+
+NARROW = (torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, *NARROW)
+
+CHUNK = 1 << 22
+"""Elements that plain torch works on at a time: few launches, and temporaries of 16 MiB at most."""
+
+
+class Problems:
+    """Collects what is wrong with a call, to raise it all at once."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+        self.found: list[str] = []
+
+    def need(self, fits: bool, problem: str) -> None:
+        """Note a problem where something does not fit."""
+        if not fits:
+            self.found.append(problem)
+
+    def need_flat(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        dtypes: tuple[torch.dtype, ...],
+        like: torch.Tensor | None = None,
+    ) -> None:
+        """A contiguous 1-D tensor of one of `dtypes`, as long as `like` and on its device."""
+        self.need(
+            tensor.ndim == 1 and tensor.is_contiguous(),
+            f"found {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            "expected it 1-D and contiguous",
+        )
+        self.need_dtype(name, tensor, dtypes)
+        if like is not None:
+            self.need(
+                tensor.numel() == like.numel() and tensor.device == like.device,
+                f"found {name} with {tensor.numel()} elements on {tensor.device}; expected "
+                f"{like.numel()} on {like.device}",
+            )
+
+    def need_dtype(self, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+        """A tensor of one of `dtypes`."""
+        expected = " or ".join(map(str, dtypes))
+        self.need(tensor.dtype in dtypes, f"found {name} in {tensor.dtype}; expected {expected}")
+
+    def stop(self) -> None:
+        """Raise ValueError if there is any problem."""
+        if self.found:
+            raise ValueError(f"{self.kernel}: " + "; ".join(self.found))
+
+
+def chunks(numel: int) -> Iterator[slice]:
+    """Cut `numel` elements into slices of at most CHUNK."""
+    return (slice(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))

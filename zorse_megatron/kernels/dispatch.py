@@ -1,0 +1,77 @@
+"""Where the kernels run: in Triton or in plain torch. Decided here only, once, and said once."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from zorse_megatron.log import say
+
+MIN_CAPABILITY = (8, 0)
+"""Compute capability from which Triton serves NVIDIA's GPUs (its README, "Compatibility")."""
+
+Kernel = Callable[..., Any]
+
+
+def pick(name: str, device: torch.device, in_torch: Kernel) -> Kernel:
+    """Return the Triton version of a kernel where it runs on `device`, else `in_torch`."""
+    if why_not_triton(device) is not None:
+        return in_torch
+    from zorse_megatron.kernels.on_triton import KERNELS
+
+    return KERNELS[name]
+
+
+@cache
+def why_not_triton(device: torch.device) -> str | None:
+    """Why the kernels run in plain torch on `device`; None if they run in Triton.
+
+    Says it when it is first asked, on the first rank of each node: nodes differ in GPUs.
+    """
+    reason = _reason(device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    chosen = "in Triton" if reason is None else f"in plain torch ({reason})"
+    say(f"kernels run {chosen} on {where}", on_each_node=True)
+    return reason
+
+
+def _reason(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "Triton needs a GPU"
+    if torch.version.hip is not None:
+        return "they have not been tried on ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        found, expected = (".".join(map(str, pair)) for pair in (capability, MIN_CAPABILITY))
+        return f"compute capability {found}; Triton serves {expected} and later"
+    return _broken(device)
+
+
+def _broken(device: torch.device) -> str | None:
+    """Whether Triton is there and can compile, start and finish a kernel on this device."""
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        return f"no module {error.name}"
+    except Exception as error:
+        return f"Triton does not load: {_first_line(error)}"
+    try:
+        return _probe(device)
+    except Exception as error:  # of the compiler, the driver, the linker: whatever it is
+        return f"Triton does not work: {_first_line(error)}"
+
+
+def _probe(device: torch.device) -> str | None:
+    from zorse_megatron.kernels.on_triton import KERNELS
+
+    parts = (torch.full((3,), 3.0, device=device), torch.full((3,), 4.0, device=device))
+    total = torch.full((3,), torch.nan, device=device)
+    KERNELS["sum_parts"](total, parts, (1.0, 2.0), False)
+    found = total.tolist()
+    return None if found == [11.0] * 3 else f"Triton found 3 + 2 * 4 to be {found}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"
