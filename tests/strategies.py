@@ -2,9 +2,9 @@
 
 `plans()` draws what the rules allow and people rarely write by hand: groups whose ranks are not in
 order, groups that are not in model order, replicas of one group with different micro-batch sizes
-and counts, replicas without micro-batches, replicas without a shard, groups with more in flight than
-they need. It shrinks towards one rank
-that holds all layers and runs the batch in one micro-batch.
+and counts, replicas without micro-batches, replicas without a shard, groups with more in flight
+than they need. It shrinks towards one rank that holds all layers and runs the batch in one
+micro-batch.
 """
 
 import dataclasses

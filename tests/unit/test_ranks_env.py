@@ -44,6 +44,16 @@ def test_every_rank_of_a_step_has_the_same_port_and_another_step_another_one() -
     assert rank_place(SRUN | {"SLURM_STEP_ID": "1"}, "host").master_port not in ports
 
 
+def test_ranks_of_all_components_of_a_heterogeneous_job_have_the_same_port() -> None:
+    """As Slurm 22.05 sets them: the second component has a number of its own."""
+    first = {"SLURM_JOB_ID_HET_GROUP_0": "812", "SLURM_JOB_ID_HET_GROUP_1": "813"}
+    port = rank_place(SRUN | first, "host").master_port
+    assert rank_place(SRUN | first | {"SLURM_JOB_ID": "813"}, "host").master_port == port
+    without = {name: value for name, value in SRUN.items() if name != "SLURM_JOB_ID"}
+    assert rank_place(without | first, "host").master_port == port
+    assert rank_place(without | {"SLURM_JOBID": "812"}, "host").master_port == port
+
+
 def test_rank_0_of_a_heterogeneous_job_is_in_its_first_component() -> None:
     component = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_STEP_NODELIST": "b[1-4]"}
     assert rank_place(SRUN | component, "host").master_address == "a1"

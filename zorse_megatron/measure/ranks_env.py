@@ -58,7 +58,7 @@ def rank_place(environment: Mapping[str, str], host_name: str) -> RankPlace:
     `host_name`: of this machine; ZORSE_NODE_NAME and the name that Slurm has for the node come
     first. Raises LaunchError with every variable that is missing or makes no sense.
     """
-    node = environment.get(NODE_NAME) or environment.get("SLURMD_NODENAME") or host_name
+    node = node_name(environment, host_name)
     if "RANK" in environment:
         numbers = _numbers(environment, _TORCHRUN, texts=("MASTER_ADDR",))
         return _place(environment, "torchrun", numbers, node, environment["MASTER_ADDR"])
@@ -75,6 +75,11 @@ def rank_place(environment: Mapping[str, str], host_name: str) -> RankPlace:
         master_address="127.0.0.1",
         master_port=port,
     )
+
+
+def node_name(environment: Mapping[str, str], host_name: str) -> str:
+    """Return what this node is called: by the user, by Slurm, by itself."""
+    return environment.get(NODE_NAME) or environment.get("SLURMD_NODENAME") or host_name
 
 
 def hosts_in(node_list: str) -> Iterator[str]:
@@ -110,7 +115,10 @@ def _is_in_step(environment: Mapping[str, str]) -> bool:
 def _place_in_slurm(environment: Mapping[str, str], node: str) -> RankPlace:
     numbers = _numbers(environment, _SRUN)
     master = environment.get("MASTER_ADDR") or _first_host(environment)
-    job = _number_or(environment, "SLURM_JOB_ID", 0)
+    # Each component of a heterogeneous job has a number of its own: that of the first one counts.
+    own = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
+    first = "SLURM_JOB_ID_HET_GROUP_0"
+    job = _number_or(environment, first if first in environment else own, 0)
     step = _number_or(environment, "SLURM_STEP_ID", 0)
     numbers["MASTER_PORT"] = _number_or(
         environment, "MASTER_PORT", _PORTS[(_PORTS_PER_JOB * job + step) % len(_PORTS)]
