@@ -7,6 +7,9 @@ SCRIPT.py is the user's own, unmodified training script, for instance upstream's
 without it, an equal GPT entry of ours runs on the installed megatron.training. Without
 `--zorse-plan` everything is stock. On a machine without a GPU, all of it runs on CPU over gloo.
 
+srun takes the place of torchrun, with one task for each rank. `--zorse-cluster cluster.yaml` says
+which node each rank is to be on; tasks of srun take their rank from it.
+
 `--zorse-trace DIR` writes what each rank executed, and when; `--zorse-memory DIR` what its memory
 held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-host-memory-limit GB` says what all ranks of a node together may keep in host memory.
@@ -14,17 +17,23 @@ held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 precision; it needs no plan.
 """
 
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import FlagError, Problem, ZorseError
+from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
+from zorse_megatron.measure.ranks_env import node_name, rank_place
+from zorse_megatron.schema.cluster import Cluster
 
 BAD_INPUT = 2
 """Exit status for input that cannot be used, as for argparse."""
 _NEED_PLAN = (
+    "--zorse-cluster",
     "--zorse-trace",
     "--zorse-memory",
     "--zorse-memory-limit",
@@ -38,6 +47,7 @@ class Command:
 
     script: Path | None
     plan: Path | None
+    cluster: Path | None
     trace: Path | None
     metrics: Path | None
     memory: Path | None
@@ -84,6 +94,7 @@ def split_command(argv: Sequence[str]) -> Command:
     return Command(
         script=script,
         plan=paths["--zorse-plan"],
+        cluster=paths["--zorse-cluster"],
         trace=paths["--zorse-trace"],
         metrics=paths["--zorse-metrics"],
         memory=paths["--zorse-memory"],
@@ -127,7 +138,7 @@ def _needs_plan(flag: str) -> Problem:
     return Problem(
         where=flag,
         found="no --zorse-plan",
-        expected="a plan: it says how the plan's actions were executed",
+        expected="a plan, which the flag is about",
         remedy=f"Add --zorse-plan PATH, or leave {flag} out.",
     )
 
@@ -153,15 +164,28 @@ def _no_script(script: Path) -> Problem:
 
 def run(argv: Sequence[str]) -> None:
     """Run the command. Raises ZorseError before anything is lost if its input cannot be used."""
+    environment = dict(os.environ)
+    place = None if "RANK" in environment else rank_place(environment, socket.gethostname())
+    if place is not None:  # before anything can go wrong, so that not every rank complains
+        os.environ.update(torch_environment(place, environment, None))
     command = split_command(argv)
-    plan_run = None
+    plan_run = cluster = None
+    if command.cluster is not None:
+        from zorse_megatron.schema.cluster_yaml import load_cluster
+
+        cluster = load_cluster(command.cluster)
+        if place is not None:
+            os.environ.update(torch_environment(place, environment, cluster))
     if command.plan is not None:
         # The plan is checked before torch and Megatron are imported: bad input fails in a second.
         from zorse_megatron.schedules.refusals import refuse_unsupported
         from zorse_megatron.schema.load import load_plan
+        from zorse_megatron.schema.placement import refuse_other_cluster
 
         plan = load_plan(command.plan)
         refuse_unsupported(plan, str(command.plan))
+        if cluster is not None:
+            refuse_other_cluster(plan, cluster, str(command.plan))
     from zorse_megatron.adapter import cpu_mode
 
     megatron_flags = list(command.megatron)
@@ -173,6 +197,8 @@ def run(argv: Sequence[str]) -> None:
     if command.plan is not None:
         plan_run = PlanRun(
             plan=plan,
+            node=_own_node(cluster),
+            cluster=cluster,
             trace_directory=command.trace,
             memory_directory=command.memory,
             memory_limit_bytes=command.memory_limit_bytes,
@@ -187,6 +213,13 @@ def run(argv: Sequence[str]) -> None:
     from zorse_megatron.adapter.entry import run_entry
 
     run_entry(command.script, megatron_flags)
+
+
+def _own_node(cluster: Cluster | None) -> str:
+    """Name of this node, as the cluster file spells it if it has it."""
+    name = node_name(os.environ, socket.gethostname())
+    node = None if cluster is None else node_called(cluster, name)
+    return name if node is None else node.name
 
 
 def main(argv: Sequence[str] | None = None) -> None:

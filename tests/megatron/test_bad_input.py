@@ -10,6 +10,7 @@ import pytest
 from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.pretrain import BAD_INPUT
 from zorse_megatron.schema.load import dump_plan
 
 MAX_DURATION_S = 30.0
@@ -24,10 +25,11 @@ def good_plan() -> dict[str, Any]:
     return dict(json.loads(dump_plan(LAYOUTS["2|1"])))
 
 
-def run_plan(text: str, tmp_path: Path, *flags: str, world_size: int = 3) -> RunResult:
+def run_plan(text: str, tmp_path: Path, *flags: str, world_size: int = 3, **env: str) -> RunResult:
     path = tmp_path / "plan.json"
     path.write_text(text)
-    return run_ranks([*FLAGS, *flags, "--zorse-plan", str(path)], world_size, timeout_s=60)
+    words = [*FLAGS, *flags, "--zorse-plan", str(path)]
+    return run_ranks(words, world_size, timeout_s=60, env=env)
 
 
 def assert_refused(result: RunResult, *facts: str) -> None:
@@ -173,3 +175,20 @@ def test_ranks_with_different_plans(tmp_path: Path) -> None:
         timeout_s=60,
     )
     assert_refused(result, "rank 2", "on rank 0", "Copy the same plan")
+
+
+def test_ranks_on_other_gpus_and_nodes(tmp_path: Path) -> None:
+    """All ranks are on node "a" and say that they have a T4: right for ranks 0 and 1 alone."""
+    cluster = tmp_path / "cluster.yaml"
+    nodes = ("{name: a, gpus: 2 x T4, nics: 1 Gb/s}", "{name: b, gpus: 1 x L4, nics: 1 Gb/s}")
+    cluster.write_text("".join(["nodes:\n", *(f"  - {node}\n" for node in nodes)]))
+    plan = edit(lambda p: p.update(cluster={"gpu_kinds": ["T4", "T4", "L4"]}))
+    flags = ("--zorse-cluster", str(cluster))
+    result = run_plan(plan, tmp_path, *flags, ZORSE_GPU_KIND="t4", ZORSE_NODE_NAME="a")
+    assert_refused(
+        result,
+        "The ranks are not on the GPUs of the plan (2 problems)",
+        "rank 2 on node a: found node a; expected node b",
+        "rank 2 on node a: found a GPU of kind T4; expected L4",
+    )
+    assert set(result.returncodes) == {BAD_INPUT}

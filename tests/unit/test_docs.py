@@ -91,6 +91,7 @@ def our_flags():
     helps.append(help_of(sys.executable, "-m", "zorse_megatron.demo"))
     return set(re.findall(r"--[\w-]+", "\n".join(helps))) | {
         "--zorse-plan",
+        "--zorse-cluster",
         "--zorse-trace",
         "--zorse-metrics",
         "--zorse-memory",

@@ -13,6 +13,7 @@ from zorse_megatron.adapter.stock_fixes import STOCK_FIXES
 from zorse_megatron.adapter.versions import check_megatron, installed_megatron
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.log import say
+from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.load import fingerprint
 from zorse_megatron.schema.plan import Plan
 
@@ -22,6 +23,10 @@ class PlanRun:
     """What the command line says about the plan."""
 
     plan: Plan
+    node: str = ""
+    """Name of the node that this rank is on."""
+    cluster: Cluster | None = None
+    """Says which node each rank is to be on; None: any."""
     trace_directory: Path | None = None
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None

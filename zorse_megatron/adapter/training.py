@@ -26,6 +26,7 @@ from zorse_megatron.adapter.hooks import training_records
 from zorse_megatron.adapter.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
+from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.process_groups import PipelinePosition, at_chunk, create_groups
 from zorse_megatron.adapter.recompute import set_recompute
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
@@ -41,13 +42,14 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
 
     `stock_pretrain` has the script's own arguments bound; `cfg` is its config container. Raises
     FlagError when the model of the flags is not the plan's, PlanError when ranks read different
-    plans.
+    plans or are on other GPUs than planned.
     """
     args = get_args()
     problems = model_problems(args, run.plan)
     if problems:
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
+    check_placement(run)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     groups = create_groups(run.plan, rank=args.rank, timeout=timeout)
     group_ranks = sorted(run.plan.groups[run.plan.group_of_rank(args.rank)].ranks)

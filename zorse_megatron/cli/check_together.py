@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zorse_megatron.cli.check_files import CheckedFile
 from zorse_megatron.cli.console import gib
-from zorse_megatron.cli.fits import cluster_problems, model_problems, workload_in_flags
+from zorse_megatron.cli.fits import model_problems, workload_in_flags
 from zorse_megatron.cli.priced import priced
 from zorse_megatron.cli.simulated import capacities_bytes, fullest_rank, memory_problems, simulated
 from zorse_megatron.cli.workload import Workload
@@ -15,6 +15,7 @@ from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.placement import cluster_problems
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.schema.profile import Profile
 

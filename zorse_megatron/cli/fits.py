@@ -1,4 +1,4 @@
-"""Whether a plan is for this cluster, this model and this training command.
+"""Whether a plan is for this model and this training command.
 
 The plugin checks the parsed arguments of a run again (all of them, also those that Megatron
 derives); this is the part that needs neither torch nor Megatron.
@@ -9,45 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.plan import ModelFingerprint, Plan
 
 _VOCABULARY = "--vocab-size"
-_MAX_LISTED = 4
-
-
-def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iterator[Problem]:
-    """Yield where the plan's ranks are not the cluster's GPUs."""
-    if plan.world_size != cluster.world_size:
-        yield Problem(
-            where=source,
-            found=f"{plan.world_size} ranks, while the cluster has {cluster.world_size} GPUs",
-            expected="a plan for all GPUs of the cluster",
-            remedy="Make a plan for this cluster, or give the cluster that it was made for.",
-        )
-        return
-    kinds = plan.cluster.gpu_kinds if plan.cluster else None
-    if kinds is None:
-        return
-    wrong = [
-        (rank, planned, there)
-        for rank, (planned, there) in enumerate(zip(kinds, cluster.gpu_kinds, strict=True))
-        if planned != there
-    ]
-    if wrong:
-        ranks = ", ".join(
-            f"rank {rank} on {planned}, which is {there} in the cluster"
-            for rank, planned, there in wrong[:_MAX_LISTED]
-        )
-        more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
-        yield Problem(
-            where=f"{source}: cluster.gpu_kinds",
-            found=ranks + more,
-            expected="the same kind of GPU for every rank",
-            remedy="Put the nodes of the cluster into the order that the plan was made for, or "
-            "make a new plan.",
-        )
 
 
 def model_problems(plan: Plan, workload: Workload, source: str = "plan") -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from zorse_megatron.cli.compare import compare
 from zorse_megatron.cli.compare_plans import compare_plans
 from zorse_megatron.cli.emulate import emulate
 from zorse_megatron.cli.explain import explain
+from zorse_megatron.cli.launch import launch
 from zorse_megatron.cli.plan import plan
 from zorse_megatron.cli.profile import profile
 from zorse_megatron.cli.schema import schema
@@ -29,6 +30,7 @@ app.command(cls=TakesTrainingFlags)(emulate)
 app.command(cls=TakesTrainingFlags)(compare)
 app.command("compare-plans", cls=TakesTrainingFlags)(compare_plans)
 app.command(cls=TakesTrainingFlags)(check)
+app.command(cls=TakesTrainingFlags)(launch)
 app.command()(actions)
 app.command()(schema)
 app.add_typer(profile, name="profile")

@@ -74,7 +74,8 @@ def priced_for_plan(
     margin: float = DEFAULT_MARGIN,
 ) -> Priced:
     """Price what an existing plan does. Raises where it is for another cluster or model."""
-    from zorse_megatron.cli.fits import cluster_problems, model_problems
+    from zorse_megatron.cli.fits import model_problems
+    from zorse_megatron.schema.placement import cluster_problems
 
     cluster = load_cluster(cluster_file)
     problems = [

@@ -1,0 +1,296 @@
+"""What zorse launch writes brings every rank to the node and the GPU that the plan means."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.cli_samples import FLAGS, runner_in
+from zorse_megatron.errors import LaunchError
+from zorse_megatron.launch.batch_script import BatchOptions, batch_script
+from zorse_megatron.launch.components import components_of
+from zorse_megatron.launch.ranks import torch_environment
+from zorse_megatron.launch.torchrun_lines import torchrun_lines
+from zorse_megatron.launch.training import Training, training_of
+from zorse_megatron.measure.ranks_env import rank_place
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.cluster_yaml import parse_cluster
+
+ROOT = Path(__file__).parents[2]
+TRAINING = Training(words=("pretrain_gpt.py", "--num-layers", "4", "--save", "a b"), resumes=True)
+KINDS = ("A100-40", "T4", "L4")
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Nodes of up to three kinds in any order, also several kinds in one node."""
+    gpus = st.lists(st.tuples(st.integers(1, 3), st.sampled_from(KINDS)), min_size=1, max_size=2)
+    nodes = draw(st.lists(gpus, min_size=1, max_size=6))
+    names = draw(st.permutations([f"n{number}" for number in range(len(nodes))]))
+    lines = [
+        f"  - {{name: {name}, gpus: [{', '.join(f'{n} x {kind}' for n, kind in node)}], "
+        "nics: 10 Gb/s}"
+        for name, node in zip(names, nodes, strict=True)
+    ]
+    return parse_cluster("\n".join(["nodes:", *lines, ""]).encode())
+
+
+PARTITIONS = st.dictionaries(st.sampled_from(["", *KINDS]), st.sampled_from(["p", "q"]))
+
+
+def script_of(cluster: Cluster, partitions: dict[str, str], **options: Any) -> str:
+    present = {key: value for key, value in partitions.items() if key in {"", *cluster.gpu_kinds}}
+    components = components_of(cluster, present)
+    return batch_script(components, TRAINING, BatchOptions(**options), title="Trains.")
+
+
+def asked_for(script: str) -> list[dict[str, str]]:
+    """The options of each component."""
+    head = script[: script.index("\nPYTHON=")]
+    return [
+        dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", block, re.MULTILINE))
+        for block in head.split("#SBATCH hetjob")
+    ]
+
+
+def tasks_of(script: str, pick: Any) -> list[dict[str, str]]:
+    """The tasks that Slurm starts: by component, in blocks of nodes, in Slurm's order of nodes.
+
+    `pick(component, number)` returns the names of its nodes.
+    """
+    components = asked_for(script)
+    nodes = [
+        (name, int(asked["ntasks-per-node"]))
+        for asked in components
+        for name in pick(asked, int(asked["nodes"]))
+    ]
+    places = [(name, local) for name, tasks in nodes for local in range(tasks)]
+    (groups,) = set(re.findall(r"--het-group=([\d,]+)", script)) or {"0"}
+    assert groups == ",".join(map(str, range(len(components))))
+    return [
+        {
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NTASKS": str(len(places)),
+            "SLURM_LOCALID": str(local),
+            "SLURMD_NODENAME": name,
+            "SLURM_STEP_NODELIST": nodes[0][0],
+        }
+        for rank, (name, local) in enumerate(places)
+    ]
+
+
+def variables_of(task: dict[str, str], cluster: Cluster | None) -> dict[str, str]:
+    return torch_environment(rank_place(task, "host"), task, cluster)
+
+
+@given(cluster=clusters(), partitions=PARTITIONS)
+def test_any_nodes_that_slurm_picks_have_the_gpus_of_their_ranks(
+    cluster: Cluster, partitions: dict[str, str]
+) -> None:
+    script = script_of(cluster, partitions)
+    free = list(cluster.nodes)
+    kinds_of = {node.name: node.gpu_kinds for node in free}
+    expected = {node: partitions.get(node.gpu_kinds[0], partitions.get("")) for node in free}
+
+    def pick(asked: dict[str, str], number: int) -> list[str]:
+        """Its nodes as the file names them, in the other order: nothing says which are taken."""
+        taken = [free.pop(0) for _ in range(number)]
+        assert {expected[node] for node in taken} == {asked.get("partition")}
+        assert {len(node.gpu_kinds) for node in taken} == {int(asked["gpus-per-node"])}
+        return [node.name for node in reversed(taken)]
+
+    tasks = tasks_of(script, pick)
+    assert not free
+    for task in tasks:
+        found = variables_of(task, None)
+        kind = kinds_of[task["SLURMD_NODENAME"]][int(found["LOCAL_RANK"])]
+        assert cluster.gpu_kinds[int(found["RANK"])] == kind
+    assert len(tasks) == cluster.world_size
+
+
+@given(cluster=clusters(), partitions=PARTITIONS, data=st.data())
+def test_named_nodes_have_their_own_ranks_in_any_order(
+    cluster: Cluster, partitions: dict[str, str], data: st.DataObject
+) -> None:
+    script = script_of(cluster, partitions, names_nodes=True)
+
+    def pick(asked: dict[str, str], number: int) -> list[str]:
+        names = asked["nodelist"].split(",")
+        assert len(names) == number
+        return data.draw(st.permutations(names))
+
+    found = {}
+    for task in tasks_of(script, pick):
+        variables = variables_of(task, cluster)
+        found[int(variables["RANK"])] = (task["SLURMD_NODENAME"], int(variables["LOCAL_RANK"]))
+        assert variables["MASTER_ADDR"] == cluster.nodes[0].name
+        assert variables["WORLD_SIZE"] == str(cluster.world_size)
+    assert found == {
+        rank: (node.name, rank - node.first_rank) for node in cluster.nodes for rank in node.ranks
+    }
+
+
+@given(cluster=clusters())
+def test_torchrun_gives_ranks_out_as_the_file_does(cluster: Cluster) -> None:
+    text = torchrun_lines(cluster, TRAINING, master_address=None, master_port=1234)
+    assert re.findall(r"^# On (\S+):", text, re.MULTILINE) == [node.name for node in cluster.nodes]
+    commands = [shlex.split(line) for line in text.splitlines() if line and line[0] != "#"]
+    first = 0
+    for number, (words, node) in enumerate(zip(commands, cluster.nodes, strict=True)):
+        given = dict(zip(words[2::2], words[3::2], strict=False))
+        assert given["--node-rank"] == str(number)
+        assert given["--nnodes"] == str(len(cluster.nodes))
+        assert given["--master-addr"] == cluster.nodes[0].name
+        # Ranks of a node follow those of all nodes with a lower number.
+        assert node.first_rank == first
+        first += int(given["--nproc-per-node"])
+        assert words[-len(TRAINING.words) :] == list(TRAINING.words)
+    assert first == cluster.world_size
+
+
+CLUSTER = parse_cluster(
+    b"nodes:\n"
+    b"  - {name: a, gpus: 2 x T4, nics: 1 Gb/s}\n"
+    b"  - {name: b, gpus: 1 x T4, nics: 1 Gb/s}\n"
+)
+TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "3",
+    "SLURM_LOCALID": "0",
+    "SLURMD_NODENAME": "b.cluster.example",
+    "SLURM_STEP_NODELIST": "a,b",
+}
+
+
+def test_a_nodes_domain_does_not_matter() -> None:
+    assert variables_of(TASK, CLUSTER)["RANK"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURMD_NODENAME": "c"}, 'found this task on node "c", which the file does not have'),
+        ({"SLURM_LOCALID": "1"}, "found task 1 of node b"),
+        ({"SLURM_NTASKS": "4"}, "found 4 tasks in this step"),
+    ],
+)
+def test_a_job_on_other_nodes_is_refused(change: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(message)):
+        variables_of(TASK | change, CLUSTER)
+
+
+def test_torchruns_ranks_stay_as_they_are() -> None:
+    words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    environment = dict.fromkeys(words, "1") | {"WORLD_SIZE": "3", "MASTER_ADDR": "a"}
+    assert torch_environment(rank_place(environment, "b"), environment, CLUSTER) == {}
+
+
+def test_a_command_that_saves_goes_on_from_there() -> None:
+    found = training_of(["x.py", "--save", "d"], plan="p", cluster="c")
+    more = ("--zorse-plan", "p", "--zorse-cluster", "c", "--load", "d", "--exit-signal-handler")
+    assert found.words == ("x.py", "--save", "d", *more)
+    assert found.resumes
+
+
+def test_what_the_command_says_already_is_not_said_twice() -> None:
+    given = ["--save=d", "--load=d", "--exit-signal-handler"]
+    assert training_of(given, plan="p", cluster=None).words == (*given, "--zorse-plan", "p")
+
+
+def test_a_command_that_does_not_save_is_not_requeued() -> None:
+    training = training_of(["--num-layers", "4"], plan="p", cluster=None)
+    script = batch_script(components_of(CLUSTER, {}), training, BatchOptions(), title="Trains.")
+    assert not training.resumes
+    assert "#SBATCH --no-requeue" in script
+    assert "scontrol" not in script and "&\n" not in script
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ([], "--"),
+        (["--zorse-plan", "other"], "--zorse-plan"),
+        (["--save", "d", "--load", "other"], "--load"),
+    ],
+)
+def test_commands_that_cannot_be_launched(given: list[str], where: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        training_of(given, plan="p", cluster=None)
+    assert [problem.where for problem in caught.value.problems] == [where]
+
+
+def test_a_partition_for_what_is_not_there_is_refused() -> None:
+    with pytest.raises(LaunchError, match='found "A100"'):
+        components_of(CLUSTER, {"A100": "p"})
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("names_nodes", [True, False])
+def test_shellcheck_finds_nothing(resumes: bool, names_nodes: bool, tmp_path: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("found no shellcheck")
+    training = Training(words=TRAINING.words, resumes=resumes)
+    options = BatchOptions(names_nodes=names_nodes, more=("time=1:00:00",))
+    script = tmp_path / "train.sh"
+    script.write_text(batch_script(components_of(CLUSTER, {}), training, options, title="Trains."))
+    subprocess.run(["shellcheck", str(script)], check=True)
+
+
+def test_the_command_writes_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    partitions = ["--partition", "A6000=new", "--partition", "old", "--sbatch", "time=1:00:00"]
+    files = ["plan.json", "--cluster", "cluster.yaml"]
+    result = run("launch", *files, "--slurm", "x.sh", *partitions, "--", *FLAGS, "--save", "d")
+    assert result.exit_code == 0, result.output
+    new, old = asked_for((tmp_path / "x.sh").read_text())
+    assert (new["partition"], old["partition"]) == ("new", "old")
+    assert new["time"] == old["time"] == "1:00:00"
+    assert new["gpus-per-node"] == old["gpus-per-node"] == "4"
+
+
+def test_the_command_prints_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    files = ["plan.json", "--cluster", "cluster.yaml"]
+    result = run("launch", *files, "--torchrun", "--master-addr", "10.0.0.1", "--", *FLAGS)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("--master-addr 10.0.0.1 --master-port 29500") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", *FLAGS], "expected one of the two"),
+        (["--torchrun", "--slurm", "x.sh", "--", *FLAGS], "expected one of the two"),
+        (["--slurm", "no/such/x.sh", "--", *FLAGS], "a file in a directory that exists"),
+        (["--torchrun"], "found no training command"),
+        (["--torchrun", "--", *FLAGS, "--num-layers", "9"], "while the model has 9"),
+        (["--slurm", "x.sh", "--sbatch", "-t 3", "--", *FLAGS], "one long option of sbatch"),
+    ],
+)
+def test_the_command_refuses(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    result = run("launch", "plan.json", "--cluster", "cluster.yaml", *words)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_the_command_refuses_another_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    (tmp_path / "cluster.yaml").write_text("nodes:\n  - {gpus: 8 x V100-16}\n")
+    result = run("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--", *FLAGS)
+    assert result.exit_code == 1
+    assert "rank 0 on A6000, which is V100-16 in the cluster" in result.output

@@ -1,0 +1,94 @@
+"""Ranks that are not where the plan means them to be are named; others never are."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zorse_megatron.schema.device_names import kind_of_device
+from zorse_megatron.schema.placement import Found, placement_problems, unchecked_kinds
+from zorse_megatron.schema.presets import GPU_KINDS
+
+WELL_KNOWN = sorted(GPU_KINDS)
+
+# As drivers print them (NVIDIA's list of supported devices in its driver's README).
+NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100-40",
+    "NVIDIA A100-PCIE-40GB": "A100-40",
+    "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA A100 80GB PCIe": "A100-80",
+    "NVIDIA H100 80GB HBM3": "H100-80",
+    "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H200": "H200",
+    "NVIDIA GH200 480GB": "GH200-96",
+    "NVIDIA L40S": "L40S",
+    "NVIDIA L4": "L4",
+    "NVIDIA A10G": "A10G",
+    "NVIDIA RTX A6000": "A6000",
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+    "NVIDIA GeForce RTX 3090": "RTX3090",
+    "NVIDIA GeForce RTX 3080": "RTX3080",
+    "Tesla V100-SXM2-16GB": "V100-16",
+    "Tesla V100-SXM2-32GB": "V100-32",
+    "Tesla V100-PCIE-16GB": "V100-PCIE-16",
+    "Tesla T4": "T4",
+    "Tesla P100-PCIE-16GB": "P100",
+    "Tesla P40": "P40",
+    "AMD Radeon PRO W6800": "W6800",
+}
+OTHERS = ["NVIDIA B200", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA A10", ""]
+
+
+@pytest.mark.parametrize(("name", "kind"), NAMES.items())
+def test_names_of_drivers(name: str, kind: str) -> None:
+    assert kind_of_device(name) == kind
+
+
+def test_every_well_known_kind_has_a_drivers_name() -> None:
+    assert set(NAMES.values()) == set(GPU_KINDS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_devices_keep_their_names(name: str) -> None:
+    assert kind_of_device(name) == name
+
+
+@given(
+    ranks=st.lists(
+        st.tuples(
+            *[st.sampled_from(WELL_KNOWN[:3])] * 2,
+            *[st.sampled_from(["a", "b"])] * 2,
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_exactly_the_ranks_that_are_elsewhere_are_named(
+    ranks: list[tuple[str, str, str, str]],
+) -> None:
+    planned, there, planned_node, node = zip(*ranks, strict=True)
+    found = [Found(node=n, gpu_kind=kind) for n, kind in zip(node, there, strict=True)]
+    problems = placement_problems(found, kinds=planned, nodes=planned_node)
+    wrong = [
+        (f"rank {rank} on node {n}", what)
+        for rank, (kind, other, planned_n, n) in enumerate(ranks)
+        for what in [f"node {n}"] * (planned_n != n) + [f"a GPU of kind {other}"] * (kind != other)
+    ]
+    assert [(problem.where, problem.found) for problem in problems] == wrong
+
+
+def test_what_the_files_do_not_say_is_not_compared() -> None:
+    found = [Found(node="a", gpu_kind="T4")]
+    assert placement_problems(found, kinds=None, nodes=None) == []
+
+
+def test_ranks_without_a_gpu_have_no_kind_to_compare() -> None:
+    found = [Found(node="a", gpu_kind=None)]
+    assert placement_problems(found, kinds=["T4"], nodes=["a"]) == []
+
+
+def test_a_kind_of_ones_own_cannot_be_read_off_a_gpu_but_be_declared() -> None:
+    found = Found(node="a", gpu_kind="A100-40")
+    assert placement_problems([found], kinds=["half an A100"], nodes=None) == []
+    assert unchecked_kinds(["half an A100", "T4"]) == ["half an A100"]
+    declared = Found(node="a", gpu_kind="A100-40", is_declared=True)
+    assert len(placement_problems([declared], kinds=["half an A100"], nodes=None)) == 1

@@ -1,0 +1,47 @@
+"""Stops a job at its start where a rank is not on the GPU, or not on the node, of the plan."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zorse_megatron.adapter.activate import PlanRun
+from zorse_megatron.errors import PlanError
+from zorse_megatron.log import say
+from zorse_megatron.schema.device_names import kind_of_device
+from zorse_megatron.schema.placement import Found, placement_problems, unchecked_kinds
+from zorse_megatron.schema.presets import canonical_kind
+
+GPU_KIND = "ZORSE_GPU_KIND"
+"""Environment variable: the kind that a rank stands for, to try the check out on CPUs."""
+
+
+def check_placement(run: PlanRun) -> None:
+    """Compare where all ranks are with the plan and the cluster file; a collective call.
+
+    Raises PlanError on every rank, with all that are elsewhere.
+    """
+    mine = _found(run.node)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    kinds = run.plan.cluster.gpu_kinds if run.plan.cluster else None
+    nodes = None
+    if run.cluster is not None:
+        kinds = kinds or run.cluster.gpu_kinds
+        nodes = [node.name for node in run.cluster.nodes for _ in node.ranks]
+    problems = placement_problems(found, kinds=kinds, nodes=nodes)
+    if problems:
+        raise PlanError("The ranks are not on the GPUs of the plan", problems)
+    unchecked = unchecked_kinds(kinds or ()) if mine.gpu_kind and not mine.is_declared else []
+    if unchecked:
+        say(f"not well known, so not compared with the GPUs of the ranks: {', '.join(unchecked)}")
+
+
+def _found(node: str) -> Found:
+    declared = os.environ.get(GPU_KIND)
+    if declared:
+        return Found(node=node, gpu_kind=canonical_kind(declared), is_declared=True)
+    if dist.get_backend() != "nccl":
+        return Found(node=node, gpu_kind=None)
+    return Found(node=node, gpu_kind=kind_of_device(torch.cuda.get_device_name()))

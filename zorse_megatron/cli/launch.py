@@ -1,0 +1,136 @@
+"""`zorse launch`: the batch script, or each node's torchrun line, that starts a plan's ranks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import CommandError, print_plain, reported_errors
+from zorse_megatron.cli.fits import model_problems, workload_in_flags
+from zorse_megatron.cli.options import ClusterFile, refuse_unwritable
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.launch.batch_script import BatchOptions, batch_script
+from zorse_megatron.launch.components import components_of
+from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
+from zorse_megatron.launch.training import training_of
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.load import fingerprint, load_plan
+from zorse_megatron.schema.placement import refuse_other_cluster
+from zorse_megatron.schema.plan import Plan
+
+
+def launch(  # noqa: PLR0917
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    cluster: ClusterFile,
+    slurm: Annotated[
+        Path | None,
+        typer.Option("--slurm", metavar="FILE", help="Write the batch script of a Slurm job."),
+    ] = None,
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="Print the torchrun line of each node.")
+    ] = False,
+    node_names: Annotated[
+        bool,
+        typer.Option(
+            "--node-names",
+            help="The cluster file's nodes bear their real names, as after zorse discover: take "
+            "these very nodes, and check at the start that each rank is on its own.",
+        ),
+    ] = False,
+    partition: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[KIND=]PARTITION",
+            help="Slurm's partition, for all nodes or for those with a kind of GPU or a name.",
+        ),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="A further option of sbatch, such as time=24:00:00."),
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(help="Of torchrun: address of the first node. Left out: its name."),
+    ] = None,
+    master_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Of torchrun: a free port of the first node.")
+    ] = DEFAULT_PORT,
+) -> None:
+    """Write what starts the plan's ranks on the right GPUs of the cluster."""
+    with reported_errors():
+        _refuse(slurm, torchrun)
+        plan = load_plan(path)
+        refuse_unsupported(plan, str(path))
+        there = load_cluster(cluster)
+        refuse_other_cluster(plan, there, str(path))
+        given = training_flags(context) or ()
+        training = training_of(given, plan=str(path), cluster=str(cluster) if node_names else None)
+        _refuse_other_model(plan, given, path)
+        if torchrun:
+            lines = torchrun_lines(
+                there, training, master_address=master_addr, master_port=master_port
+            )
+        else:
+            components = components_of(there, _partitions(partition or []))
+            options = BatchOptions(names_nodes=node_names, more=_options(sbatch or []))
+            title = _title(plan, path, there)
+            lines = batch_script(components, training, options, title=title)
+    if slurm is None:
+        print_plain(lines.rstrip())
+        return
+    slurm.write_text(lines, encoding="utf-8")
+    print_plain(f"wrote {slurm}: sbatch {slurm}")
+    if not training.resumes:
+        print_plain("note: the command has no --save, so the job is not requeued after a failure")
+
+
+def _title(plan: Plan, path: Path, cluster: Cluster) -> str:
+    name = f" of {cluster.name}" if cluster.name else ""
+    return f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{name}."
+
+
+def _refuse(slurm: Path | None, torchrun: bool) -> None:
+    refuse_unwritable({"--slurm": slurm})
+    if (slurm is None) == (not torchrun):
+        problem = Problem(
+            where="--slurm, --torchrun",
+            found="none of them" if slurm is None else "both",
+            expected="one of the two",
+            remedy="Give --slurm FILE for a batch script, --torchrun for each node's line.",
+        )
+        raise CommandError("the command cannot be run", [problem])
+
+
+def _refuse_other_model(plan: Plan, given: Sequence[str], path: Path) -> None:
+    workload, _ = workload_in_flags(given, plan, None)
+    problems = list(model_problems(plan, workload, str(path)))
+    if problems:
+        raise FlagError(f"the training command does not fit {path}", problems)
+
+
+def _partitions(texts: Sequence[str]) -> dict[str, str]:
+    """Read `[KIND=]PARTITION`; without a key it is that of all others."""
+    pairs = [text.rpartition("=") for text in texts]
+    return {key: partition for key, _, partition in pairs}
+
+
+def _options(texts: Sequence[str]) -> tuple[str, ...]:
+    options = tuple(text.removeprefix("--") for text in texts)
+    wrong = [text for text in options if not text or text[0] == "-" or "\n" in text]
+    if wrong:
+        problems = [
+            Problem(
+                where="--sbatch",
+                found=repr(text),
+                expected="one long option of sbatch",
+                remedy="Such as --sbatch time=24:00:00.",
+            )
+            for text in wrong
+        ]
+        raise CommandError("the command cannot be run", problems)
+    return options

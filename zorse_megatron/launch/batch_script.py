@@ -1,0 +1,128 @@
+"""The batch script of a training job under Slurm.
+
+One `#SBATCH` block for each component, as `man sbatch` has it for heterogeneous jobs; srun deals
+tasks out component by component, and in blocks to the nodes of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.launch.components import Component
+from zorse_megatron.launch.torchrun_lines import described
+from zorse_megatron.launch.training import MODULE, Training
+from zorse_megatron.schema.spans import spell
+
+_PARAMETERS = """\
+PYTHON=${PYTHON:-python}            # the interpreter that has zorse-megatron
+MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
+GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
+"""
+_RANKS = """\
+# Local ranks count GPUs as the cluster file does, and not the fastest one first.
+export CUDA_DEVICE_ORDER=PCI_BUS_ID
+"""
+_REQUEUE = """\
+srun_pid=$!
+
+# Before the time limit Slurm sends USR1 to this script; TERM lets the ranks save and end.
+stopped=
+trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+while :; do
+    wait "$srun_pid"
+    status=$?
+    kill -0 "$srun_pid" 2>/dev/null || break    # else a signal has ended the wait
+done
+
+# Status 2 is bad input, which another start does not change.
+restarts=${SLURM_RESTART_COUNT:-0}
+if [[ $stopped ]] || { ((status != 0 && status != 2)) && ((restarts < MAX_RESTARTS)); }; then
+    echo "status $status after $restarts restarts: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """What the script asks Slurm for, beside the GPUs."""
+
+    job_name: str = "zorse"
+    names_nodes: bool = False
+    """Ask for the nodes by the names in the cluster file."""
+    signal_s: int = 120
+    """How long before its end the job is told to save, in seconds."""
+    more: tuple[str, ...] = ()
+    """Further options of sbatch without their dashes, for every component: `time=24:00:00`."""
+
+
+def batch_script(
+    components: Sequence[Component], training: Training, options: BatchOptions, *, title: str
+) -> str:
+    """Return the text of the script. `title`: what it trains, in one line."""
+    parts = [
+        "#!/bin/bash",
+        f"# {title}",
+        "# Written by zorse launch; submit it with sbatch, from the directory of its files.",
+        *_comments(components),
+        *_sbatch(components, training, options),
+        "",
+        _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
+        _RANKS,
+        _srun(components, training),
+    ]
+    return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
+
+
+def _without_restarts(parameters: str) -> str:
+    return "".join(line for line in parameters.splitlines(True) if "RESTARTS" not in line)
+
+
+def _comments(components: Sequence[Component]) -> list[str]:
+    lines = []
+    for number, component in enumerate(components):
+        ranks = component.ranks
+        nodes = f"{len(component.nodes)} x " if len(component.nodes) > 1 else ""
+        gpus = described(component.nodes[0]).partition(", ")[2]
+        lines.append(
+            f"#   component {number}: ranks {spell([(ranks.start, ranks.stop)])}, {nodes}{gpus}"
+        )
+    return lines
+
+
+def _sbatch(
+    components: Sequence[Component], training: Training, options: BatchOptions
+) -> list[str]:
+    job = [f"--job-name={options.job_name}", "--output=%x-%j.txt", "--open-mode=append"]
+    restarts = ["--requeue"] if training.resumes else ["--no-requeue"]
+    blocks = []
+    for component in components:
+        blocks.append([*_nodes(component, options), *restarts, *(f"--{o}" for o in options.more)])
+    blocks[0] = job + blocks[0]
+    if training.resumes:
+        blocks[0].append(f"--signal=B:USR1@{options.signal_s}")
+    joined = [[f"#SBATCH {option}" for option in block] for block in blocks]
+    lines = joined[0]
+    for block in joined[1:]:
+        lines += ["#SBATCH hetjob", *block]
+    return lines
+
+
+def _nodes(component: Component, options: BatchOptions) -> list[str]:
+    gpus = component.gpus_per_node
+    asked = [f"--nodes={len(component.nodes)}", f"--ntasks-per-node={gpus}"]
+    if component.partition is not None:
+        asked.insert(0, f"--partition={component.partition}")
+    if options.names_nodes:
+        asked.append(f"--nodelist={','.join(node.name for node in component.nodes)}")
+    return [*asked, f"--gpus-per-node={gpus}"]
+
+
+def _srun(components: Sequence[Component], training: Training) -> str:
+    groups = ",".join(map(str, range(len(components))))
+    het = f" --het-group={groups}" if len(components) > 1 else ""
+    flags = " \\\n    ".join(training.lines())
+    return (
+        f'srun{het} --mpi=none --distribution=block --kill-on-bad-exit=0 --wait="$GRACE_S" \\\n'
+        f'    "$PYTHON" -m {MODULE} \\\n    {flags}{" &" if training.resumes else ""}'
+    )

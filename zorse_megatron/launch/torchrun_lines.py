@@ -1,0 +1,49 @@
+"""The torchrun line of each node.
+
+torchrun gives ranks out in the order of --node-rank, and a node as many as its --nproc-per-node
+says: the numbers need not be equal (`_assign_worker_ranks` in torch's
+`distributed/elastic/agent/server/api.py`, unless TORCH_ELASTIC_WORKER_IDENTICAL is set).
+"""
+
+import shlex
+
+from zorse_megatron.launch.training import MODULE, Training
+from zorse_megatron.schema.cluster import Cluster, Node
+from zorse_megatron.schema.spans import spell
+
+DEFAULT_PORT = 29500
+
+
+def torchrun_lines(
+    cluster: Cluster, training: Training, *, master_address: str | None, master_port: int
+) -> str:
+    """Return a comment and a command for each node; `master_address`: of the first one."""
+    address = master_address or cluster.nodes[0].name
+    return "\n".join(
+        f"{_comment(node)}\n{_line(cluster, number, training, address, master_port)}\n"
+        for number, node in enumerate(cluster.nodes)
+    )
+
+
+def _comment(node: Node) -> str:
+    return f"# On {node.name}: {described(node)}"
+
+
+def described(node: Node) -> str:
+    """Ranks and GPUs of a node, for people."""
+    kinds = dict.fromkeys(node.gpu_kinds)
+    gpus = ", ".join(f"{node.gpu_kinds.count(kind)} {kind}" for kind in kinds)
+    spelled = spell([(node.ranks.start, node.ranks.stop)])
+    return f"{'rank' if len(node.ranks) == 1 else 'ranks'} {spelled}, {gpus}"
+
+
+def _line(cluster: Cluster, number: int, training: Training, address: str, port: int) -> str:
+    words = [
+        "torchrun",
+        *("--nnodes", str(len(cluster.nodes)), "--node-rank", str(number)),
+        *("--nproc-per-node", str(len(cluster.nodes[number].gpu_kinds))),
+        *("--master-addr", address, "--master-port", str(port)),
+        *("-m", MODULE, *training.words),
+    ]
+    # Local ranks count GPUs as the cluster file does, and not the fastest one first.
+    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID {shlex.join(words)}"
