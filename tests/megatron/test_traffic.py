@@ -1,7 +1,8 @@
 """What goes over the wire in a step is the closed form of the plan, to the byte.
 
 A group of n ranks that gathers a chunk of P elements sends (n - 1) P elements of parameters, and as
-many of gradients when it reduces them, whatever the number of micro-batches. Between neighbouring
+many of gradients when it reduces them, whatever the number of micro-batches; in half the bytes with
+a `gradient_wire`. Between neighbouring
 chunks of different groups every sample's activation goes forward once and its gradient back once.
 """
 
@@ -30,6 +31,15 @@ def each(plan: Plan, *gathers: int) -> tuple[Plan, dict[int, int]]:
     return plan, dict(enumerate(gathers))
 
 
+def on_narrow_wire(plan: Plan, *numbers: int) -> Plan:
+    """The plan, with gradients of these groups sent in bf16."""
+    groups = [
+        dataclasses.replace(group, gradient_wire="bf16" if number in numbers else None)
+        for number, group in enumerate(plan.groups)
+    ]
+    return dataclasses.replace(plan, groups=tuple(groups))
+
+
 # Plan, and how often each chunk's parameters are gathered in a step.
 CASES = {
     "1f1b": each(LAYOUTS["2|1|2"], 1, 1, 1),
@@ -38,6 +48,8 @@ CASES = {
     ),
     "breadth first, the last two of a group once": each(NEIGHBOURS, 2, 1, 1, 1),
     "layered accumulation": each(LAYERED, 2, 2, 1, 1),
+    "half the gradients, of one group": each(on_narrow_wire(LAYOUTS["2|1|2"], 2), 1, 1, 1),
+    "half the gradients, in shards": each(on_narrow_wire(LAYERED, 0, 1), 2, 2, 1, 1),
     "one chunk is as many gathers as with 1f1b": each(BOTH_ENDS, 1, 1, 1),
     "twice as many micro-batches are no more": each(
         dataclasses.replace(
@@ -101,7 +113,8 @@ def test_traffic_is_the_closed_form(case: str, corpus: Path, tmp_path: Path) -> 
             assert total["parameters sent"] == total["parameters received"]
             assert total["parameters sent"] == others * moved * ELEMENT_BYTES
             assert total["gradients sent"] == total["gradients received"]
-            assert total["gradients sent"] == others * sum(elements.values()) * ELEMENT_BYTES
+            element_bytes = ELEMENT_BYTES if group.gradient_wire is None else 2
+            assert total["gradients sent"] == others * sum(elements.values()) * element_bytes
     sample_bytes = SEQUENCE * HIDDEN * ELEMENT_BYTES
     crossings = sum(one.group != other.group for one, other in pairwise(plan.chunks))
     for step in range(STEPS):

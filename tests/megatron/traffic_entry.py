@@ -35,6 +35,11 @@ class CountingDist:
         self._count("gradients", tensor, group, sends=group.rank() != group_dst)
         return self._dist.reduce(tensor, group=group, group_dst=group_dst, async_op=async_op)
 
+    def all_to_all_single(self, received: Any, sent: Any, *args: Any, **kwargs: Any) -> Any:
+        self._counts["gradients sent"] += sent.nbytes
+        self._counts["gradients received"] += received.nbytes
+        return self._dist.all_to_all_single(received, sent, *args, **kwargs)
+
     def isend(self, tensor: Any, **kwargs: Any) -> Any:
         self._counts["activations sent"] += tensor.nbytes
         return self._dist.isend(tensor, **kwargs)
@@ -76,11 +81,11 @@ def main() -> None:
         cpu_mode.enable()
     from megatron.training import training
 
-    from zorse_megatron.runtime import collectives, transport
+    from zorse_megatron.runtime import collectives, narrow_wire, transport
 
     counts: Counter[str] = Counter()
     dist: Any = CountingDist(counts)
-    collectives.dist = transport.dist = dist
+    collectives.dist = narrow_wire.dist = transport.dist = dist
     found: dict[str, Any] = {"steps": [], "chunks": []}
     training.train_step = counting_train_step(training.train_step, counts, found)
     recording_entry.record()

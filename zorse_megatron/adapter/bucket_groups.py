@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.runtime.narrow_wire import Wire, reduce_scatter_narrow
 
 
 class UnevenBucketGroup(_ParamAndGradBucketGroup):
@@ -27,9 +28,17 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
     order: "BucketOrder"
     param_gather_handle: Any
 
-    def __init__(self, buckets: list[Any], ddp_config: Any, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        buckets: list[Any],
+        ddp_config: Any,
+        group: dist.ProcessGroup,
+        wire: Wire | None = None,
+    ) -> None:
+        """`wire`: how gradients are sent; None: as they are kept."""
         super().__init__(buckets, ddp_config, group, group.size())
         self.group = group
+        self.wire = wire
         self.grad_sync_requested = False
         self.grad_sync_dispatched = False
 
@@ -81,16 +90,20 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         """Start the reduction, out of `order`'s or stock's hands; waits unless it overlaps."""
         self.prepare_gradients()
         async_op = self.ddp_config.overlap_grad_reduce
-        works = [self._reduce(bucket, force_all_reduce, async_op) for bucket in self.buckets]
+        reduce = self._all_reduce if force_all_reduce else self.reduce_bucket
+        works = [reduce(bucket, async_op=async_op) for bucket in self.buckets]
         self.grad_reduce_handle = Works([w for w in works if w is not None]) if async_op else None
         self.grad_sync_dispatched = async_op
 
-    def _reduce(self, bucket: Any, force_all_reduce: bool, async_op: bool) -> Any:
-        if force_all_reduce:
-            return dist.all_reduce(bucket.grad_data, group=self.group, async_op=async_op)
-        return reduce_scatter_uneven(
-            bucket.grad_data, bucket.shard_bounds, self.group, async_op=async_op
-        )
+    def _all_reduce(self, bucket: Any, *, async_op: bool) -> Any:
+        return dist.all_reduce(bucket.grad_data, group=self.group, async_op=async_op)
+
+    def reduce_bucket(self, bucket: Any, *, async_op: bool) -> Works | None:
+        """Sum a bucket's gradients into the owners' shards; returns the work when `async_op`."""
+        full, bounds = bucket.grad_data, bucket.shard_bounds
+        if self.wire is None:
+            return reduce_scatter_uneven(full, bounds, self.group, async_op=async_op)
+        return reduce_scatter_narrow(full, bounds, self.group, self.wire, async_op=async_op)
 
     def prepare_gradients(self) -> None:
         """What stock's `start_grad_sync` does before it communicates."""

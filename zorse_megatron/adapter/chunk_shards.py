@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zorse_megatron.adapter.bucket_groups import UnevenBucketGroup
-from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.runtime.collectives import Works, all_gather_uneven
 from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 
@@ -150,12 +150,7 @@ class ChunkShards:
         works = []
         for group in self.bucket_groups:
             group.prepare_gradients()
-            works += [
-                reduce_scatter_uneven(
-                    bucket.grad_data, bucket.shard_bounds, self.group, async_op=True
-                )
-                for bucket in group.buckets
-            ]
+            works += [group.reduce_bucket(bucket, async_op=True) for bucket in group.buckets]
         self._reduction = Works([work for work in works if work is not None])
         self._reduced = True
 
@@ -163,6 +158,11 @@ class ChunkShards:
     def is_reduced(self) -> bool:
         """Whether the sums have arrived, or none are under way; never waits."""
         return self._reduction is None or self._reduction.is_completed()
+
+    @property
+    def reduction_bytes(self) -> int:
+        """What the reduction under way holds beside the gradients."""
+        return 0 if self._reduction is None else self._reduction.buffer_bytes
 
     def finish_reduction(self) -> None:
         """Wait for the sums, keep this rank's shard of them and let the rest go."""

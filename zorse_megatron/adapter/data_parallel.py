@@ -22,11 +22,12 @@ from zorse_megatron.adapter.bucket_groups import BucketOrder, UnevenBucketGroup
 from zorse_megatron.adapter.chunk_shards import ChunkShards
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.narrow_wire import Wire
 from zorse_megatron.schedules.shards import shard_bounds
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
-    """`DistributedDataParallel` with more arguments: `shard_weights`, `sharded`, `link`.
+    """`DistributedDataParallel` with more arguments, by name.
 
     `shard_weights`: one float >= 0 per rank of the data-parallel group, in the order of the group;
     each bucket is cut in this proportion, and a rank with weight 0 owns nothing. A rank may run
@@ -38,7 +39,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
     overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
-    the host.
+    the host. `wire`: how gradients, which are then fp32, are sent; None: as they are kept.
 
     Raises FlagError for options that unequal shards cannot keep.
     """
@@ -57,6 +58,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         shard_weights: Sequence[float],
         sharded: bool = False,
         link: HostLink | None = None,
+        wire: Wire | None = None,
     ) -> None:
         problems = _problems(config, ddp_config, module)
         if problems:
@@ -74,6 +76,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             full_param_layout=full_param_layout,
         )
         self.shard_weights = tuple(shard_weights)
+        self.wire = wire
         self._cut_buckets()
         self._replace_bucket_groups()
         self.shards = ChunkShards(self, link) if sharded else None
@@ -91,7 +94,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     def _replace_bucket_groups(self) -> None:
         """Exchange stock's bucket groups for ours and link them as stock's `__init__` does."""
         groups = [
-            UnevenBucketGroup(group.buckets, self.ddp_config, self.intra_dp_cp_group)
+            UnevenBucketGroup(group.buckets, self.ddp_config, self.intra_dp_cp_group, self.wire)
             for group in self.bucket_groups
         ]
         self.bucket_groups = groups

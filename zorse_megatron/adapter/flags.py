@@ -142,6 +142,7 @@ def problems_of(args: Namespace, plan: Plan, *, world_size: int) -> list[Problem
     problems += _checkpoint_problems(args)
     problems += _mask_problems(args, plan)
     problems += _recompute_problems(args, plan)
+    problems += _wire_problems(args, plan)
     problems += _layout_problems(args, plan)
     problems += _batch_problems(args, plan)
     problems += model_problems(args, plan)
@@ -203,6 +204,34 @@ def _recompute_problems(args: Namespace, plan: Plan) -> list[Problem]:
         for number, group in enumerate(plan.groups)
         if args.recompute_granularity and group.recompute is not None
     ]
+
+
+def _wire_problems(args: Namespace, plan: Plan) -> list[Problem]:
+    """16-bit messages need fp32 sums, and in fp16 a loss scale whose overflow skips the step."""
+    problems = []
+    for number, group in enumerate(plan.groups):
+        if group.gradient_wire is None:
+            continue
+        where = f"groups[{number}].gradient_wire"
+        if args.fp16 and not args.accumulate_allreduce_grads_in_fp32:
+            problems.append(
+                Problem(
+                    where=where,
+                    found=f'"{group.gradient_wire}", while gradients are kept in fp16',
+                    expected="gradients that are kept in fp32",
+                    remedy="Add --accumulate-allreduce-grads-in-fp32, or remove gradient_wire.",
+                )
+            )
+        if group.gradient_wire == "fp16" and not args.fp16:
+            problems.append(
+                Problem(
+                    where=where,
+                    found='"fp16" without --fp16',
+                    expected="a job with a loss scale, which skips a step whose gradients overflow",
+                    remedy='Use "bf16", whose range is that of fp32, or remove gradient_wire.',
+                )
+            )
+    return problems
 
 
 def _checkpoint_problems(args: Namespace) -> list[Problem]:

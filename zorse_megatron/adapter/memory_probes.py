@@ -32,6 +32,12 @@ def gradient_bytes(models: Mapping[int, Any]) -> int:
     )
 
 
+def reduction_bytes(models: Mapping[int, Any]) -> int:
+    """What reductions under way hold beside the gradients: 16-bit messages."""
+    chunks = [model.shards for model in models.values() if model.shards is not None]
+    return sum(shards.reduction_bytes for shards in chunks)
+
+
 def state_bytes(optimizers: list[Any]) -> int:
     """Main parameters, where they are others than the parameters, and moments."""
     storages: dict[int, int] = {}

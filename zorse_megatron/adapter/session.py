@@ -17,6 +17,7 @@ from zorse_megatron.adapter.chunk_runner import (
     StepInputs,
     iterator_per_chunk,
 )
+from zorse_megatron.adapter.gradient_wire import wire_of
 from zorse_megatron.adapter.loss_report import IdleReplicaLosses
 from zorse_megatron.adapter.memory_probes import KeptActivations
 from zorse_megatron.adapter.process_groups import (
@@ -88,6 +89,7 @@ class PlanSession:
         self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
         self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
         self.host_link = HostLink(_device()) if self.offload != Offload() else None
+        self.wire = wire_of(self.plan, self.rank, sequence_length=self.sequence_length)
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
         self.trace = Trace(num_steps=None if self.trace_directory else 0)
         self.idle_losses = self._idle_losses()

@@ -14,6 +14,7 @@ from zorse_megatron.adapter.memory_probes import (
     KeptActivations,
     gradient_bytes,
     parameter_bytes,
+    reduction_bytes,
     state_bytes,
 )
 from zorse_megatron.runtime.executor import Executor
@@ -49,7 +50,7 @@ def make_ledger(
             "gradients": partial(gradient_bytes, models),
             "optimizer state": partial(state_bytes, optimizers),
             "activations": activation_bytes,
-            "buffers": lambda: executor.message_bytes,
+            "buffers": lambda: executor.message_bytes + reduction_bytes(models),
         },
         rank=rank,
         samples=watches,

@@ -223,6 +223,7 @@ def _wrap_chunk(session: PlanSession, *, module: Any, **kwargs: Any) -> Any:
         shard_weights=session.shard_weights,
         sharded=chunk in session.sharded_chunks,
         link=session.host_link,
+        wire=session.wire,
         **kwargs,
     )
     # Training loop and checkpoints ask a model and mean the rank. Layers and the 16-bit wrapper,

@@ -31,6 +31,11 @@ class Works:
         """Whether all are done, without waiting."""
         return all(work.is_completed() for work in self._works)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What they hold beside the buffers that they were given."""
+        return sum(getattr(work, "buffer_bytes", 0) for work in self._works)
+
 
 def reduce_scatter_uneven(
     full: torch.Tensor,
@@ -44,7 +49,7 @@ def reduce_scatter_uneven(
     The other intervals hold leftovers afterwards. Returns the work when `async_op`, else None
     when done. Raises ValueError when `bounds` do not fit the buffer and the group.
     """
-    return _finish(_start_reduce_scatter(full, _views(full, bounds, group), group), async_op)
+    return finish(_start_reduce_scatter(full, views(full, bounds, group), group), async_op)
 
 
 def all_gather_uneven(
@@ -59,12 +64,13 @@ def all_gather_uneven(
     Returns the work when `async_op`, else None when done. Raises ValueError when `bounds` do not
     fit the buffer and the group.
     """
-    return _finish(_start_all_gather(full, _views(full, bounds, group), group), async_op)
+    return finish(_start_all_gather(full, views(full, bounds, group), group), async_op)
 
 
-def _views(
+def views(
     full: torch.Tensor, bounds: Sequence[Interval], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
+    """Each rank's interval of `full`. Raises ValueError when `bounds` do not fit."""
     sizes = [stop - start for start, stop in bounds]
     if full.ndim != 1 or len(sizes) != group.size() or sum(sizes) != full.numel():
         raise ValueError(
@@ -74,7 +80,8 @@ def _views(
     return list(full.split(sizes))
 
 
-def _finish(works: Sequence[Work], async_op: bool) -> Works | None:
+def finish(works: Sequence[Work], async_op: bool) -> Works | None:
+    """Return the works as one when `async_op`, else wait for them."""
     together = Works(works)
     if async_op:
         return together

@@ -20,6 +20,7 @@ Count = Annotated[int, Field(ge=0)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+GradientWire = Literal["bf16", "fp16"]
 ParameterValue = int | FiniteFloat | bool | str
 
 
@@ -85,6 +86,8 @@ class Group:
     """Offloading to host memory; absent: none."""
     extra_in_flight: Positive | None = None
     """Samples in flight beyond what is needed where messages take no time; absent: none."""
+    gradient_wire: GradientWire | None = None
+    """In which type gradients are sent and then summed in fp32; absent: as they are kept."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

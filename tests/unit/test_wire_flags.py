@@ -1,0 +1,58 @@
+"""Which training commands a plan's `gradient_wire` goes with, before Megatron is imported."""
+
+import dataclasses
+from argparse import Namespace
+
+import pytest
+
+from tests.unit.plan_samples import good, load
+from zorse_megatron.adapter.flags import problems_of
+
+PLAN = load(good())
+
+
+def problems(wire, **flags):
+    """Problems of a command whose second group has this wire."""
+    groups = list(PLAN.groups)
+    groups[1] = dataclasses.replace(groups[1], gradient_wire=wire)
+    args = Namespace(
+        recompute_granularity=None,
+        reset_attention_mask=False,
+        save=None,
+        load=None,
+        use_distributed_optimizer=False,
+        pipeline_model_parallel_layout=None,
+        **{"fp16": False, "bf16": False, "accumulate_allreduce_grads_in_fp32": False} | flags,
+    )
+    return problems_of(args, dataclasses.replace(PLAN, groups=tuple(groups)), world_size=5)
+
+
+KEPT_IN_FP32 = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True}
+
+
+@pytest.mark.parametrize(
+    ("wire", "flags"),
+    [
+        (None, {"fp16": True}),
+        ("bf16", {}),
+        ("bf16", {"bf16": True}),
+        ("bf16", KEPT_IN_FP32),
+        ("fp16", KEPT_IN_FP32),
+    ],
+)
+def test_accepted(wire, flags):
+    assert problems(wire, **flags) == []
+
+
+@pytest.mark.parametrize("flags", [{}, {"bf16": True}])
+def test_fp16_messages_need_a_loss_scale(flags):
+    (problem,) = problems("fp16", **flags)
+    assert problem.where == "groups[1].gradient_wire"
+    assert "loss scale" in problem.expected
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_gradients_must_be_kept_in_fp32(wire):
+    (problem,) = problems(wire, fp16=True)
+    assert problem.where == "groups[1].gradient_wire"
+    assert "--accumulate-allreduce-grads-in-fp32" in problem.remedy
