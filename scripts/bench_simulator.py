@@ -98,6 +98,9 @@ class BenchCosts:
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         return self.reduce_scatter_s(ranks, shard_bytes)
 
+    def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        return self.reduce_scatter_s(ranks, shard_bytes)
+
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         return 100e-6
 

@@ -7,11 +7,14 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
+from zorse_megatron.adapter.rebind import applied
 from zorse_megatron.emulate.backend import BACKEND, register
 from zorse_megatron.emulate.link_model import LinkModel
 from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.emulate.seams import seam_records
 from zorse_megatron.emulate.sizes import AsTheyAre
 from zorse_megatron.emulate.switchboard import call, conducted
+from zorse_megatron.runtime.narrow_wire import Wire, reduce_scatter_narrow
 
 WORLD = 3
 # A ring moves (n - 1) / n of a buffer at this rate; so 12 bytes take 2 s over three ranks.
@@ -124,3 +127,26 @@ def on_two_groups(clock):
 def test_groups_do_not_wait_for_each_other():
     # 40 bytes, half of them twice, at 4 bytes/s.
     assert emulated(on_two_groups) == [10.0, 10.0, 10.0]
+
+
+def narrow_reduction(clock):
+    """6 elements, two of each rank, in 16 bits: each owner takes 4 bytes from two others."""
+    rank = dist.get_rank()
+    full = torch.arange(6.0) + rank
+    with applied(seam_records()):
+        work = reduce_scatter_narrow(
+            full,
+            ((0, 2), (2, 4), (4, 6)),
+            dist.group.WORLD,
+            Wire(dtype=torch.bfloat16),
+            async_op=True,
+        )
+        clock.compute(0.5)
+        early = work.is_completed()
+        work.wait()
+    return early, clock.now_s, full[2 * rank : 2 * rank + 2].tolist()
+
+
+def test_a_narrow_reduction_takes_the_time_of_an_exchange():
+    for rank, found in enumerate(emulated(narrow_reduction)):
+        assert found == (False, 2.0, [6.0 * rank + 3.0, 6.0 * rank + 6.0])

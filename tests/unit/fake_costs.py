@@ -129,6 +129,10 @@ class FakeComm:
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         return self.reduce_scatter_s(ranks, shard_bytes)
 
+    def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        busiest = (len(ranks) - 1) * max(shard_bytes)
+        return self.collective_latency_s + busiest / self.bytes_per_s
+
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         return self.statistic_s
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.topologies import GB_PER_S, node, topologies, two_regions
 from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.exchange import largest_load
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.costs.rings import UNEVEN_PENALTY, Shards, ring_traffic
 from zorse_megatron.topology.curves import LinkCurve, LogFit
@@ -296,3 +297,36 @@ def test_arguments_must_match() -> None:
         comm.all_gather_s((0, 1), (1,))
     with pytest.raises(ValueError, match="rank 24"):
         comm.transfer_s(0, 24, 1)
+
+
+def test_an_exchange_over_one_link_each_is_as_a_ring_in_bytes() -> None:
+    """One rank on each of three nodes of one switch: (n - 1) / n of the buffer through each NIC."""
+    spec = TopologySpec(nodes=tuple(node(name, 1) for name in "abc"))
+    found = GraphComm(spec).exchange_s((0, 1, 2), (10 * MB,) * 3)
+    latency_s = found - 20 * MB / RATE
+    assert 0 < latency_s < 100e-6
+    # All owned by one rank: everybody's whole part goes there.
+    assert GraphComm(spec).exchange_s((0, 1, 2), (0, 30 * MB, 0)) == pytest.approx(
+        60 * MB / RATE + latency_s
+    )
+
+
+def test_an_exchange_crosses_a_shared_link_rank_by_rank() -> None:
+    """Two nodes of four: 16 of 64 messages one way, each of an eighth: twice a ring's bytes."""
+    spec = TopologySpec(nodes=(node("a"), node("b")))
+    comm = GraphComm(spec)
+    found = comm.exchange_s(tuple(range(8)), (8 * MB,) * 8)
+    assert found == pytest.approx(16 * 8 * MB / RATE, rel=0.01)
+    assert found > 2 * comm.reduce_scatter_s(tuple(range(8)), (8 * MB,) * 8)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), min_size=1, max_size=9),
+)
+def test_largest_load_is_the_sum_over_all_messages(ranks: list[tuple[int, int]]) -> None:
+    loads = [0]
+    for side in {side for side, _ in ranks}:
+        messages = [(a, b, size) for a, _ in ranks for b, size in ranks]
+        loads.append(sum(size for a, b, size in messages if a == side != b))
+        loads.append(sum(size for a, b, size in messages if a != side == b))
+    assert largest_load(*zip(*ranks, strict=True)) == max(loads)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from zorse_megatron.costs.exchange import largest_load
 from zorse_megatron.costs.rank_set import RankSet, rank_set
 from zorse_megatron.costs.rings import Form, Shards, Traffic, ring_traffic
 from zorse_megatron.topology.curves import curve_for
@@ -78,6 +79,21 @@ class GraphComm:
         times = (option.time_s for option in self.options(ranks, shard_bytes))
         return min(times, default=0.0)
 
+    def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """All messages at once: the busiest GPU, node or region, and the longest way."""
+        _check(ranks, shard_bytes)
+        if len(ranks) == 1 or not any(shard_bytes):
+            return 0.0
+        members, message = self._set(ranks), Shards.of(shard_bytes).mean_bytes
+        nodes = [self.spec.node_of(rank) for rank in ranks]
+        regions = [self.spec.nodes[node].region for node in nodes]
+        between = max(largest_load(nodes, shard_bytes), largest_load(regions, shard_bytes))
+        inside = largest_load(ranks, shard_bytes) if members.inside else 0.0
+        slowest_inside = min((node.rate.at(message) for node in members.inside), default=math.inf)
+        hops = [node.floor_s for node in members.inside]
+        latency_s = max(members.near_hop_s, members.far_hop_s, *hops)
+        return latency_s + max(between / members.between.at(message), inside / slowest_inside)
+
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         """The faster of a ring (scatter, then gather) and a tree over regions, nodes and GPUs."""
         if len(ranks) < 2:
@@ -95,10 +111,7 @@ class GraphComm:
         self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]
     ) -> tuple[CollectiveOption, ...]:
         """All ways to run an all-gather (or reduce-scatter), for explanations."""
-        if len(ranks) != len(shard_bytes) or not ranks:
-            raise ValueError(
-                f"found {len(ranks)} ranks and {len(shard_bytes)} shards; expected as many of both"
-            )
+        _check(ranks, shard_bytes)
         if len(ranks) == 1 or not any(shard_bytes):
             return ()
         members, shards = self._set(ranks), Shards.of(shard_bytes)
@@ -111,6 +124,13 @@ class GraphComm:
         if ranks not in self._sets:
             self._sets[ranks] = rank_set(ranks, self.routes)
         return self._sets[ranks]
+
+
+def _check(ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> None:
+    if len(ranks) != len(shard_bytes) or not ranks:
+        raise ValueError(
+            f"found {len(ranks)} ranks and {len(shard_bytes)} shards; expected as many of both"
+        )
 
 
 def _leave_node_s(node: NodeSpec, num_bytes: int) -> float:

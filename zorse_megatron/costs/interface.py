@@ -83,6 +83,9 @@ class CommCost(Protocol):
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """The reverse."""
 
+    def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """The same sum where every rank sends each owner its part directly."""
+
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         """Small statistics: latency of the group."""
 

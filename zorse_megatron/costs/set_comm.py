@@ -36,6 +36,11 @@ class SetComm:
         sizes = tuple(self.size * size for size in shard_bytes)
         return self.comm.all_gather_s(tuple(map(self._set, ranks)), sizes)
 
+    def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
+        """As many exchanges at once as a set has ranks."""
+        sizes = tuple(self.size * size for size in shard_bytes)
+        return self.comm.exchange_s(tuple(map(self._set, ranks)), sizes)
+
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         """Over sets, each of which counts once."""
         sets = tuple(dict.fromkeys(map(self._set, ranks)))

@@ -98,10 +98,10 @@ class EmulatedGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def bundle(self, kind: CollectiveKind, parts: Sequence[torch.Tensor], start: Any) -> list[Any]:
+    def bundle(self, kind: CollectiveKind, part_bytes: Sequence[int], start: Any) -> list[Any]:
         """Do what `start` does on this group as one operation, as one launch of NCCL would be.
 
-        `start` makes several calls whose works it returns; `parts`: what each rank owns.
+        `start` makes one or more calls whose works it returns; `part_bytes`: what each rank owns.
         """
         if not self.clock.is_running or self.size() == 1:
             return list(start())
@@ -111,7 +111,7 @@ class EmulatedGroup(dist.ProcessGroup):
             payload = _All(self._bundled)
         finally:
             self._bundled = None
-        name = self._post(kind, self.sizes.part_bytes(parts))
+        name = self._post(kind, part_bytes)
         return [EmulatedWork(self.clock, name, payload)]
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
@@ -209,7 +209,7 @@ _COLLECTIVES: dict[str, Describe] = {
     "reduce_scatter_tensor_coalesced": _evenly("reduce_scatter", 1),
 }
 
-# Nothing that trains under emulation calls these; they would be done in gloo's time.
+# Nothing that trains under emulation calls these but bundled; they would be done in gloo's time.
 _REFUSED = (
     "alltoall",
     "alltoall_base",
@@ -240,9 +240,12 @@ def _emulated(method: str, describe: Describe) -> Callable[..., Any]:
 
 def _refused(method: str) -> Callable[..., Any]:
     def call(self: EmulatedGroup, *args: Any, **kwargs: Any) -> Any:
-        if self.clock.is_running:
+        if self._bundled is None and self.clock.is_running:
             raise NotImplementedError(f"the emulated backend does not price {method}")
-        return getattr(self.payload, method)(*args, **kwargs)
+        payload = getattr(self.payload, method)(*args, **kwargs)
+        if self._bundled is not None:
+            self._bundled.append(payload)
+        return payload
 
     return call
 

@@ -64,6 +64,8 @@ class LinkModel:
             return Work(seconds_s=0.0)
         if collective.kind == "reduce_scatter":
             return self._routes.collective(ranks, total, self.comm.reduce_scatter_s(ranks, parts))
+        if collective.kind == "exchange":
+            return self._routes.collective(ranks, total, self.comm.exchange_s(ranks, parts))
         if collective.kind == "all_gather":
             return self._routes.collective(ranks, total, self.comm.all_gather_s(ranks, parts))
         if collective.kind == "broadcast":

@@ -9,7 +9,7 @@ Stream = tuple[str | int, ...]
 Name = tuple[Stream, int]
 """An operation: the how-many-eth of its stream. All ranks that take part count alike."""
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "exchange", "broadcast"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,8 +26,8 @@ class Transfer:
 class Collective:
     """One operation of a group.
 
-    `part_bytes`: of a gather or a scatter what each rank owns of the buffer; of an all-reduce or
-    a broadcast the buffer, as one part.
+    `part_bytes`: of a gather, a scatter or an exchange what each rank owns of the buffer; of an
+    all-reduce or a broadcast the buffer, as one part.
     """
 
     kind: CollectiveKind

@@ -41,6 +41,13 @@ def seam_records() -> list[Rebinding]:
             why="callers choose by this name how to call, and the calls are those of gloo",
             delete_when="the runtime asks groups for abilities and not for names",
         ),
+        record(
+            target="zorse_megatron.runtime.narrow_wire:_start_exchange",
+            make=_exchanged,
+            parameters=("full", "parts", "group", "sent", "received"),
+            why="messages of the tiny model stand for parts of the real one, in 16 bits",
+            delete_when="the emulated backend knows the sizes of messages by their parts",
+        ),
         *(
             record(
                 target=f"zorse_megatron.runtime.collectives:{name}",
@@ -76,6 +83,27 @@ def _bundled(kind: CollectiveKind, stock: Callable[..., Any]) -> Callable[..., A
     @functools.wraps(stock)
     def start(full: torch.Tensor, parts: Sequence[torch.Tensor], group: Any) -> Any:
         call = functools.partial(stock, full, parts, group)
-        return group.bundle(kind, parts, call) if isinstance(group, EmulatedGroup) else call()
+        if not isinstance(group, EmulatedGroup):
+            return call()
+        return group.bundle(kind, group.sizes.part_bytes(parts), call)
+
+    return start
+
+
+def _exchanged(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def start(
+        full: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        group: Any,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+    ) -> Any:
+        call = functools.partial(stock, full, parts, group, sent, received)
+        if not isinstance(group, EmulatedGroup):
+            return call()
+        whole, narrow = full.element_size(), sent.element_size()
+        sizes = [size * narrow // whole for size in group.sizes.part_bytes(parts)]
+        return group.bundle("exchange", sizes, call)
 
     return start

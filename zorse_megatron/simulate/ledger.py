@@ -194,6 +194,9 @@ class _Ledger:
     def _on_state(self, position: int, action: Action) -> None:
         _, end_s = self._run(position)
         chunk, sizes = action.chunk, self.sizes
+        if action.kind is Kind.REDUCE:
+            assert chunk is not None
+            self._for_a_while(position, Category.BUFFERS, sizes.exchange_bytes(self.rank, chunk))
         if action.kind is Kind.STEP:
             self._flush(position)
             for released in sorted(self.residency.released):

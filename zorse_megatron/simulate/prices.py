@@ -6,7 +6,7 @@ from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.routes import Routes, Work
-from zorse_megatron.simulate.sizes import Sizes
+from zorse_megatron.simulate.sizes import Sizes, narrow_bytes
 
 _STATISTIC_BYTES = 4  # a number of tokens (int32) or the square of a norm (fp32)
 
@@ -67,9 +67,11 @@ class Prices:
         memory, comm = self.sizes.memory, self.routes.comm
         shards = self.sizes.shards[chunk]
         ranks = tuple(shards)
-        reduces = kind is Kind.REDUCE
-        to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
-        time_s = comm.reduce_scatter_s if reduces else comm.all_gather_s
+        to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
+        if kind is Kind.REDUCE:
+            to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
+            if self.sizes.has_narrow_wire(chunk):
+                to_bytes, time_s = narrow_bytes, comm.exchange_s
         parts = tuple(to_bytes(count) for count in shards.values())
         alone_s = time_s(ranks, parts) if len(ranks) > 1 else 0.0
         return self.routes.collective(ranks, sum(parts), alone_s)

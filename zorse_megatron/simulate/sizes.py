@@ -8,6 +8,13 @@ from zorse_megatron.schedules.shards import overlaps, shard_bounds
 from zorse_megatron.schema.plan import Group, Plan, Replica
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 
+_NARROW_BYTES = 2
+
+
+def narrow_bytes(num_parameters: int) -> int:
+    """Gradients as a group with a `gradient_wire` sends them."""
+    return _NARROW_BYTES * num_parameters
+
 
 class Sizes:
     """Sizes of the plan's chunks, and of each rank's part of them."""
@@ -81,6 +88,18 @@ class Sizes:
         """What each rank sends of one activation between two chunks."""
         ranks = len(self.plan.groups[0].replicas[0].ranks)
         return self.boundary_bytes(num_samples) // (ranks if self.framework.split_transfers else 1)
+
+    def has_narrow_wire(self, chunk: int) -> bool:
+        """Whether the chunk's gradients are sent in 16 bits."""
+        return self.plan.groups[self.plan.chunks[chunk].group].gradient_wire is not None
+
+    def exchange_bytes(self, rank: int, chunk: int) -> int:
+        """What the rank sends and receives of the chunk's gradients, 0 without a narrow wire."""
+        shards = self.shards[chunk]
+        if not self.has_narrow_wire(chunk) or len(shards) == 1:
+            return 0
+        own = shards[rank]
+        return narrow_bytes(self.parameters[chunk] - own + (len(shards) - 1) * own)
 
     def kept_bytes(self, rank: int, chunk: int) -> int:
         """What the chunk's layers keep of one micro-batch from its forward to its backward."""
