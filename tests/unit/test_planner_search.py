@@ -183,3 +183,38 @@ def test_the_bound_is_the_work_over_the_rates():
     work = inputs.num_layers * inputs.global_batch_size
     assert lower_bound_s(inputs) == pytest.approx(work / rate)
     assert inputs.space == SPACE
+
+
+SLOW_PAIR = """
+name: pair
+nodes:
+  - {name: here, gpus: 1 x A100-40, nics: 1 Gb/s}
+  - {name: there, gpus: 1 x A100-40, nics: 1 Gb/s}
+"""
+
+
+def test_a_narrow_wire_only_where_it_is_allowed_and_faster():
+    space = SearchSpace(max_groups=1, gradient_wire="bf16")
+    slow, allowed = (lab(SLOW_PAIR, space=s) for s in (SearchSpace(max_groups=1), space))
+    before, after = find_plan(slow), find_plan(allowed)
+    assert [group.gradient_wire for group in before.plan.groups] == [None]
+    assert [group.gradient_wire for group in after.plan.groups] == ["bf16"]
+    assert after.iteration_s < before.iteration_s
+    assert simulated(allowed, after.plan).iteration_s == pytest.approx(after.iteration_s)
+    assert any("16 bits" in note for note in after.notes)
+    # Eight GPUs behind each NIC: sent directly, half the bytes take longer than around a ring.
+    crowded = SLOW_PAIR.replace("1 x A100-40", "8 x A100-40")
+    found = find_plan(lab(crowded, space=space))
+    assert [group.gradient_wire for group in found.plan.groups] == [None]
+
+
+def test_fp16_messages_need_a_loss_scale():
+    with pytest.raises(PlannerInputError, match="gradient wire"):
+        make_inputs(
+            parse_cluster(SLOW_PAIR.encode()),
+            MODEL,
+            None,
+            global_batch_size=4,
+            dtype="bfloat16",
+            space=SearchSpace(gradient_wire="fp16"),
+        )

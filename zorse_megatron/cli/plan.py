@@ -1,7 +1,7 @@
 """`zorse plan`: the plan that trains a model fastest on a cluster, and why."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -33,7 +33,7 @@ from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan import GradientWire, Plan
 from zorse_megatron.schema.strict import plain
 from zorse_megatron.schema.suggest import did_you_mean
 
@@ -57,6 +57,13 @@ def plan(  # noqa: PLR0917
     strategy: Annotated[
         str, typer.Option(help="zorse, or a baseline: stock, zorse-paper, cephalo.")
     ] = "zorse",
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16 or fp16: let groups send gradients in it where that is faster. Sums are "
+            "made in fp32, but are not those of fp32 messages to the bit. Left out: none do."
+        ),
+    ] = None,
     margin: Margin = DEFAULT_MARGIN,
     out: Annotated[
         Path | None, typer.Option(metavar="PLAN", help="The plan file to write.")
@@ -80,6 +87,7 @@ def plan(  # noqa: PLR0917
             profile or [],
             global_batch_size=needed_batch_size(workload),
             margin=margin,
+            wire=_wire_named(wire),
         )
         outcome = _found(prices, wanted, shows_progress=not as_json)
         sentences = _reasons(prices, outcome.plan)
@@ -103,6 +111,21 @@ def strategy_named(name: str) -> "Strategy":
         found=f'"{name}"',
         expected=f"one of {', '.join(STRATEGIES)}",
         remedy=did_you_mean(name, STRATEGIES),
+    )
+    raise CommandError("the command cannot be run", [problem])
+
+
+def _wire_named(name: str | None) -> GradientWire | None:
+    if name is None:
+        return None
+    for known in get_args(GradientWire):
+        if name == known:
+            return cast(GradientWire, known)
+    problem = Problem(
+        where="--wire",
+        found=f'"{name}"',
+        expected="bf16 or fp16",
+        remedy="Leave it out to send gradients as they are kept.",
     )
     raise CommandError("the command cannot be run", [problem])
 

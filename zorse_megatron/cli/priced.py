@@ -12,7 +12,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpu import Dtype
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan import GradientWire, Plan
 from zorse_megatron.schema.profile_load import joined, load_profile
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ def priced(
     *,
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
+    wire: GradientWire | None = None,
 ) -> Priced:
     """Price a workload on a cluster. Raises a ZorseError with every problem."""
     # Here and not above: other commands start faster without these imports.
-    from zorse_megatron.planner.inputs import make_inputs
+    from zorse_megatron.planner.inputs import SearchSpace, make_inputs
 
     margin = checked_share(margin, "--margin")
     profile = joined([load_profile(path) for path in profiles]) if profiles else None
@@ -55,6 +56,7 @@ def priced(
         global_batch_size=global_batch_size,
         dtype=dtype,
         memory_margin=margin,
+        space=SearchSpace(gradient_wire=wire),
     )
     notes = list(inputs.notes)
     if workload.dtype is None:

@@ -16,7 +16,7 @@ from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.plan import ClusterFingerprint, ModelFingerprint
+from zorse_megatron.schema.plan import ClusterFingerprint, GradientWire, ModelFingerprint
 from zorse_megatron.schema.profile import Profile, Source
 from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.spec import TopologySpec
@@ -38,6 +38,8 @@ class SearchSpace:
     """None: whatever fits."""
     max_groups: int | None = None
     """None: as many as there are layers."""
+    gradient_wire: GradientWire | None = None
+    """In which type gradients may be sent where that is faster; None: as they are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ def make_inputs(
     problems = [
         *_number_problems(global_batch_size, memory_margin),
         *_space_problems(space),
+        *_wire_problems(space, dtype),
         *_kind_problems(cluster, compute),
     ]
     if problems:
@@ -175,6 +178,16 @@ def _space_problems(space: SearchSpace) -> Iterator[Problem]:
                 expected=f"some of {', '.join(values)}",
                 remedy="Correct it.",
             )
+
+
+def _wire_problems(space: SearchSpace, dtype: Dtype) -> Iterator[Problem]:
+    if space.gradient_wire == "fp16" and dtype != "float16":
+        yield Problem(
+            where="gradient wire",
+            found=f"fp16 for a job in {dtype}",
+            expected="fp16 only in a job in float16, whose loss scale notices an overflow",
+            remedy="Use bf16, whose range is that of float32.",
+        )
 
 
 def _kind_problems(cluster: Cluster, compute: ProfiledCompute) -> Iterator[Problem]:

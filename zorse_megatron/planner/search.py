@@ -22,6 +22,7 @@ from zorse_megatron.planner.outcome import (
 from zorse_megatron.planner.shortage import no_plan
 from zorse_megatron.planner.stock import stock_plans
 from zorse_megatron.planner.teams import Teams
+from zorse_megatron.planner.wire import with_narrow_wire
 from zorse_megatron.planner.words import in_words
 from zorse_megatron.planner.zorse import ZorseSearch
 from zorse_megatron.planner.zorse_paper import zorse_paper_plans
@@ -57,7 +58,7 @@ def find_plan(
     search = _searched(inputs, strategy, on_progress or (lambda progress: None))
     if not search.verdicts:
         raise no_plan(inputs) if strategy == "zorse" else _no_baseline(strategy)
-    best = search.verdicts[0]
+    best = with_narrow_wire(search.judge, search.verdicts[0])
     result = best.result or search.judge.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
@@ -147,6 +148,11 @@ def _rejected(inputs: Inputs, search: _Searched) -> Iterator[Rejected]:
 
 
 def _notes(inputs: Inputs, best: Verdict) -> Iterator[str]:
+    if any(group.gradient_wire for group in best.plan.groups):
+        yield (
+            "gradients of some groups are sent in 16 bits, which --wire allowed: sums differ from "
+            "fp32 ones by one rounding of each part"
+        )
     yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory are left free"
     if best.is_extrapolated:
         yield "the iteration was extrapolated from two shorter batches"
