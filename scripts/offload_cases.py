@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from zorse_megatron.costs.memory import TransformerMemory, precision_of
@@ -102,11 +101,7 @@ def chunk_parameters(layers: int, memory: TransformerMemory) -> list[int]:
 
 
 def predicted_bytes(case: Case, options: argparse.Namespace, work: Path) -> int:
-    """The simulator's peak or, if that is more, the step's: it streams state, two chunks at a time.
-
-    In the step all gradients are there and, of the chunk that is stepped and the next one, main
-    parameters, moments and parameters.
-    """
+    """The simulator's peak."""
     memory = memory_of(case.layers, options)
     (work / "cluster.yaml").write_text(f"nodes:\n  - {{name: here, gpus: {case.ranks} x A6000}}\n")
     inputs = make_inputs(
@@ -124,13 +119,7 @@ def predicted_bytes(case: Case, options: argparse.Namespace, work: Path) -> int:
         inputs.kinds,
         sequence_length=options.sequence,
     )
-    counts = chunk_parameters(case.layers, memory)
-    streamed = max(a + b for a, b in pairwise(counts))
-    step = memory.gradient_bytes(sum(counts))
-    step += memory.state_bytes(streamed) + memory.parameter_bytes(streamed)
-    # On the CPU the ledger looks between actions, and the step is one.
-    streams = case.offload is not None and not options.dry_run
-    return max(result.peak_memory_bytes[0], step if streams else 0)
+    return result.peak_memory_bytes[0]
 
 
 def flags_of(case: Case, options: argparse.Namespace, data: Sequence[object]) -> list[str]:

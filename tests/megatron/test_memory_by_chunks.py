@@ -2,18 +2,20 @@
 
 The closed form, to the byte. Layers here have only parameters whose sizes are multiples of 128
 elements, so that stock's padding adds nothing. When a sum of gradients arrives is up to the
-network; both extremes are forced here, and have a closed form each.
+network; both extremes are forced here, and have a closed form each. So has the step with state that
+waits in the host.
 """
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.megatron.comparison import chunked_plan, replica
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import breadth_first
+from tests.megatron.ministages import breadth_first, with_settings
 from tests.megatron.test_exactness import UNTIED, flags_for
 from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import Plan
@@ -103,3 +105,14 @@ def test_other_settings(setting: str, corpus: Path, tmp_path: Path) -> None:
     expected = 2 * sum(sizes) if setting == "resident" else closed_form(sizes, 0.5, late=True)
     for found in measured(plan_of(4, setting), corpus, tmp_path, sums="late"):
         assert found["parameters and gradients"] == expected
+
+
+@pytest.mark.parametrize("shares", [EVEN, ALL_ON_ONE])
+def test_two_chunks_of_the_state_in_the_host_are_here_in_a_step(
+    shares: tuple[float, float], corpus: Path, tmp_path: Path
+) -> None:
+    """The one that is stepped and the one that comes; both moments are float32."""
+    plan = with_settings(plan_of(4, shares=shares), optimizer_state=True, parameters=True)
+    pairs = max(one + other for one, other in pairwise(chunk_bytes(4)))
+    for found, share in zip(measured(plan, corpus, tmp_path, sums="late"), shares, strict=True):
+        assert found["optimizer state"] == 2 * share * pairs

@@ -59,6 +59,8 @@ PLANS = {
     "layered accumulation": LAYERED,
     "neighbouring chunks": NEIGHBOURS,
     "in the host": in_the_host(BOTH_ENDS),
+    "layered, in the host": in_the_host(LAYERED),
+    "1f1b, state in the host": with_settings(LAYOUTS["2|1|2"], optimizer_state=True),
 }
 
 

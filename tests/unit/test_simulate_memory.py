@@ -12,7 +12,7 @@ from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group, priced, run_case
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import ModelFingerprint, Offload, Recompute
+from zorse_megatron.schema.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.sizes import Sizes
 
@@ -162,8 +162,30 @@ def test_slow_copies_are_waited_for():
 def test_offloaded_state_passes_through_the_gpu_in_the_step():
     plan = one_group((1, 1), offload=Offload(optimizer_state=True))
     result = run(plan, comm=FakeComm(host_bytes_per_s=64.0))
-    assert result.memory[0].by_category[Category.OPTIMIZER_STATE].num_bytes == 0
+    state = result.memory[0].by_category[Category.OPTIMIZER_STATE]
+    assert (state.num_bytes, state.action) == (12 * 640, "STEP")
     assert result.iteration_s == 3 + 12 * 640 / 64
+    held = [s.by_category_bytes[Category.OPTIMIZER_STATE] for s in result.memory_over_time(0)]
+    assert held[0] == held[-1] == 0
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_two_chunks_of_what_is_in_the_host_are_on_the_gpu_in_a_step(parameters):
+    """Of the ones that have most: 3 and 2 of 8 layers. Each rank has its part of them."""
+    layers, weights = [(0, 2), (2, 3), (3, 6), (6, 8)], (1.0, 3.0, 0.0)
+    plan = dataclasses.replace(
+        one_group((1, 1), (1, 1), (1, 1), weights=weights, layers=8),
+        chunks=tuple(Chunk(group=0, layers=interval) for interval in layers),
+        schedule=Schedule(name="breadth_first"),
+    )
+    plan = with_groups(plan, offload=Offload(optimizer_state=True, parameters=parameters))
+    result = run(plan, memory=FakeMemory(layer_count=512))
+    for rank, weight in enumerate(weights):
+        owned = 512 * weight / sum(weights)
+        held = result.memory_over_time(rank)[-2 if weight else -1].by_category_bytes
+        assert held[Category.OPTIMIZER_STATE] == 12 * 5 * owned
+        assert held[Category.GRADIENTS] == 4 * 8 * owned
+        assert held[Category.PARAMETERS] == 2 * (5 if parameters else 8) * owned
 
 
 OPTIONS = {

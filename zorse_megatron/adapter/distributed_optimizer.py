@@ -5,7 +5,7 @@ is the only difference to stock's step; checkpoints are in `optimizer_checkpoint
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -67,9 +67,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     # Shards, wherever a chunk keeps them.
 
-    def keep_in_host(self, link: HostLink, *, optimizer_state: bool) -> None:
+    def keep_in_host(
+        self, link: HostLink, *, optimizer_state: bool, on_change: Callable[[], None]
+    ) -> None:
         """Step in the way of `host_state` from now on; the chunks' shards must exist."""
-        host_state = HostState(self, link, optimizer_state=optimizer_state)
+        host_state = HostState(self, link, optimizer_state=optimizer_state, on_change=on_change)
         self.host_state = host_state
         self.optimizer.step = host_state.step
 

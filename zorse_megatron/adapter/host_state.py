@@ -5,7 +5,7 @@ with the same result, and the state of two chunks at most is on the device: the 
 and the one that is fetched meanwhile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +21,21 @@ class HostState:
     Parameters that wait in the host are those that the list has offloaded when the step comes.
     """
 
-    def __init__(self, optimizer: Any, link: HostLink, *, optimizer_state: bool) -> None:
-        """`optimizer_state`: whether main parameters and moments wait in the host, too."""
+    def __init__(
+        self,
+        optimizer: Any,
+        link: HostLink,
+        *,
+        optimizer_state: bool,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`optimizer_state`: whether main parameters and moments wait in the host, too.
+
+        `on_change`: called within a step, whenever as much is on the device as there will be until
+        the next call.
+        """
         self.optimizer = optimizer
+        self.on_change = on_change
         self.inner = optimizer.optimizer
         self._step_all = self.inner.step
         self.link = link
@@ -44,9 +56,14 @@ class HostState:
         counts = [group.get("step") for group in self.inner.param_groups]
         away = [self._away(chunk) for chunk in self.chunks]
         for number, chunk in enumerate(self.chunks):
+            if number:
+                # Before the next one comes, so that no three are there. While it leaves, this one
+                # is still coming: both directions of the link stay in use.
+                _let_go(away[number - 1])
             for memories in away[number : number + 2]:
                 for memory in memories:
                     memory.start_back()
+            self.on_change()
             for memory in away[number]:
                 memory.wait_until_back()
             for group, count in zip(self.inner.param_groups, counts, strict=True):
@@ -56,8 +73,6 @@ class HostState:
                 self._step_all()
             self.optimizer.copy_main_to_model(chunk)
             self._send(chunk, away[number])
-            if number:
-                _let_go(away[number - 1])
         _let_go(away[-1])
 
     @contextmanager

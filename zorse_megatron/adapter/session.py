@@ -287,9 +287,13 @@ class PlanSession:
         for chunk in left_in_host(self.training.ranks[self.rank]):
             sharded[chunk].offload()
         if self.offload.parameters or self.offload.optimizer_state:
-            assert self.host_link is not None
+            assert self.host_link is not None and self.executor is not None
             for optimizer in self.optimizers:
-                optimizer.keep_in_host(self.host_link, optimizer_state=self.offload.optimizer_state)
+                optimizer.keep_in_host(
+                    self.host_link,
+                    optimizer_state=self.offload.optimizer_state,
+                    on_change=self.executor.sample_memory,
+                )
         if self.watches_memory and dist.get_backend() == "nccl":
             torch.cuda.reset_peak_memory_stats()  # all chunks have been whole until now
 

@@ -81,6 +81,7 @@ class Executor:
         self.trace = trace
         self.ledger = ledger
         self.step = -1
+        self.current: Action | None = None
         self.rest: list[Action] = []
         self.to_send: dict[tuple[Kind, int, int], torch.Tensor] = {}
         self.handed_over: dict[tuple[bool, int, int], torch.Tensor] = {}
@@ -106,6 +107,7 @@ class Executor:
     def _run(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
         remaining = self._count_sends(actions)
         for action in actions:
+            self.current = action
             with self.trace.record(self.step, action):
                 try:
                     self._execute(action, runner, remaining)
@@ -116,8 +118,15 @@ class Executor:
                 except HostMemoryFull as error:
                     assert self.ledger is not None
                     raise self.ledger.out_of_host_memory(error, action) from error
-            if self.ledger is not None and self.ledger.samples:
-                self.ledger.sample(self.step, action)
+            self.sample_memory()
+
+    def sample_memory(self) -> None:
+        """Let the ledger look, if there is one that does: behind each action, or within a long one.
+
+        Raises MemoryLimitError beyond the limit.
+        """
+        if self.ledger is not None and self.ledger.samples and self.current is not None:
+            self.ledger.sample(self.step, self.current)
 
     @staticmethod
     def _count_sends(actions: Sequence[Action]) -> dict[tuple[Kind, int, int], int]:

@@ -199,6 +199,9 @@ class _Ledger:
             self._for_a_while(position, Category.BUFFERS, sizes.exchange_bytes(self.rank, chunk))
         if action.kind is Kind.STEP:
             self._flush(position)
+            passing = self.residency.passing[position]
+            self._for_a_while(position, Category.PARAMETERS, passing.parameter_bytes)
+            self._for_a_while(position, Category.OPTIMIZER_STATE, passing.state_bytes)
             for released in sorted(self.residency.released):
                 shard = sizes.memory.gradient_bytes(sizes.shards[released][self.rank])
                 self._note(end_s, Category.GRADIENTS, -shard, position)

@@ -16,7 +16,8 @@ When bytes come and go is what `runtime.executor`, `runtime.activations` and
   in pieces is copied. A message is given back when the rank starts its first send after the message
   has arrived, as `Mailbox.start_send` does.
 - Activations that wait in the host are gone from the end of the copy out to the start of the copy
-  back. What OFFLOAD, FETCH, GATHER and RELEASE move: see `residency`.
+  back. What OFFLOAD, FETCH, GATHER and RELEASE move, and what passes through during STEP: see
+  `residency`.
 """
 
 from collections.abc import Mapping

@@ -9,11 +9,13 @@ the GPU, and copies them only if a STEP has changed them there since they were f
 are in the host while a STEP runs, it writes the new ones there.
 
 Optimizer state that is offloaded by the plan's setting stays in the host all the time, and passes
-through the GPU piece by piece during STEP.
+through the GPU during STEP, as do parameters that are in the host then: two chunks at a time, as
+`adapter.host_state` has them, one that is stepped and one that is on its way.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
 from zorse_megatron.simulate.errors import SimulationError
@@ -29,6 +31,19 @@ class Move:
 
     num_bytes: int
     copied_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """What is on the GPU while a STEP runs, beside what is there all the time."""
+
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Both."""
+        return self.parameter_bytes + self.state_bytes
 
 
 @dataclass(kw_only=True)
@@ -59,6 +74,8 @@ class Residency:
         self.sizes = sizes
         self.streamed_bytes = 0
         """What STEP copies to the host: state that lives there, and parameters that are there."""
+        self.passing: dict[int, Passing] = {}
+        """Position of a STEP -> what passes through the GPU meanwhile, at most."""
         self.moves: dict[int, Move] = {}
         """Position in the list -> what the action moves."""
         self.released: set[int] = set()
@@ -71,9 +88,8 @@ class Residency:
         self._chunks = {chunk: self._first(chunk, last) for chunk in sizes.chunks(rank)}
         self.start_parameter_bytes = sum(state.on_gpu_bytes for state in self._chunks.values())
         self.start_state_bytes = self._state_bytes()
-        if last:  # lists of evaluation steps may have none
-            for position, action in enumerate(actions):
-                self._follow(position, action)
+        for position, action in enumerate(actions):
+            self._follow(position, action)
 
     def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkState:
         memory = self.sizes.memory
@@ -86,19 +102,24 @@ class Residency:
 
     def _state_bytes(self) -> int:
         """Optimizer state on the GPU; what is in the host instead is streamed."""
-        total = sum(
-            self.sizes.memory.state_bytes(self.sizes.shards[chunk][self.rank])
-            for chunk in self._chunks
-        )
-        offload = self.sizes.group(self.rank).offload
-        if offload is not None and offload.optimizer_state:
+        total = sum(map(self._state_of, self._chunks))
+        if self._is_state_in_host:
             self.streamed_bytes += total
             return 0
         return total
 
+    def _state_of(self, chunk: int) -> int:
+        """A chunk's optimizer state, wherever it is."""
+        return self.sizes.memory.state_bytes(self.sizes.shards[chunk][self.rank])
+
+    @property
+    def _is_state_in_host(self) -> bool:
+        offload = self.sizes.group(self.rank).offload
+        return offload is not None and offload.optimizer_state
+
     def _follow(self, position: int, action: Action) -> None:
         if action.kind is Kind.STEP:
-            self._step()
+            self._step(position)
         if action.chunk is None:
             return
         state = self._chunks.get(action.chunk)
@@ -111,12 +132,27 @@ class Residency:
         elif action.kind in _PLACES:
             self._change_place(position, action, state)
 
-    def _step(self) -> None:
-        for state in self._chunks.values():
+    def _step(self, position: int) -> None:
+        passing = []
+        for chunk, state in self._chunks.items():
             if state.in_host:
                 self.streamed_bytes += state.shard_bytes
             else:
                 state.is_changed = True
+            passing.append(
+                Passing(
+                    parameter_bytes=state.shard_bytes if state.in_host else 0,
+                    state_bytes=self._state_of(chunk) if self._is_state_in_host else 0,
+                )
+            )
+        both = [
+            Passing(
+                parameter_bytes=one.parameter_bytes + other.parameter_bytes,
+                state_bytes=one.state_bytes + other.state_bytes,
+            )
+            for one, other in pairwise(passing)
+        ]
+        self.passing[position] = max(both or passing, key=lambda held: held.num_bytes)
 
     def _change_form(self, position: int, action: Action, state: _ChunkState) -> None:
         if state.in_host:

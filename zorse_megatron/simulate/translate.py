@@ -165,16 +165,18 @@ class _RankTranslator:
     def _copy(self, position: int, action: Action) -> int:
         out = action.kind is Kind.OFFLOAD
         first = (Kind.GATHER, Kind.FETCH) if out else (Kind.OFFLOAD,)
+        move = self.residency.moves[position]
         stream = self.to_host if out else self.from_host
+        if out and not move.copied_bytes:  # only the memory goes: it does not queue behind copies
+            stream = NOTHING
         own = live([stream, *(self.copies.get((kind, action.chunk)) for kind in first)])
         self.track.own[position] = own
-        move = self.residency.moves[position]
         seconds_s = self.prices.copy_s(self.rank, move.copied_bytes)
         task = self.graph.add((self.rank, position), Role.COPY, seconds_s, self.main, *own)
-        if out:
-            self.to_host = task
-        else:
+        if not out:
             self.from_host = task
+        elif move.copied_bytes:
+            self.to_host = task
         self.copies[action.kind, action.chunk] = task
         if not out:
             self.pending[action.kind, action.chunk] = task
