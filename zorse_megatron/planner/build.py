@@ -113,8 +113,8 @@ class Builder:
         rooms = []
         for replica in group.replicas:
             size, count = replica.micro_batch_size, replica.num_microbatches
-            local = self.stages.local_bytes(job, settings, size, count)
-            rooms.append(capacity[replica.ranks[0]] - local)
+            one = capacity[replica.ranks[0]]
+            rooms.append(self.stages.room_bytes(job, settings, size, count, one))
         return rooms
 
     def _weights(self, job: Job, settings: Settings, group: Group) -> tuple[float, ...] | None:

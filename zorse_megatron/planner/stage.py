@@ -4,6 +4,8 @@ Memory follows `simulate.ledger`: whole parameters and gradients (1f1b) or shard
 use (breadth_first), what is kept of every micro-batch in flight, logits, buffers; optimizer state
 (and shards) go wherever there is room in the team. If that does not fit, layers are recomputed, as
 few as possible; if that is not enough, optimizer state and then activations wait in the host.
+Of state in the host two chunks are on the GPU during the step, when activations are not: what has
+to fit then is looked at apart.
 """
 
 import math
@@ -309,12 +311,36 @@ class Stages:
         return total
 
     def shared_bytes(self, job: Job, settings: Settings) -> int:
-        """What is spread over the team by shard weights."""
+        """What is spread over the team by shard weights, when it is most: during the step."""
+        total = self._shared_in_passes(job, settings)
+        if settings.offload_state:
+            total += self.inputs.memory.state_bytes(self._two_chunks(job))
+        return total
+
+    def _shared_in_passes(self, job: Job, settings: Settings) -> int:
         memory, parameters = self.inputs.memory, self.parameters(job.num_layers, job.place)
         total = 0 if settings.offload_state else memory.state_bytes(parameters)
         if job.place.schedule == "breadth_first":
             total += memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
         return total
+
+    def room_bytes(
+        self, job: Job, settings: Settings, size: int, count: float, capacity_bytes: int
+    ) -> float:
+        """What a GPU has free for its part of `shared_bytes`; `size`, `count`: its micro-batches.
+
+        Where less than that is shared during the passes, the room that there is then counts as
+        much more.
+        """
+        in_passes = capacity_bytes - self.local_bytes(job, settings, size, count)
+        if not settings.offload_state or in_passes < 0:
+            return in_passes
+        resident = 0 if job.place.schedule == "breadth_first" else self._whole_bytes(job)
+        in_step = capacity_bytes - resident - job.reserve_bytes
+        shared = self._shared_in_passes(job, settings)
+        if not shared:
+            return in_step
+        return min(in_step, in_passes * self.shared_bytes(job, settings) / shared)
 
     def local_bytes(self, job: Job, settings: Settings, size: int, count: float) -> float:
         """What a replica has beside its share, if it runs `count` micro-batches of a size."""
@@ -352,13 +378,15 @@ class Stages:
         parameters = self.parameters(job.num_layers, job.place)
         if job.place.schedule != "breadth_first":
             return memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
+        # Two chunks at most: one in use, one being gathered or reduced.
+        both = self._two_chunks(job)
+        return memory.parameter_bytes(both) + memory.gradient_bytes(both)
+
+    def _two_chunks(self, job: Job) -> int:
+        """Parameters of the two largest chunks; of the only one where there is one."""
         layers = -(-job.num_layers // job.num_chunks)
         ends = self.parameters(0, job.place)
-        largest = layers * self.layer_parameters + (ends if job.num_chunks == 1 else 0)
-        other = layers * self.layer_parameters + ends if job.num_chunks > 1 else 0
-        # Two chunks at most: one in use, one being gathered or reduced.
-        both = largest + other
-        return memory.parameter_bytes(both) + memory.gradient_bytes(both)
+        return min(job.num_chunks, 2) * layers * self.layer_parameters + ends
 
     def limit(self, place: Place, count: float) -> float:
         """Micro-batches in flight, once for each chunk, as the schedules share out the window."""
@@ -372,8 +400,8 @@ class Stages:
         room, least = 0.0, math.inf
         for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True):
             # Whole micro-batches: some replicas run one more than others.
-            local = self.local_bytes(job, settings, size, math.ceil(count - 1e-9))
-            one = cell.capacity_bytes - local
+            whole = math.ceil(count - 1e-9)
+            one = self.room_bytes(job, settings, size, whole, cell.capacity_bytes)
             least = min(least, one)
             room += len(cell.ranks) * one
         return least if least < 0 else room - self.shared_bytes(job, settings)

@@ -1,0 +1,52 @@
+"""State in the host is on the GPU in the step: what fits in closed form fits in the simulator."""
+
+import dataclasses
+
+import pytest
+
+from tests.unit.planner_cases import random_case, simulated
+from zorse_megatron.planner.build import Builder
+from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
+from zorse_megatron.planner.inputs import Inputs, SearchSpace
+from zorse_megatron.planner.teams import Teams
+from zorse_megatron.schema.plan import Offload
+
+# Shards of each of the two chunks are cut at multiples of 64 elements, of 12 bytes of state each.
+GRAIN_BYTES = 64 * 12
+
+
+def least_that_fits(seed: int, schedule: str, num_chunks: int) -> tuple[Inputs, Estimate]:
+    """One group on GPUs of two sizes, with little more memory than the closed form asks for."""
+    case = random_case(seed)
+    whole_bytes = 18 * (case.num_layers * 640 + 600)
+    space = SearchSpace(schedules=(schedule,), recompute=("none",), max_micro_batch_size=4)
+    for tenths in range(2, 60):
+        one = tenths * whole_bytes // (10 * case.world_size)
+        capacities = tuple(one + rank % 2 * 3 * one // 10 for rank in range(case.world_size))
+        inputs = dataclasses.replace(case, capacities_bytes=capacities, space=space)
+        outline = Outline(
+            teams=(Teams(inputs).of(tuple(range(inputs.world_size))),),
+            levels=(2,),
+            schedule=schedule,
+            num_chunks=num_chunks,
+        )
+        found = Estimator(inputs).best(outline)
+        if found:
+            return inputs, found[0]
+    raise AssertionError("nothing fits")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks"),
+    [("1f1b", 1), ("interleaved", 2), ("breadth_first", 1), ("breadth_first", 3)],
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks):
+    inputs, estimate = least_that_fits(seed, schedule, num_chunks)
+    plan = Builder(inputs, Estimator(inputs).stages).plan(estimate)
+    assert plan is not None
+    (group,) = plan.groups
+    assert group.offload == Offload(optimizer_state=True)
+    result = simulated(inputs, plan)
+    for peak, capacity in zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True):
+        assert peak <= capacity + min(num_chunks, 2) * GRAIN_BYTES
