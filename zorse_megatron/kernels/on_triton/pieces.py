@@ -1,0 +1,110 @@
+"""`kernels.pack` and `kernels.unpack` in Triton."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from zorse_megatron.kernels.on_triton.blocks import BLOCK, NUM_WARPS, rounded_to
+from zorse_megatron.schedules.shards import Interval
+
+ALIGN = tl.constexpr(8)
+"""Elements: 16 bytes of 16-bit numbers, the widest access there is."""
+
+
+@triton.jit
+def copy_pieces_kernel(
+    target,
+    source,
+    blocks,
+    TARGET_COLUMN: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`blocks`: int64 [blocks, 3]: where each is in the packed buffer, in the whole, its size."""
+    row = blocks + tl.program_id(0).to(tl.int64) * 3
+    target_start = tl.load(row + TARGET_COLUMN)
+    source_start = tl.load(row + 1 - TARGET_COLUMN)
+    size = tl.load(row + 2)
+    if IS_ALIGNED:  # the compiler cannot know; without it each element is an access of its own
+        target_start = tl.multiple_of(target_start, ALIGN)
+        source_start = tl.multiple_of(source_start, ALIGN)
+        size = tl.multiple_of(size, ALIGN)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < size
+    values = tl.load(source + source_start + lane, mask=inside, other=0.0)
+    if source.dtype.element_ty != target.dtype.element_ty:
+        values = rounded_to(values.to(tl.float32), target.dtype.element_ty)
+    tl.store(target + target_start + lane, values, mask=inside)
+
+
+def pack(packed: torch.Tensor, whole: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
+    """As `pack_torch`."""
+    _copy(packed, whole, pieces, target_column=0)
+
+
+def unpack(whole: torch.Tensor, packed: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
+    """As `unpack_torch`."""
+    _copy(whole, packed, pieces, target_column=1)
+
+
+def _copy(
+    target: torch.Tensor, source: torch.Tensor, pieces: tuple[Interval, ...], *, target_column: int
+) -> None:
+    with torch.cuda.device_of(target):
+        for blocks, is_aligned in block_tables(pieces, target.device):
+            copy_pieces_kernel[(len(blocks),)](
+                target,
+                source,
+                blocks,
+                TARGET_COLUMN=target_column,
+                IS_ALIGNED=is_aligned,
+                ALIGN=ALIGN,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
+
+
+@lru_cache(maxsize=256)
+def block_tables(
+    pieces: tuple[Interval, ...], device: torch.device
+) -> tuple[tuple[torch.Tensor, bool], ...]:
+    """Cut the pieces into blocks; one table of those that are aligned in both buffers, one of the
+    rest (ends of pieces, and pieces that are shifted by an odd number of elements).
+
+    Kept, because they are the same in every step; 24 bytes per block of 2048 elements.
+    """
+    tables = []
+    for wanted in (True, False):
+        runs = [run for run, is_aligned in _runs(pieces) if is_aligned is wanted]
+        if runs:
+            rows = torch.cat([_blocks_of(*run) for run in runs])
+            tables.append((rows.to(device), wanted))
+    return tuple(tables)
+
+
+def _runs(pieces: tuple[Interval, ...]) -> Iterator[tuple[tuple[int, int, int], bool]]:
+    """Runs (packed start, whole start, size) that make up the pieces, and whether aligned."""
+    align = ALIGN.value
+    packed = 0
+    for start, stop in pieces:
+        size = stop - start
+        head = min(-start % align, size) if (start - packed) % align == 0 else size
+        body = (size - head) // align * align
+        for at, length, is_aligned in (
+            (0, head, False),
+            (head, body, True),
+            (head + body, size - head - body, False),
+        ):
+            if length:
+                yield (packed + at, start + at, length), is_aligned
+        packed += size
+
+
+def _blocks_of(packed_start: int, whole_start: int, size: int) -> torch.Tensor:
+    """Blocks of a run: int64 [blocks, 3]."""
+    at = torch.arange(0, size, BLOCK.value, dtype=torch.int64)
+    return torch.stack([packed_start + at, whole_start + at, (size - at).clamp(max=BLOCK.value)], 1)
