@@ -129,6 +129,7 @@ BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--use-distributed-optimizer", "--save", "checkpoints"),
         ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
     ),
+    "evaluation alone": (("--skip-train",), ("--skip-train", "without --zorse-plan")),
     "unknown flag of ours": (("--zorse-plam", "x"), ("--zorse-plam", "--zorse-plan")),
 }
 
@@ -137,6 +138,12 @@ BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_flags_that_do_not_fit(case: str, tmp_path: Path) -> None:
     flags, facts = BAD_FLAGS[case]
     assert_refused(run_plan(json.dumps(good_plan()), tmp_path, *flags), *facts)
+
+
+def test_hashes_of_parameters_that_are_not_whole(tmp_path: Path) -> None:
+    text = edit(lambda plan: plan.update(schedule={"name": "breadth_first"}))
+    flag = "--check-weight-hash-across-dp-replicas-interval"
+    assert_refused(run_plan(text, tmp_path, flag, "2"), flag, "found 2", "resident")
 
 
 def test_model_that_differs_in_what_megatron_derives(tmp_path: Path) -> None:

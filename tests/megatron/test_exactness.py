@@ -6,6 +6,7 @@ steps in fp32.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -143,14 +144,15 @@ def test_initial_weights_do_not_depend_on_the_plan(layout: str, corpus: Path) ->
 
 def test_evaluation_follows_stock(corpus: Path) -> None:
     flags = flags_for(corpus, *MASKED, "--eval-interval", "2", "--eval-iters", "3", steps=4)
-    expected = _evaluations(stock_run(flags))
+    expected = evaluations(stock_run(flags).outputs)
     assert len(expected) == 4, "two during training, one each on the validation and test sets"
     run = plan_run(LAYOUTS["2|1|2"], flags)
-    assert _evaluations(run) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
+    assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
 
 
-def _evaluations(run: Recorded) -> list[float]:
-    return [float(v) for v in re.findall(r"lm loss value: (\S+)", run.outputs[-1])]
+def evaluations(outputs: Sequence[str]) -> list[float]:
+    """The losses of all evaluations, as the job's last rank prints them."""
+    return [float(v) for v in re.findall(r"lm loss value: (\S+)", outputs[-1])]
 
 
 def test_two_runs_of_a_plan_are_equal_bit_for_bit(corpus: Path) -> None:

@@ -33,10 +33,12 @@ from tests.megatron.ministages import (
 )
 from tests.megatron.test_exactness import (
     MASKED,
+    MAX_LOSS_DIFFERENCE,
     NO_CLIP,
     UNTIED,
     assert_equal_runs,
     assert_tied_copies_are_equal,
+    evaluations,
     flags_for,
 )
 from tests.strategies import lowerable_plans
@@ -68,6 +70,17 @@ def test_follows_stock(name: str, tied: bool, corpus: Path) -> None:
     assert_equal_runs(run, stock_run(flags))
     if tied:
         assert_tied_copies_are_equal(run)
+
+
+def test_evaluates_between_steps(corpus: Path) -> None:
+    """All in the host, where an evaluation finds it and leaves it."""
+    often = ("--eval-interval", "2", "--eval-iters", "3")
+    flags = flags_for(corpus, *UNTIED, *MASKED, *often, steps=4)
+    run, stock = plan_run(in_the_host(BOTH_ENDS), flags), stock_run(flags)
+    assert_equal_runs(run, stock)
+    expected = evaluations(stock.outputs)
+    assert len(expected) == 4
+    assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
 
 
 MOVES = {

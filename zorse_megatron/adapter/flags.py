@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.plan import Plan
 
 
@@ -92,6 +93,7 @@ REFUSALS = (
     _off("dataloader_inter_document_masking", _NOT_YET),
     _off("full_validation", _NOT_YET),
     _off("multiple_validation_sets", _NOT_YET),
+    _off("skip_train", _NOT_YET),
     Refusal(
         name="cuda_graph_impl",
         allowed=lambda value: value in (None, "none"),
@@ -141,6 +143,7 @@ def problems_of(args: Namespace, plan: Plan, *, world_size: int) -> list[Problem
     problems += _stage_problems(args, plan)
     problems += _checkpoint_problems(args)
     problems += _mask_problems(args, plan)
+    problems += _hash_problems(args, plan)
     problems += _recompute_problems(args, plan)
     problems += _wire_problems(args, plan)
     problems += _layout_problems(args, plan)
@@ -188,6 +191,22 @@ def _mask_problems(args: Namespace, plan: Plan) -> list[Problem]:
             expected="at most two chunks with it",
             remedy="Layers of the middle chunks would attend across documents; remove the flag, or "
             "use a plan of one or two groups.",
+        )
+    ]
+
+
+def _hash_problems(args: Namespace, plan: Plan) -> list[Problem]:
+    """Stock hashes whole parameters between iterations, when sharded chunks have none."""
+    interval = args.check_weight_hash_across_dp_replicas_interval
+    if interval is None or parameters_setting(plan) == RESIDENT:
+        return []
+    return [
+        Problem(
+            where="--check-weight-hash-across-dp-replicas-interval",
+            found=f"{interval}, while ranks keep shards of the parameters between iterations",
+            expected="no such flag, or a plan that keeps parameters resident",
+            remedy="Remove the flag: each element has one owner, and the others' copies are "
+            "gathered from it in every iteration.",
         )
     ]
 
