@@ -10,6 +10,7 @@ from tests.unit.planner_cases import random_case
 from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.line_prices import LinePrices, best_sizes
+from zorse_megatron.planner.line_tails import LineTails
 from zorse_megatron.planner.lines import _covers, _least_passage, best_cuts, lines
 from zorse_megatron.planner.teams import Teams
 
@@ -17,12 +18,12 @@ from zorse_megatron.planner.teams import Teams
 def prices_of(inputs: Inputs, *, level: int = 2, nested: bool = False) -> LinePrices:
     """Of the first line of a cluster."""
     estimator = Estimator(inputs)
+    line = lines(inputs)[0]
     return LinePrices(
         inputs,
         estimator.stages,
-        estimator.networks,
         Teams(inputs),
-        lines(inputs)[0],
+        LineTails(inputs, estimator.stages, estimator.networks, line),
         sizes=best_sizes(inputs, estimator.stages, level),
         nested=nested,
     )
@@ -77,7 +78,7 @@ def test_of_a_ceiling_the_least_passage_is_found(seed, slack):
     def value_s(cut):
         passed_s = 0.0
         for start, stop, held in cut:
-            tail_s = prices._tails_s[start, stop] * held
+            tail_s = prices.tails.per_layer_s[start, stop] * held
             exposed_s = max(0.0, tail_s - 2 / 3 * passed_s)
             passed_s += prices.passage_s[start, stop, held] + exposed_s
         return passed_s

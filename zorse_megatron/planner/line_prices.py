@@ -13,12 +13,9 @@ from functools import cached_property
 import numpy as np
 
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.planner.network import Networks
+from zorse_megatron.planner.line_tails import Floats, LineTails
 from zorse_megatron.planner.stage import BUFFERS, Stages
 from zorse_megatron.planner.teams import Teams
-
-Floats = np.ndarray
-
 
 Class = tuple[str, int]
 """GPUs of one kind with as much memory to fill: (kind, bytes)."""
@@ -48,9 +45,8 @@ class LinePrices:
         self,
         inputs: Inputs,
         stages: Stages,
-        networks: Networks,
         teams: Teams,
-        units: Sequence[tuple[int, ...]],
+        tails: LineTails,
         *,
         sizes: Mapping[Class, int],
         nested: bool,
@@ -61,16 +57,16 @@ class LinePrices:
         """
         self.inputs = inputs
         self.stages = stages
-        self.networks = networks
         self.teams = teams
-        self.units = tuple(units)
+        self.tails = tails
+        self.units = tails.units
         self.nested = nested
-        self.num_units = len(units)
+        self.num_units = len(self.units)
         self.num_layers = inputs.num_layers
         self.classes = classes_of(inputs)
         self.sizes = np.array([sizes[each] for each in self.classes], dtype=float)
         counts = np.zeros((len(self.classes), self.num_units + 1))
-        for number, unit in enumerate(units):
+        for number, unit in enumerate(self.units):
             counts[self.classes.index(self._class(unit[0])), number + 1] = len(unit)
         ahead = counts.cumsum(axis=1)
         self.counts = ahead[:, None, :] - ahead[:, :, None]
@@ -115,7 +111,7 @@ class LinePrices:
         self.busy_s = busy_s
         passage_s = layers[0] * np.where(np.isfinite(slowest), slowest, 0.0)
         passage_s += 2 * self._hops_s()[:, None, None]
-        self.busy_s[self._tails_s == np.inf] = np.inf
+        self.busy_s[np.isinf(self.tails.per_layer_s)] = np.inf
         if self.nested:
             self.busy_s[~self._is_nested()] = np.inf
         self.passage_s = np.where(np.isfinite(self.busy_s), passage_s, np.inf)
@@ -237,43 +233,6 @@ class LinePrices:
             ends = self.units[start - 1][-1], self.units[start][0]
             result[start] = self.inputs.comm.transfer_s(*ends, size * self.stages.boundary)
         return result
-
-    @cached_property
-    def _tails_s(self) -> Floats:
-        """Last reduction and gather of a piece for each layer, [start, stop].
-
-        Infinite across regions: no group is worth sums over a link between those.
-        """
-        spec = self.inputs.spec
-        nodes = [spec.node_of(unit[0]) for unit in self.units]
-        regions = [spec.nodes[node].region for node in nodes]
-        result = np.full((self.num_units + 1, self.num_units + 1), np.inf)
-        for start in range(self.num_units):
-            for stop in range(start + 1, self.num_units + 1):
-                if regions[stop - 1] != regions[start]:
-                    break
-                result[start, stop] = self._tail_s(start, stop)
-        return result
-
-    def _tail_s(self, start: int, stop: int) -> float:
-        memory, parameters = self.inputs.memory, self.stages.layer_parameters
-        num_bytes = memory.gradient_bytes(parameters) + memory.parameter_bytes(parameters)
-        ranks = tuple(sorted(rank for unit in self.units[start:stop] for rank in unit))
-        return self.networks.like_gather_s(ranks, num_bytes)
-
-    def exposed_s(self, stop: int, held: np.ndarray, before_s: Floats) -> Floats:
-        """What is left of the tails of pieces that end at `stop` when those before have drained.
-
-        `held`: layers of the pieces by start. `before_s`: [start, layers] passages before them,
-        of which backwards are two thirds.
-        """
-        tails_s = np.where(held > 0, self._tails_s[: len(held), stop], 0.0) * held
-        return np.maximum(0.0, tails_s[:, None] - 2 / 3 * before_s)
-
-    @cached_property
-    def floor_s(self) -> float:
-        """No cut is less busy."""
-        return 0.0
 
     @cached_property
     def highest_s(self) -> float:

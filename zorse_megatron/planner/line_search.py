@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.planner.estimate import Estimator, Outline
 from zorse_megatron.planner.line_prices import Class, LinePrices, best_sizes
+from zorse_megatron.planner.line_tails import LineTails
 from zorse_megatron.planner.lines import Cut, Line, best_cuts, lines
 from zorse_megatron.planner.teams import Teams
 
@@ -40,6 +41,7 @@ class LineSearch:
         most = self.inputs.space.max_micro_batch_size or self.inputs.global_batch_size
         self.most_size = min(most, self.inputs.global_batch_size)
         self.found: list[_Found] = []
+        self._tails: dict[Line, LineTails] = {}
 
     def outlines(self) -> Iterator[Outline]:
         """Outlines of the cuts, best first; the same for the same inputs."""
@@ -63,9 +65,8 @@ class LineSearch:
         prices = LinePrices(
             self.inputs,
             self.estimator.stages,
-            self.estimator.networks,
             self.teams,
-            line,
+            self._tails_of(line),
             sizes=sizes,
             nested=self.nested,
         )
@@ -73,6 +74,12 @@ class LineSearch:
         new = [_Found(line=line, sizes=sizes, cut=cut) for cut in cuts]
         self.found += new
         return new[0] if new else None
+
+    def _tails_of(self, line: Line) -> LineTails:
+        if line not in self._tails:
+            networks = self.estimator.networks
+            self._tails[line] = LineTails(self.inputs, self.estimator.stages, networks, line)
+        return self._tails[line]
 
     def _descend(self, start: _Found) -> None:
         """Change the size of one class at a time, as long as that helps."""

@@ -97,7 +97,7 @@ def _cut_evenly(cell: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
 
 def best_cuts(prices: LinePrices, *, most_groups: int) -> list[Cut]:
     """The best cut for each of some ceilings, best first; empty where nothing fits."""
-    low, high = prices.floor_s, prices.highest_s
+    low, high = 0.0, prices.highest_s
     if not np.isfinite(high) or not _covers(prices, high):
         return []
     for _ in range(_BISECTIONS):
@@ -144,7 +144,7 @@ def _least_passage(prices: LinePrices, ceiling_s: float) -> Cut | None:
             possible = (held > 0)[:, None] & (before >= 0)
             passages = prices.passage_s[starts, stop, held][:, None]
             sums_before = sums[starts[:, None], np.maximum(before, 0)]
-            exposed = prices.exposed_s(stop, held, sums_before)
+            exposed = prices.tails.exposed_s(stop, held, sums_before)
             reached = np.where(possible, sums_before + passages + exposed, np.inf)
             best = np.argmin(reached, axis=0)
             value = reached[best, layers]

@@ -110,8 +110,8 @@ class Networks:
         )
         if key not in self._like:
             shares = (num_bytes // len(ranks),) * len(ranks)
-            alone = len(ranks) == 1
-            self._like[key] = 0.0 if alone else self.inputs.comm.all_gather_s(ranks, shares)
+            alone, ascending = len(ranks) == 1, tuple(sorted(ranks))
+            self._like[key] = 0.0 if alone else self.inputs.comm.all_gather_s(ascending, shares)
         return self._like[key]
 
     def crowding(self, teams: Sequence[Team]) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ Ranks are dealt out in the order of the nodes: the first node has ranks 0 to num
 """
 
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -148,10 +147,15 @@ class TopologySpec:
         return (0, *accumulate(node.num_gpus for node in self.nodes))
 
     def node_of(self, rank: int) -> int:
-        """Number of the node that a rank is on. O(log nodes)."""
-        if not 0 <= rank < self.num_gpus:
+        """Number of the node that a rank is on."""
+        if not 0 <= rank < len(self._node_of):
             raise ValueError(f"found rank {rank}; expected one of 0 to {self.num_gpus - 1}")
-        return bisect_right(self.first_ranks, rank) - 1
+        return self._node_of[rank]
+
+    @cached_property
+    def _node_of(self) -> tuple[int, ...]:
+        """Asked for all the time: a table."""
+        return tuple(at for at, node in enumerate(self.nodes) for _ in range(node.num_gpus))
 
     def ranks_of(self, node: int) -> range:
         """The ranks of a node."""
