@@ -42,7 +42,7 @@ def text_of(document):
 
 def commands_in(document):
     """Lines of fenced blocks that begin like a command; blocks may be indented in a list."""
-    starts = ("make ", "zorse ", "torchrun ", "python ", "pip ", "git ")
+    starts = ("make ", "zorse ", "srun ", "torchrun ", "python ", "pip ", "git ")
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", text_of(document), re.DOTALL | re.MULTILINE)
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.startswith(starts)]
@@ -85,7 +85,11 @@ def help_of(*command):
 def our_flags():
     """Every flag of our own commands."""
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
-    commands = [name.replace("_", "-") for name in names] + ["profile import", "profile show"]
+    commands = [name.replace("_", "-") for name in names] + [
+        "profile import",
+        "profile measure",
+        "profile show",
+    ]
     helps = [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
     helps += [help_of(sys.executable, str(path)) for path in sorted(ROOT.glob("scripts/*.py"))]
     helps.append(help_of(sys.executable, "-m", "zorse_megatron.demo"))
@@ -151,11 +155,12 @@ def test_commands_can_be_run(document, line):
             targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert set(words) <= set(targets)
         case "zorse":
-            command = words[: 2 if words[0] == "profile" else 1]
-            shown = CliRunner().invoke(app, [*command, "--help"])
-            assert shown.exit_code == 0
-            ours = words[: words.index("--")] if "--" in words else words
-            assert all(word in shown.stdout for word in ours if word.startswith("--"))
+            check_our_command(words)
+        case "srun":
+            assert words[0] == "zorse"
+            check_our_command(words[1:])
+        case "torchrun" if "zorse_megatron" in words:
+            check_our_command(words[words.index("zorse_megatron") + 1 :])
         case "torchrun":
             check_training_command(words)
         case "python":
@@ -165,6 +170,14 @@ def test_commands_can_be_run(document, line):
             assert (ROOT / words[1].removeprefix(ELSEWHERE)).is_file()
         case _:
             assert words[0] == "install"
+
+
+def check_our_command(words):
+    command = words[: 2 if words[0] == "profile" else 1]
+    shown = CliRunner().invoke(app, [*command, "--help"])
+    assert shown.exit_code == 0
+    ours = words[: words.index("--")] if "--" in words else words
+    assert all(word in shown.stdout for word in ours if word.startswith("--"))
 
 
 def check_training_command(words):

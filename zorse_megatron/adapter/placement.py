@@ -9,12 +9,9 @@ import torch.distributed as dist
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.errors import PlanError
 from zorse_megatron.log import say
-from zorse_megatron.schema.device_names import kind_of_device
+from zorse_megatron.schema.device_names import GPU_KIND, kind_of_device
 from zorse_megatron.schema.placement import Found, placement_problems, unchecked_kinds
 from zorse_megatron.schema.presets import canonical_kind
-
-GPU_KIND = "ZORSE_GPU_KIND"
-"""Environment variable: the kind that a rank stands for, to try the check out on CPUs."""
 
 
 def check_placement(run: PlanRun) -> None:

@@ -13,6 +13,7 @@ from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.check import check
 from zorse_megatron.cli.compare import compare
 from zorse_megatron.cli.compare_plans import compare_plans
+from zorse_megatron.cli.discover import discover
 from zorse_megatron.cli.emulate import emulate
 from zorse_megatron.cli.explain import explain
 from zorse_megatron.cli.launch import launch
@@ -23,6 +24,7 @@ from zorse_megatron.cli.simulate import simulate
 
 # What goes wrong on our side is reported with a plain traceback, without everybody's variables.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(discover)
 app.command(cls=TakesTrainingFlags)(plan)
 app.command(cls=TakesTrainingFlags)(explain)
 app.command(cls=TakesTrainingFlags)(simulate)

@@ -1,4 +1,4 @@
-"""`zorse profile`: make a profile from tables of measurements, and say what one contains."""
+"""`zorse profile`: measure, make a profile from tables, and say what one contains."""
 
 import dataclasses
 from collections import defaultdict
@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.console import print_plain, reported_errors
+from zorse_megatron.cli.profile_measure import measure_profile
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.json_text import layout
@@ -21,8 +23,9 @@ from zorse_megatron.schema.profile_load import PROFILE_FILE, load_profile, save_
 from zorse_megatron.schema.strict import read_file
 
 profile = typer.Typer(
-    no_args_is_help=True, help="Measured times and memory: import tables, show a profile."
+    no_args_is_help=True, help="Times and memory: measure, import tables, show a profile."
 )
+profile.command("measure", cls=TakesTrainingFlags)(measure_profile)
 # Below this a correction is the rounding of a fall between two points.
 _SMALL_CHANGE = 0.005
 

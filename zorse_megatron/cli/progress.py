@@ -1,20 +1,37 @@
-"""A progress bar on stderr for long searches; none where nobody would see it."""
+"""A progress bar on stderr for what takes long; none where nobody would see it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from zorse_megatron.planner.outcome import Progress
 
-OnProgress = Callable[["Progress"], None]
+class Progress(Protocol):
+    """How far something is: a search, or a measurement."""
+
+    @property
+    def phase(self) -> str:
+        """What is done now."""
+        ...
+
+    @property
+    def done(self) -> int:
+        """How many are done."""
+        ...
+
+    @property
+    def total(self) -> int | None:
+        """Of so many; 0 or None where nobody knows."""
+        ...
+
+
+OnProgress = Callable[[Progress], None]
 
 
 @contextmanager
 def progress_bar(*, wanted: bool, title: str = "") -> Iterator[OnProgress | None]:
-    """Show how far a search is, while it runs; nothing where stderr is not a terminal."""
+    """Show how far it is, while the block runs; nothing where stderr is not a terminal."""
     console = Console(stderr=True)
     if not (wanted and console.is_terminal):
         yield None
@@ -26,7 +43,7 @@ def progress_bar(*, wanted: bool, title: str = "") -> Iterator[OnProgress | None
     with Bar(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(title or "searching", total=None)
 
-        def show(progress: "Progress") -> None:
+        def show(progress: Progress) -> None:
             phase = f"{title}: {progress.phase}" if title else progress.phase
             bar.update(
                 task, description=phase, completed=progress.done, total=progress.total or None

@@ -7,6 +7,9 @@ import re
 
 from zorse_megatron.schema.presets import GPU_KINDS, canonical_kind
 
+GPU_KIND = "ZORSE_GPU_KIND"
+"""Environment variable: the kind that a rank without a GPU stands for, to try things out."""
+
 _VENDOR = re.compile(r"(NVIDIA|AMD|Tesla|GeForce|Radeon|PRO)\s+", re.IGNORECASE)
 # What is left without the vendor's words -> kind. Whole names only: a slice of an A100 ("... MIG
 # 3g.20gb") and an H100 PCIe are other GPUs than those of the data sheets in `presets.py`.

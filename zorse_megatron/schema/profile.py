@@ -174,6 +174,33 @@ class LinkCurve:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Transfers:
+    """Times of messages by size, as measured; the lists go together.
+
+    A record of what `zorse discover` found: latencies and bandwidths of the cluster file, and
+    `links`, were fitted to it. No price rests on it.
+    """
+
+    operation: Literal["send", "all_gather", "all_reduce"]
+    """send: from one GPU to another one; all_gather and all_reduce among all that took part."""
+    nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=2)]
+    """Kinds of the nodes: one for inside a node, two for between nodes."""
+    gpu_kinds: Annotated[tuple[Text, ...], Field(min_length=2)]
+    """Of the GPUs that took part, one for each."""
+    source: Text
+    """A name in sources."""
+    num_bytes: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    """Ascending: of the message, or of what each GPU has in the end."""
+    time_s: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    """One for each number of bytes; of a send one way."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it is about; a profile has it once."""
+        return (self.operation, self.nodes, self.gpu_kinds)
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Profile:
     """All that is known of some models on some kinds of GPU."""
 
@@ -191,6 +218,8 @@ class Profile:
     """Memory of parts."""
     links: tuple[LinkCurve, ...] = ()
     """Links."""
+    transfers: tuple[Transfers, ...] = ()
+    """Times of messages, as measured."""
 
     def gpu_kinds(self) -> tuple[str, ...]:
         """Return the kinds that have times, in order of appearance."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from zorse_megatron.errors import Problem, ProfileError
 from zorse_megatron.schema.file_kind import FileKind
 from zorse_megatron.schema.json_text import layout, read_json
-from zorse_megatron.schema.profile import Profile, ProfiledModel, Source, Times
+from zorse_megatron.schema.profile import Profile, ProfiledModel, Source, Times, Transfers
 from zorse_megatron.schema.strict import built, check_version, plain, read_file, write_file
 from zorse_megatron.schema.suggest import did_you_mean
 
@@ -66,6 +66,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         updates=tuple(entry for profile in profiles for entry in profile.updates),
         memory=tuple(entry for profile in profiles for entry in profile.memory),
         links=tuple(entry for profile in profiles for entry in profile.links),
+        transfers=tuple(entry for profile in profiles for entry in profile.transfers),
     )
     problems = list(problems_of(result))
     if problems:
@@ -81,6 +82,8 @@ def problems_of(profile: Profile) -> Iterator[Problem]:
     yield from _model_fits(profile)
     for index, times in enumerate(profile.times):
         yield from _columns(times, f"times[{index}]")
+    for index, transfers in enumerate(profile.transfers):
+        yield from _message_columns(transfers, f"transfers[{index}]")
     yield from _one_entry_each(profile)
 
 
@@ -100,7 +103,7 @@ def _references(profile: Profile) -> Iterator[Problem]:
         "source": {source.name for source in profile.sources},
         "model": {model.name for model in profile.models},
     }
-    for section in ("times", "updates", "memory", "links"):
+    for section in ("times", "updates", "memory", "links", "transfers"):
         for index, entry in enumerate(getattr(profile, section)):
             for key, names in known.items():
                 name = getattr(entry, key, None)
@@ -147,6 +150,24 @@ def _columns(times: Times, where: str) -> Iterator[Problem]:
             found="a layer that takes no time",
             expected="times above 0",
             remedy="Measure again with a finer clock; times are in seconds.",
+        )
+
+
+def _message_columns(transfers: Transfers, where: str) -> Iterator[Problem]:
+    sizes = transfers.num_bytes
+    if any(first >= second for first, second in pairwise(sizes)):
+        yield Problem(
+            where=f"{where}.num_bytes",
+            found=str(list(sizes)),
+            expected="each size once, ascending",
+            remedy="Sort the columns by size.",
+        )
+    if len(transfers.time_s) != len(sizes):
+        yield Problem(
+            where=f"{where}.time_s",
+            found=f"{len(transfers.time_s)} times",
+            expected=f"{len(sizes)}, one for each of num_bytes",
+            remedy="Give both lists the same length.",
         )
 
 

@@ -1,0 +1,59 @@
+"""Measures the layers of its flags, and the same layers in other ways; prints what it found.
+
+Before the first word that starts with `--` comes the micro-batch size.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from zorse_megatron.adapter.measuring_run import run_until_built
+
+
+def compare(model: Any, size: int) -> dict[str, Any]:
+    from zorse_megatron.adapter.memory_probes import KeptActivations
+    from zorse_megatron.adapter.model_passes import ModelPasses
+    from zorse_megatron.measure.layer_timing import measured_pass
+
+    passes = ModelPasses(model)
+    found = {part: measured_pass(passes, part, size) for part in ("embedding", "layer", "head")}
+    parameters = {p.untyped_storage().data_ptr() for p in passes.model.parameters()}
+    kept = KeptActivations(parameters.__contains__, None)
+    one = passes.make("layer", size)
+    with kept.counting():
+        output = one.forward()
+    saved_bytes = kept.num_bytes
+    del output
+    return {
+        "measured_s": {p: (f.forward_s, f.backward_s) for p, f in found.items()},
+        "parameters": {p: f.parameters for p, f in found.items()},
+        "kept_bytes": found["layer"].kept_bytes,
+        "peak_bytes": {p: f.peak_bytes for p, f in found.items()},
+        "saved_bytes": saved_bytes,
+        "input_bytes": one.given[0].nbytes,
+        "whole_s": whole_model_s(passes, size),
+    }
+
+
+def whole_model_s(passes: Any, size: int) -> float:
+    """Fastest of several forwards and backwards of the model as training runs it."""
+    tokens = torch.randint(passes.args.padded_vocab_size, (size, passes.args.seq_length))
+    positions = torch.arange(passes.args.seq_length).expand_as(tokens)
+    times = []
+    for _ in range(7):
+        start_s = time.perf_counter()
+        passes.model(tokens, positions, None, labels=tokens).sum().backward()
+        times.append(time.perf_counter() - start_s)
+    return min(times)
+
+
+if __name__ == "__main__":
+    size = int(sys.argv[1])
+    run_until_built(
+        None,
+        sys.argv[2:],
+        lambda model, _optimizer: print("FOUND " + json.dumps(compare(model, size))),
+    )

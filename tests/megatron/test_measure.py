@@ -1,0 +1,166 @@
+"""`zorse discover` and `zorse profile measure` on real ranks that pretend to be two nodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.cli.main import app
+from zorse_megatron.runtime.health import LOST_RANK
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.load import load_plan
+from zorse_megatron.schema.profile_load import load_profile
+
+WORLD = 4
+KINDS = ("cpu-0", "cpu-0", "cpu-1", "cpu-1")
+TRAINING = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--max-position-embeddings", "64"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0", "--global-batch-size", "8"),
+    *TOKENIZER_FLAGS,
+)
+
+
+def zorse(*words: str, death: str = "", grace_s: float = 30) -> RunResult:
+    env = {"ZORSE_TEST_NODES": "2,2", "ZORSE_TEST_DEATH": death}
+    return run_ranks(
+        words,
+        WORLD,
+        entry="tests.megatron.measure_entry",
+        timeout_s=240,
+        env=env,
+        grace_after_failure_s=grace_s,
+    )
+
+
+def discover(work: Path, *, death: str = "") -> RunResult:
+    output = ("--output", str(work / "cluster.yaml"), "--largest-mb", "0.1", "--json")
+    return zorse("discover", *output, *patience(death), death=death)
+
+
+def measure(work: Path, *, death: str = "") -> RunResult:
+    files = ("--cluster", str(work / "cluster.yaml"), "--output", str(work / "profile.json"))
+    words = (*files, "--max-micro-batch", "2", "--json", *patience(death), "--", *TRAINING)
+    return zorse("profile", "measure", *words, death=death)
+
+
+def patience(death: str) -> tuple[str, ...]:
+    """A death is to be noticed soon; a crowded machine is not to be taken for one."""
+    return ("--rank-timeout", "20" if death else "120")
+
+
+def said(result: RunResult) -> dict:
+    """What rank 0 printed as JSON."""
+    output = result.check().outputs[0]
+    assert all("{" not in other for other in result.outputs[1:]), "one rank speaks for all"
+    return dict(json.loads(output[output.index("{") :]))
+
+
+def check_that_the_others_say_so(result: RunResult, dead: int, reason: str) -> None:
+    for rank, (code, output) in enumerate(zip(result.returncodes, result.outputs, strict=True)):
+        if rank != dead:
+            assert code == LOST_RANK, output
+            (line,) = [line for line in output.splitlines() if "zorse: error:" in line]
+            assert reason in line
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests of this file work, one after the other."""
+    return tmp_path_factory.mktemp("measure")
+
+
+def test_a_killed_rank_stops_all_and_what_was_measured_is_kept(work: Path) -> None:
+    result = discover(work, death="3:5")
+    check_that_the_others_say_so(result, dead=3, reason="rank 3 has been silent for")
+    assert not (work / "cluster.yaml").exists()
+    # Two devices and two messages were measured before the fifth measurement.
+    assert len(load_profile(work / "profile.json").transfers) == 2
+
+
+def test_the_rest_is_measured_in_the_next_run(work: Path) -> None:
+    kept = load_profile(work / "profile.json").transfers
+    found = said(discover(work))
+    # Two devices again, as the cluster file was not written yet. Inside each node a send, a gather
+    # and a sum; between the nodes sends of one and of two pairs, a gather and a sum.
+    assert (found["measured"], found["known"]) == (2 + 10 - 2, 2)
+    cluster = load_cluster(work / "cluster.yaml")
+    assert cluster.gpu_kinds == KINDS
+    assert [node.name for node in cluster.nodes] == ["node-0", "node-1"]
+    transfers = load_profile(work / "profile.json").transfers
+    assert transfers[:2] == kept and len(transfers) == 10
+    assert all(time_s > 0 for each in transfers for time_s in each.time_s)
+
+
+def test_a_cluster_that_is_known_is_not_measured_again(work: Path) -> None:
+    before = (work / "cluster.yaml").read_text(), (work / "profile.json").read_text()
+    found = said(discover(work))
+    assert (found["measured"], found["known"]) == (0, 10)
+    assert before == ((work / "cluster.yaml").read_text(), (work / "profile.json").read_text())
+
+
+def test_a_rank_killed_while_layers_are_measured_leaves_what_there_is(work: Path) -> None:
+    # It is told that it starts, of two sizes of the layer, and of the embedding.
+    result = measure(work, death="0:4")
+    check_that_the_others_say_so(result, dead=0, reason="on the host of rank 0, does not answer")
+    (series,) = load_profile(work / "profile.json").times
+    assert (series.part, series.gpu_kind, series.micro_batch_sizes) == ("layer", "cpu-0", (1, 2))
+
+
+def test_each_kind_is_measured_once_and_the_profile_is_what_the_planner_needs(work: Path) -> None:
+    first = load_profile(work / "profile.json").times[0]
+    found = said(measure(work))
+    assert found["measured_kinds"] == ["cpu-0", "cpu-1"]
+    profile = load_profile(work / "profile.json")
+    assert sorted((t.gpu_kind, t.part, t.micro_batch_sizes) for t in profile.times) == [
+        (kind, part, (1, 2))
+        for kind in ("cpu-0", "cpu-1")
+        for part in ("embedding", "head", "layer")
+    ]
+    resumed = next(t for t in profile.times if (t.part, t.gpu_kind) == ("layer", "cpu-0"))
+    assert resumed == first, "what was there is not measured again"
+    assert found["measured"] == 2 * (3 * 2 + 1) - 2
+    assert len(profile.transfers) == 10, "what discover found stays"
+
+
+def test_nothing_is_measured_twice(work: Path) -> None:
+    before = (work / "profile.json").read_text()
+    found = said(measure(work))
+    assert (found["measured"], found["known_kinds"]) == (0, ["cpu-0", "cpu-1"])
+    assert (work / "profile.json").read_text() == before
+
+
+def test_the_planner_makes_a_plan_of_both_files(work: Path) -> None:
+    files = ("--cluster", str(work / "cluster.yaml"), "--profile", str(work / "profile.json"))
+    words = ["plan", *files, "--out", str(work / "plan.json"), "--", *TRAINING]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    plan = load_plan(work / "plan.json")
+    assert sorted(rank for group in plan.groups for rank in group.ranks) == list(range(WORLD))
+    for kind in ("cpu-0", "cpu-1"):
+        assert f"note: {kind}: measured" in result.output
+    assert "memory: activations of layer and head as measured" in result.output
+
+
+def test_ranks_that_are_not_the_cluster_are_told(work: Path, tmp_path: Path) -> None:
+    other = tmp_path / "cluster.yaml"
+    other.write_text((work / "cluster.yaml").read_text().replace("cpu-1", "cpu-9"))
+    files = ("--cluster", str(other), "--output", str(tmp_path / "profile.json"))
+    result = zorse("profile", "measure", *files, "--", *TRAINING)
+    for code, output in zip(result.returncodes, result.outputs, strict=True):
+        assert code == 1, output
+        assert "rank 2: found cpu-1; expected cpu-9" in output
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_flags_that_megatron_refuses_stop_all_ranks_with_its_words(work: Path) -> None:
+    files = ("--cluster", str(work / "cluster.yaml"), "--output", str(work / "refused.json"))
+    flags = (*TRAINING, "--fp8-format", "hybrid")
+    result = zorse("profile", "measure", *files, "--", *flags)
+    assert all(code in (1, LOST_RANK) for code in result.returncodes)
+    assert "--fp8-format" in result.outputs[0]
+    for output in result.outputs[1:]:
+        assert "rank 0 failed (MeasureError: the layers cannot be measured" in output

@@ -1,0 +1,84 @@
+"""Measured layers against other ways to know the same: the whole model, and closed forms."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.megatron.launch import run_ranks
+from zorse_megatron.costs.activations import LayerActivations
+from zorse_megatron.measure.layer_flags import single_layer_flags
+from zorse_megatron.schema.megatron_flags import shape_from_flags
+from zorse_megatron.schema.model import ModelShape
+
+SIZE, SEQUENCE = 2, 64
+BASE = (
+    *("--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", str(SEQUENCE)),
+    *("--max-position-embeddings", str(SEQUENCE), "--vocab-size", "512", "--num-layers", "24"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0"),
+    "--no-create-attention-mask-in-dataloader",
+)
+GPT = (*BASE, "--ffn-hidden-size", "320")
+LLAMA = (
+    *(*BASE, "--ffn-hidden-size", "192", "--swiglu", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--position-embedding-type", "rope"),
+    *("--untie-embeddings-and-output-weights", "--group-query-attention"),
+    *("--num-query-groups", "4"),
+)
+
+
+def measured(flags: tuple[str, ...]) -> tuple[ModelShape, dict[str, Any]]:
+    shape = shape_from_flags(flags)
+    words = [str(SIZE), *single_layer_flags(flags, shape)]
+    entry = "tests.megatron.measure_layers_entry"
+    result = run_ranks(words, 1, entry=entry, timeout_s=120).check()
+    (line,) = [line for line in result.outputs[0].splitlines() if line.startswith("FOUND ")]
+    return shape, json.loads(line.removeprefix("FOUND "))
+
+
+@pytest.fixture(scope="module", params=[GPT, LLAMA], ids=["gpt", "llama"])
+def found(request: pytest.FixtureRequest) -> tuple[ModelShape, dict[str, Any]]:
+    return measured(request.param)
+
+
+def test_parameters_are_those_of_the_shape(found: tuple[ModelShape, dict[str, Any]]) -> None:
+    shape, facts = found
+    assert facts["parameters"] == {
+        "embedding": shape.embedding_parameters(),
+        "layer": shape.layer_parameters(),
+        "head": shape.head_parameters(),
+    }
+
+
+def test_a_layer_keeps_what_autograd_saves(found: tuple[ModelShape, dict[str, Any]]) -> None:
+    """Live tensors between forward and backward, and saved tensors: two ways to the same bytes.
+
+    What autograd saves has the layer's input in it, which is the output of another layer.
+    """
+    _, facts = found
+    assert facts["kept_bytes"] == facts["saved_bytes"] - facts["input_bytes"]
+
+
+@pytest.mark.parametrize("found", [GPT], indirect=True, ids=["gpt"])
+def test_a_layer_keeps_the_closed_form(found: tuple[ModelShape, dict[str, Any]]) -> None:
+    """`costs/activations.py` counts large tensors; beside them there are the statistics of the
+    norms, mean and deviation of each token, and one causal mask of one byte each for all samples.
+    Of Llama-like layers torch's RMSNorm and rotary embedding keep copies that fused ones do not.
+    """
+    shape, facts = found
+    form = LayerActivations(model=shape, element_bytes=4, attention="unfused")
+    statistics = 2 * 2 * 4 * SEQUENCE
+    boundary = SEQUENCE * shape.hidden_size * 4
+    expected = form.bytes_per_sample("none") - boundary + statistics
+    assert facts["kept_bytes"] == SIZE * expected + SEQUENCE**2
+
+
+def test_parts_add_up_to_the_model(found: tuple[ModelShape, dict[str, Any]]) -> None:
+    """Their sum against the fastest run of the whole model of one layer, timed as a whole.
+
+    A factor of 2 is for a machine that others use as well; a forward that was left out, a time in
+    milliseconds or a pass that ran twice is further off than that.
+    """
+    _, facts = found
+    parts_s = sum(sum(times) for times in facts["measured_s"].values())
+    assert facts["whole_s"] / 2 < parts_s < 2 * facts["whole_s"]

@@ -1,0 +1,64 @@
+"""Starts a training command far enough to have its model and optimizer, and hands them over."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zorse_megatron.adapter import cpu_mode, rebind
+from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+
+
+class Built(BaseException):
+    """The model has been built and measured; nothing is to be trained."""
+
+
+def run_until_built(
+    script: Path | None, megatron_flags: Sequence[str], use: Callable[[Any, Any], None]
+) -> None:
+    """Run a script, or our GPT entry, with Megatron's flags until `use(model, optimizer)`.
+
+    The model is wrapped as for training. For a process of its own: what Megatron sets up stays.
+    Raises FlagError or SeamError where Megatron cannot be used so.
+    """
+    flags = list(megatron_flags)
+    if cpu_mode.needed():
+        cpu_mode.enable()
+        flags = cpu_mode.with_cpu_flags(flags)
+    from zorse_megatron.adapter.activate import activate
+
+    activate(None)
+    rebind.apply([_building(use)])
+    from zorse_megatron.adapter.entry import run_entry
+
+    try:
+        run_entry(script, flags)
+    except Built:
+        return
+
+
+def _building(use: Callable[[Any, Any], None]) -> rebind.Rebinding:
+    return rebind.Rebinding(
+        target="megatron.training.training:setup_model_and_optimizer",
+        make=functools.partial(_use_what_is_built, use),
+        parameters=(
+            *("model_type", "model_provider_func", "checkpointing_context"),
+            *("cfg_container", "pg_collection"),
+        ),
+        why="the user's own flags, and script, build the layers that are measured",
+        versions=MEGATRON_VERSIONS,
+        test="tests/megatron/test_measure_layers.py",
+        delete_when="Megatron can build model and optimizer from a command line without training",
+    )
+
+
+def _use_what_is_built(
+    use: Callable[[Any, Any], None], stock: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        (model,), optimizer, _scheduler = stock(*args, **kwargs)
+        use(model, optimizer)
+        raise Built
+
+    return setup_model_and_optimizer

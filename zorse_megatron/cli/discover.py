@@ -1,0 +1,94 @@
+"""`zorse discover`: measure a cluster, and write its cluster file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zorse_megatron.cli.console import print_json, print_plain, reported_errors
+from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
+from zorse_megatron.cli.options import AsJson, refuse_unwritable
+
+if TYPE_CHECKING:
+    from zorse_megatron.measure.discover import Discovered
+
+_LARGEST_MB = 64.0
+_TIME_LIMIT_S = 2.0
+
+
+def discover(  # noqa: PLR0917
+    output: Annotated[
+        Path, typer.Option("--output", metavar="YAML", help="The cluster file to write.")
+    ] = Path("cluster.yaml"),
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            metavar="JSON",
+            help="Where the measured times of messages go. Left out: profile.json beside the "
+            "cluster file.",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the cluster.")] = None,
+    largest_mb: Annotated[
+        float, typer.Option(min=0.001, max=4096, help="Largest message, in MB (10^6 bytes).")
+    ] = _LARGEST_MB,
+    time_limit: Annotated[
+        float,
+        typer.Option(min=0, help="Send no larger messages behind one that took so many seconds."),
+    ] = _TIME_LIMIT_S,
+    again: Again = False,
+    rank_timeout: RankTimeout = DEFAULT_RANK_TIMEOUT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Measure devices and links of the machines that this runs on, one rank for each GPU.
+
+    Start it with srun or torchrun. Without GPUs it measures CPU ranks.
+    """
+    profile = profile or output.with_name("profile.json")
+    with reported_errors():
+        refuse_unwritable({"--output": output, "--profile": profile})
+    with as_ranks(rank_timeout, "discover", messages_on_gpu=True) as (place, show):
+        from zorse_megatron.measure.discover import Discovery
+        from zorse_megatron.measure.discover import discover as measure
+
+        wanted = Discovery(
+            cluster=output,
+            profile=profile,
+            again=again,
+            largest_bytes=round(1e6 * largest_mb),
+            time_limit_s=time_limit,
+            name=name,
+        )
+        found = measure(place, wanted, show)
+    if place.rank == 0:
+        _say(output, profile, found, as_json=as_json)
+
+
+def _say(output: Path, profile: Path, found: "Discovered", *, as_json: bool) -> None:
+    ranks = sum(len(node.ranks) for node in found.nodes)
+    kinds = list(dict.fromkeys(node.kind for node in found.nodes))
+    if as_json:
+        print_json(
+            {
+                "cluster": str(output),
+                "profile": str(profile),
+                "nodes": len(found.nodes),
+                "ranks": ranks,
+                "node_kinds": kinds,
+                "measured": found.num_measured,
+                "known": found.num_known,
+                "notes": list(found.notes),
+            }
+        )
+        return
+    print_plain(
+        f"{output}: {ranks} ranks in {len(found.nodes)} nodes; {found.num_measured} measured"
+    )
+    for kind in kinds:
+        count = sum(node.kind == kind for node in found.nodes)
+        print_plain(f"  {count} x [{kind}]")
+    if not found.num_measured:
+        print_plain("nothing was missing; --again measures anew")
+    for note in found.notes:
+        print_plain(f"note: {note}")

@@ -1,0 +1,109 @@
+"""`zorse profile measure`: time the layers of a training command on each kind of GPU."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import CommandError, print_json, print_plain, reported_errors
+from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
+from zorse_megatron.cli.options import AsJson, ClusterFile, refuse_unwritable
+from zorse_megatron.cli.workload import Workload, workload_of
+from zorse_megatron.errors import Problem
+from zorse_megatron.measure.layer_flags import split_script
+
+if TYPE_CHECKING:
+    from zorse_megatron.measure.profile_run import Profiled
+
+_LARGEST_SIZE = 64
+_TIME_LIMIT_S = 20.0
+
+
+def measure_profile(  # noqa: PLR0917
+    context: typer.Context,
+    cluster: ClusterFile,
+    output: Annotated[
+        Path,
+        typer.Option("--output", metavar="JSON", help="The profile to write, or to add to."),
+    ] = Path("profile.json"),
+    max_micro_batch: Annotated[
+        int, typer.Option(min=1, max=65536, help="No larger micro-batches.")
+    ] = _LARGEST_SIZE,
+    time_limit: Annotated[
+        float,
+        typer.Option(min=0, help="No larger micro-batches behind one that took so many seconds."),
+    ] = _TIME_LIMIT_S,
+    again: Again = False,
+    rank_timeout: RankTimeout = DEFAULT_RANK_TIMEOUT_S,
+    as_json: AsJson = False,
+) -> None:
+    """Time forward, backward and optimizer step of the layers that a training command builds.
+
+    Start it with srun or torchrun, one rank for each GPU of the cluster file. Each kind of GPU is
+    measured on one rank; micro-batches double until memory or a limit is reached.
+    """
+    with reported_errors():
+        refuse_unwritable({"--output": output})
+        workload, (script, flags) = _workload(context)
+    with as_ranks(rank_timeout, "profile", messages_on_gpu=False) as (place, show):
+        from zorse_megatron.measure.profile_run import ProfileRun
+        from zorse_megatron.measure.profile_run import measure_profile as measure
+
+        assert workload.dtype is not None  # flags always say one
+        wanted = ProfileRun(
+            cluster=cluster,
+            output=output,
+            script=script,
+            flags=flags,
+            shape=workload.model,
+            dtype=workload.dtype,
+            again=again,
+            largest_size=min(max_micro_batch, workload.global_batch_size or max_micro_batch),
+            time_limit_s=time_limit,
+        )
+        found = measure(place, wanted, show)
+    if place.rank == 0:
+        _say(output, found, as_json=as_json)
+
+
+def _workload(
+    context: typer.Context,
+) -> tuple[Workload, tuple[Path | None, tuple[str, ...]]]:
+    command = training_flags(context)
+    if command is None:
+        problem = Problem(
+            where="--",
+            found="no training command",
+            expected="the flags of a training command behind --",
+            remedy="Such as: zorse profile measure --cluster cluster.yaml -- --num-layers 32 ...",
+        )
+        raise CommandError("the command cannot be run", [problem])
+    script, flags = split_script(command)
+    if script is not None and not script.is_file():
+        problem = Problem(
+            where=str(script),
+            found="no such file",
+            expected="your training script: it builds the layers",
+            remedy="Correct the path, or leave it out: Megatron's GPT layers are built then.",
+        )
+        raise CommandError("the command cannot be run", [problem])
+    return workload_of(model=None, flags=flags), (script, flags)
+
+
+def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "profile": str(output),
+                "measured": found.num_measured,
+                "measured_kinds": list(found.measured_kinds),
+                "known_kinds": list(found.known_kinds),
+            }
+        )
+        return
+    print_plain(f"{output}: {found.num_measured} micro-batches and steps measured")
+    for kind in found.measured_kinds:
+        print_plain(f"  {kind}: measured")
+    for kind in found.known_kinds:
+        print_plain(f"  {kind}: known already; --again measures anew")

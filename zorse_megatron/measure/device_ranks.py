@@ -1,0 +1,33 @@
+"""What all ranks of a job see of their devices and hosts."""
+
+import torch
+
+from zorse_megatron.measure.devices import DeviceReader, SeenRank
+from zorse_megatron.measure.host import CpuReader, host_memory_bytes, nics
+from zorse_megatron.measure.job import from_all
+from zorse_megatron.measure.nvml import NvmlReader, load_nvml
+from zorse_megatron.measure.ranks_env import RankPlace
+
+
+def seen_ranks(place: RankPlace) -> list[SeenRank]:
+    """Return what every rank sees. Collective. Raises MeasureError on a rank without a device."""
+    on_node = sum(node == place.node for node in from_all(place.node))
+    return from_all(
+        SeenRank(
+            rank=place.rank,
+            node=place.node,
+            local_rank=place.local_rank,
+            device=_reader().device(place.local_rank, on_node),
+            host_memory_bytes=host_memory_bytes(),
+            nics=nics(),
+        )
+    )
+
+
+def _reader() -> DeviceReader:
+    if not torch.cuda.is_available():
+        return CpuReader()
+    count = torch.cuda.device_count()
+    # CUDA numbers the GPUs as CUDA_VISIBLE_DEVICES says and NVML does not, so they go by uuid.
+    uuids = tuple(f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(count))
+    return NvmlReader(load_nvml(), uuids)

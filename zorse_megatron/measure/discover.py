@@ -1,0 +1,176 @@
+"""Measures what a cluster is made of: devices, links inside nodes and between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zorse_megatron.measure.cluster_text import MeasuredKind, cluster_text, kinds_in
+from zorse_megatron.measure.device_probe import measured_kind
+from zorse_megatron.measure.device_ranks import seen_ranks
+from zorse_megatron.measure.job import from_rank, on_first_rank
+from zorse_megatron.measure.link_fits import link_curve
+from zorse_megatron.measure.link_tasks import LinkTask, link_tasks, missing_tasks
+from zorse_megatron.measure.message_timing import timed_messages
+from zorse_megatron.measure.nodes import SeenNode, kinds_of_gpu, nodes_of
+from zorse_megatron.measure.profile_parts import loaded_or_empty, with_links, with_transfers
+from zorse_megatron.measure.progress import OnProgress, Progress
+from zorse_megatron.measure.ranks_env import RankPlace
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.profile import Profile, Source, Transfers
+from zorse_megatron.schema.profile_load import save_profile
+from zorse_megatron.schema.strict import write_file
+
+SOURCE = "zorse discover"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovery:
+    """What is asked for."""
+
+    cluster: Path
+    """The cluster file to write."""
+    profile: Path
+    """Where the times of messages go, and those of an earlier run come from."""
+    again: bool
+    """Measure once more what was measured already."""
+    largest_bytes: int
+    """Of the messages."""
+    time_limit_s: float
+    """No larger messages behind one that took longer."""
+    name: str | None = None
+    """Of the cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovered:
+    """What came of it."""
+
+    nodes: tuple[SeenNode, ...]
+    num_measured: int
+    """Measurements of this run."""
+    num_known: int
+    """Measurements of earlier ones."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """What earlier runs have left."""
+
+    profile: Profile
+    kinds: dict[str, MeasuredKind]
+    same_nodes: bool
+    """Whether the cluster file has these nodes."""
+
+
+def discover(place: RankPlace, wanted: Discovery, show: OnProgress) -> Discovered:
+    """Measure what is missing and write both files on rank 0. Collective.
+
+    The profile is written after each measurement, so that a run that is cut short loses nothing.
+    Raises a ZorseError on every rank for files or ranks that cannot be used.
+    """
+    ranks = seen_ranks(place)
+    nodes = nodes_of(ranks)
+    known: _Known = on_first_rank(lambda: _known(wanted, nodes))
+    tasks = link_tasks(nodes)
+    missing = missing_tasks(tasks, known.profile.transfers)
+    new = {kind: rank for kind, rank in kinds_of_gpu(nodes).items() if kind not in known.kinds}
+    total = len(new) + len(missing)
+    kinds, profile = dict(known.kinds), known.profile
+    for number, (kind, rank) in enumerate(new.items()):
+        show(Progress(phase=kind, done=number, total=total))
+        mine = measured_kind(ranks[rank].device) if place.rank == rank else None
+        kinds[kind] = from_rank(mine, rank)
+    for number, task in enumerate(missing, start=len(new)):
+        show(Progress(phase=str(task), done=number, total=total))
+        profile = with_transfers(profile, _timed(place, wanted, task))
+        if place.rank == 0:
+            save_profile(profile, wanted.profile)
+    notes: list[str] = []
+    if total or not known.same_nodes:
+        profile = _with_curves(profile, tasks, notes)
+        on_first_rank(lambda: _write(wanted, nodes, kinds, profile, notes))
+    return Discovered(
+        nodes=nodes,
+        num_measured=total,
+        num_known=len(tasks) - len(missing),
+        notes=tuple(notes),
+    )
+
+
+def _known(wanted: Discovery, nodes: Sequence[SeenNode]) -> _Known:
+    backend = "NCCL" if torch.cuda.is_available() else "gloo"
+    source = Source(name=SOURCE, kind="measured", origin=f"messages over {backend}")
+    profile = loaded_or_empty(wanted.profile, source)
+    if wanted.again:
+        profile = replace(profile, transfers=())
+    if wanted.again or not wanted.cluster.exists():
+        return _Known(profile=profile, kinds={}, same_nodes=False)
+    cluster = load_cluster(wanted.cluster)
+    found = [(node.name, node.gpu_kinds) for node in cluster.nodes]
+    return _Known(
+        profile=profile,
+        kinds=kinds_in(cluster),
+        same_nodes=found == [(node.name, node.gpu_kinds) for node in nodes],
+    )
+
+
+def _timed(place: RankPlace, wanted: Discovery, task: LinkTask) -> Transfers:
+    """Run a task on its ranks and give the result to all. Collective."""
+    found = None
+    group = dist.new_group(list(task.ranks))  # by all ranks: its name counts the calls
+    if place.rank in task.ranks:
+        found = timed_messages(
+            task, group, largest_bytes=wanted.largest_bytes, time_limit_s=wanted.time_limit_s
+        )
+        dist.destroy_process_group(group)
+    sizes, times = from_rank(found, task.ranks[0])
+    return Transfers(
+        operation=task.operation,
+        nodes=task.nodes,
+        gpu_kinds=task.gpu_kinds,
+        source=SOURCE,
+        num_bytes=sizes,
+        time_s=times,
+    )
+
+
+def _with_curves(profile: Profile, tasks: Sequence[LinkTask], notes: list[str]) -> Profile:
+    """Fit the links of this cluster; a note for each that no parabola fits."""
+    keys = {task.key for task in tasks}
+    curves = []
+    for transfers in profile.transfers:
+        if transfers.key in keys and transfers.source == SOURCE:
+            curve = link_curve(transfers)
+            curves += [curve] if curve else []
+    notes.append(
+        f"{len(curves)} of the links have a curve by message size in the profile; of the others "
+        "the cluster file has latency and bandwidth"
+    )
+    return with_links(profile, curves)
+
+
+def _write(
+    wanted: Discovery,
+    nodes: Sequence[SeenNode],
+    kinds: dict[str, MeasuredKind],
+    profile: Profile,
+    notes: list[str],
+) -> None:
+    """Write both files; a cluster file that somebody may have edited is kept beside the new one."""
+    here = {kind for node in nodes for kind in node.gpu_kinds}
+    text = cluster_text(
+        nodes,
+        {kind: found for kind, found in kinds.items() if kind in here},
+        profile.transfers,
+        name=wanted.name,
+    )
+    save_profile(profile, wanted.profile)
+    if wanted.cluster.exists():
+        old = wanted.cluster.with_name(f"{wanted.cluster.name}.old")
+        wanted.cluster.replace(old)
+        notes.append(f"the cluster file that was there is now {old}")
+    write_file(wanted.cluster, text)

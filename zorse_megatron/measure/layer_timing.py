@@ -1,0 +1,110 @@
+"""Times the parts of a model and its optimizer's step, with growing micro-batches."""
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Protocol
+
+import torch
+
+from zorse_megatron.measure.clock import REPEATS, WARM_UP, median_s, timed_s
+from zorse_megatron.measure.layer_request import Answer, LayerRequest, MeasuredPass, MeasuredStep
+from zorse_megatron.measure.live_memory import held_memory
+from zorse_megatron.schema.profile import Part
+
+# Of the memory limit: the next size holds twice as much, and something else is there too.
+_SAFE_SHARE = 0.4
+
+
+class OnePass(Protocol):
+    """Forward and backward of one micro-batch through one part."""
+
+    @property
+    def forward(self) -> Callable[[], torch.Tensor]:
+        """Runs it and returns its output."""
+        ...
+
+    def backward(self, output: torch.Tensor) -> None:
+        """Run the backward."""
+        ...
+
+
+class Passes(Protocol):
+    """A model whose parts can be run one by one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
+    def num_parameters(self, part: Part) -> int:
+        """Parameters of a part."""
+        ...
+
+    def make(self, part: Part, micro_batch_size: int) -> OnePass:
+        """Return the pass of a micro-batch."""
+        ...
+
+
+def answers(passes: Passes, step: Callable[[], object], request: LayerRequest) -> Iterator[Answer]:
+    """Measure what is asked for, and yield each result when it is there.
+
+    `step`: runs the optimizer once. It comes last, so that who has it has everything.
+    """
+    for part, first_size in request.first_sizes.items():
+        yield from _grown(passes, part, first_size, request)
+    parts: tuple[Part, ...] = ("embedding", "layer", "head")
+    yield MeasuredStep(
+        num_parameters=sum(map(passes.num_parameters, parts)),
+        update_s=median_s(step, passes.device),
+    )
+
+
+def _grown(
+    passes: Passes, part: Part, first_size: int, request: LayerRequest
+) -> Iterator[MeasuredPass]:
+    """Double the micro-batch until memory, time or the largest size is reached."""
+    size = first_size
+    while size <= request.largest_size:
+        try:
+            found = measured_pass(passes, part, size)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            return
+        finally:
+            if passes.device.type == "cuda":
+                torch.cuda.empty_cache()
+        yield found
+        if found.forward_s + found.backward_s > request.time_limit_s:
+            return
+        limit_bytes = request.memory_limit_bytes
+        if limit_bytes is not None and found.peak_bytes > _SAFE_SHARE * limit_bytes:
+            return
+        size *= 2
+
+
+def measured_pass(passes: Passes, part: Part, size: int) -> MeasuredPass:
+    """Measure one micro-batch through one part. Raises what torch raises without memory."""
+    one = passes.make(part, size)
+    # Megatron's buffers that all layers share come with the first run and stay.
+    one.backward(one.forward())
+    memory = held_memory(one.forward, one.backward, passes.device)
+    forward_s, backward_s = [], []
+    outputs: list[torch.Tensor] = []  # one at a time
+    for _ in range(WARM_UP + REPEATS):
+        forward_s.append(timed_s(lambda: outputs.append(one.forward()), passes.device))
+        backward_s.append(timed_s(lambda: one.backward(outputs.pop()), passes.device))
+    return MeasuredPass(
+        part=part,
+        micro_batch_size=size,
+        forward_s=median(forward_s[WARM_UP:]),
+        backward_s=median(backward_s[WARM_UP:]),
+        parameters=passes.num_parameters(part),
+        kept_bytes=max(0, memory.kept_bytes),
+        peak_bytes=memory.peak_bytes,
+    )
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Of the GPU, or of the host (c10's CPU allocator raises a plain RuntimeError)."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

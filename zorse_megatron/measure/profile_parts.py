@@ -1,0 +1,193 @@
+"""Adding to a profile what was measured, and finding what is there. Nothing else is touched."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zorse_megatron.costs.efficiency import element_bytes
+from zorse_megatron.measure.layer_request import MeasuredPass, MeasuredStep
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.profile import (
+    LinkCurve,
+    Part,
+    PartMemory,
+    Profile,
+    ProfiledModel,
+    Source,
+    Times,
+    Transfers,
+    UpdateTime,
+)
+from zorse_megatron.schema.profile_load import load_profile
+
+PARTS: tuple[Part, ...] = ("layer", "embedding", "head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """What is measured together: one model in one dtype on one kind of GPU."""
+
+    model: ProfiledModel
+    gpu_kind: str
+    dtype: Dtype
+
+    @property
+    def source(self) -> str:
+        """Name of the source of its entries."""
+        return f"zorse profile measure {self.model.name}"
+
+
+def profiled_model(shape: ModelShape) -> ProfiledModel:
+    """Return a shape under a name that says which layers it has.
+
+    The number of layers is not part of the name: layers are measured one by one, and models that
+    differ in it alone share their times.
+    """
+    facts = {k: v for k, v in dataclasses.asdict(shape).items() if k not in ("name", "num_layers")}
+    text = json.dumps(facts, sort_keys=True)
+    name = f"gpt-h{shape.hidden_size}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return ProfiledModel(**{**vars(shape), "name": name})
+
+
+def loaded_or_empty(path: Path, source: Source) -> Profile:
+    """Return the profile in a file, or one without entries where there is no file; with a source.
+
+    Raises ProfileError for a file that cannot be used.
+    """
+    if not path.exists():
+        return Profile(schema_version=1, sources=(source,))
+    return with_source(load_profile(path), source)
+
+
+def with_source(profile: Profile, source: Source) -> Profile:
+    """Put a source in the place of one with the same name."""
+    sources = {each.name: each for each in profile.sources} | {source.name: source}
+    return replace(profile, sources=tuple(sources.values()))
+
+
+def with_transfers(profile: Profile, transfers: Transfers) -> Profile:
+    """Put the times of messages in the place of those with the same key."""
+    others = tuple(each for each in profile.transfers if each.key != transfers.key)
+    return replace(profile, transfers=(*others, transfers))
+
+
+def with_links(profile: Profile, curves: Iterable[LinkCurve]) -> Profile:
+    """Put curves in the place of those of the same link, kind of GPU and sharing."""
+    new = {_link_key(curve): curve for curve in curves}
+    others = tuple(each for each in profile.links if _link_key(each) not in new)
+    return replace(profile, links=(*others, *new.values()))
+
+
+def with_pass(profile: Profile, series: Series, found: MeasuredPass) -> Profile:
+    """Add a measured micro-batch to its series, and what it held to the memory of the part."""
+    old = series_of(profile, series, found.part)
+    points = {} if old is None else _points(old)
+    points[found.micro_batch_size] = (found.forward_s, found.backward_s)
+    sizes = sorted(points)
+    times = Times(
+        part=found.part,
+        model=series.model.name,
+        gpu_kind=series.gpu_kind,
+        seq_length=series.model.seq_length,
+        dtype=series.dtype,
+        source=series.source,
+        micro_batch_sizes=tuple(sizes),
+        forward_s=tuple(points[size][0] for size in sizes),
+        backward_s=tuple(points[size][1] for size in sizes),
+    )
+    return replace(
+        profile,
+        times=(*(each for each in profile.times if each is not old), times),
+        memory=_with_memory(profile.memory, series, found),
+    )
+
+
+def with_step(profile: Profile, series: Series, found: MeasuredStep) -> Profile:
+    """Add an optimizer step, which says that everything else of the series is there."""
+    step = UpdateTime(
+        gpu_kind=series.gpu_kind,
+        dtype=series.dtype,
+        num_parameters=found.num_parameters,
+        update_s=found.update_s,
+        source=series.source,
+    )
+    others = tuple(each for each in profile.updates if not _is_step_of(each, series))
+    return replace(profile, updates=(*others, step))
+
+
+def with_model(profile: Profile, model: ProfiledModel) -> Profile:
+    """Add a model, unless there is one with its layers."""
+    if any(each.name == model.name for each in profile.models):
+        return profile
+    return replace(profile, models=(*profile.models, model))
+
+
+def without_series(profile: Profile, series: Series) -> Profile:
+    """Take out what was measured of a model on a kind of GPU."""
+    old = [series_of(profile, series, part) for part in PARTS]
+    return replace(
+        profile,
+        times=tuple(each for each in profile.times if each not in old),
+        updates=tuple(each for each in profile.updates if not _is_step_of(each, series)),
+    )
+
+
+def is_complete(profile: Profile, series: Series) -> bool:
+    """Whether nothing of it is missing: the step is measured last."""
+    return any(_is_step_of(each, series) for each in profile.updates)
+
+
+def first_sizes(profile: Profile, series: Series) -> dict[Part, int]:
+    """Return the micro-batch size at which each part goes on."""
+    found = {part: series_of(profile, series, part) for part in PARTS}
+    return {part: 2 * old.micro_batch_sizes[-1] if old else 1 for part, old in found.items()}
+
+
+def series_of(profile: Profile, series: Series, part: Part) -> Times | None:
+    """Return what was measured of one part; None where nothing was."""
+    key = (part, series.model.name, series.gpu_kind, series.model.seq_length, series.dtype, 1)
+    for times in profile.times:
+        found = (times.part, times.model, times.gpu_kind, times.seq_length, times.dtype)
+        if (*found, times.tensor_parallel) == key:
+            return times
+    return None
+
+
+def _with_memory(
+    memory: tuple[PartMemory, ...], series: Series, found: MeasuredPass
+) -> tuple[PartMemory, ...]:
+    """The most of what kinds of GPU hold: entries do not say of which kind they are."""
+    model = series.model
+    key = (found.part, model.name, model.seq_length, 1)
+    old = [m for m in memory if (m.part, m.model, m.seq_length, m.tensor_parallel) == key]
+    # Layers keep their activations until their backward; of the head there is one at a time.
+    held_bytes = found.peak_bytes if found.part == "head" else found.kept_bytes
+    elements = -(-held_bytes // found.micro_batch_size // element_bytes(series.dtype))
+    entry = PartMemory(
+        part=found.part,
+        model=model.name,
+        seq_length=model.seq_length,
+        source=series.source,
+        parameters=found.parameters,
+        activation_elements=max([elements, *(m.activation_elements for m in old)]),
+        output_elements=model.seq_length * (1 if found.part == "head" else model.hidden_size),
+    )
+    return (*(each for each in memory if each not in old), entry)
+
+
+def _points(times: Times) -> dict[int, tuple[float, float]]:
+    columns = zip(times.micro_batch_sizes, times.forward_s, times.backward_s, strict=True)
+    return {size: (forward_s, backward_s) for size, forward_s, backward_s in columns}
+
+
+def _is_step_of(step: UpdateTime, series: Series) -> bool:
+    found = (step.source, step.gpu_kind, step.dtype)
+    return found == (series.source, series.gpu_kind, series.dtype)
+
+
+def _link_key(curve: LinkCurve) -> tuple[object, ...]:
+    return (curve.link, curve.gpu_kind, curve.gpus_sharing)

@@ -1,0 +1,161 @@
+"""Measures the layers of a model on each kind of GPU of a cluster, and writes the profile."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.measure.device_ranks import seen_ranks
+from zorse_megatron.measure.errors import MeasureError
+from zorse_megatron.measure.job import from_rank, on_first_rank
+from zorse_megatron.measure.layer_flags import single_layer_flags
+from zorse_megatron.measure.layer_process import measured_layers
+from zorse_megatron.measure.layer_request import Answer, LayerRequest, MeasuredPass
+from zorse_megatron.measure.nodes import SeenNode, kinds_of_gpu, nodes_of
+from zorse_megatron.measure.profile_parts import (
+    Series,
+    first_sizes,
+    is_complete,
+    loaded_or_empty,
+    profiled_model,
+    with_model,
+    with_pass,
+    with_step,
+    without_series,
+)
+from zorse_megatron.measure.progress import OnProgress, Progress
+from zorse_megatron.measure.ranks_env import RankPlace
+from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.profile import Profile, Source
+from zorse_megatron.schema.profile_load import save_profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRun:
+    """What is asked for."""
+
+    cluster: Path
+    output: Path
+    script: Path | None
+    """The user's own, which builds the layers; None: ours."""
+    flags: tuple[str, ...]
+    """Megatron's, of the training command."""
+    shape: ModelShape
+    dtype: Dtype
+    again: bool
+    """Measure once more what was measured already."""
+    largest_size: int
+    """No larger micro-batches."""
+    time_limit_s: float
+    """No larger micro-batches behind one that took longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What came of it."""
+
+    measured_kinds: tuple[str, ...]
+    known_kinds: tuple[str, ...]
+    num_measured: int
+    """Micro-batches and steps of this run."""
+
+
+def measure_profile(place: RankPlace, wanted: ProfileRun, show: OnProgress) -> Profiled:
+    """Measure what is missing, each kind of GPU on its first rank, one kind after the other.
+
+    Collective. Rank 0 writes the profile after each micro-batch, so that a run that is cut short
+    loses nothing. Raises a ZorseError for files, ranks or flags that cannot be used.
+    """
+    nodes = nodes_of(seen_ranks(place))
+    profile: Profile = on_first_rank(lambda: _start(wanted, nodes))
+    representatives = kinds_of_gpu(nodes)
+    all_series = {kind: _series(wanted, kind) for kind in representatives}
+    missing = [kind for kind, each in all_series.items() if not is_complete(profile, each)]
+    count = 0
+    for kind in missing:
+        series, source = all_series[kind], representatives[kind]
+        mine = _measured(place, wanted, profile, series) if place.rank == source else iter(())
+        show(Progress(phase=f"{kind}: starting", done=count, total=None))
+        while (answer := from_rank(next(mine, None), source)) is not None:
+            count += 1
+            show(Progress(phase=f"{kind}: {_in_words(answer)}", done=count, total=None))
+            add = with_pass if isinstance(answer, MeasuredPass) else with_step
+            profile = add(profile, series, answer)
+            if place.rank == 0:
+                save_profile(profile, wanted.output)
+    return Profiled(
+        measured_kinds=tuple(missing),
+        known_kinds=tuple(kind for kind in all_series if kind not in missing),
+        num_measured=count,
+    )
+
+
+def _series(wanted: ProfileRun, kind: str) -> Series:
+    return Series(model=profiled_model(wanted.shape), gpu_kind=kind, dtype=wanted.dtype)
+
+
+def _start(wanted: ProfileRun, nodes: Sequence[SeenNode]) -> Profile:
+    """Return the profile to go on with, once it is clear that this is the cluster of the file."""
+    _check_cluster(wanted, load_cluster(wanted.cluster), nodes)
+    kinds = list(kinds_of_gpu(nodes))
+    series = [_series(wanted, kind) for kind in kinds]
+    origin = f"one layer of Megatron's, torch {torch.__version__}"
+    source = Source(name=series[0].source, kind="measured", origin=origin)
+    profile = with_model(loaded_or_empty(wanted.output, source), series[0].model)
+    for each in series if wanted.again else ():
+        profile = without_series(profile, each)
+    return profile
+
+
+def _check_cluster(wanted: ProfileRun, cluster: Cluster, nodes: Sequence[SeenNode]) -> None:
+    """The profile's names of kinds must be those of the cluster file, or no plan finds them."""
+    found = [kind for node in nodes for kind in node.gpu_kinds]
+    if found == list(cluster.gpu_kinds):
+        return
+    problems = [
+        Problem(
+            where=f"rank {rank}",
+            found=f"{here}",
+            expected=f"{there}, as {wanted.cluster} says",
+            remedy="Start the ranks on the nodes of the file, in its order, or run zorse discover.",
+        )
+        for rank, (here, there) in enumerate(zip(found, cluster.gpu_kinds, strict=False))
+        if here != there
+    ]
+    if len(found) != cluster.world_size:
+        problems.append(
+            Problem(
+                where=str(wanted.cluster),
+                found=f"{len(found)} ranks",
+                expected=f"{cluster.world_size}, one for each GPU of the file",
+                remedy="Start one rank for each GPU, or run zorse discover.",
+            )
+        )
+    raise MeasureError("the ranks are not the cluster of the file", problems)
+
+
+def _measured(
+    place: RankPlace, wanted: ProfileRun, profile: Profile, series: Series
+) -> Iterator[Answer]:
+    on_gpu = torch.cuda.is_available()
+    memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(place.rank).memory_bytes
+    request = LayerRequest(
+        first_sizes=first_sizes(profile, series),
+        largest_size=wanted.largest_size,
+        time_limit_s=wanted.time_limit_s,
+        memory_limit_bytes=None if on_gpu else memory_bytes,
+    )
+    local_rank = place.local_rank % torch.cuda.device_count() if on_gpu else 0
+    flags = single_layer_flags(wanted.flags, wanted.shape)
+    return measured_layers(wanted.script, flags, request, local_rank)
+
+
+def _in_words(answer: Answer) -> str:
+    if isinstance(answer, MeasuredPass):
+        return f"{answer.part}, micro-batch {answer.micro_batch_size}"
+    return "optimizer step"
