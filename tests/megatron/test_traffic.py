@@ -4,6 +4,7 @@ A group of n ranks that gathers a chunk of P elements sends (n - 1) P elements o
 many of gradients when it reduces them, whatever the number of micro-batches; in half the bytes with
 a `gradient_wire`. Between neighbouring
 chunks of different groups every sample's activation goes forward once and its gradient back once.
+What waits in the host goes there and comes back no more often than it must.
 """
 
 import dataclasses
@@ -11,12 +12,21 @@ import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.megatron.comparison import GLOBAL_BATCH_SIZE, LAYOUTS
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import BOTH_ENDS, LAYERED, NEIGHBOURS, TWO_BY_TWO, with_settings
+from tests.megatron.ministages import (
+    BOTH_ENDS,
+    FULL,
+    LAYERED,
+    NEIGHBOURS,
+    TWO_BY_TWO,
+    in_the_host,
+    with_settings,
+)
 from tests.megatron.test_exactness import UNTIED, flags_for
 from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import Plan, Schedule
@@ -81,22 +91,27 @@ def parameters_of(plan: Plan, chunk: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_traffic_is_the_closed_form(case: str, corpus: Path, tmp_path: Path) -> None:
-    plan, gathers = CASES[case]
-    save_plan(plan, tmp_path / "plan.json")
-    flags = [*flags_for(corpus, *UNTIED, steps=STEPS), "--zorse-plan", str(tmp_path / "plan.json")]
+def counted(plan: Plan, corpus: Path, work: Path) -> list[dict[str, Any]]:
+    """What each rank has counted."""
+    save_plan(plan, work / "plan.json")
+    flags = [*flags_for(corpus, *UNTIED, steps=STEPS), "--zorse-plan", str(work / "plan.json")]
     run_ranks(
         flags,
         plan.world_size,
         entry="tests.megatron.traffic_entry",
         timeout_s=120,
-        env={"ZORSE_TEST_RECORD": str(tmp_path)},
+        env={"ZORSE_TEST_RECORD": str(work)},
     ).check()
-    found = [
-        json.loads((tmp_path / f"traffic-rank{rank}.json").read_text())
+    return [
+        json.loads((work / f"traffic-rank{rank}.json").read_text())
         for rank in range(plan.world_size)
     ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_traffic_is_the_closed_form(case: str, corpus: Path, tmp_path: Path) -> None:
+    plan, gathers = CASES[case]
+    found = counted(plan, corpus, tmp_path)
     for number, group in enumerate(plan.groups):
         chunks = plan.chunks_of_group(number)
         elements = {}
@@ -121,3 +136,29 @@ def test_traffic_is_the_closed_form(case: str, corpus: Path, tmp_path: Path) -> 
         total = sum((Counter(ranks["steps"][step]) for ranks in found), Counter())
         expected = 2 * crossings * GLOBAL_BATCH_SIZE * sample_bytes
         assert total["activations sent"] == total["activations received"] == expected
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_traffic_with_the_host_is_the_closed_form(
+    activations: bool, corpus: Path, tmp_path: Path
+) -> None:
+    """Over all ranks: state goes and comes once in a step, and so do the parameters for it.
+
+    A shard of parameters comes once more for each gather, and nothing goes back for that. Each
+    layer's input goes and comes once, but for the last chunk, where backwards come at once.
+    """
+    plan = with_settings(LAYERED, FULL, parameters=True, optimizer_state=True)
+    if activations:
+        plan = in_the_host(LAYERED)
+    found = counted(plan, corpus, tmp_path)
+    held = found[0]["chunks"]
+    state = sum(2 * ELEMENT_BYTES * chunk["parameters"] for chunk in held)
+    parameters = [ELEMENT_BYTES * chunk["elements"] for chunk in held]
+    gathers = (2, 2, 1, 1)
+    fetched = sum(count * size for count, size in zip(gathers, parameters, strict=True))
+    sample_bytes = SEQUENCE * HIDDEN * ELEMENT_BYTES
+    kept = 3 * GLOBAL_BATCH_SIZE * sample_bytes if activations else 0
+    for step in range(1, STEPS):  # the first also sends all there is
+        total = sum((Counter(ranks["steps"][step]) for ranks in found), Counter())
+        assert total["to the host"] == state + sum(parameters) + kept
+        assert total["from the host"] == state + sum(parameters) + fetched + kept

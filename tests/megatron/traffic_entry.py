@@ -2,7 +2,8 @@
 
 Writes `traffic-rank<R>.json` to `$ZORSE_TEST_RECORD`: `steps`, for each training step what this
 rank sent and received of parameters, gradients and activations (a broadcast or a reduction counts
-once for each other rank of the group), and `chunks`, the elements of each of its chunks' buffers.
+once for each other rank of the group) and copied to and from the host, and `chunks`, the elements
+of each of its chunks' buffers.
 """
 
 import json
@@ -55,6 +56,14 @@ class CountingDist:
         self._counts[f"{what} {'sent' if sends else 'received'}"] += tensor.nbytes * messages
 
 
+def counting_copy(copy: Callable[..., Any], counts: Counter[str], what: str) -> Callable[..., Any]:
+    def start(link: Any, source: Any, target: Any) -> Any:
+        counts[what] += source.nbytes
+        return copy(link, source, target)
+
+    return start
+
+
 def counting_train_step(
     train_step: Callable[..., Any], counts: Counter[str], found: dict[str, Any]
 ) -> Callable[..., Any]:
@@ -82,8 +91,11 @@ def main() -> None:
     from megatron.training import training
 
     from zorse_megatron.runtime import collectives, narrow_wire, transport
+    from zorse_megatron.runtime.host_memory import HostLink
 
     counts: Counter[str] = Counter()
+    for name, what in (("start_to_host", "to the host"), ("start_from_host", "from the host")):
+        setattr(HostLink, name, counting_copy(getattr(HostLink, name), counts, what))
     dist: Any = CountingDist(counts)
     collectives.dist = narrow_wire.dist = transport.dist = dist
     found: dict[str, Any] = {"steps": [], "chunks": []}
