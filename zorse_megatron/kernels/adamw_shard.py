@@ -122,19 +122,19 @@ def adamw_shard_torch(
         wide = grad[chunk].float()
         for scale in scales:
             wide = wide * scale
-        _update(main[chunk], exp_avg[chunk], exp_avg_sq[chunk], wide, numbers)
+        step_torch(main[chunk], exp_avg[chunk], exp_avg_sq[chunk], wide, numbers)
         if copy is not None:
             copy[chunk].copy_(main[chunk])
 
 
-def _update(
+def step_torch(
     main: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     numbers: AdamW,
 ) -> None:
-    """torch's operations, for its bits."""
+    """The step itself, with torch's operations for its bits; `grad`: fp32, scaled."""
     if numbers.added:
         grad = grad.add(main, alpha=numbers.added)
     main.mul_(numbers.kept)
