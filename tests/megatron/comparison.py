@@ -44,7 +44,11 @@ class Recorded:
 
 
 def run_recorded(
-    flags: Sequence[str], world_size: int, *, timeout_s: float = 120, work: Path | None = None
+    flags: Sequence[str],
+    world_size: int,
+    *,
+    timeout_s: float = 120,
+    entry: str = "tests.megatron.recording_entry",
 ) -> Recorded:
     """Run `zorse_megatron.pretrain` with `flags` and read what it recorded."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,7 +56,7 @@ def run_recorded(
         result = run_ranks(
             list(flags),
             world_size,
-            entry="tests.megatron.recording_entry",
+            entry=entry,
             timeout_s=timeout_s,
             env={"ZORSE_TEST_RECORD": str(record)},
         ).check()

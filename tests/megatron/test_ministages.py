@@ -120,6 +120,17 @@ def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
             assert all(torch.equal(copy, expected) for copy in copies), f"{name}: {parameter}"
 
 
+def test_state_in_the_host_counts_steps_as_fused_optimizers_do(corpus: Path) -> None:
+    """They count per group, in every call; with state in the host there is a call for each chunk."""
+    flags = flags_for(corpus, *UNTIED, *NO_CLIP, steps=3)
+    fused = "tests.megatron.fused_entry"
+    moved = plan_run(with_settings(BOTH_ENDS, optimizer_state=True), flags, entry=fused)
+    resident = plan_run(BOTH_ENDS, flags, entry=fused)
+    assert_equal_runs(resident, stock_run(flags))
+    for parameter, copies in moved.final.items():
+        assert torch.equal(copies[0], resident.final[parameter][0]), parameter
+
+
 @settings(
     max_examples=8,
     deadline=None,

@@ -53,7 +53,8 @@ class HostState:
 
     def step(self) -> None:
         """The inner optimizer's step, and the copy of new main parameters to the shards."""
-        counts = [group.get("step") for group in self.inner.param_groups]
+        # Fused optimizers count here, once per call, and not in groups that are empty then.
+        before = after = self._counts()
         away = [self._away(chunk) for chunk in self.chunks]
         for number, chunk in enumerate(self.chunks):
             if number:
@@ -66,13 +67,13 @@ class HostState:
             self.on_change()
             for memory in away[number]:
                 memory.wait_until_back()
-            for group, count in zip(self.inner.param_groups, counts, strict=True):
-                if count is not None:  # fused optimizers count here, once per call
-                    group["step"] = count
+            self._count_from(before)
             with self._only(chunk):
                 self._step_all()
+            after = [max(counts) for counts in zip(after, self._counts(), strict=True)]
             self.optimizer.copy_main_to_model(chunk)
             self._send(chunk, away[number])
+        self._count_from(after)
         _let_go(away[-1])
 
     @contextmanager
@@ -108,6 +109,15 @@ class HostState:
             memory.send()
             memory.let_go(wait=True)
         return memories
+
+    def _counts(self) -> list[int]:
+        """Steps that each group has counted, 0 where it counts none."""
+        return [group.get("step", 0) for group in self.inner.param_groups]
+
+    def _count_from(self, counts: list[int]) -> None:
+        for group, count in zip(self.inner.param_groups, counts, strict=True):
+            if "step" in group:
+                group["step"] = count
 
     def _send(self, chunk: Any, memories: list[HostBacked]) -> None:
         for memory in memories:
