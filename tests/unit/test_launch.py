@@ -22,7 +22,7 @@ from zorse_megatron.measure.ranks_env import rank_place
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import parse_cluster
 
-ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 TRAINING = Training(words=("pretrain_gpt.py", "--num-layers", "4", "--save", "a b"), resumes=True)
 KINDS = ("A100-40", "T4", "L4")
 
@@ -244,6 +244,25 @@ def test_shellcheck_finds_nothing(resumes: bool, names_nodes: bool, tmp_path: Pa
     script = tmp_path / "train.sh"
     script.write_text(batch_script(components_of(CLUSTER, {}), training, options, title="Trains."))
     subprocess.run(["shellcheck", str(script)], check=True)
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_shellcheck_finds_nothing_in_our_jobs(script: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("found no shellcheck")
+    subprocess.run(["shellcheck", "--external-sources", str(script)], check=True)
+
+
+def test_the_example_is_what_the_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    options = ["--partition", "A6000=new", "--partition", "V100-16=old", "--sbatch"]
+    training = [*FLAGS, "--save", "checkpoints", "--save-interval", "100"]
+    words = ["--cluster", "cluster.yaml", "--slurm", "train.sh", *options, "time=24:00:00"]
+    result = run("launch", "plan.json", *words, "--", "pretrain_gpt.py", *training)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "train.sh").read_text() == (SCRIPTS / "train-example.sh").read_text()
 
 
 def test_the_command_writes_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,6 +334,9 @@ def model_problems(args: Namespace, plan: Plan) -> list[Problem]:
     problems = []
     for field, argument in _MODEL_FIELDS.items():
         planned, value = getattr(plan.model, field), getattr(args, argument, None)
+        if field == "num_query_groups" and not getattr(args, "group_query_attention", None):
+            # Stock's default stands for nothing then: each head has a group of its own.
+            value = getattr(args, "num_attention_heads", None)
         if planned is not None and value is not None and planned != value:
             problems.append(_model_problem(flag_of(argument), value, planned, field))
     untied = getattr(args, "untie_embeddings_and_output_weights", None)

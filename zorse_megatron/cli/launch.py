@@ -53,6 +53,9 @@ def launch(  # noqa: PLR0917
         list[str] | None,
         typer.Option(metavar="OPTION", help="A further option of sbatch, such as time=24:00:00."),
     ] = None,
+    python: Annotated[
+        str, typer.Option(help="Of Slurm: the interpreter that has zorse-megatron on the nodes.")
+    ] = "python",
     master_addr: Annotated[
         str | None,
         typer.Option(help="Of torchrun: address of the first node. Left out: its name."),
@@ -77,7 +80,9 @@ def launch(  # noqa: PLR0917
             )
         else:
             components = components_of(there, _partitions(partition or []))
-            options = BatchOptions(names_nodes=node_names, more=_options(sbatch or []))
+            options = BatchOptions(
+                python=python, names_nodes=node_names, more=_options(sbatch or [])
+            )
             title = _title(plan, path, there)
             lines = batch_script(components, training, options, title=title)
     if slurm is None:

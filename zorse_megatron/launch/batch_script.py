@@ -4,6 +4,7 @@ One `#SBATCH` block for each component, as `man sbatch` has it for heterogeneous
 tasks out component by component, and in blocks to the nodes of each.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ from zorse_megatron.launch.training import MODULE, Training
 from zorse_megatron.schema.spans import spell
 
 _PARAMETERS = """\
-PYTHON=${PYTHON:-python}            # the interpreter that has zorse-megatron
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
 GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
 """
@@ -48,6 +48,8 @@ class BatchOptions:
     """What the script asks Slurm for, beside the GPUs."""
 
     job_name: str = "zorse"
+    python: str = "python"
+    """The interpreter that has zorse-megatron, on every node."""
     names_nodes: bool = False
     """Ask for the nodes by the names in the cluster file."""
     signal_s: int = 120
@@ -67,6 +69,7 @@ def batch_script(
         *_comments(components),
         *_sbatch(components, training, options),
         "",
+        f"PYTHON={shlex.quote(options.python)}",
         _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
         _RANKS,
         _srun(components, training),

@@ -1,0 +1,65 @@
+#!/bin/bash
+# Trains under plan.json (plan 41ed355ef2ccf125) on the GPUs of two-node lab.
+# Written by zorse launch; submit it with sbatch, from the directory of its files.
+#   component 0: ranks 0 to 3, 4 A6000
+#   component 1: ranks 4 to 7, 4 V100-16
+#SBATCH --job-name=zorse
+#SBATCH --output=%x-%j.txt
+#SBATCH --open-mode=append
+#SBATCH --partition=new
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --requeue
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH hetjob
+#SBATCH --partition=old
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --requeue
+#SBATCH --time=24:00:00
+
+PYTHON=python
+MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
+GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
+
+# Local ranks count GPUs as the cluster file does, and not the fastest one first.
+export CUDA_DEVICE_ORDER=PCI_BUS_ID
+
+srun --het-group=0,1 --mpi=none --distribution=block --kill-on-bad-exit=0 --wait="$GRACE_S" \
+    "$PYTHON" -m zorse_megatron.pretrain \
+    pretrain_gpt.py \
+    --num-layers 8 \
+    --hidden-size 1024 \
+    --num-attention-heads 16 \
+    --seq-length 512 \
+    --position-embedding-type rope \
+    --untie-embeddings-and-output-weights \
+    --vocab-size 32000 \
+    --fp16 \
+    --global-batch-size 16 \
+    --save checkpoints \
+    --save-interval 100 \
+    --zorse-plan plan.json \
+    --load checkpoints \
+    --exit-signal-handler &
+srun_pid=$!
+
+# Before the time limit Slurm sends USR1 to this script; TERM lets the ranks save and end.
+stopped=
+trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+while :; do
+    wait "$srun_pid"
+    status=$?
+    kill -0 "$srun_pid" 2>/dev/null || break    # else a signal has ended the wait
+done
+
+# Status 2 is bad input, which another start does not change.
+restarts=${SLURM_RESTART_COUNT:-0}
+if [[ $stopped ]] || { ((status != 0 && status != 2)) && ((restarts < MAX_RESTARTS)); }; then
+    echo "status $status after $restarts restarts: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
