@@ -1,99 +1,99 @@
-"""Compile the kernels for GPUs that need not be there; print what the machine code is made of.
+"""Compile what the launches ask for, for GPUs that need not be there, and print what comes out.
 
     python -m tests.kernels.compile_main
 
-Prints JSON: by kernel and compute capability, the PTX instructions and Triton's pointer additions.
+The launches are the real ones, up to the point where the GPU would be given the machine code. Their
+tensors have no memory (device "meta"), so that they may have more than 2^31 elements. Prints a JSON
+list of launches: kernel, compute capability, grid, types of the arguments, PTX instructions, types
+of the offsets that are added to pointers.
 """
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
-import triton
+import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from zorse_megatron.kernels.on_triton.adamw_shard import adamw_shard_kernel
-from zorse_megatron.kernels.on_triton.blocks import BLOCK, NUM_WARPS
-from zorse_megatron.kernels.on_triton.norm_and_flag import norm_and_flag_kernel
-from zorse_megatron.kernels.on_triton.pieces import ALIGN, copy_pieces_kernel
-from zorse_megatron.kernels.on_triton.sum_parts import sum_parts_kernel
+from zorse_megatron.kernels import AdamW
+from zorse_megatron.kernels.on_triton import KERNELS
 
-BY_16 = [["tt.divisibility", 16]]
-CAPABILITIES = (80, 90)
-
-
-def compiled(
-    kernel: Any, capability: int, types: dict[str, Any], constants: dict[str, Any], **options: Any
-) -> dict[str, list[str]]:
-    """As for large tensors at multiples of 16 bytes, of a multiple of 16 elements."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = {}
-    for place, name in enumerate(names):
-        kind = signature[name]
-        if isinstance(kind, tuple):
-            aligned |= {(place, i): BY_16 for i, one in enumerate(kind) if one.startswith("*")}
-        elif kind.startswith("*") or name == "numel":
-            aligned[(place,)] = BY_16
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=aligned,
-    )
-    target = GPUTarget("cuda", capability, 32)
-    assembly = triton.compile(
-        source, target=target, options={"num_warps": NUM_WARPS, **options}
-    ).asm
-    lines = (line.split() for line in assembly["ptx"].splitlines())
-    words = {word for line in lines for word in line[:2] if re.fullmatch(r"[a-z]\w*(\.\w+)+", word)}
-    pointers = re.findall(r"tt\.addptr .* : (tensor<[^ ]*), (tensor<\S*>)", assembly["ttir"])
-    return {"instructions": sorted(words), "offsets": sorted({offset for _, offset in pointers})}
+META = torch.device("meta")
+LARGE = 2**31 + 64
+"""A multiple of 16."""
+ODD = LARGE + 1
+"""So is all but the last element."""
 
 
-def main() -> None:
-    """Print all."""
-    block = {"BLOCK": BLOCK.value}
-    state = dict.fromkeys(("main_at", "exp_avg_at", "exp_avg_sq_at", "grad_at"), "*fp32")
-    scales = dict.fromkeys(("inv_scale_at", "clip_at"), "*fp32")
-    numbers = ("kept", "added", "new1", "beta2", "new2", "root_of_bias2", "eps", "step_size")
-    exact = {"enable_fp_fusion": False}
-    found = {}
-    for capability in CAPABILITIES:
-        found[f"sum_parts {capability}"] = compiled(
-            sum_parts_kernel,
-            capability,
-            {
-                "out": "*fp32",
-                "parts": ("*bf16", "*fp16", "*fp32"),
-                "weights": ("fp32",) * 3,
-                "numel": "i64",
-            },
-            {"ADD": False, **block},
-            **exact,
-        )
-        found[f"adamw_shard {capability}"] = compiled(
-            adamw_shard_kernel,
-            capability,
-            state | scales | dict.fromkeys(numbers, "fp32") | {"copy_at": "*bf16", "numel": "i64"},
-            {"IS_ADDED": True, "IS_MOSTLY_NEW": False, "HAS_COPY": True, **block},
-            **exact,
-        )
-        found[f"norm_and_flag {capability}"] = compiled(
-            norm_and_flag_kernel,
-            capability,
-            {"shard": "*fp32", "numel": "i64", "turns": "i32", "sums": "*fp64", "counts": "*fp64"},
-            block,
-        )
-        found[f"pieces {capability}"] = compiled(
-            copy_pieces_kernel,
-            capability,
-            {"target": "*bf16", "source": "*fp32", "blocks": "*i64"},
-            {"TARGET_COLUMN": 0, "IS_ALIGNED": True, "ALIGN": ALIGN.value, **block},
-        )
-    print(json.dumps(found, indent=2))
+class AbsentGpu:
+    """What Triton asks its driver before it compiles; the device's number is its capability."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def new(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(numel, dtype=dtype, device=META)
+
+
+def launch_all() -> None:
+    """Each kernel: a launch for the elements up to a multiple of 16, and one for the last."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    parts = (new(ODD, bf16), new(ODD, fp16), new(ODD))
+    KERNELS["sum_parts"](new(ODD), parts, (1.0, 0.5, 0.25), False)
+    numbers = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    scales = (new(1).reshape(()), new(1).reshape(()))
+    state = [new(ODD) for _ in range(4)]
+    KERNELS["adamw_shard"](*state, numbers, scales=scales, copy=new(ODD, bf16))
+    KERNELS["norm_and_flag"]([new(ODD)], META)
+    pieces = ((LARGE - 32, LARGE), (LARGE, LARGE + 1))
+    KERNELS["pack"](new(33, bf16), new(ODD), pieces)
+    KERNELS["unpack"](new(ODD), new(33, bf16), pieces)
+
+
+def recorded(capability: int) -> Iterator[dict[str, Any]]:
+    """Compile all launches for one kind of GPU."""
+    driver.set_active(AbsentGpu(capability))
+    run, found = JITFunction.run, []
+
+    def compile_only(
+        self: JITFunction, *arguments: Any, grid: tuple[int], warmup: bool, **options: Any
+    ) -> None:
+        found.append((grid, run(self, *arguments, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compile_only
+    try:
+        launch_all()
+    finally:
+        JITFunction.run = run
+    for grid, kernel in found:
+        lines = (line.split() for line in kernel.asm["ptx"].splitlines())
+        words = {word for line in lines for word in line[:2]}
+        offsets = re.findall(r"tt\.addptr .* : tensor<[^ ]*, (tensor<\S*>)", kernel.asm["ttir"])
+        yield {
+            "kernel": kernel.name,
+            "capability": capability,
+            "grid": grid[0],
+            "types": {name: str(kind) for name, kind in kernel.src.signature.items()},
+            "instructions": sorted(
+                word for word in words if re.fullmatch(r"[a-z]\w*(\.\w+)+", word)
+            ),
+            "offsets": sorted(set(offsets)),
+        }
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps([launch for capability in (80, 90) for launch in recorded(capability)]))

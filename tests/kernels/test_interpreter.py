@@ -43,24 +43,27 @@ def test_compiles_to_what_the_docstrings_promise() -> None:
     command = [sys.executable, "-m", "tests.kernels.compile_main"]
     done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    kernels = json.loads(done.stdout)
-    assert {name.split()[0] for name in kernels} == {
-        "sum_parts",
-        "adamw_shard",
-        "norm_and_flag",
-        "pieces",
-    }
-    for name, found in kernels.items():
-        instructions = set(found["instructions"])
-        # 16 bytes at a time, both ways (`norm_and_flag` writes a number per program only).
-        assert "ld.global.v4.b32" in instructions
-        assert "st.global.v4.b32" in instructions or name.startswith("norm_and_flag")
+    launches = json.loads(done.stdout)
+    kernels = ["sum_parts", "adamw_shard", "norm_and_flag", "copy_pieces", "copy_pieces"]
+    # Of each the elements up to a multiple of 16, then the last one; for two kinds of GPU.
+    expected = [f"{name}_kernel" for name in kernels for _ in range(2)] * 2
+    assert [launch["kernel"] for launch in launches] == expected
+    for number, launch in enumerate(launches):
+        instructions = set(launch["instructions"])
+        if number % 2 == 0:
+            # 16 bytes at a time, both ways (`norm_and_flag` writes one number per program).
+            assert "ld.global.v4.b32" in instructions
+            assert "st.global.v4.b32" in instructions or launch["kernel"].startswith("norm")
         # Nothing is fused (but exact squares in fp64), small numbers are not flushed to zero,
         # quotients and roots are correctly rounded.
         assert not [word for word in instructions if word.startswith("fma") and "f64" not in word]
         assert not [word for word in instructions if "ftz" in word or "approx" in word]
-        if name.startswith("adamw_shard"):
+        if launch["kernel"] == "adamw_shard_kernel":
             assert {"div.rn.f32", "sqrt.rn.f32", "mul.rn.f32", "add.rn.f32"} <= instructions
-        # In `pieces` a block's start has 64 bits, and is tested at work.
-        if not name.startswith("pieces"):
-            assert found["offsets"] == ["tensor<2048xi64>"]
+        # More than 2^31 elements. (In `copy_pieces` a block's start has 64 bits, and is tested at
+        # work; `norm_and_flag` has fewer programs, which go round.)
+        if launch["kernel"] != "copy_pieces_kernel":
+            assert launch["offsets"] == ["tensor<2048xi64>"]
+        if launch["kernel"] in ("sum_parts_kernel", "adamw_shard_kernel") and number % 2 == 0:
+            assert launch["types"]["numel"] == "i64"
+            assert (launch["grid"] - 1) * 2048 < 2**31 + 64 <= launch["grid"] * 2048
