@@ -108,6 +108,8 @@ class RecordedNvml:
         """NVLink line -> what is at its other end; None: it is off. Others do not exist."""
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in ("GPU-a", "GPU-b"):
+            raise ValueError("not found")
         return uuid
 
     def nvmlDeviceGetName(self, handle: str) -> str:
@@ -139,6 +141,8 @@ def test_each_rank_has_its_gpu_and_one_too_many_is_refused() -> None:
     assert reader.device(1, 2).kind == "T4"
     with pytest.raises(MeasureError, match="local rank 2 and 2 GPUs"):
         reader.device(2, 3)
+    with pytest.raises(MeasureError, match="no answer about GPU-c"):
+        NvmlReader(RecordedNvml({}), ("GPU-c",)).device(0, 1)
     only = NvmlReader(RecordedNvml({}), ("GPU-b",))  # each rank is shown its own
     assert only.device(1, 2).kind == "T4"
 

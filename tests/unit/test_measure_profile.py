@@ -40,6 +40,7 @@ OF_A_CLUSTER = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--rampup-batch-size 2 2 100 --load old --use-distributed-optimizer --swiglu "
     "--tokenizer-type=SentencePieceTokenizer --tokenizer-model /no/such/file "
+    "--zorse-plan plan.json --zorse-trace=traces "
     "--train-samples 1000 --overlap-grad-reduce --recompute-modules core_attn mlp"
 )
 SHAPE = shape_from_flags(FLAGS)
@@ -157,6 +158,7 @@ def test_the_flags_of_a_cluster_become_those_of_one_layer_on_one_rank() -> None:
     for flag in ("--load", "--rampup-batch-size", "--overlap-grad-reduce", "--train-samples"):
         assert flag not in found
     assert not any(flag.startswith("--recompute") for flag in found)
+    assert not any(flag.startswith("--zorse") for flag in found)
     assert "core_attn" not in single_layer_flags([*FLAGS, *cluster], SHAPE)
     assert "--use-distributed-optimizer" in found and "--swiglu" in found
     expected = {

@@ -43,6 +43,7 @@ class ModelPasses:
     """Makes passes for a whole GPT of one layer at least, wrapped as for training."""
 
     def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
         self.model = get_attr_wrapped_model(wrapped, "decoder", return_model_obj=True)
         self.args = get_args()
         self.device = next(self.model.parameters()).device
@@ -50,6 +51,10 @@ class ModelPasses:
     def num_parameters(self, part: Part) -> int:
         """Parameters of a part; a table that both ends share counts for the embedding."""
         return sum(p.numel() for module in self._modules(part) for p in module.parameters())
+
+    def clear_gradients(self) -> None:
+        """Set the gradients of all parameters to zero, as at the start of an iteration."""
+        self.wrapped.zero_grad_buffer()
 
     def make(self, part: Part, micro_batch_size: int) -> PartPass:
         """Return the pass of a micro-batch, with made-up tokens."""

@@ -83,7 +83,7 @@ def _say(output: Path, profile: Path, found: "Discovered", *, as_json: bool) -> 
         )
         return
     print_plain(
-        f"{output}: {ranks} ranks in {len(found.nodes)} nodes; {found.num_measured} measured"
+        f"{output}: {len(found.nodes)} nodes with {ranks} ranks, {found.num_measured} measurements"
     )
     for kind in kinds:
         count = sum(node.kind == kind for node in found.nodes)

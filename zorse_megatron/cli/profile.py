@@ -97,10 +97,11 @@ def _dtype(name: str) -> Dtype:
 
 
 def counts_of(loaded: Profile) -> str:
+    messages = f", {len(loaded.transfers)} series of messages" if loaded.transfers else ""
     return (
         f"{len(loaded.times)} series of times on {len(loaded.gpu_kinds())} kinds of GPU, "
         f"{len(loaded.updates)} optimizer steps, {len(loaded.memory)} memory entries, "
-        f"{len(loaded.links)} links"
+        f"{len(loaded.links)} links{messages}"
     )
 
 

@@ -6,10 +6,11 @@ from zorse_megatron.measure.clock import median_s
 from zorse_megatron.measure.cluster_text import MeasuredKind
 from zorse_megatron.measure.devices import SeenDevice
 from zorse_megatron.schema.presets import GPU_KINDS
+from zorse_megatron.schema.quantities import COMPUTE_RATE
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Large enough to fill the device, small enough for some seconds in all.
-_GPU_WIDTH, _CPU_WIDTH = 8192, 768
+_GPU_WIDTH, _CPU_WIDTH = 8192, 512
 _GPU_COPY_BYTES, _CPU_COPY_BYTES = 2**30, 2**26
 
 
@@ -21,12 +22,20 @@ def measured_kind(seen: SeenDevice) -> MeasuredKind:
     return MeasuredKind(
         memory_bytes=seen.memory_bytes,
         memory_bytes_per_s=_copy_bytes_per_s(device),
-        flops_per_s={}
-        if well_known
-        else {name: _flops_per_s(dtype, width, device) for name, dtype in _DTYPES.items()},
+        flops_per_s={} if well_known else _peak(width, device),
         host_link_bytes_per_s=_host_link_bytes_per_s(device),
         is_well_known=well_known,
     )
+
+
+def _peak(width: int, device: torch.device) -> dict[str, float]:
+    """Return the rate of each dtype. A CPU without units for one may be too slow to count."""
+    rates = {name: _flops_per_s(dtype, width, device) for name, dtype in _DTYPES.items()}
+    return {
+        name: rate
+        for name, rate in rates.items()
+        if rate >= COMPUTE_RATE.lowest or name == "float32"
+    }
 
 
 def _flops_per_s(dtype: torch.dtype, width: int, device: torch.device) -> float:

@@ -139,7 +139,7 @@ def _timed(place: RankPlace, wanted: Discovery, task: LinkTask) -> Transfers:
 
 
 def _with_curves(profile: Profile, tasks: Sequence[LinkTask], notes: list[str]) -> Profile:
-    """Fit the links of this cluster; a note for each that no parabola fits."""
+    """Fit the links of this cluster; a note says how many a parabola fits."""
     keys = {task.key for task in tasks}
     curves = []
     for transfers in profile.transfers:
@@ -147,8 +147,8 @@ def _with_curves(profile: Profile, tasks: Sequence[LinkTask], notes: list[str]) 
             curve = link_curve(transfers)
             curves += [curve] if curve else []
     notes.append(
-        f"{len(curves)} of the links have a curve by message size in the profile; of the others "
-        "the cluster file has latency and bandwidth"
+        f"{len(curves)} of {len(keys)} series of messages fit a curve by message size, which is in "
+        "the profile; the cluster file has latency and bandwidth"
     )
     return with_links(profile, curves)
 

@@ -27,6 +27,8 @@ def measuring_job(place: RankPlace, *, timeout_s: float, messages_on_gpu: bool) 
     process itself sends from GPUs, where there are any.
     """
     os.environ.update(place.torch_environment())
+    if place.world_size == 1:
+        os.environ["MASTER_PORT"] = "0"  # any: nobody else has to find it
     on_gpu = messages_on_gpu and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())

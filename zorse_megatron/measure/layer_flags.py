@@ -6,7 +6,7 @@ from pathlib import Path
 from zorse_megatron.schema.model import ModelShape
 
 # What a plan decides, or what has to do with other ranks, with checkpoints or with logs: a single
-# layer on a single rank needs none of it. Flag -> number of values that follow it.
+# layer on a single rank needs none of it. Flag -> number of values that follow it; -1: all.
 _LEFT_OUT = {
     "--num-layers-per-virtual-pipeline-stage": 1,
     "--num-virtual-stages-per-pipeline-rank": 1,
@@ -25,6 +25,8 @@ _LEFT_OUT = {
     "--recompute-modules": -1,
     "--rampup-batch-size": 3,
     "--load": 1,
+    "--use-checkpoint-args": 0,
+    "--use-mp-args-from-checkpoint-args": 0,
     "--pretrained-checkpoint": 1,
     "--save": 1,
     "--tensorboard-dir": 1,
@@ -77,8 +79,9 @@ def _without_left_out(flags: Sequence[str]) -> list[str]:
         is_flag = word.startswith("--")
         if is_flag:
             flag, equals, _ = word.partition("=")
-            skip = 0 if flag not in _LEFT_OUT or equals else _LEFT_OUT[flag]
-            if flag not in _LEFT_OUT:
+            is_ours = flag.startswith("--zorse-")  # each with one value
+            skip = 0 if equals else _LEFT_OUT.get(flag, int(is_ours))
+            if flag not in _LEFT_OUT and not is_ours:
                 kept.append(word)
         elif skip:
             skip -= 1

@@ -44,6 +44,10 @@ class Passes(Protocol):
         """Return the pass of a micro-batch."""
         ...
 
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero."""
+        ...
+
 
 def answers(passes: Passes, step: Callable[[], object], request: LayerRequest) -> Iterator[Answer]:
     """Measure what is asked for, and yield each result when it is there.
@@ -52,6 +56,8 @@ def answers(passes: Passes, step: Callable[[], object], request: LayerRequest) -
     """
     for part, first_size in request.first_sizes.items():
         yield from _grown(passes, part, first_size, request)
+    # What many backwards have added up may overflow in fp16, and then no step would be made.
+    passes.clear_gradients()
     parts: tuple[Part, ...] = ("embedding", "layer", "head")
     yield MeasuredStep(
         num_parameters=sum(map(passes.num_parameters, parts)),

@@ -42,7 +42,13 @@ class NvmlReader:
                 f"local rank {local_rank} and {len(self._uuids)} GPUs",
                 "Start one rank for each GPU.",
             )
-        handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuids[number])
+        try:
+            return self._described(self._nvml.nvmlDeviceGetHandleByUUID(self._uuids[number]))
+        except self._nvml.NVMLError as error:
+            found = f"no answer about {self._uuids[number]} ({error})"
+            raise _error(found, "Try nvidia-smi -L: it lists what the driver knows.") from error
+
+    def _described(self, handle: Any) -> SeenDevice:
         name = self._nvml.nvmlDeviceGetName(handle)
         return SeenDevice(
             name=name.decode() if isinstance(name, bytes) else name,
