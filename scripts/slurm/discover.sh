@@ -16,11 +16,12 @@ set -euo pipefail
 source ./settings.sh
 export CUDA_DEVICE_ORDER=PCI_BUS_ID    # local ranks count GPUs as the driver does
 
-step=(srun --mpi=none --distribution=block --kill-on-bad-exit=1)
+# A rank that fails tells the others, which end by themselves.
+step=(srun --mpi=none --distribution=block --kill-on-bad-exit=0 --wait=60)
 if [[ ${SLURM_HET_SIZE:-} ]]; then
     step+=("--het-group=0-$((SLURM_HET_SIZE - 1))")
 fi
 "${step[@]}" "$PYTHON" -m zorse_megatron discover \
-    --output "$CLUSTER" --profile "$PROFILE"
+    --output "$CLUSTER" --profile "$PROFILE" "${DISCOVER[@]}"
 "${step[@]}" "$PYTHON" -m zorse_megatron profile measure \
-    --cluster "$CLUSTER" --output "$PROFILE" -- "${TRAINING[@]}"
+    --cluster "$CLUSTER" --output "$PROFILE" "${MEASURE[@]}" -- "${TRAINING[@]}"

@@ -20,6 +20,9 @@ TRAINING=(
     --save checkpoints --save-interval 100
 )
 
+DISCOVER=()                     # options of zorse discover
+MEASURE=()                      # options of zorse profile measure
+
 # For zorse launch: KIND=PARTITION, or one partition for all; options of sbatch.
 LAUNCH=(
     --partition A100-40=a100 --partition T4=t4
