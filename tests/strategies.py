@@ -226,6 +226,7 @@ def _group_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:
         "name": draw(st.none() | st.text()),
         "recompute": draw(st.none() | recompute),
         "offload": draw(st.none() | offload),
+        "compute_dtype": draw(st.sampled_from([None, "fp16", "bf16", "fp32"])),
         "gradient_wire": draw(st.sampled_from([None, "bf16", "fp16"])),
     }
 

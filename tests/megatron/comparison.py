@@ -13,7 +13,15 @@ import torch
 
 from tests.megatron.launch import run_ranks
 from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.plan import (
+    Chunk,
+    ComputeDtype,
+    Group,
+    ModelFingerprint,
+    Plan,
+    Replica,
+    Schedule,
+)
 
 NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8
@@ -114,6 +122,15 @@ def plan_of(*groups: tuple[tuple[Replica, ...], int]) -> Plan:
         chunks=tuple(chunks),
         schedule=Schedule(name="1f1b"),
     )
+
+
+def computing_in(plan: Plan, *dtypes: ComputeDtype | None) -> Plan:
+    """The plan, with a type for each group to compute in."""
+    groups = [
+        dataclasses.replace(group, compute_dtype=dtype)
+        for group, dtype in zip(plan.groups, dtypes, strict=True)
+    ]
+    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 def chunked_plan(groups: Sequence[tuple[Replica, ...]], chunks: Sequence[tuple[int, int]]) -> Plan:

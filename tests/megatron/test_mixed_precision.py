@@ -8,6 +8,7 @@ differently.
 - A plan whose micro-batches have one sample, too: compared with stock PP=2, DP=2.
 - A plan with other micro-batch sizes rounds other sums, as stock does with another
   `--micro-batch-size`: compared with the widest of these stock variants.
+- Groups that compute in bf16, fp16 and fp32: no further from fp32 than stock in bf16 all through.
 
 The figures are printed (`pytest -s`).
 """
@@ -23,6 +24,7 @@ from tests.megatron.comparison import (
     LAYOUTS,
     STEPS,
     Recorded,
+    computing_in,
     plan_of,
     plan_run,
     replica,
@@ -44,6 +46,9 @@ SINGLE_SAMPLES = {
         ((replica(3, 1, 7), replica(4, 1, 1, 0.3)), 1),
     ),
 }
+THREE_TYPES = computing_in(SINGLE_SAMPLES["2|1|2"], "bf16", "fp16", "fp32")
+# So low that nothing overflows.
+LOW_SCALE = ("--bf16", "--initial-loss-scale", "16")
 OTHER_SIZES = {name: LAYOUTS[name] for name in ("2|1|2", "5, one idle")}
 
 
@@ -58,11 +63,16 @@ def flags(corpus: Path, precision: tuple[str, ...], seed: int, steps: int, *more
     ]
 
 
+def loss_distance(run: Recorded, reference: Recorded) -> float:
+    """Largest difference of a loss over all steps."""
+    return max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
+
+
 def distance(run: Recorded, reference: Recorded) -> float:
-    """Largest difference of a loss over all steps; skipped steps and loss scale must be equal."""
+    """`loss_distance`; skipped steps and loss scale must be equal."""
     for mine, stock in zip(run.steps, reference.steps, strict=True):
         assert (mine["skipped"], mine["loss_scale"]) == (stock["skipped"], stock["loss_scale"])
-    return max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True))
+    return loss_distance(run, reference)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +87,7 @@ def test_drifts_no_more_than_stock(
     stock_layout: list[float] = []
     stock_sizes: list[float] = []
     ours: dict[str, list[float]] = {}
+    from_fp32: dict[str, list[float]] = {"stock": [], "three types": []}
     for seed in SEEDS:
         directory = str(tmp_path / str(seed))
         run_recorded(
@@ -86,15 +97,22 @@ def test_drifts_no_more_than_stock(
         command = flags(corpus, precision, seed, STEPS, *start)
         reference = run_recorded(command, 1)
         stock_layout.append(distance(run_recorded([*command, *PP2_DP2], 4), reference))
-        for size in ("2", "4"):
-            other = run_recorded([*command, "--micro-batch-size", size], 1)
-            stock_sizes.append(distance(other, reference))
+        other = run_recorded([*command, "--micro-batch-size", "2"], 1)
+        stock_sizes.append(distance(other, reference))
         for kind, plans in (("one sample", SINGLE_SAMPLES), ("other sizes", OTHER_SIZES)):
             for name, plan in plans.items():
                 run = plan_run(plan, command)
                 ours.setdefault(f"{kind}: {name}", []).append(distance(run, reference))
+        if precision == ("--bf16",):
+            exact = run_recorded(flags(corpus, (), seed, STEPS, *start), 1)
+            mixed = plan_run(THREE_TYPES, flags(corpus, LOW_SCALE, seed, STEPS, *start))
+            from_fp32["stock"].append(loss_distance(reference, exact))
+            from_fp32["three types"].append(loss_distance(mixed, exact))
     print(f"\n{precision[0]}: stock PP=2,DP=2 {stock_layout}, other micro-batches {stock_sizes}")
     print(*(f"  plan, {name}: {values}" for name, values in ours.items()), sep="\n")
+    print(f"  from fp32: {from_fp32}")
+    if precision == ("--bf16",):
+        assert mean(from_fp32["three types"]) <= mean(from_fp32["stock"])
     for name, values in ours.items():
         if name.startswith("one sample"):
             assert mean(values) <= mean(stock_layout), name

@@ -330,3 +330,16 @@ def test_extra_samples_in_flight_under_breadth_first():
     problem = only_problem(plan)
     assert problem.where == "plan.json: groups[1].extra_in_flight"
     assert problem.found == "3"
+
+
+def test_a_type_that_a_kind_of_gpu_does_not_have():
+    plan = good()
+    plan["cluster"] = {"gpu_kinds": ["A100-40", "A100-40", "V100-16", "unheard of", "T4"]}
+    for group, dtype in zip(plan["groups"], ("bf16", "fp16", "fp32"), strict=True):
+        group["compute_dtype"] = dtype
+    assert problems(plan) == ()
+    plan["groups"][1]["compute_dtype"] = plan["groups"][2]["compute_dtype"] = "bf16"
+    first, second = problems(plan)
+    assert first.where == "plan.json: groups[1].compute_dtype"
+    assert first.found == '"bf16" on V100-16, without units for it'
+    assert second.found == '"bf16" on T4, without units for it'

@@ -11,9 +11,12 @@ from zorse_megatron.adapter.flags import problems_of
 PLAN = load(good())
 
 
-def problems(wire, **flags):
-    """Problems of a command whose second group has this wire."""
-    groups = list(PLAN.groups)
+def problems(wire, groups_in=(None, None, None), **flags):
+    """Problems of a command whose second group has this wire; `groups_in`: compute types."""
+    groups = [
+        dataclasses.replace(group, compute_dtype=dtype)
+        for group, dtype in zip(PLAN.groups, groups_in, strict=True)
+    ]
     groups[1] = dataclasses.replace(groups[1], gradient_wire=wire)
     args = Namespace(
         recompute_granularity=None,
@@ -56,3 +59,18 @@ def test_gradients_must_be_kept_in_fp32(wire):
     (problem,) = problems(wire, fp16=True)
     assert problem.where == "groups[1].gradient_wire"
     assert "--accumulate-allreduce-grads-in-fp32" in problem.remedy
+
+
+def test_a_group_in_fp16_gives_the_job_a_loss_scale_and_fp32_gradients():
+    assert problems("fp16", groups_in=("fp16", None, None), bf16=True) == []
+    assert problems("bf16", groups_in=("bf16", None, None), fp16=True) == []
+    assert len(problems("fp16", groups_in=("bf16", None, None))) == 1
+
+
+@pytest.mark.parametrize(
+    "flag", ["fp16_lm_cross_entropy", "fp32_residual_connection", "grad_reduce_in_bf16"]
+)
+def test_flags_that_presume_one_type(flag):
+    assert problems(None, **{flag: True}) == []
+    (problem,) = problems(None, groups_in=("bf16", None, None), **{flag: True})
+    assert problem.where == "--" + flag.replace("_", "-")

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+from zorse_megatron.adapter.exact_values import original_entry
 from zorse_megatron.errors import Problem, SeamError
 from zorse_megatron.schedules.boxes import interval_boxes
 from zorse_megatron.schedules.shards import Interval, intersection
@@ -36,7 +37,8 @@ class Piece:
 def model_shardings(model_sharded_state_dict: Any) -> dict[int, Any]:
     """Map id(parameter) to its `ShardedTensor` or `ShardedTensorFactory`."""
     shardings, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    return {id(sharding.data): sharding for sharding in nested_values(shardings)}
+    originals = map(original_entry, nested_values(shardings))
+    return {id(sharding.data): sharding for sharding in originals}
 
 
 def parameter_pieces(parameter: torch.Tensor, sharding: Any) -> tuple[Piece, ...]:

@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 from zorse_megatron.adapter import optimizer_checkpoint
+from zorse_megatron.adapter.exact_values import take_exact
 from zorse_megatron.adapter.host_state import HostState
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.errors import FlagError, Problem
@@ -34,6 +35,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         super().__init__(*args, **kwargs)
         self.checkpoint_layout = checkpoint_layout
         self.host_state: HostState | None = None
+        self.is_mixed = False
+        """Whether groups compute in different types; set by who builds it for several groups."""
         self.step_count = 0
         self._last_grad_norm = 0.0
 
@@ -78,6 +81,10 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def _copy_model_grads_to_main_grads(self) -> None:
         for chunk, parameter, (start, stop), shard in self.owned_shards():
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        super()._copy_model_params_to_main_params(state_dict=state_dict)
+        take_exact(self)
 
     def _copy_main_params_to_model_params(self) -> None:
         if self.host_state is None:  # which has done it already

@@ -10,6 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zorse_megatron.adapter.compute_dtype import (
+    compute_dtypes,
+    dtype_problems,
+    is_mixed,
+    job_dtype,
+)
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.plan import Plan
@@ -146,6 +152,7 @@ def problems_of(args: Namespace, plan: Plan, *, world_size: int) -> list[Problem
     problems += _hash_problems(args, plan)
     problems += _recompute_problems(args, plan)
     problems += _wire_problems(args, plan)
+    problems += dtype_problems(args, plan)
     problems += _layout_problems(args, plan)
     problems += _batch_problems(args, plan)
     problems += model_problems(args, plan)
@@ -227,12 +234,13 @@ def _recompute_problems(args: Namespace, plan: Plan) -> list[Problem]:
 
 def _wire_problems(args: Namespace, plan: Plan) -> list[Problem]:
     """16-bit messages need fp32 sums, and in fp16 a loss scale whose overflow skips the step."""
-    problems = []
+    problems, job = [], job_dtype(args)
     for number, group in enumerate(plan.groups):
         if group.gradient_wire is None:
             continue
         where = f"groups[{number}].gradient_wire"
-        if args.fp16 and not args.accumulate_allreduce_grads_in_fp32:
+        kept_in_fp16 = job == "fp16" and not is_mixed(plan)
+        if kept_in_fp16 and not args.accumulate_allreduce_grads_in_fp32:
             problems.append(
                 Problem(
                     where=where,
@@ -241,11 +249,11 @@ def _wire_problems(args: Namespace, plan: Plan) -> list[Problem]:
                     remedy="Add --accumulate-allreduce-grads-in-fp32, or remove gradient_wire.",
                 )
             )
-        if group.gradient_wire == "fp16" and not args.fp16:
+        if group.gradient_wire == "fp16" and "fp16" not in compute_dtypes(plan, job):
             problems.append(
                 Problem(
                     where=where,
-                    found='"fp16" without --fp16',
+                    found='"fp16", while nothing computes in fp16',
                     expected="a job with a loss scale, which skips a step whose gradients overflow",
                     remedy='Use "bf16", whose range is that of fp32, or remove gradient_wire.',
                 )
@@ -384,4 +392,9 @@ def fit_to_plan(args: Namespace, plan: Plan, *, world_size: int) -> list[str]:
     if getattr(args, "overlap_param_gather", False):
         args.overlap_param_gather = False
         notes.append("parameters are gathered where the action list says (no overlap yet)")
+    dtypes = compute_dtypes(plan, job_dtype(args))
+    if is_mixed(plan):
+        listed = ", ".join(f"group {number} {dtype}" for number, dtype in enumerate(dtypes))
+        scale = "one loss scale for all" if "fp16" in dtypes else "no loss scale"
+        notes.append(f"types to compute in: {listed}; main parameters in fp32, {scale}")
     return notes

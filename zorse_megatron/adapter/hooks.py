@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from zorse_megatron.adapter.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.flags import fit_to_plan
 from zorse_megatron.adapter.rebind import Rebinding
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
@@ -36,6 +37,7 @@ def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
         def validate_args(args: Namespace, defaults: Any = None) -> Any:
             # Once more: --use-checkpoint-args may have set arguments since they were parsed.
             fit_to_plan(args, plan, world_size=world_size)
+            set_compute_dtype(args, plan)
             # One rank per stage: then stock's grid arithmetic is that of one replica that takes
             # the whole global batch, which is what a plan's groups are to the training loop.
             args.world_size = len(plan.chunks)

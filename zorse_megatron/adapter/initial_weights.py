@@ -21,23 +21,27 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
+from zorse_megatron.adapter.compute_dtype import torch_dtype
+from zorse_megatron.adapter.exact_values import keep_exact
 from zorse_megatron.adapter.process_groups import PipelinePosition
 from zorse_megatron.adapter.rebind import Rebinding, applied
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.schema.plan import ComputeDtype
 
 
 def copy_single_process_weights(
     chunks: Mapping[tuple[int, int], torch.nn.Module],
     *,
     model_config: Any,
+    dtype: ComputeDtype,
     collection: ProcessGroupCollection,
     seed_everything: Callable[[], None],
 ) -> None:
     """Overwrite the parameters of the chunks with those of a stock single-process run.
 
     `chunks`: [first, stop) of the layers -> the chunk that holds them; `model_config`: the script's
-    model config (`cfg_container.model`); `seed_everything`: seeds as stock does on the first
-    pipeline stage.
+    model config (`cfg_container.model`); `dtype`: in which the single process computes;
+    `seed_everything`: seeds as stock does on the first pipeline stage.
     """
     layers = {
         first + number: layer
@@ -46,7 +50,7 @@ def copy_single_process_weights(
     }
     with _random_state_kept():
         seed_everything()
-        whole = _build_whole(model_config, collection, targets=layers)
+        whole = _build_whole(model_config, dtype, collection, targets=layers)
     values = dict(whole.named_parameters())
     for chunk in chunks.values():
         for name, parameter in chunk.named_parameters():
@@ -57,11 +61,12 @@ def copy_single_process_weights(
                 # Tied: the single process has no weight of its own in the head.
                 source = values["embedding.word_embeddings.weight"]
             assert source is not None and not source.is_meta, f"no initial value for {name}"
-            parameter.data.copy_(source.detach())
+            _set(parameter, source)
 
 
 def _build_whole(
     model_config: Any,
+    dtype: ComputeDtype,
     collection: ProcessGroupCollection,
     *,
     targets: Mapping[int, torch.nn.Module],
@@ -71,6 +76,8 @@ def _build_whole(
     transformer = copy.copy(model_config.transformer)
     transformer.pipeline_model_parallel_size = 1
     transformer.pipeline_model_parallel_layout = None
+    transformer.params_dtype = torch_dtype(dtype)
+    transformer.fp16, transformer.bf16 = dtype == "fp16", dtype == "bf16"
     config = copy.copy(model_config)
     object.__setattr__(config, "transformer", transformer)
     alone = copy.copy(collection)
@@ -108,7 +115,12 @@ def _dropping_layers(targets: Mapping[int, torch.nn.Module]) -> Rebinding:
 def _copy_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
     values = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
-        parameter.data.copy_(values[name].detach())
+        _set(parameter, values[name])
+
+
+def _set(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    parameter.data.copy_(value.detach())
+    keep_exact(parameter, value)
 
 
 @contextmanager

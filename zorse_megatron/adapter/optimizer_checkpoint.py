@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,25 +191,31 @@ def _parameter_state(
         )
     pieces = parameter_pieces(parameter, shardings[id(parameter)])
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+    if optimizer.is_mixed and parameter.dtype == torch.float32:
+        # Both are read into their memory: the model's part may be rounded, this one is not.
+        tensors["param"] = tensors["param"].clone()
+    name_of = partial(_name_in_checkpoint, is_mixed=optimizer.is_mixed)
     return {
         name: {
             str(number): box
             for number, box in enumerate(box_tensors(name, tensors[key].detach(), owned, pieces))
         }
         for key in tensors
-        if (name := _name_in_checkpoint(key, parameter, layout)) is not None
+        if (name := name_of(key, parameter, layout)) is not None
     }
 
 
 def _name_in_checkpoint(
-    key: str, parameter: torch.nn.Parameter, layout: CheckpointLayout
+    key: str, parameter: torch.nn.Parameter, layout: CheckpointLayout, *, is_mixed: bool
 ) -> str | None:
     """Stock's name of a state, None for what stock does not save as a tensor."""
     if key == "step":
         return None
     if key != "param" or layout is CheckpointLayout.DISTRIBUTED:
         return key
-    return "fp32_param" if parameter.dtype in (torch.float16, torch.bfloat16) else None
+    # Where groups compute in different types, all have it, so that any may load it.
+    is_main = is_mixed or parameter.dtype in (torch.float16, torch.bfloat16)
+    return "fp32_param" if is_main else None
 
 
 @torch.no_grad()
@@ -216,7 +223,7 @@ def _restore_shards(optimizer: Any, shards: dict, layout: CheckpointLayout) -> N
     for index, (parameter, _) in enumerate(_owned_parameters(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         for key in tensors:
-            name = _name_in_checkpoint(key, parameter, layout)
+            name = _name_in_checkpoint(key, parameter, layout, is_mixed=optimizer.is_mixed)
             if name is not None:
                 boxes = shards[str(index)][name]
                 flat = [boxes[str(number)].reshape(-1) for number in range(len(boxes))]

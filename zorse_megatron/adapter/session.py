@@ -17,6 +17,8 @@ from zorse_megatron.adapter.chunk_runner import (
     StepInputs,
     iterator_per_chunk,
 )
+from zorse_megatron.adapter.compute_dtype import is_mixed, torch_dtype
+from zorse_megatron.adapter.exact_values import start_from_main
 from zorse_megatron.adapter.gradient_wire import wire_of
 from zorse_megatron.adapter.loss_report import IdleReplicaLosses
 from zorse_megatron.adapter.memory_probes import KeptActivations
@@ -42,7 +44,7 @@ from zorse_megatron.schedules.facts import edges_of, gathered_before_use, left_i
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
-from zorse_megatron.schema.plan import Offload, Plan
+from zorse_megatron.schema.plan import ComputeDtype, Offload, Plan
 from zorse_megatron.schema.spans import spell
 from zorse_megatron.trace import Trace
 
@@ -60,6 +62,8 @@ class PlanSession:
     groups: PlanGroups
     tied_embeddings: bool
     sequence_length: int
+    dtypes: tuple[ComputeDtype, ...]
+    """Group -> the type that it computes in."""
     trace_directory: Path | None = None
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None
@@ -100,6 +104,11 @@ class PlanSession:
     def num_chunks(self) -> int:
         """Of the whole model."""
         return len(self.plan.chunks)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the plan says in which type groups compute."""
+        return is_mixed(self.plan)
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
@@ -234,6 +243,7 @@ class PlanSession:
                         hidden_size=config.hidden_size,
                         dtype=_boundary_dtype(config),
                         device=device,
+                        neighbours=self._neighbours(),
                     ),
                     global_batch_size=self.plan.global_batch_size,
                 ),
@@ -251,6 +261,13 @@ class PlanSession:
                 limit_bytes=self.memory_limit_bytes,
             )
         return self.executor
+
+    def _neighbours(self) -> dict[int, torch.dtype]:
+        """Chunk -> the type of its activations, where it may be another one than this rank's."""
+        if not self.is_mixed:
+            return {}
+        groups = [chunk.group for chunk in self.plan.chunks]
+        return {chunk: torch_dtype(self.dtypes[group]) for chunk, group in enumerate(groups)}
 
     @contextmanager
     def state_on_device(self) -> Iterator[None]:
@@ -270,6 +287,8 @@ class PlanSession:
         if self.settled:
             return
         self.settled = True
+        if self.is_mixed:
+            start_from_main(models, self.optimizers)
         is_parameter = partial(_is_parameter, models)
         if self.offload.activations:
             assert self.host_link is not None

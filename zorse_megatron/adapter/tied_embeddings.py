@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import unwrap_model
 
+from zorse_megatron.adapter.exact_values import original_of
 from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals
 from zorse_megatron.schedules.shards import Interval, intersection, overlaps
 
@@ -28,7 +29,7 @@ _SECOND_COPY = "zorse_second_copy"
 
 def is_second_copy(tensor: Any) -> bool:
     """Whether this is the last chunk's copy of the embedding, on a rank with the first one's."""
-    return getattr(tensor, _SECOND_COPY, False)
+    return getattr(original_of(tensor), _SECOND_COPY, False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,16 @@ from zorse_megatron.adapter import global_groups, rebind
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
+from zorse_megatron.adapter.compute_dtype import (
+    check_device,
+    compute_dtypes,
+    with_one_loss_scale,
+)
 from zorse_megatron.adapter.data_parallel import (
     UnevenDistributedDataParallel,
     whole_parameters,
 )
+from zorse_megatron.adapter.exact_values import in_fp32, keep_loaded, take_exact
 from zorse_megatron.adapter.flags import model_problems
 from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.hooks import training_records
@@ -49,6 +55,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     if problems:
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
+    check_device(run.plan, args.rank)
     check_placement(run)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     groups = create_groups(run.plan, rank=args.rank, timeout=timeout)
@@ -60,6 +67,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         groups=groups,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_length=args.seq_length,
+        dtypes=compute_dtypes(run.plan, args.zorse_job_dtype),
         trace_directory=run.trace_directory,
         memory_directory=run.memory_directory,
         memory_limit_bytes=run.memory_limit_bytes,
@@ -144,6 +152,7 @@ def _set_initial_weights(model_config: Any, session: PlanSession, chunks: list[A
         copy_single_process_weights(
             dict(zip(session.layers, chunks, strict=True)),
             model_config=model_config,
+            dtype=get_args().zorse_job_dtype,
             collection=session.collection,
             seed_everything=partial(_seed_as_single_process, session.groups.alone),
         )
@@ -230,18 +239,21 @@ def _wrap_chunk(session: PlanSession, *, module: Any, **kwargs: Any) -> Any:
     # which mean the chunk, have taken its groups when they were built.
     model = unwrap_model(module)
     wrapped.pg_collection = model.pg_collection = session.collection
+    if session.is_mixed:
+        keep_loaded(model)
     model.sharded_state_dict = partial(
-        _sharded_state_dict, model.sharded_state_dict, chunk, session.num_chunks
+        _sharded_state_dict, session, model.sharded_state_dict, chunk
     )
     return wrapped
 
 
 def _sharded_state_dict(
-    stock: Callable[..., Any], chunk: int, num_chunks: int, *args: Any, **kwargs: Any
+    session: PlanSession, stock: Callable[..., Any], chunk: int, *args: Any, **kwargs: Any
 ) -> Any:
     """Stock's, which looks up a chunk's first layer by the process-wide stage."""
-    with stage_of_chunk(chunk, num_chunks):
-        return stock(*args, **kwargs)
+    with stage_of_chunk(chunk, session.num_chunks):
+        found = stock(*args, **kwargs)
+    return in_fp32(found) if session.is_mixed else found
 
 
 def _save_once_and_whole(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -266,7 +278,7 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
     """Build the optimizer, and let the executor call its step."""
     distributed = get_args().use_distributed_optimizer
     optimizer = build_uneven_optimizer(
-        config,
+        with_one_loss_scale(config, session.dtypes),
         model_chunks,
         config_overrides=config_overrides,
         pg_collection=session.collection,
@@ -275,6 +287,9 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
         else CheckpointLayout.REPLICATED,
     )
     session.optimizers = list(optimizer.chained_optimizers)
+    for each in session.optimizers:
+        each.is_mixed = session.is_mixed
+        take_exact(each)
     session.check_host_memory(model_chunks)
     session.tied = _tied_embedding(session, model_chunks, optimizer)
     _defer_parameter_gather(optimizer.chained_optimizers)

@@ -1,7 +1,7 @@
 """Tensors that travel between chunks: cut along the batch dimension, joined again."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,17 +13,30 @@ from zorse_megatron.schedules.samples import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSpec:
-    """What a boundary activation looks like: [sequence_length, samples, hidden_size]."""
+    """What a boundary activation looks like: [sequence_length, samples, hidden_size].
+
+    `dtype`: this rank's; `neighbours`: chunk -> its activations' dtype, where that may differ.
+    """
 
     sequence_length: int
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    neighbours: Mapping[int, torch.dtype] = field(default_factory=dict)
 
-    def empty(self, num_samples: int) -> torch.Tensor:
+    def empty(self, num_samples: int, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised activation of `num_samples` samples."""
         shape = (self.sequence_length, num_samples, self.hidden_size)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def message_dtype(self, other: int, *, sends: bool) -> torch.dtype:
+        """In which dtype to exchange tensors with a chunk: the narrower, or the receiver's.
+
+        So what a 16-bit group sends is widened where it arrives, which changes no value.
+        """
+        there = self.neighbours.get(other, self.dtype)
+        source, target = (self.dtype, there) if sends else (there, self.dtype)
+        return source if source.itemsize < target.itemsize else target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +64,8 @@ class Mailbox:
         """Post one receive; its data is taken with `take`."""
         assert action.samples is not None and action.peer is not None
         start, stop = action.samples
-        buffer = self.spec.empty(stop - start)
+        dtype = self.spec.message_dtype(_other_chunk(action), sends=False)
+        buffer = self.spec.empty(stop - start, dtype)
         work = self.transport.receive(buffer, peer=action.peer, tag=self._tag(action))
         piece = _Incoming(samples=(start, stop), buffer=buffer, work=work)
         self.incoming.setdefault(self._key(action), []).append(piece)
@@ -64,12 +78,14 @@ class Mailbox:
         part = tensor
         if (start, stop) != (micro_batch.start, micro_batch.stop):
             part = tensor[:, start - micro_batch.start : stop - micro_batch.start]
-        part = part.contiguous()
+        dtype = self.spec.message_dtype(_other_chunk(action), sends=True)
+        # One pass over the memory at most; `to` leaves what has the dtype as it is.
+        part = part.to(dtype, memory_format=torch.contiguous_format).contiguous()
         work = self.transport.send(part, peer=action.peer, tag=self._tag(action))
         self.leaving.append((work, part))
 
     def take(self, *, activation: bool, chunk: int, micro_batch: MicroBatch) -> torch.Tensor:
-        """Wait for all pieces of a micro-batch and join them along the batch dimension."""
+        """Wait for all pieces of a micro-batch; join them along the batch dimension."""
         parts = self.incoming.pop((activation, chunk, micro_batch.index))
         parts.sort(key=lambda piece: piece.samples)
         covered = [micro_batch.start, *(piece.samples[1] for piece in parts)]
@@ -78,9 +94,9 @@ class Mailbox:
         for piece in parts:
             piece.work.wait()
         self.on_wait(time.perf_counter() - before_s)
-        if len(parts) == 1:
-            return parts[0].buffer
-        return torch.cat([piece.buffer for piece in parts], dim=1)
+        pieces = [piece.buffer for piece in parts]
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        return joined.to(self.spec.dtype)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that is arriving or leaving."""
@@ -113,6 +129,12 @@ class Mailbox:
         assert action.chunk is not None and action.samples is not None
         gradient = action.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
         # Name the boundary by its lower chunk, which both ends can tell.
-        upper_end = action.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
-        boundary = action.chunk - 1 if upper_end else action.chunk
+        boundary = min(action.chunk, _other_chunk(action))
         return 2 * (boundary * self.global_batch_size + action.samples[0]) + gradient
+
+
+def _other_chunk(action: Action) -> int:
+    """The chunk at the other end of a send or a receive."""
+    assert action.chunk is not None
+    downwards = action.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
+    return action.chunk - 1 if downwards else action.chunk + 1

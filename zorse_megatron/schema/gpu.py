@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+ComputeDtype = Literal["fp16", "bf16", "fp32"]
+"""What a group of a plan computes in, by the names of Megatron's flags."""
 Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
 LinkType = Literal["nvswitch", "nvlink", "pcie"]
 
@@ -52,6 +54,16 @@ class GpuKind:
     """What one GPU reaches to pinned host memory, one way."""
     source: str
     """Where the figures come from."""
+
+    def computes_in(self, dtype: ComputeDtype | None) -> bool:
+        """Whether it has units for a group's type; None: for what the job computes in."""
+        match dtype:
+            case "fp16":
+                return self.peak.float16_flops_per_s is not None
+            case "bf16":
+                return self.peak.bfloat16_flops_per_s is not None
+            case _:
+                return True
 
     def renamed(self, name: str) -> "GpuKind":
         """Return the same GPU under another name."""

@@ -12,6 +12,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticKnownError
 
+from zorse_megatron.schema.gpu import ComputeDtype
+
 # The docstring under each field becomes its description in plan.schema.json.
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -86,6 +88,8 @@ class Group:
     """Offloading to host memory; absent: none."""
     extra_in_flight: Positive | None = None
     """Samples in flight beyond what is needed where messages take no time; absent: none."""
+    compute_dtype: ComputeDtype | None = None
+    """In which type the group computes; absent: as the training command says."""
     gradient_wire: GradientWire | None = None
     """In which type gradients are sent and then summed in fp32; absent: as they are kept."""
 

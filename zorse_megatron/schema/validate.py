@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan import Plan, Replica
+from zorse_megatron.schema.presets import GPU_KINDS
 from zorse_megatron.schema.spans import Span, gaps, overlaps, spans_of, spell
 
 # Which parameters each schedule takes, and their values; the first one is the default.
@@ -35,6 +36,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _recompute,
         _lengths,
         _extra_in_flight,
+        _compute_dtypes,
         _schedule_parameters,
     )
     return tuple(problem for rule in rules for problem in rule(plan))
@@ -212,6 +214,25 @@ def _extra_in_flight(plan: Plan) -> Iterator[Problem]:
                 found=f"{group.extra_in_flight}",
                 expected="nothing under breadth_first, which has all samples in flight anyway",
                 remedy="Remove it, or choose the schedule 1f1b or interleaved.",
+            )
+
+
+def _compute_dtypes(plan: Plan) -> Iterator[Problem]:
+    """GPUs have units for what their group computes in, as far as their kinds are known."""
+    kinds = plan.cluster.gpu_kinds if plan.cluster else None
+    if kinds is None or len(kinds) != plan.world_size:
+        return
+    for number, group in enumerate(plan.groups):
+        names = {kinds[rank] for rank in group.ranks if 0 <= rank < len(kinds)}
+        known = sorted(names & GPU_KINDS.keys())
+        without = [name for name in known if not GPU_KINDS[name].computes_in(group.compute_dtype)]
+        if without:
+            yield Problem(
+                where=f"groups[{number}].compute_dtype",
+                found=f'"{group.compute_dtype}" on {", ".join(without)}, without units for it',
+                expected="a type that all GPUs of the group compute in",
+                remedy="V100 and T4 have fp16, GPUs from Ampere on bf16 too, all have fp32; or "
+                "place these GPUs in another group.",
             )
 
 

@@ -1,0 +1,168 @@
+"""Whether narrow wires and mixed types train as well as stock: final losses over several seeds.
+
+    python scripts/compare_precisions.py --json compare.json
+
+A tiny GPT on real text (the sources of Python's standard library), on the CPU, by stock Megatron as
+one process and under a plan of two groups of two ranks: gradients sent in fp32, in bf16, and groups
+that compute in bf16 and in fp16. The yardstick is how far stock's own final losses are apart from
+seed to seed. A final loss is the mean over the last tenth of the iterations.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+from zorse_megatron.demo.jobs import Job, Progress, run_job
+from zorse_megatron.demo.quiet import quiet_imports
+from zorse_megatron.errors import ZorseError
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+
+NUM_LAYERS = 4
+SEQ_LENGTH = 32
+GLOBAL_BATCH_SIZE = 8
+CORPUS_BYTES = 1_000_000
+TIME_LIMIT_S = 3600.0
+STOCK = "stock, fp32"
+
+
+def _replica(rank: int, size: int, count: int, weight: float) -> Replica:
+    return Replica(
+        ranks=(rank,), micro_batch_size=size, num_microbatches=count, shard_weight=weight
+    )
+
+
+FP32_WIRE = Plan(
+    schema_version=1,
+    global_batch_size=GLOBAL_BATCH_SIZE,
+    model=ModelFingerprint(num_layers=NUM_LAYERS),
+    groups=(
+        Group(replicas=(_replica(0, 2, 3, 3.0), _replica(1, 2, 1, 1.0))),
+        Group(replicas=(_replica(2, 4, 1, 1.0), _replica(3, 4, 1, 1.0))),
+    ),
+    chunks=(Chunk(group=0, layers=(0, 2)), Chunk(group=1, layers=(2, NUM_LAYERS))),
+    schedule=Schedule(name="1f1b"),
+)
+
+
+def _changed(**by_group: Sequence[str]) -> Plan:
+    """The plan with one value of a setting for each group."""
+    groups = []
+    for number, group in enumerate(FP32_WIRE.groups):
+        settings = {name: values[number] for name, values in by_group.items()}
+        groups.append(replace(group, **settings))  # type: ignore[arg-type]
+    return replace(FP32_WIRE, groups=tuple(groups))
+
+
+# Name -> plan (None: stock, one process) and flags.
+CONTESTANTS: dict[str, tuple[Plan | None, tuple[str, ...]]] = {
+    STOCK: (None, ()),
+    "stock, bf16": (None, ("--bf16",)),
+    "plan, fp32 wire": (FP32_WIRE, ()),
+    "plan, bf16 wire": (_changed(gradient_wire=("bf16", "bf16")), ()),
+    "plan, bf16 and fp16 groups": (_changed(compute_dtype=("bf16", "fp16")), ("--bf16",)),
+}
+
+
+def flags_of(corpus: Path, tokenizer: Sequence[str], iterations: int, seed: int) -> list[str]:
+    """Megatron's flags, the same for all jobs of a seed."""
+    return [
+        *("--num-layers", str(NUM_LAYERS), "--hidden-size", "64", "--num-attention-heads", "4"),
+        *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
+        *("--attention-dropout", "0", "--hidden-dropout", "0", "--micro-batch-size", "2"),
+        *("--global-batch-size", str(GLOBAL_BATCH_SIZE), "--train-iters", str(iterations)),
+        *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine"),
+        *("--lr-warmup-iters", str(iterations // 20), "--weight-decay", "0.1"),
+        *("--clip-grad", "1.0", "--initial-loss-scale", "1024", "--loss-scale-window", "1000"),
+        *("--data-path", str(corpus), "--split", "100,0,0", "--num-workers", "0"),
+        *("--eval-iters", "0", "--eval-interval", "100000", "--log-interval", "1"),
+        *("--calculate-per-token-loss", "--distributed-timeout-minutes", "5"),
+        *("--seed", str(seed), *tokenizer),
+    ]
+
+
+def final_loss(name: str, number: int, flags: list[str], work: Path) -> float:
+    """Run one job and return the mean loss of the last tenth of its iterations."""
+    plan, more = CONTESTANTS[name]
+    own = list(more)
+    if plan is not None:
+        path = work / f"plan-{number}.json"
+        save_plan(plan, path)
+        own += ["--zorse-plan", str(path)]
+    job = Job(
+        name=f"job-{number}",
+        num_ranks=1 if plan is None else plan.world_size,
+        arguments=(*flags, *own),
+        directory=work,
+        time_limit_s=TIME_LIMIT_S,
+    )
+    losses: dict[int, float] = {}
+
+    def note(progress: Progress) -> None:
+        losses[progress.iteration] = progress.loss
+
+    run_job(job, note)
+    last = sorted(losses)[-max(1, len(losses) // 10) :]
+    return mean(losses[iteration] for iteration in last)
+
+
+def run_all(options: argparse.Namespace, work: Path) -> dict[str, list[float]]:
+    """Contestant -> final loss of each seed."""
+    with quiet_imports():
+        from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
+
+    corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
+    found: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    for seed in range(1, options.seeds + 1):
+        flags = flags_of(corpus.prefix, tokenizer_flags(), options.iterations, seed)
+        for number, name in enumerate(CONTESTANTS):
+            loss = final_loss(name, number, flags, work)
+            found[name].append(loss)
+            print(f"seed {seed}, {name}: {loss:.4f}", file=sys.stderr, flush=True)
+    return found
+
+
+def table(found: dict[str, list[float]]) -> str:
+    """The result in Markdown; distances are to stock in fp32 with the same seed."""
+    stock = found[STOCK]
+    lines = [
+        f"| job | final loss, seeds 1 to {len(stock)} | mean | largest distance |",
+        "|---|---|---|---|",
+    ]
+    for name, losses in found.items():
+        listed = " ".join(f"{loss:.4f}" for loss in losses)
+        distance = max(abs(one - other) for one, other in zip(losses, stock, strict=True))
+        lines.append(f"| {name} | {listed} | {mean(losses):.4f} | {distance:.4f} |")
+    lines.append("")
+    lines.append(f"Stock's final losses are {max(stock) - min(stock):.4f} apart from seed to seed.")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run all jobs and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON to this file")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds (default: 5)")
+    parser.add_argument("--iterations", type=int, default=300, help="of each job (default: 300)")
+    options = parser.parse_args()
+    if options.seeds < 1 or options.iterations < 1:
+        parser.error("expected --seeds and --iterations of at least 1")
+    try:
+        with tempfile.TemporaryDirectory(prefix="zorse-precisions-") as work:
+            found = run_all(options, Path(work))
+    except ZorseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Groups that compute in different types: one loss scale, one set of fp32 main parameters."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.megatron.comparison import LAYOUTS, computing_in, plan_run, run_recorded
+from tests.megatron.test_mixed_precision import LOW_SCALE, THREE_TYPES, flags
+from zorse_megatron.schema.plan import Plan
+
+SAVED, STEPS = 4, 8
+MAIN = "optimizer.state.fp32_param."
+
+
+OTHERWISE = computing_in(LAYOUTS["1|2"], "fp32", "bf16")
+
+
+def on_narrow_wires(plan: Plan) -> Plan:
+    groups = [
+        dataclasses.replace(group, gradient_wire=wire)
+        for group, wire in zip(plan.groups, ("bf16", None, "fp16"), strict=True)
+    ]
+    return dataclasses.replace(plan, groups=tuple(groups))
+
+
+def test_an_overflow_in_one_group_skips_the_step_in_all_and_runs_repeat_bit_for_bit(
+    corpus: Path,
+) -> None:
+    """At this scale fp16 overflows; bf16 and fp32 would not."""
+    scale = ("--bf16", "--initial-loss-scale", "65536", "--hysteresis", "1")
+    command = flags(corpus, scale, 1, 12)
+    run, again = (plan_run(on_narrow_wires(THREE_TYPES), command) for _ in range(2))
+    skipped = [step["skipped"] for step in run.steps]
+    assert 0 < sum(skipped) < len(skipped), "the test needs both"
+    assert run.losses[-1] < run.losses[0] - 0.1
+    assert run.steps == again.steps
+    for name, copies in run.final.items():
+        for copy, other in zip(copies, again.final[name], strict=True):
+            assert bool(copy.isfinite().all()), name
+            assert torch.equal(copy, other), name
+    tied = run.final["embedding.word_embeddings.weight"]
+    assert {copy.dtype for copy in tied} == {torch.bfloat16}
+    for copy in run.final["output_layer.weight"]:
+        assert copy.dtype == torch.float32
+        assert torch.equal(copy.bfloat16(), tied[0]), "both copies have the same main parameters"
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    reader = FileSystemReader(directory / f"iter_{SAVED:07d}")
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def resaved(plan: Plan, source: Path, target: Path, corpus: Path, *more: str) -> dict:
+    """What the plan saves when it has loaded a checkpoint and trained no step."""
+    where = ("--load", str(source), "--ckpt-step", str(SAVED), "--save", str(target))
+    command = flags(
+        corpus,
+        LOW_SCALE,
+        1,
+        SAVED,
+        *where,
+        "--save-interval",
+        "100",
+        *more,
+        "--override-opt-param-scheduler",
+    )
+    plan_run(plan, command)
+    return tensors_in(target)
+
+
+def test_checkpoints_cross_between_types(corpus: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    save = ("--save", str(there), "--save-interval", str(SAVED))
+    uninterrupted = plan_run(THREE_TYPES, flags(corpus, LOW_SCALE, 1, STEPS, *save))
+    from_there = ("--load", str(there), "--ckpt-step", str(SAVED))
+    command = flags(corpus, LOW_SCALE, 1, STEPS, *from_there)
+    resumed = plan_run(THREE_TYPES, command)
+    assert resumed.steps == uninterrupted.steps[SAVED:]
+    # Other groups in other types hold the same state, to the bit.
+    saved = tensors_in(there)
+    states = {name for name in saved if name.startswith("optimizer.state.")}
+    assert len(states) > 20
+    back = resaved(OTHERWISE, there, tmp_path / "otherwise", corpus)
+    for name in states:
+        assert saved[name].dtype == torch.float32
+        assert torch.equal(saved[name], back[name]), name
+    # Without the optimizer's state, main parameters are the saved parameters, to the bit.
+    weights = resaved(OTHERWISE, there, tmp_path / "weights", corpus, "--no-load-optim")
+    main = {name for name in states if name.startswith(MAIN)}
+    assert {name.removeprefix(MAIN) for name in main} <= saved.keys()
+    for name in main:
+        assert torch.equal(saved[name.removeprefix(MAIN)], weights[name]), name
+    # Stock reads it as one of its own.
+    stock = run_recorded(command, 1)
+    assert stock.losses[0] == pytest.approx(uninterrupted.losses[SAVED], abs=5e-3)

@@ -1,0 +1,103 @@
+"""In which type each group computes, and what that means for Megatron's arguments on its ranks.
+
+Stock knows one type for the job (`--fp16`, `--bf16`, or neither for fp32). Under a plan each rank's
+arguments say the type of its own group, so that stock builds its chunks in it; what must be one for
+the job (gradients in fp32, the loss scale) is the same on all ranks. An fp16 group anywhere gives
+the whole job a loss scale: the gradients that reach it come from the loss through all others.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.schema.plan import ComputeDtype, Plan
+
+_TORCH: dict[ComputeDtype, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+# Each presumes one type for the whole job: (argument, value it must have).
+_ONE_TYPE = ("fp16_lm_cross_entropy", "fp32_residual_connection", "grad_reduce_in_bf16")
+
+
+def is_mixed(plan: Plan) -> bool:
+    """Whether the plan says in which type groups compute."""
+    return any(group.compute_dtype is not None for group in plan.groups)
+
+
+def job_dtype(args: Namespace) -> ComputeDtype:
+    """What the command says; on parsed arguments that `set_compute_dtype` has not changed."""
+    if args.fp16:
+        return "fp16"
+    return "bf16" if args.bf16 else "fp32"
+
+
+def compute_dtypes(plan: Plan, job: ComputeDtype) -> tuple[ComputeDtype, ...]:
+    """Group -> the type that it computes in."""
+    return tuple(group.compute_dtype or job for group in plan.groups)
+
+
+def torch_dtype(name: ComputeDtype) -> torch.dtype:
+    """The type in torch's terms."""
+    return _TORCH[name]
+
+
+def dtype_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
+    """Flags that presume one type for the whole job, under a plan that has several."""
+    for name in _ONE_TYPE if is_mixed(plan) else ():
+        if getattr(args, name, False):
+            yield Problem(
+                where="--" + name.replace("_", "-"),
+                found="it in a job whose plan has compute_dtype",
+                expected="no flag that presumes one type for all groups",
+                remedy="Remove the flag, or compute_dtype from the plan's groups.",
+            )
+
+
+def set_compute_dtype(args: Namespace, plan: Plan) -> None:
+    """Let this rank's arguments say the type of its group; before stock validates them.
+
+    The job's own type stays in `args.zorse_job_dtype`.
+    """
+    args.zorse_job_dtype = job = job_dtype(args)
+    if not is_mixed(plan):
+        return
+    dtypes = compute_dtypes(plan, job)
+    mine = dtypes[plan.group_of_rank(args.rank)]
+    args.fp16, args.bf16 = mine == "fp16", mine == "bf16"
+    args.accumulate_allreduce_grads_in_fp32 = True
+    if "fp16" in dtypes and not args.loss_scale:
+        # As stock does with --fp16: overflows are the loss scale's business.
+        args.check_for_nan_in_loss_and_grad = False
+
+
+def with_one_loss_scale(config: Any, dtypes: tuple[ComputeDtype, ...]) -> Any:
+    """An optimizer config that makes the same loss scaler on all ranks, whatever they compute in.
+
+    Stock makes one where fp16 is set; the types of parameters it reads from themselves.
+    """
+    return replace(config, fp16="fp16" in dtypes, bf16="fp16" not in dtypes and "bf16" in dtypes)
+
+
+def check_device(plan: Plan, rank: int) -> None:
+    """Raise FlagError where the plan wants bf16 of a GPU without units for it."""
+    number = plan.group_of_rank(rank)
+    if plan.groups[number].compute_dtype != "bf16" or not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise FlagError(
+            "A GPU cannot compute as the plan says",
+            [
+                Problem(
+                    where=f"groups[{number}].compute_dtype on rank {rank}",
+                    found=f'"bf16" on {torch.cuda.get_device_name()}',
+                    expected="a GPU with units for bf16 (NVIDIA: Ampere or later)",
+                    remedy='Use "fp16" for this group.',
+                )
+            ],
+        )
