@@ -89,6 +89,7 @@ def random_case(seed: int, *, most_gpus: int = 6, most_layers: int = 12) -> Inpu
         compute=CaseCompute(sample_s=speeds, fixed_s=draw.choice((0.0, 0.005))),
         memory=memory,
         comm=GraphComm(spec),
+        by_dtype={},
         kinds=kinds,
         capacities_bytes=tuple(capacity[kind] for kind in kinds),
         host_bytes=(None,) * num_gpus,

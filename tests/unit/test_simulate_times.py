@@ -11,6 +11,7 @@ from tests.strategies import plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import Reference, run
 from tests.unit.test_schedules import even_plan
+from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.schedules.actions import COMPUTE, Kind
 from zorse_megatron.schedules.events import forward_costs
 from zorse_megatron.schedules.links import Links
@@ -29,6 +30,7 @@ from zorse_megatron.schema.plan import (
 )
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.iteration import action_lists
+from zorse_megatron.simulate.ledger import Category
 
 F, B = 1.0, 2.0
 
@@ -445,3 +447,23 @@ def test_a_narrow_wire_sends_half_the_bytes_directly_to_the_owners():
         result = run(plan, compute=compute, comm=comm)
         (spans[wire],) = [s.end_s - s.start_s for s in result.spans(0) if s.action == "0REDUCE"]
     assert spans == {None: 5 + 640 * 4 / 2, "bf16": 5 + 384 * 2}
+
+
+def test_groups_are_priced_in_the_types_that_they_compute_in():
+    """Group 0 in fp32: three times as slow, and as many bytes; messages are the narrower ones."""
+    plan = even_plan(2, 1, 1)
+    groups = (dataclasses.replace(plan.groups[0], compute_dtype="fp32"), plan.groups[1])
+    plan = dataclasses.replace(plan, groups=groups)
+    slow = DtypeCosts(
+        compute=FakeCompute(forward_s=3.0, backward_s=6.0), memory=FakeMemory(boundary=12)
+    )
+    comm = FakeComm(bytes_per_s=1.0)
+    costs = {"memory": FakeMemory(boundary=4), "comm": comm}
+    result = run(plan, **costs, by_dtype={"fp32": slow})
+    assert [t.num_bytes for t in result.transfers()] == [4, 4]
+    forward_s, backward_s = 3 + 4 + 1, 2 + 4 + 6
+    assert result.iteration_s == forward_s + backward_s
+    # Types that nobody prices count as the job's.
+    assert run(plan, **costs).iteration_s == (1 + 4 + 1) + (2 + 4 + 2)
+    # The output, its narrower copy on its way, and the gradient that is already waited for.
+    assert result.memory[0].by_category[Category.BUFFERS].num_bytes == 12 + 4 + 4

@@ -38,6 +38,7 @@ def simulated(
             inputs.comm,
             inputs.kinds,
             sequence_length=inputs.sequence_length,
+            by_dtype=inputs.by_dtype,
             perturbation=perturbation,
             merge_equal_ranks=plan.world_size > _ALL_RANKS_UP_TO,
         )

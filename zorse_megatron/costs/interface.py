@@ -68,6 +68,14 @@ class MemoryCost(Protocol):
         """Logits and what the loss keeps while the head runs."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DtypeCosts:
+    """What computing in one type costs: of a group that does not compute in the job's."""
+
+    compute: ComputeCost
+    memory: MemoryCost
+
+
 class CommCost(Protocol):
     """Time of communication between global ranks, on an otherwise idle network."""
 

@@ -151,6 +151,7 @@ def _simulated_s(inputs: Inputs, plan: Plan) -> float:
         inputs.comm,
         inputs.kinds,
         sequence_length=inputs.sequence_length,
+        by_dtype=inputs.by_dtype,
     ).iteration_s
 
 

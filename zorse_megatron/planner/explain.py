@@ -137,6 +137,7 @@ def _simulated(inputs: Inputs, plan: Plan) -> SimulationResult:
         inputs.comm,
         inputs.kinds,
         sequence_length=inputs.sequence_length,
+        by_dtype=inputs.by_dtype,
         merge_equal_ranks=True,
     )
 

@@ -1,11 +1,11 @@
 """What a search starts from: cluster, model and profile, joined and checked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.compute import ProfiledCompute
-from zorse_megatron.costs.interface import CommCost, ComputeCost, MemoryCost
+from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
 from zorse_megatron.costs.memory import (
     TransformerMemory,
     memory_from_profile,
@@ -14,7 +14,7 @@ from zorse_megatron.costs.memory import (
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.gpu import ComputeDtype, Dtype
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.plan import ClusterFingerprint, GradientWire, ModelFingerprint
 from zorse_megatron.schema.profile import Profile, Source
@@ -22,6 +22,7 @@ from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.spec import TopologySpec
 
 DEFAULT_MARGIN = 0.05
+_DTYPES: dict[ComputeDtype, Dtype] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
 
 
@@ -50,6 +51,8 @@ class Inputs:
     compute: ComputeCost
     memory: MemoryCost
     comm: CommCost
+    by_dtype: Mapping[ComputeDtype, DtypeCosts]
+    """Costs of groups that a plan lets compute in these types."""
     kinds: tuple[str, ...]
     """Rank -> kind of GPU."""
     capacities_bytes: tuple[int, ...]
@@ -113,6 +116,7 @@ def make_inputs(
         compute=compute,
         memory=memory,
         comm=GraphComm(spec),
+        by_dtype={name: _costs_in(dtype, known, model, cluster) for name, dtype in _DTYPES.items()},
         kinds=cluster.gpu_kinds,
         capacities_bytes=tuple(
             int(cluster.gpu_of_rank(rank).memory_bytes * (1 - memory_margin))
@@ -145,6 +149,13 @@ def _memory(profile: Profile, model: ModelShape, dtype: Dtype) -> tuple[Transfor
         formula = TransformerMemory(model=model, dtype=dtype, precision=precision)
         return formula, "memory: by formula, with flash attention"
     return measured, "memory: activations of layer and head as measured"
+
+
+def _costs_in(dtype: Dtype, profile: Profile, model: ModelShape, cluster: Cluster) -> DtypeCosts:
+    return DtypeCosts(
+        compute=ProfiledCompute(profile, model, dtype=dtype, kinds=cluster.kinds),
+        memory=_memory(profile, model, dtype)[0],
+    )
 
 
 def _number_problems(global_batch_size: int, memory_margin: float) -> Iterator[Problem]:

@@ -159,6 +159,7 @@ class Judge:
                 inputs.comm,
                 inputs.kinds,
                 sequence_length=inputs.sequence_length,
+                by_dtype=inputs.by_dtype,
                 merge_equal_ranks=True,
             )
         except (PlanError, SimulationError):

@@ -64,7 +64,7 @@ class Mailbox:
         """Post one receive; its data is taken with `take`."""
         assert action.samples is not None and action.peer is not None
         start, stop = action.samples
-        dtype = self.spec.message_dtype(_other_chunk(action), sends=False)
+        dtype = self.spec.message_dtype(action.other_chunk, sends=False)
         buffer = self.spec.empty(stop - start, dtype)
         work = self.transport.receive(buffer, peer=action.peer, tag=self._tag(action))
         piece = _Incoming(samples=(start, stop), buffer=buffer, work=work)
@@ -78,7 +78,7 @@ class Mailbox:
         part = tensor
         if (start, stop) != (micro_batch.start, micro_batch.stop):
             part = tensor[:, start - micro_batch.start : stop - micro_batch.start]
-        dtype = self.spec.message_dtype(_other_chunk(action), sends=True)
+        dtype = self.spec.message_dtype(action.other_chunk, sends=True)
         # One pass over the memory at most; `to` leaves what has the dtype as it is.
         part = part.to(dtype, memory_format=torch.contiguous_format).contiguous()
         work = self.transport.send(part, peer=action.peer, tag=self._tag(action))
@@ -129,12 +129,5 @@ class Mailbox:
         assert action.chunk is not None and action.samples is not None
         gradient = action.kind in (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
         # Name the boundary by its lower chunk, which both ends can tell.
-        boundary = min(action.chunk, _other_chunk(action))
+        boundary = min(action.chunk, action.other_chunk)
         return 2 * (boundary * self.global_batch_size + action.samples[0]) + gradient
-
-
-def _other_chunk(action: Action) -> int:
-    """The chunk at the other end of a send or a receive."""
-    assert action.chunk is not None
-    downwards = action.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
-    return action.chunk - 1 if downwards else action.chunk + 1

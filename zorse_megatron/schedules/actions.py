@@ -83,6 +83,13 @@ class Action:
     peer: int | None = None
     samples: tuple[int, int] | None = None
 
+    @property
+    def other_chunk(self) -> int:
+        """The chunk at the other end of a transfer."""
+        assert self.chunk is not None and self.kind in TRANSFERS
+        from_above = self.kind in (Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
+        return self.chunk - 1 if from_above else self.chunk + 1
+
     def __str__(self) -> str:
         if self.kind in WHOLE_RANK:
             return str(self.kind)

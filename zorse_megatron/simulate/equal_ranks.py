@@ -88,7 +88,7 @@ def find_equal_ranks(
             for rank in names.values()
         ]
         prices = [
-            comm.transfer_s(names[source], names[target], sizes.boundary_bytes(count))
+            comm.transfer_s(names[source], names[target], sizes.memory.boundary_bytes(count))
             for (source, target), counts in messages.items()
             for count in (0, *sorted(counts))
         ]

@@ -1,10 +1,11 @@
 """Simulates one iteration of a plan: the entry to this package."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from zorse_megatron.costs.interface import CommCost, ComputeCost, MemoryCost
+from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.gpu import ComputeDtype
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.simulate.critical_path import critical_path
 from zorse_megatron.simulate.engine import play
@@ -37,6 +38,7 @@ def simulate(
     lists: ActionLists | None = None,
     merge_equal_ranks: bool = False,
     framework: Framework = RUNTIME,
+    by_dtype: Mapping[ComputeDtype, DtypeCosts] | None = None,
 ) -> SimulationResult:
     """Price one iteration of the lists that the runtime executes for `plan`.
 
@@ -46,6 +48,7 @@ def simulate(
     same (see `equal_ranks`), all of them where it is not; with it, spans exist of one rank each.
     Of a replica of several ranks one is simulated (see `rank_sets`); `comm` and the other costs
     are then for that tensor-parallel size, and `lists` for the plan of `RankSets.one_rank_each`.
+    `by_dtype`: the costs of groups with a `compute_dtype`; those of other types count as the job's.
 
     Raises PlanError for a plan that cannot be lowered, SimulationError for lists that cannot be
     executed or inputs that do not fit, LookupError for a kind that `compute` does not know.
@@ -57,7 +60,9 @@ def simulate(
             f"found fixed_bytes for {len(fixed)} ranks; expected {plan.world_size}"
         )
     sets = RankSets.of(plan)
-    sizes = Sizes(plan, memory, framework)
+    by_dtype = by_dtype or {}
+    memories = {dtype: costs.memory for dtype, costs in by_dtype.items()}
+    sizes = Sizes(plan, memory, framework, memories)
     equal = None
     may_merge = sets.size == 1 and framework == RUNTIME and perturbation.treats_kinds_alike
     if merge_equal_ranks and lists is None and may_merge:
@@ -70,7 +75,8 @@ def simulate(
         )
         equal = sets.stand_ins(whole)
     routes = Routes(comm, link_factors=perturbation.link_factors, equal=equal.links)
-    prices = Prices(sizes, compute, routes, kinds)
+    computes = {dtype: costs.compute for dtype, costs in by_dtype.items()}
+    prices = Prices(sizes, compute, routes, kinds, computes)
     program = translate(equal.lists, prices, perturbation)
     timeline = Timeline(
         program=program,

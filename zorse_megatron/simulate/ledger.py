@@ -64,7 +64,7 @@ class _Ledger:
         gradients = 0
         if not timeline.forward_only:
             gradients = sum(
-                sizes.memory.gradient_bytes(sizes.parameters[chunk])
+                sizes.memory_of(chunk).gradient_bytes(sizes.parameters[chunk])
                 for chunk in sizes.chunks(rank)
                 if chunk not in self.residency.released
             )
@@ -105,7 +105,8 @@ class _Ledger:
         now_s = self.timeline.reached_s(self.track, position)
         self._forget_what_left(now_s, position)
         num_bytes = self._message_bytes(action)
-        whole_bytes = self.sizes.boundary_bytes(self.samples)
+        assert action.chunk is not None
+        whole_bytes = self.sizes.boundary_bytes(self.samples, action.chunk)
         in_pieces = num_bytes != whole_bytes
         key = action.kind, action.chunk, action.micro_batch
         self.sends_left[key] -= 1
@@ -152,7 +153,7 @@ class _Ledger:
                 gone_s = self.times.end_s[self.track.copies[position]]
                 self._note(gone_s, Category.ACTIVATIONS, -kept, position)
         if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
-            output = sizes.boundary_bytes(self.samples)
+            output = sizes.boundary_bytes(self.samples, chunk)
             self._note(start_s, Category.BUFFERS, output, position)
         elif sizes.is_local(chunk):
             key = Kind.RECEIVE_ACTIVATION, chunk + 1, action.micro_batch
@@ -170,7 +171,7 @@ class _Ledger:
             self.with_gradients.add(chunk)
             self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
         if (Kind.SEND_GRADIENT, chunk, action.micro_batch) in self.sends_left:
-            gradient = sizes.boundary_bytes(self.samples)
+            gradient = sizes.boundary_bytes(self.samples, chunk)
             self._note(start_s, Category.BUFFERS, gradient, position)
         elif chunk > 0 and sizes.is_local(chunk - 1):
             key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
@@ -188,7 +189,8 @@ class _Ledger:
         self, time_s: float, key: tuple[Kind, int | None, int | None], position: int
     ) -> None:
         """Keep what a computation makes for the neighbouring chunk, as if it were received."""
-        self.received[key] = num_bytes = self.sizes.boundary_bytes(self.samples)
+        assert key[1] is not None
+        self.received[key] = num_bytes = self.sizes.boundary_bytes(self.samples, key[1])
         self._note(time_s, Category.BUFFERS, num_bytes, position)
 
     def _on_state(self, position: int, action: Action) -> None:
@@ -203,7 +205,7 @@ class _Ledger:
             self._for_a_while(position, Category.PARAMETERS, passing.parameter_bytes)
             self._for_a_while(position, Category.OPTIMIZER_STATE, passing.state_bytes)
             for released in sorted(self.residency.released):
-                shard = sizes.memory.gradient_bytes(sizes.shards[released][self.rank])
+                shard = sizes.memory_of(released).gradient_bytes(sizes.shards[released][self.rank])
                 self._note(end_s, Category.GRADIENTS, -shard, position)
         elif action.kind is Kind.TIE:
             swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
@@ -212,7 +214,7 @@ class _Ledger:
             self._note(end_s, Category.BUFFERS, -swapped, position)
         elif action.kind is Kind.REDUCE and chunk in self.residency.released:
             assert chunk is not None
-            shard = sizes.memory.gradient_bytes(sizes.shards[chunk][self.rank])
+            shard = sizes.memory_of(chunk).gradient_bytes(sizes.shards[chunk][self.rank])
             whole = self._gradient_bytes(chunk)
             if chunk not in self.with_gradients:
                 # No micro-batches: it has zeros to add as soon as the sum before has arrived.
@@ -241,8 +243,7 @@ class _Ledger:
         return self.times.start_s[task], self.times.end_s[task]
 
     def _gradient_bytes(self, chunk: int) -> int:
-        return self.sizes.memory.gradient_bytes(self.sizes.parameters[chunk])
+        return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.parameters[chunk])
 
     def _message_bytes(self, action: Action) -> int:
-        assert action.samples is not None
-        return self.sizes.boundary_bytes(action.samples[1] - action.samples[0])
+        return self.sizes.crossing_bytes(action)

@@ -1,9 +1,10 @@
 """What each action of a plan costs: durations and flows, asked of the cost models once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.schema.gpu import ComputeDtype
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.routes import Routes, Work
 from zorse_megatron.simulate.sizes import Sizes, narrow_bytes
@@ -15,15 +16,24 @@ class Prices:
     """Durations of computations, and what collectives and copies take."""
 
     def __init__(
-        self, sizes: Sizes, compute: ComputeCost, routes: Routes, kinds: Sequence[str]
+        self,
+        sizes: Sizes,
+        compute: ComputeCost,
+        routes: Routes,
+        kinds: Sequence[str],
+        computes: Mapping[ComputeDtype, ComputeCost],
     ) -> None:
-        """`kinds`: the kind of GPU of each global rank."""
+        """`kinds`: the kind of GPU of each global rank; `computes`: see `simulate`."""
         if len(kinds) != sizes.plan.world_size:
             raise SimulationError(
                 f"found {len(kinds)} kinds of GPUs; expected {sizes.plan.world_size}, one per rank"
             )
         self.sizes = sizes
-        self.compute = compute
+        self.computes = [
+            computes.get(group.compute_dtype, compute) if group.compute_dtype else compute
+            for group in sizes.plan.groups
+        ]
+        """Of each group."""
         self.routes = routes
         self.kinds = tuple(kinds)
         self._passes: dict[tuple[str, int, int], PassTimes] = {}
@@ -41,7 +51,8 @@ class Prices:
     def step_s(self, rank: int) -> float:
         """Optimizer step on all that the rank owns."""
         owned = sum(self.sizes.shards[chunk][rank] for chunk in self.sizes.chunks(rank))
-        return self.compute.step_s(self.kinds[rank], owned)
+        group, _ = self.sizes.place[rank]
+        return self.computes[group].step_s(self.kinds[rank], owned)
 
     def collective(self, kind: Kind, chunk: int) -> Work:
         """A REDUCE or a GATHER of the chunk over its group."""
@@ -64,7 +75,7 @@ class Prices:
         return num_bytes / self.routes.comm.host_link_bytes_per_s(rank)
 
     def _sharded_collective(self, kind: Kind, chunk: int) -> Work:
-        memory, comm = self.sizes.memory, self.routes.comm
+        memory, comm = self.sizes.memory_of(chunk), self.routes.comm
         shards = self.sizes.shards[chunk]
         ranks = tuple(shards)
         to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
@@ -81,7 +92,7 @@ class Prices:
         ranks = tuple(self.sizes.shards[chunk])
         if kind is Kind.GATHER or len(ranks) == 1:
             return Work(seconds_s=0.0)
-        total = self.sizes.memory.gradient_bytes(self.sizes.parameters[chunk])
+        total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.parameters[chunk])
         parts = (-(-total // len(ranks)),) * len(ranks)
         comm = self.routes.comm
         alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
@@ -89,14 +100,15 @@ class Prices:
 
     def _price_passes(self, kind: str, size: int, chunk: int) -> PassTimes:
         layers = self.sizes.num_layers(chunk)
-        layer = self.compute.layer(kind, size)
+        compute = self.computes[self.sizes.plan.chunks[chunk].group]
+        layer = compute.layer(kind, size)
         forward_s, backward_s = layers * layer.forward_s, layers * layer.backward_s
         mode, recomputed = self.sizes.recompute(chunk)
         if recomputed:
-            backward_s += recomputed * self.compute.recompute_s(kind, size, mode)
-        ends = [self.compute.embedding(kind, size)] if chunk == 0 else []
+            backward_s += recomputed * compute.recompute_s(kind, size, mode)
+        ends = [compute.embedding(kind, size)] if chunk == 0 else []
         if self.sizes.is_last(chunk):
-            ends.append(self.compute.head(kind, size))
+            ends.append(compute.head(kind, size))
         return PassTimes(
             forward_s=forward_s + sum(end.forward_s for end in ends),
             backward_s=backward_s + sum(end.backward_s for end in ends),

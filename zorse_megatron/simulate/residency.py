@@ -92,7 +92,7 @@ class Residency:
             self._follow(position, action)
 
     def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkState:
-        memory = self.sizes.memory
+        memory = self.sizes.memory_of(chunk)
         return _ChunkState(
             whole_bytes=memory.parameter_bytes(self.sizes.parameters[chunk]),
             shard_bytes=memory.parameter_bytes(self.sizes.shards[chunk][self.rank]),
@@ -110,7 +110,7 @@ class Residency:
 
     def _state_of(self, chunk: int) -> int:
         """A chunk's optimizer state, wherever it is."""
-        return self.sizes.memory.state_bytes(self.sizes.shards[chunk][self.rank])
+        return self.sizes.memory_of(chunk).state_bytes(self.sizes.shards[chunk][self.rank])
 
     @property
     def _is_state_in_host(self) -> bool:

@@ -1,10 +1,13 @@
 """How many parameters and bytes of a plan each rank holds, asked of the memory model once."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
 
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
+from zorse_megatron.schedules.actions import Action
 from zorse_megatron.schedules.shards import overlaps, shard_bounds
+from zorse_megatron.schema.gpu import ComputeDtype
 from zorse_megatron.schema.plan import Group, Plan, Replica
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 
@@ -19,10 +22,18 @@ def narrow_bytes(num_parameters: int) -> int:
 class Sizes:
     """Sizes of the plan's chunks, and of each rank's part of them."""
 
-    def __init__(self, plan: Plan, memory: MemoryCost, framework: Framework = RUNTIME) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        memory: MemoryCost,
+        framework: Framework = RUNTIME,
+        memories: Mapping[ComputeDtype, MemoryCost] | None = None,
+    ) -> None:
+        """`memories`: of groups with these compute types; of others `memory`."""
         self.plan = plan
         self.framework = framework
         self.memory = memory
+        self.memories = memories or {}
         self.place: dict[int, tuple[int, int]] = {}
         """Rank -> number of its group and of its replica there."""
         for number, group in enumerate(plan.groups):
@@ -33,9 +44,14 @@ class Sizes:
         """Chunk -> number of its parameters."""
         self.shards = tuple(map(self._shards, range(len(plan.chunks))))
         """Chunk -> first rank of each replica -> number of the parameters that it owns."""
-        self._boundary: dict[int, int] = {}
+        self._boundary: dict[tuple[int, ComputeDtype | None], int] = {}
         self._kept: dict[tuple[int, int], int] = {}
         self._working: dict[tuple[int, int], int] = {}
+
+    def memory_of(self, chunk: int) -> MemoryCost:
+        """The memory model of the chunk's compute type."""
+        dtype = self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
+        return self.memory if dtype is None else self.memories.get(dtype, self.memory)
 
     def group(self, rank: int) -> Group:
         """The rank's group."""
@@ -78,16 +94,24 @@ class Sizes:
         """Whether the next chunk is held by the same group, so that nothing is sent."""
         return self._local[chunk]
 
-    def boundary_bytes(self, num_samples: int) -> int:
-        """One activation between two chunks."""
-        if num_samples not in self._boundary:
-            self._boundary[num_samples] = self.memory.boundary_bytes(num_samples)
-        return self._boundary[num_samples]
+    def boundary_bytes(self, num_samples: int, chunk: int) -> int:
+        """One activation between two chunks, in the type of `chunk`."""
+        key = num_samples, self.plan.groups[self.plan.chunks[chunk].group].compute_dtype
+        if key not in self._boundary:
+            self._boundary[key] = self.memory_of(chunk).boundary_bytes(num_samples)
+        return self._boundary[key]
 
-    def message_bytes(self, num_samples: int) -> int:
-        """What each rank sends of one activation between two chunks."""
+    def crossing_bytes(self, action: Action) -> int:
+        """The whole of what a transfer's samples are, in the narrower of both chunks' types."""
+        assert action.chunk is not None and action.samples is not None
+        count = action.samples[1] - action.samples[0]
+        ends = action.chunk, action.other_chunk
+        return min(self.boundary_bytes(count, chunk) for chunk in ends)
+
+    def message_bytes(self, action: Action) -> int:
+        """What each rank sends in a transfer."""
         ranks = len(self.plan.groups[0].replicas[0].ranks)
-        return self.boundary_bytes(num_samples) // (ranks if self.framework.split_transfers else 1)
+        return self.crossing_bytes(action) // (ranks if self.framework.split_transfers else 1)
 
     def has_narrow_wire(self, chunk: int) -> bool:
         """Whether the chunk's gradients are sent in 16 bits."""
@@ -107,9 +131,10 @@ class Sizes:
         if (chunk, size) not in self._kept:
             mode, recomputed = self.recompute(chunk)
             whole = self.num_layers(chunk) - recomputed
-            self._kept[chunk, size] = whole * self.memory.activation_bytes(size, "none")
+            memory = self.memory_of(chunk)
+            self._kept[chunk, size] = whole * memory.activation_bytes(size, "none")
             if recomputed:
-                self._kept[chunk, size] += recomputed * self.memory.activation_bytes(size, mode)
+                self._kept[chunk, size] += recomputed * memory.activation_bytes(size, mode)
         return self._kept[chunk, size]
 
     def working_bytes(self, rank: int, chunk: int, *, forward_only: bool) -> int:
@@ -118,12 +143,12 @@ class Sizes:
         In a backward: what is recomputed, one layer at a time. In an evaluation, which keeps
         nothing: a whole layer, at most.
         """
-        size = self.micro_batch_size(rank)
+        size, memory = self.micro_batch_size(rank), self.memory_of(chunk)
         if forward_only:
-            return self.memory.activation_bytes(size, "none")
+            return memory.activation_bytes(size, "none")
         if (chunk, size) not in self._working:
             mode, recomputed = self.recompute(chunk)
-            whole, kept = (self.memory.activation_bytes(size, m) for m in ("none", mode))
+            whole, kept = (memory.activation_bytes(size, m) for m in ("none", mode))
             self._working[chunk, size] = max(0, whole - kept) if recomputed else 0
         return self._working[chunk, size]
 
@@ -131,7 +156,7 @@ class Sizes:
         """Logits of one micro-batch; 0 where the chunk has no head."""
         if not self.is_last(chunk):
             return 0
-        return self.memory.head_bytes(self.micro_batch_size(rank))
+        return self.memory_of(chunk).head_bytes(self.micro_batch_size(rank))
 
     @cached_property
     def tied_swaps(self) -> dict[int, tuple[tuple[int, int], ...]]:

@@ -57,14 +57,14 @@ def transfers_of(timeline: Timeline) -> tuple[TransferSpan, ...]:
         for position, action in enumerate(track.actions):
             if action.kind not in SENDS:
                 continue
-            assert action.peer is not None and action.samples is not None
+            assert action.peer is not None
             task = track.tasks[position]
             found.append(
                 TransferSpan(
                     source=rank,
                     target=action.peer,
                     action=str(action),
-                    num_bytes=sizes.message_bytes(action.samples[1] - action.samples[0]),
+                    num_bytes=sizes.message_bytes(action),
                     start_s=times.start_s[task],
                     end_s=times.end_s[task],
                 )

@@ -62,7 +62,7 @@ class Transfers:
             position=position,
             after=after,
             token=(MATCHING[action.kind] if sends else action.kind, action.samples),
-            num_bytes=self.sizes.message_bytes(action.samples[1] - action.samples[0]),
+            num_bytes=self.sizes.message_bytes(action),
             waiter=None if sends else (rank, forward, action.chunk, action.micro_batch),
             gate=gate,
         )

@@ -130,8 +130,7 @@ class _RankTranslator:
         rate = self.sizes.framework.rebuild_bytes_per_s
         seconds_s = 0.0
         if rate is not None and action.kind in RECEIVES:
-            assert action.samples is not None
-            seconds_s = self.sizes.boundary_bytes(action.samples[1] - action.samples[0]) / rate
+            seconds_s = self.sizes.crossing_bytes(action) / rate
         owner = self.rank, position
         return self._on_main(self.graph.add(owner, Role.COPY, seconds_s, self.main))
 
