@@ -11,6 +11,13 @@ from zorse_megatron.adapter.flags import problems_of
 PLAN = load(good())
 
 
+class Command(Namespace):
+    """Parsed arguments; every flag that is not given is off."""
+
+    def __getattr__(self, name):
+        return None
+
+
 def problems(wire, groups_in=(None, None, None), **flags):
     """Problems of a command whose second group has this wire; `groups_in`: compute types."""
     groups = [
@@ -18,15 +25,7 @@ def problems(wire, groups_in=(None, None, None), **flags):
         for group, dtype in zip(PLAN.groups, groups_in, strict=True)
     ]
     groups[1] = dataclasses.replace(groups[1], gradient_wire=wire)
-    args = Namespace(
-        recompute_granularity=None,
-        reset_attention_mask=False,
-        save=None,
-        load=None,
-        use_distributed_optimizer=False,
-        pipeline_model_parallel_layout=None,
-        **{"fp16": False, "bf16": False, "accumulate_allreduce_grads_in_fp32": False} | flags,
-    )
+    args = Command(**flags)
     return problems_of(args, dataclasses.replace(PLAN, groups=tuple(groups)), world_size=5)
 
 
