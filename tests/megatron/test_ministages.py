@@ -121,7 +121,7 @@ def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
 
 
 def test_state_in_the_host_counts_steps_as_fused_optimizers_do(corpus: Path) -> None:
-    """They count per group, in every call; with state in the host there is a call for each chunk."""
+    """They count per group, in every call; state in the host makes one call per chunk."""
     flags = flags_for(corpus, *UNTIED, *NO_CLIP, steps=3)
     fused = "tests.megatron.fused_entry"
     moved = plan_run(with_settings(BOTH_ENDS, optimizer_state=True), flags, entry=fused)
