@@ -1,5 +1,7 @@
 """Latency and bandwidth of timed messages, the curves of the profile, and the cluster file."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -9,10 +11,10 @@ from zorse_megatron.measure.cluster_text import cluster_text, kinds_in
 from zorse_megatron.measure.link_fits import LARGEST_ERROR, fit_line, link_curve
 from zorse_megatron.measure.link_tasks import link_tasks
 from zorse_megatron.measure.nodes import kinds_of_gpu, nodes_of
-from zorse_megatron.measure.profile_parts import with_links, with_transfers
+from zorse_megatron.measure.profile_parts import with_links, with_transfers, without_transfers
 from zorse_megatron.schema.cluster_yaml import parse_cluster
 from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Profile, Source
+from zorse_megatron.schema.profile import LinkCurve, Profile, Source
 from zorse_megatron.schema.profile_load import dump_profile, parse_profile
 from zorse_megatron.topology.from_cluster import topology_of
 
@@ -107,7 +109,7 @@ def test_curves_are_near_their_points_or_left_out(
     profile = empty()
     for answer in answers:
         profile = with_transfers(profile, answer)
-    profile = with_links(profile, filter(None, map(link_curve, answers)))
+    profile = with_links(profile, "zorse discover", filter(None, map(link_curve, answers)))
     assert parse_profile(dump_profile(profile).encode()) == profile
     spec = topology_of(parse_cluster(cluster_text(nodes, known, answers).encode()), profile)
     for node in spec.nodes:
@@ -124,3 +126,26 @@ def test_a_message_that_is_timed_again_replaces_the_old_times() -> None:
     profile = with_transfers(empty(), timed(task, latency_s=1.0))
     profile = with_transfers(profile, timed(task, latency_s=2.0))
     assert [transfers.time_s[0] > 2 for transfers in profile.transfers] == [True]
+    assert without_transfers(profile, [task.key]).transfers == ()
+    assert without_transfers(profile, [("send", (), ())]) == profile
+
+
+def curve(source: str, kind: str) -> LinkCurve:
+    return LinkCurve(
+        link="intra-node",
+        gpu_kind=kind,
+        gpus_sharing=2,
+        quadratic=0.0,
+        linear=1.0,
+        constant=10.0,
+        max_bytes_per_s=1e10,
+        source=source,
+    )
+
+
+def test_curves_of_an_earlier_run_do_not_stay_and_imported_ones_do() -> None:
+    old = [curve("zorse discover", "T4"), curve("table", "L4"), curve("table", "A100-40")]
+    profile = replace(empty(), links=tuple(old))
+    measured = curve("zorse discover", "L4")
+    found = with_links(profile, "zorse discover", [measured]).links
+    assert found == (curve("table", "A100-40"), measured)

@@ -1,7 +1,7 @@
 """Measures what a cluster is made of: devices, links inside nodes and between them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +15,12 @@ from zorse_megatron.measure.link_fits import link_curve
 from zorse_megatron.measure.link_tasks import LinkTask, link_tasks, missing_tasks
 from zorse_megatron.measure.message_timing import timed_messages
 from zorse_megatron.measure.nodes import SeenNode, kinds_of_gpu, nodes_of
-from zorse_megatron.measure.profile_parts import loaded_or_empty, with_links, with_transfers
+from zorse_megatron.measure.profile_parts import (
+    loaded_or_empty,
+    with_links,
+    with_transfers,
+    without_transfers,
+)
 from zorse_megatron.measure.progress import OnProgress, Progress
 from zorse_megatron.measure.ranks_env import RankPlace
 from zorse_megatron.schema.cluster_yaml import load_cluster
@@ -74,8 +79,8 @@ def discover(place: RankPlace, wanted: Discovery, show: OnProgress) -> Discovere
     """
     ranks = seen_ranks(place)
     nodes = nodes_of(ranks)
-    known: _Known = on_first_rank(lambda: _known(wanted, nodes))
     tasks = link_tasks(nodes)
+    known: _Known = on_first_rank(lambda: _known(wanted, nodes, tasks))
     missing = missing_tasks(tasks, known.profile.transfers)
     new = {kind: rank for kind, rank in kinds_of_gpu(nodes).items() if kind not in known.kinds}
     total = len(new) + len(missing)
@@ -91,7 +96,7 @@ def discover(place: RankPlace, wanted: Discovery, show: OnProgress) -> Discovere
             save_profile(profile, wanted.profile)
     notes: list[str] = []
     if total or not known.same_nodes:
-        profile = _with_curves(profile, tasks, notes)
+        profile = _with_curves(profile, notes)
         on_first_rank(lambda: _write(wanted, nodes, kinds, profile, notes))
     return Discovered(
         nodes=nodes,
@@ -101,12 +106,12 @@ def discover(place: RankPlace, wanted: Discovery, show: OnProgress) -> Discovere
     )
 
 
-def _known(wanted: Discovery, nodes: Sequence[SeenNode]) -> _Known:
+def _known(wanted: Discovery, nodes: Sequence[SeenNode], tasks: Sequence[LinkTask]) -> _Known:
     backend = "NCCL" if torch.cuda.is_available() else "gloo"
     source = Source(name=SOURCE, kind="measured", origin=f"messages over {backend}")
     profile = loaded_or_empty(wanted.profile, source)
     if wanted.again:
-        profile = replace(profile, transfers=())
+        profile = without_transfers(profile, (task.key for task in tasks))
     if wanted.again or not wanted.cluster.exists():
         return _Known(profile=profile, kinds={}, same_nodes=False)
     cluster = load_cluster(wanted.cluster)
@@ -138,19 +143,15 @@ def _timed(place: RankPlace, wanted: Discovery, task: LinkTask) -> Transfers:
     )
 
 
-def _with_curves(profile: Profile, tasks: Sequence[LinkTask], notes: list[str]) -> Profile:
-    """Fit the links of this cluster; a note says how many a parabola fits."""
-    keys = {task.key for task in tasks}
-    curves = []
-    for transfers in profile.transfers:
-        if transfers.key in keys and transfers.source == SOURCE:
-            curve = link_curve(transfers)
-            curves += [curve] if curve else []
+def _with_curves(profile: Profile, notes: list[str]) -> Profile:
+    """Fit all links anew; a note says how many series a parabola fits."""
+    ours = [transfers for transfers in profile.transfers if transfers.source == SOURCE]
+    curves = [curve for transfers in ours if (curve := link_curve(transfers)) is not None]
     notes.append(
-        f"{len(curves)} of {len(keys)} series of messages fit a curve by message size, which is in "
+        f"{len(curves)} of {len(ours)} series of messages fit a curve by message size, which is in "
         "the profile; the cluster file has latency and bandwidth"
     )
-    return with_links(profile, curves)
+    return with_links(profile, SOURCE, curves)
 
 
 def _write(

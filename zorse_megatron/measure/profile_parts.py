@@ -75,10 +75,18 @@ def with_transfers(profile: Profile, transfers: Transfers) -> Profile:
     return replace(profile, transfers=(*others, transfers))
 
 
-def with_links(profile: Profile, curves: Iterable[LinkCurve]) -> Profile:
-    """Put curves in the place of those of the same link, kind of GPU and sharing."""
+def without_transfers(profile: Profile, keys: Iterable[tuple[object, ...]]) -> Profile:
+    """Take out the times of messages with these keys."""
+    old = set(keys)
+    return replace(profile, transfers=tuple(t for t in profile.transfers if t.key not in old))
+
+
+def with_links(profile: Profile, source: str, curves: Iterable[LinkCurve]) -> Profile:
+    """Put curves in the place of all of this source, and of others for the same links."""
     new = {_link_key(curve): curve for curve in curves}
-    others = tuple(each for each in profile.links if _link_key(each) not in new)
+    others = tuple(
+        each for each in profile.links if each.source != source and _link_key(each) not in new
+    )
     return replace(profile, links=(*others, *new.values()))
 
 
