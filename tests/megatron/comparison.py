@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def run_recorded(
     *,
     timeout_s: float = 120,
     entry: str = "tests.megatron.recording_entry",
+    env: Mapping[str, str] | None = None,
 ) -> Recorded:
     """Run `zorse_megatron.pretrain` with `flags` and read what it recorded."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -66,7 +67,7 @@ def run_recorded(
             world_size,
             entry=entry,
             timeout_s=timeout_s,
-            env={"ZORSE_TEST_RECORD": str(record)},
+            env={"ZORSE_TEST_RECORD": str(record), **(env or {})},
         ).check()
         steps = json.loads((record / f"steps-rank{world_size - 1}.json").read_text())
         return Recorded(

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from tests.megatron.small_pieces import use_small_pieces
 from zorse_megatron.adapter import cpu_mode
 from zorse_megatron.pretrain import main
 
@@ -76,6 +77,7 @@ def weights_of_chunk(chunk: Any) -> dict[str, Any]:
 
 
 def record() -> None:
+    use_small_pieces()
     if cpu_mode.needed():
         cpu_mode.enable()
     from megatron.training import training

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron import small_pieces
 from tests.megatron.comparison import chunked_plan, replica
 from tests.megatron.launch import run_ranks
 from tests.megatron.ministages import breadth_first, with_settings
@@ -61,8 +62,10 @@ def closed_form(sizes: list[int], share: float, *, late: bool) -> int:
     return highest
 
 
-def measured(plan: Plan, corpus: Path, work: Path, *, sums: str) -> list[dict[str, int]]:
-    """Rank -> peak bytes by category."""
+def measured(
+    plan: Plan, corpus: Path, work: Path, *, sums: str, piece: int | None = None
+) -> list[dict[str, int]]:
+    """Rank -> peak bytes by category; `piece`: elements of state stepped at once."""
     save_plan(plan, work / "plan.json")
     flags = [*flags_for(corpus, *UNTIED, steps=2), "--zorse-memory", str(work)]
     sizes = {"--num-layers": NUM_LAYERS, "--hidden-size": HIDDEN}
@@ -73,7 +76,7 @@ def measured(plan: Plan, corpus: Path, work: Path, *, sums: str) -> list[dict[st
         plan.world_size,
         entry="tests.megatron.timed_sums_entry",
         timeout_s=120,
-        env={"ZORSE_TEST_SUMS": sums},
+        env={"ZORSE_TEST_SUMS": sums} | ({small_pieces.NAME: str(piece)} if piece else {}),
     ).check()
     found = [json.loads((work / f"memory-rank{rank}.json").read_text()) for rank in (0, 1)]
     return [{c: peak["num_bytes"] for c, peak in one["peaks"].items()} for one in found]
@@ -108,11 +111,21 @@ def test_other_settings(setting: str, corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shares", [EVEN, ALL_ON_ONE])
-def test_two_chunks_of_the_state_in_the_host_are_here_in_a_step(
+def test_two_pieces_of_the_state_in_the_host_are_here_in_a_step(
     shares: tuple[float, float], corpus: Path, tmp_path: Path
 ) -> None:
-    """The one that is stepped and the one that comes; both moments are float32."""
+    """The one that is stepped and the one that comes; both moments are float32.
+
+    Shards of these chunks are smaller than a piece, so a piece is a shard.
+    """
     plan = with_settings(plan_of(4, shares=shares), optimizer_state=True, parameters=True)
     pairs = max(one + other for one, other in pairwise(chunk_bytes(4)))
     for found, share in zip(measured(plan, corpus, tmp_path, sums="late"), shares, strict=True):
         assert found["optimizer state"] == 2 * share * pairs
+
+
+def test_pieces_do_not_grow_with_the_model(corpus: Path, tmp_path: Path) -> None:
+    """One chunk, whose shards have many times the elements of a piece."""
+    plan = with_settings(plan_of(1, "resident"), optimizer_state=True)
+    for found in measured(plan, corpus, tmp_path, sums="late", piece=1000):
+        assert found["optimizer state"] == 2 * 2 * 4 * 1000

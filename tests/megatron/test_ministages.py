@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.megatron import small_pieces
 from tests.megatron.comparison import (
     GLOBAL_BATCH_SIZE,
     LAYOUTS,
@@ -96,24 +97,29 @@ MOVES = {
     },
     "first layers again": {"recompute": (FIRST_LAYER, SELECTIVE)},
 }
+# Pieces begin and end within parameters.
+PIECES = {"env": {small_pieces.NAME: "1000"}}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
     """Against the same plan with everything resident; clipping is off, whose norm sums by shard."""
-    plan = TWO_BY_TWO
     more: tuple[str, ...] = () if precision == "fp32" else (f"--{precision}",)
     if precision == "fp16":
         # The first step overflows and is skipped.
         more += ("--initial-loss-scale", "65536", "--hysteresis", "1")
     flags = flags_for(corpus, *UNTIED, *MASKED, *NO_CLIP, *more, steps=6)
-    resident = plan_run(with_settings(plan, schedule=breadth_first(parameters="resident")), flags)
+    resident = plan_run(
+        with_settings(TWO_BY_TWO, schedule=breadth_first(parameters="resident")), flags
+    )
     # What is moved does not depend on the precision, but that there are main parameters does.
-    names = MOVES if precision == "fp32" else ("all in the host",)
-    for name in names:
-        move = MOVES[name]
+    moves = MOVES if precision == "fp32" else {"all in the host": MOVES["all in the host"]}
+    cases = [(name, move, {}) for name, move in moves.items()]
+    cases.append(("in small pieces", MOVES["all in the host"], PIECES))
+    for name, move, run_options in cases:
         options: dict[str, Any] = dict(move)
-        moved = plan_run(with_settings(plan, *options.pop("recompute", ()), **options), flags)
+        plan = with_settings(TWO_BY_TWO, *options.pop("recompute", ()), **options)
+        moved = plan_run(plan, flags, **run_options)
         assert moved.losses == resident.losses, name
         for parameter, copies in moved.final.items():
             expected = resident.final[parameter][0]
@@ -121,7 +127,7 @@ def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
 
 
 def test_state_in_the_host_counts_steps_as_fused_optimizers_do(corpus: Path) -> None:
-    """They count per group, in every call; state in the host makes one call per chunk."""
+    """They count per group, in every call; with state in the host there are many calls."""
     flags = flags_for(corpus, *UNTIED, *NO_CLIP, steps=3)
     fused = "tests.megatron.fused_entry"
     moved = plan_run(with_settings(BOTH_ENDS, optimizer_state=True), flags, entry=fused)

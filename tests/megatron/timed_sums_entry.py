@@ -7,6 +7,7 @@ whether they have. Between the two is what a network does, which no test can for
 import os
 from typing import Any
 
+from tests.megatron.small_pieces import use_small_pieces
 from zorse_megatron import pretrain
 from zorse_megatron.adapter import cpu_mode
 
@@ -20,6 +21,7 @@ def is_reduced(shards: Any) -> bool:
 
 
 if __name__ == "__main__":
+    use_small_pieces()
     if cpu_mode.needed():
         cpu_mode.enable()
     from zorse_megatron.adapter.chunk_shards import ChunkShards

@@ -9,10 +9,12 @@ from zorse_megatron.planner.build import Builder
 from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
 from zorse_megatron.planner.inputs import Inputs, SearchSpace
 from zorse_megatron.planner.teams import Teams
+from zorse_megatron.schedules import shards
 from zorse_megatron.schema.plan import Offload
 
-# Shards of each of the two chunks are cut at multiples of 64 elements, of 12 bytes of state each.
-GRAIN_BYTES = 64 * 12
+# Shards are cut at multiples of 64 elements, and so are pieces here; of 12 bytes of state each.
+GRAIN = 64
+GRAIN_BYTES = GRAIN * 12
 
 
 def least_that_fits(seed: int, schedule: str, num_chunks: int) -> tuple[Inputs, Estimate]:
@@ -41,7 +43,8 @@ def least_that_fits(seed: int, schedule: str, num_chunks: int) -> tuple[Inputs, 
     [("1f1b", 1), ("interleaved", 2), ("breadth_first", 1), ("breadth_first", 3)],
 )
 @pytest.mark.parametrize("seed", range(6))
-def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks):
+def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks, monkeypatch):
+    monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", GRAIN)
     inputs, estimate = least_that_fits(seed, schedule, num_chunks)
     plan = Builder(inputs, Estimator(inputs).stages).plan(estimate)
     assert plan is not None

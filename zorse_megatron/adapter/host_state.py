@@ -1,18 +1,32 @@
-"""Training state that waits in host memory: fetched, stepped and sent back chunk by chunk.
+"""Training state that waits in host memory: fetched, stepped and sent back piece by piece.
 
-Adam's rule is the same for every element, so the chunks' shards can be stepped one after the other
-with the same result, and the state of two chunks at most is on the device: the one that is stepped
-and the one that is fetched meanwhile.
+Adam's rule is the same for every element, so pieces of the chunks' shards can be stepped one after
+the other with the same result, and the state of two pieces at most is on the device: the one that
+is stepped and the one that is fetched meanwhile. Shards of parameters that wait in the host, too,
+come and go chunk by chunk.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from zorse_megatron.adapter.optimizer_checkpoint import allocate_state
+from zorse_megatron.adapter.state_pieces import ChunkState, OwnedShard, StatePiece
 from zorse_megatron.runtime.host_memory import HostBacked, HostLink, wait_until_back
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """What is stepped at once."""
+
+    chunk: Any
+    piece: StatePiece | None
+    """None: all of the chunk's shards, with their state on the device."""
+    needed: list[HostBacked]
+    """Memory that is in the host when the step begins."""
+    leaving: list[HostBacked]
+    """Of that, what is not needed by units behind this one."""
 
 
 class HostState:
@@ -38,77 +52,81 @@ class HostState:
         self.on_change = on_change
         self.inner = optimizer.optimizer
         self._step_all = self.inner.step
-        self.link = link
         self.chunks: list[Any] = list(optimizer.model_chunks)
-        self._shards: dict[int, list[tuple[torch.nn.Parameter, torch.Tensor]]] = {
-            id(chunk): [] for chunk in self.chunks
+        self._shards: dict[int, list[OwnedShard]] = {id(chunk): [] for chunk in self.chunks}
+        group_of = {
+            id(shard): number
+            for number, group in enumerate(self.inner.param_groups)
+            for shard in group["params"]
         }
-        for chunk, parameter, _, shard in optimizer.owned_shards():
-            self._shards[id(chunk)].append((parameter, shard))
-        self._state: dict[int, list[HostBacked]] = {id(chunk): [] for chunk in self.chunks}
+        for chunk, parameter, (start, _), shard in optimizer.owned_shards():
+            owned = OwnedShard(
+                parameter=parameter, start=start, tensor=shard, group=group_of[id(shard)]
+            )
+            self._shards[id(chunk)].append(owned)
+        self._state: dict[int, ChunkState] = {}
         if optimizer_state:
             allocate_state(optimizer)
-            for chunk in self.chunks:
-                self._state[id(chunk)] = self._move_state(chunk)
+            self._state = {
+                id(chunk): ChunkState(self._shards[id(chunk)], self.inner, link)
+                for chunk in self.chunks
+            }
 
     def step(self) -> None:
         """The inner optimizer's step, and the copy of new main parameters to the shards."""
         # Fused optimizers count here, once per call, and not in groups that are empty then.
         before = after = self._counts()
-        away = [self._away(chunk) for chunk in self.chunks]
-        for number, chunk in enumerate(self.chunks):
+        units = [unit for chunk in self.chunks for unit in self._units(chunk)]
+        for number, unit in enumerate(units):
             if number:
                 # Before the next one comes, so that no three are there. While it leaves, this one
                 # is still coming: both directions of the link stay in use.
-                _let_go(away[number - 1])
-            for memories in away[number : number + 2]:
-                for memory in memories:
+                _let_go(units[number - 1].leaving)
+            for each in units[number : number + 2]:
+                for memory in each.needed:
                     memory.start_back()
             self.on_change()
-            for memory in away[number]:
+            for memory in unit.needed:
                 memory.wait_until_back()
             self._count_from(before)
-            with self._only(chunk):
-                self._step_all()
+            self._step(unit)
             after = [max(counts) for counts in zip(after, self._counts(), strict=True)]
-            self.optimizer.copy_main_to_model(chunk)
-            self._send(chunk, away[number])
+            self._send(unit)
         self._count_from(after)
-        _let_go(away[-1])
+        _let_go(units[-1].leaving)
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Have all state on the device within the block, as for a checkpoint."""
-        away = [memory for chunk in self.chunks for memory in self._away(chunk)]
-        wait_until_back(away)
-        try:
-            yield
-        finally:
-            for memory in away:
-                memory.send()
-            _let_go(away)
+    @property
+    def passing_bytes(self) -> int:
+        """Optimizer state that is on the device to be stepped."""
+        pieces = [piece for state in self._state.values() for piece in state.pieces]
+        return sum(memory.storage.nbytes() for piece in pieces for memory in piece.memories)
 
-    def _move_state(self, chunk: Any) -> list[HostBacked]:
-        """Make flat tensors of the chunk's moments and main parameters, and send them away."""
-        memories = []
-        state = self.inner.state
-        shards = [shard for _, shard in self._shards[id(chunk)]]
-        names = sorted({n for s in shards for n, v in state[s].items() if _is_moment(v, s)})
-        for name in names:
-            flat = torch.cat([state[shard][name].view(-1) for shard in shards])
-            for shard, part in zip(shards, _cut(flat, shards), strict=True):
-                state[shard][name] = part.view_as(shard)
-            memories.append(HostBacked(flat, self.link, "optimizer state"))
-        main = [s for p, s in self._shards[id(chunk)] if p.dtype != torch.float32]
-        if main:
-            flat = torch.cat([shard.detach().view(-1) for shard in main])
-            for shard, part in zip(main, _cut(flat, main), strict=True):
-                shard.data = part.view_as(shard)
-            memories.append(HostBacked(flat, self.link, "optimizer state"))
-        for memory in memories:
-            memory.send()
-            memory.let_go(wait=True)
-        return memories
+    def _units(self, chunk: Any) -> Iterator[_Unit]:
+        parameters = self._parameters_away(chunk)
+        state = self._state.get(id(chunk))
+        if state is None:
+            yield _Unit(chunk=chunk, piece=None, needed=parameters, leaving=parameters)
+            return
+        for piece in state.pieces:
+            leaving = parameters if piece is state.pieces[-1] else []
+            yield _Unit(
+                chunk=chunk,
+                piece=piece,
+                needed=[*parameters, *piece.memories],
+                leaving=[*leaving, *piece.memories],
+            )
+
+    def _step(self, unit: _Unit) -> None:
+        if unit.piece is None:
+            with self._only(unit.chunk):
+                self._step_all()
+            self.optimizer.copy_main_to_model(unit.chunk)
+            return
+        with unit.piece.alone(self.inner):
+            self._step_all()
+        unit.piece.copy_main_to(unit.chunk)
+        if unit.chunk.shards is not None:
+            unit.chunk.shards.mark_changed()
 
     def _counts(self) -> list[int]:
         """Steps that each group has counted, 0 where it counts none."""
@@ -119,25 +137,38 @@ class HostState:
             if "step" in group:
                 group["step"] = count
 
-    def _send(self, chunk: Any, memories: list[HostBacked]) -> None:
-        for memory in memories:
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have all state on the device within the block, as for a checkpoint."""
+        away = [memory for chunk in self.chunks for memory in self._parameters_away(chunk)]
+        for state in self._state.values():
+            away += [memory for memory in state.whole if memory.num_bytes]
+        wait_until_back(away)
+        try:
+            yield
+        finally:
+            for memory in away:
+                memory.send()
+            _let_go(away)
+
+    def _send(self, unit: _Unit) -> None:
+        for memory in unit.leaving:
             memory.send()
-        if chunk.shards is not None:
-            for buffer in chunk.shards.parameters:
-                if buffer.memory in memories:
+        if unit.chunk.shards is not None:
+            for buffer in unit.chunk.shards.parameters:
+                if buffer.memory in unit.leaving:
                     buffer.changed = False
 
-    def _away(self, chunk: Any) -> list[HostBacked]:
-        """What of the chunk is in the host now."""
-        parameters = chunk.shards.parameters if chunk.shards is not None else []
-        shards = [buffer.memory for buffer in parameters if buffer.in_shard]
-        found = [*self._state[id(chunk)], *(memory for memory in shards if memory is not None)]
-        return [memory for memory in found if memory.is_away and memory.num_bytes]
+    def _parameters_away(self, chunk: Any) -> list[HostBacked]:
+        """Shards of the chunk's parameters that are in the host now."""
+        buffers = chunk.shards.parameters if chunk.shards is not None else []
+        shards = [buffer.memory for buffer in buffers if buffer.in_shard]
+        return [m for m in shards if m is not None and m.is_away and m.num_bytes]
 
     @contextmanager
     def _only(self, chunk: Any) -> Iterator[None]:
         """Within the block, the inner optimizer has the chunk's shards only."""
-        mine = {id(shard) for _, shard in self._shards[id(chunk)]}
+        mine = {id(shard.tensor) for shard in self._shards[id(chunk)]}
         groups = self.inner.param_groups
         everything = [group["params"] for group in groups]
         for group in groups:
@@ -152,11 +183,3 @@ class HostState:
 def _let_go(memories: list[HostBacked]) -> None:
     for memory in memories:
         memory.let_go(wait=True)
-
-
-def _is_moment(value: Any, shard: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == shard.shape and value.ndim > 0
-
-
-def _cut(flat: torch.Tensor, like: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return flat.split([tensor.numel() for tensor in like])

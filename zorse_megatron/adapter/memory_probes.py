@@ -39,7 +39,10 @@ def reduction_bytes(models: Mapping[int, Any]) -> int:
 
 
 def state_bytes(optimizers: list[Any]) -> int:
-    """Main parameters, where they are others than the parameters, and moments."""
+    """Main parameters, where they are others than the parameters, and moments.
+
+    Of state that waits in the host what is on the device.
+    """
     storages: dict[int, int] = {}
     for optimizer in optimizers:
         for _, parameter, _, shard in optimizer.owned_shards():
@@ -49,7 +52,8 @@ def state_bytes(optimizers: list[Any]) -> int:
             for tensor in held:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+    passing = [o.host_state.passing_bytes for o in optimizers if o.host_state is not None]
+    return sum(storages.values()) + sum(passing)
 
 
 class KeptActivations:

@@ -4,7 +4,7 @@ Memory follows `simulate.ledger`: whole parameters and gradients (1f1b) or shard
 use (breadth_first), what is kept of every micro-batch in flight, logits, buffers; optimizer state
 (and shards) go wherever there is room in the team. If that does not fit, layers are recomputed, as
 few as possible; if that is not enough, optimizer state and then activations wait in the host.
-Of state in the host two chunks are on the GPU during the step, when activations are not: what has
+Of state in the host two pieces are on the GPU during the step, when activations are not: what has
 to fit then is looked at apart.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.teams import Cell, Team
+from zorse_megatron.schedules.shards import passing_at_most
 
 # Boundary activations that are on the way in and out at once, beside those in flight: the two
 # inputs that are received early, the output that is being sent, and the same for gradients.
@@ -311,13 +312,7 @@ class Stages:
         return total
 
     def shared_bytes(self, job: Job, settings: Settings) -> int:
-        """What is spread over the team by shard weights, when it is most: during the step."""
-        total = self._shared_in_passes(job, settings)
-        if settings.offload_state:
-            total += self.inputs.memory.state_bytes(self._two_chunks(job))
-        return total
-
-    def _shared_in_passes(self, job: Job, settings: Settings) -> int:
+        """What is spread over the team by shard weights."""
         memory, parameters = self.inputs.memory, self.parameters(job.num_layers, job.place)
         total = 0 if settings.offload_state else memory.state_bytes(parameters)
         if job.place.schedule == "breadth_first":
@@ -329,18 +324,15 @@ class Stages:
     ) -> float:
         """What a GPU has free for its part of `shared_bytes`; `size`, `count`: its micro-batches.
 
-        Where less than that is shared during the passes, the room that there is then counts as
-        much more.
+        During the passes, or during the step if state in the host passes through then.
         """
         in_passes = capacity_bytes - self.local_bytes(job, settings, size, count)
-        if not settings.offload_state or in_passes < 0:
+        if not settings.offload_state:
             return in_passes
         resident = 0 if job.place.schedule == "breadth_first" else self._whole_bytes(job)
-        in_step = capacity_bytes - resident - job.reserve_bytes
-        shared = self._shared_in_passes(job, settings)
-        if not shared:
-            return in_step
-        return min(in_step, in_passes * self.shared_bytes(job, settings) / shared)
+        passing = passing_at_most(self.parameters(job.num_layers, job.place))
+        resident += self.inputs.memory.state_bytes(passing) + job.reserve_bytes
+        return min(in_passes, capacity_bytes - resident)
 
     def local_bytes(self, job: Job, settings: Settings, size: int, count: float) -> float:
         """What a replica has beside its share, if it runs `count` micro-batches of a size."""
@@ -379,14 +371,9 @@ class Stages:
         if job.place.schedule != "breadth_first":
             return memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
         # Two chunks at most: one in use, one being gathered or reduced.
-        both = self._two_chunks(job)
+        layers = min(job.num_chunks, 2) * -(-job.num_layers // job.num_chunks)
+        both = layers * self.layer_parameters + self.parameters(0, job.place)
         return memory.parameter_bytes(both) + memory.gradient_bytes(both)
-
-    def _two_chunks(self, job: Job) -> int:
-        """Parameters of the two largest chunks; of the only one where there is one."""
-        layers = -(-job.num_layers // job.num_chunks)
-        ends = self.parameters(0, job.place)
-        return min(job.num_chunks, 2) * layers * self.layer_parameters + ends
 
     def limit(self, place: Place, count: float) -> float:
         """Micro-batches in flight, once for each chunk, as the schedules share out the window."""

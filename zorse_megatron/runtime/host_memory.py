@@ -128,6 +128,18 @@ class HostBacked:
         self._coming: torch.cuda.Event | None = None
         self._is_leaving = False
 
+    def part(self, tensor: torch.Tensor, start_bytes: int) -> "HostBacked":
+        """A part of the bytes in the host, with memory of its own on the device.
+
+        `tensor`: a whole storage, as long as the part; what is in it is lost, for the part starts
+        as one that is away. What is sent is in the host's bytes of the whole from then on.
+        """
+        assert self.host is not None, "nothing was sent to the host"
+        part = HostBacked(tensor, self.link, self.category)
+        part.host = self.host[start_bytes : start_bytes + part.num_bytes]
+        part.drop()
+        return part
+
     @property
     def is_in_host(self) -> bool:
         """Whether the host has had its bytes, at some time."""

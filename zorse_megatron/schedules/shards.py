@@ -10,6 +10,10 @@ from fractions import Fraction
 
 Interval = tuple[int, int]
 
+STATE_PIECE_ELEMENTS = 2**24
+"""Elements of a shard whose optimizer state passes through the device at once in a STEP, where it
+waits in the host: two such pieces of 16 bits training's state are 0.4 GB."""
+
 
 def shard_bounds(total: int, weights: Sequence[float], *, align: int = 64) -> tuple[Interval, ...]:
     """Split `total` elements into one contiguous interval per member, in proportion to `weights`.
@@ -40,6 +44,21 @@ def shard_bounds(total: int, weights: Sequence[float], *, align: int = 64) -> tu
         bounds.append((start, stop))
         start = stop
     return tuple(bounds)
+
+
+def state_pieces(owned: int) -> tuple[int, ...]:
+    """Sizes of the pieces in which a shard of `owned` elements is stepped; at least one.
+
+    >>> state_pieces(2**24 + 1), state_pieces(0)
+    ((16777216, 1), (0,))
+    """
+    whole, rest = divmod(owned, STATE_PIECE_ELEMENTS)
+    return (STATE_PIECE_ELEMENTS,) * whole + ((rest,) if rest or not whole else ())
+
+
+def passing_at_most(owned: int) -> int:
+    """Elements of a shard of `owned` elements that pass through the device at once: two pieces."""
+    return min(owned, 2 * STATE_PIECE_ELEMENTS)
 
 
 def _check(total: int, weights: Sequence[float], align: int) -> None:

@@ -9,15 +9,16 @@ the GPU, and copies them only if a STEP has changed them there since they were f
 are in the host while a STEP runs, it writes the new ones there.
 
 Optimizer state that is offloaded by the plan's setting stays in the host all the time, and passes
-through the GPU during STEP, as do parameters that are in the host then: two chunks at a time, as
-`adapter.host_state` has them, one that is stepped and one that is on its way.
+through the GPU during STEP, two pieces at a time, as `adapter.host_state` has them: one that is
+stepped and one that is on its way. Parameters that are in the host then are there for as long as
+their chunk's pieces are.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
+from zorse_megatron.schedules.shards import state_pieces
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.sizes import Sizes
 
@@ -133,26 +134,32 @@ class Residency:
             self._change_place(position, action, state)
 
     def _step(self, position: int) -> None:
-        passing = []
+        units = []
         for chunk, state in self._chunks.items():
             if state.in_host:
                 self.streamed_bytes += state.shard_bytes
             else:
                 state.is_changed = True
-            passing.append(
-                Passing(
-                    parameter_bytes=state.shard_bytes if state.in_host else 0,
-                    state_bytes=self._state_of(chunk) if self._is_state_in_host else 0,
-                )
-            )
-        both = [
-            Passing(
-                parameter_bytes=one.parameter_bytes + other.parameter_bytes,
-                state_bytes=one.state_bytes + other.state_bytes,
-            )
-            for one, other in pairwise(passing)
-        ]
-        self.passing[position] = max(both or passing, key=lambda held: held.num_bytes)
+            units += [(chunk, state_bytes) for state_bytes in self._pieces(chunk)]
+        self.passing[position] = max(
+            (self._passing(units[at : at + 2]) for at in range(max(1, len(units) - 1))),
+            key=lambda held: held.num_bytes,
+        )
+
+    def _pieces(self, chunk: int) -> list[int]:
+        """Bytes of state that pass through in turn; one of none where it stays on the GPU."""
+        if not self._is_state_in_host:
+            return [0]
+        owned = self.sizes.shards[chunk][self.rank]
+        return [self.sizes.memory.state_bytes(piece) for piece in state_pieces(owned)]
+
+    def _passing(self, units: Sequence[tuple[int, int]]) -> Passing:
+        """What these (chunk, bytes of state) have on the GPU together."""
+        states = (self._chunks[chunk] for chunk in {chunk for chunk, _ in units})
+        return Passing(
+            parameter_bytes=sum(state.shard_bytes for state in states if state.in_host),
+            state_bytes=sum(state_bytes for _, state_bytes in units),
+        )
 
     def _change_form(self, position: int, action: Action, state: _ChunkState) -> None:
         if state.in_host:
