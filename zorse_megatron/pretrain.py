@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from zorse_megatron.errors import FlagError, Problem, ZorseError
 from zorse_megatron.launch.ranks import node_called, torch_environment
@@ -38,7 +39,9 @@ _NEED_PLAN = (
     "--zorse-memory",
     "--zorse-memory-limit",
     "--zorse-host-memory-limit",
+    "--zorse-update",
 )
+_UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class Command:
     memory: Path | None
     memory_limit_bytes: int | None
     host_memory_limit_bytes: int | None
+    update: Literal["auto", "stock", "fused"]
     megatron: tuple[str, ...]
 
 
@@ -88,6 +92,7 @@ def split_command(argv: Sequence[str]) -> Command:
         _limit_bytes(flag, ours[flag], problems)
         for flag in ("--zorse-memory-limit", "--zorse-host-memory-limit")
     )
+    update = _update(ours["--zorse-update"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
@@ -100,6 +105,7 @@ def split_command(argv: Sequence[str]) -> Command:
         memory=paths["--zorse-memory"],
         memory_limit_bytes=limit_bytes,
         host_memory_limit_bytes=host_limit_bytes,
+        update=update,
         megatron=tuple(megatron),
     )
 
@@ -123,6 +129,22 @@ def _limit_bytes(flag: str, text: str | None, problems: list[Problem]) -> int | 
         )
     )
     return None
+
+
+def _update(text: str | None, problems: list[Problem]) -> Literal["auto", "stock", "fused"]:
+    """Read how shards are updated; notes a problem with anything else."""
+    for known in _UPDATES:
+        if text in (None, known):
+            return known
+    problems.append(
+        Problem(
+            where="--zorse-update",
+            found=f"{text!r}",
+            expected=f"one of {', '.join(_UPDATES)}",
+            remedy="Leave it out to let the job choose; it says what it chose.",
+        )
+    )
+    return "auto"
 
 
 def _unknown_flag(flag: str, ours: dict[str, str | None]) -> Problem:
@@ -203,6 +225,7 @@ def run(argv: Sequence[str]) -> None:
             memory_directory=command.memory,
             memory_limit_bytes=command.memory_limit_bytes,
             host_memory_limit_bytes=command.host_memory_limit_bytes,
+            update=command.update,
         )
     activate(plan_run)
     if command.metrics is not None:

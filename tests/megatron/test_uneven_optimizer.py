@@ -22,13 +22,22 @@ def _largest_difference(ours: Any, stock: Any, setup: Setup) -> float:
 
 
 def _compare_steps(
-    weights_list: Sequence[Sequence[float]], setup: Setup, tolerance: float, overflow_step: int
+    weights_list: Sequence[Sequence[float]],
+    setup: Setup,
+    tolerance: float,
+    overflow_step: int,
+    update: str = "stock",
 ) -> None:
     """Four steps of each, gradients by hand; at `overflow_step` one rank's gradients overflow."""
+    from zorse_megatron.adapter.shard_update import choose_update
+
     tiny_gpt.start()
     collection = tiny_gpt.groups_of([[0, 1, 2]], setup)
     for weights in weights_list:
         ours, our_optimizer = tiny_gpt.make_ours(setup, collection, weights)
+        (part,) = our_optimizer.chained_optimizers
+        said = choose_update(part, update, torch.device("cpu"))  # type: ignore[arg-type]
+        assert ("one pass each" in said) == (update == "fused")
         stock, stock_optimizer = tiny_gpt.make_stock(setup)
         for step in range(4):
             rank = dist.get_rank()
@@ -45,7 +54,6 @@ def _compare_steps(
             assert mine[2] == theirs[2]
             assert our_optimizer.get_loss_scale() == stock_optimizer.get_loss_scale()
             assert _largest_difference(ours, stock, setup) <= tolerance
-        (part,) = our_optimizer.chained_optimizers
         assert part.step_count == 4 - (overflow_step >= 0)
         owned = sum(p.numel() for p in part.get_parameters())
         assert (owned == 0) == (weights[dist.get_rank()] == 0)
@@ -64,6 +72,11 @@ def _compare_steps(
 def test_steps_equal_stock(setup: Setup, tolerance: float) -> None:
     # bf16 gradients are rounded after each addition, so the order of ranks shows there.
     run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, tolerance, -1, timeout_s=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_fused_update_of_shards_equals_stock_to_the_bit(dtype: torch.dtype) -> None:
+    run_megatron_ranks(3, _compare_steps, WEIGHTS, Setup(dtype=dtype), 0.0, -1, "fused")
 
 
 def test_fp16_overflow_on_one_rank_skips_the_step_on_all() -> None:

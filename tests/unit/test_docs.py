@@ -101,6 +101,7 @@ def our_flags():
         "--zorse-memory",
         "--zorse-memory-limit",
         "--zorse-host-memory-limit",
+        "--zorse-update",
     }
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.unit.plan_samples import good, load
 from zorse_megatron.adapter.flags import problems_of
+from zorse_megatron.errors import FlagError
+from zorse_megatron.pretrain import split_command
 
 PLAN = load(good())
 
@@ -73,3 +75,11 @@ def test_flags_that_presume_one_type(flag):
     assert problems(None, **{flag: True}) == []
     (problem,) = problems(None, groups_in=("bf16", None, None), **{flag: True})
     assert problem.where == "--" + flag.replace("_", "-")
+
+
+def test_the_update_of_shards_is_one_of_three():
+    plan = ["--zorse-plan", "plan.json"]
+    assert split_command(plan).update == "auto"
+    assert split_command([*plan, "--zorse-update", "fused"]).update == "fused"
+    with pytest.raises(FlagError, match="--zorse-update: found 'quick'"):
+        split_command([*plan, "--zorse-update", "quick"])

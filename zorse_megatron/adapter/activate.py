@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zorse_megatron.adapter import rebind
 from zorse_megatron.adapter.stock_fixes import STOCK_FIXES
@@ -27,6 +27,8 @@ class PlanRun:
     """Name of the node that this rank is on."""
     cluster: Cluster | None = None
     """Says which node each rank is to be on; None: any."""
+    update: Literal["auto", "stock", "fused"] = "auto"
+    """See `adapter.shard_update`."""
     trace_directory: Path | None = None
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None

@@ -37,6 +37,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         self.host_state: HostState | None = None
         self.is_mixed = False
         """Whether groups compute in different types; set by who builds it for several groups."""
+        self.copies_in_step = False
+        """Whether the inner step writes 16-bit parameters, too."""
         self.step_count = 0
         self._last_grad_norm = 0.0
 
@@ -78,6 +80,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         self.host_state = host_state
         self.optimizer.step = host_state.step
 
+    def update_in_one_pass(self, step: Callable[[], None]) -> None:
+        """Step by `step`, which also writes the new parameters of 16 bits (see `shard_update`)."""
+        self.optimizer.step = step
+        self.copies_in_step = True
+
     def _copy_model_grads_to_main_grads(self) -> None:
         for chunk, parameter, (start, stop), shard in self.owned_shards():
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
@@ -87,9 +94,13 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         take_exact(self)
 
     def _copy_main_params_to_model_params(self) -> None:
-        if self.host_state is None:  # which has done it already
-            for chunk in self.model_chunks:
+        if self.host_state is not None:  # which has done it already
+            return
+        for chunk in self.model_chunks:
+            if not self.copies_in_step:
                 self.copy_main_to_model(chunk)
+            elif chunk.shards is not None:
+                chunk.shards.mark_changed()
 
     @torch.no_grad()
     def copy_main_to_model(self, chunk: Any) -> None:

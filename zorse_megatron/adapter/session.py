@@ -33,6 +33,7 @@ from zorse_megatron.adapter.session_memory import (
     share_host_memory,
     watch_logits,
 )
+from zorse_megatron.adapter.shard_update import Update
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
@@ -64,6 +65,7 @@ class PlanSession:
     sequence_length: int
     dtypes: tuple[ComputeDtype, ...]
     """Group -> the type that it computes in."""
+    update: Update = "auto"
     trace_directory: Path | None = None
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None
@@ -104,6 +106,11 @@ class PlanSession:
     def num_chunks(self) -> int:
         """Of the whole model."""
         return len(self.plan.chunks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return _device()
 
     @property
     def is_mixed(self) -> bool:

@@ -37,6 +37,7 @@ from zorse_megatron.adapter.process_groups import PipelinePosition, at_chunk, cr
 from zorse_megatron.adapter.recompute import set_recompute
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.session import PlanSession
+from zorse_megatron.adapter.shard_update import choose_update, say_update
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.runtime.health import Heartbeat, is_communication_error
@@ -68,6 +69,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_length=args.seq_length,
         dtypes=compute_dtypes(run.plan, args.zorse_job_dtype),
+        update=run.update,
         trace_directory=run.trace_directory,
         memory_directory=run.memory_directory,
         memory_limit_bytes=run.memory_limit_bytes,
@@ -290,6 +292,8 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
     for each in session.optimizers:
         each.is_mixed = session.is_mixed
         take_exact(each)
+    updates = [choose_update(each, session.update, session.device) for each in session.optimizers]
+    say_update(updates)
     session.check_host_memory(model_chunks)
     session.tied = _tied_embedding(session, model_chunks, optimizer)
     _defer_parameter_gather(optimizer.chained_optimizers)
