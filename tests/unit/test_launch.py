@@ -229,6 +229,13 @@ def test_commands_that_cannot_be_launched(given: list[str], where: str) -> None:
     assert [problem.where for problem in caught.value.problems] == [where]
 
 
+def test_cores_are_asked_for_twice_as_srun_does_not_take_them_over() -> None:
+    script = script_of(CLUSTER, {}, more=("cpus-per-task=8", "time=1:00:00"))
+    (srun,) = re.findall(r"^srun .*$", script, re.MULTILINE)
+    assert "--cpus-per-task=8" in srun and "--time" not in srun
+    assert all(asked["cpus-per-task"] == "8" for asked in asked_for(script))
+
+
 def test_a_partition_for_what_is_not_there_is_refused() -> None:
     with pytest.raises(LaunchError, match='found "A100"'):
         components_of(CLUSTER, {"A100": "p"})

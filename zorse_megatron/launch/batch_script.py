@@ -13,6 +13,7 @@ from zorse_megatron.launch.torchrun_lines import described
 from zorse_megatron.launch.training import MODULE, Training
 from zorse_megatron.schema.spans import spell
 
+_OF_SRUN_TOO = "cpus-per-task="
 _PARAMETERS = """\
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
 GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
@@ -72,7 +73,7 @@ def batch_script(
         f"PYTHON={shlex.quote(options.python)}",
         _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
         _RANKS,
-        _srun(components, training),
+        _srun(components, training, options),
     ]
     return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
 
@@ -121,11 +122,14 @@ def _nodes(component: Component, options: BatchOptions) -> list[str]:
     return [*asked, f"--gpus-per-node={gpus}"]
 
 
-def _srun(components: Sequence[Component], training: Training) -> str:
-    groups = ",".join(map(str, range(len(components))))
-    het = f" --het-group={groups}" if len(components) > 1 else ""
+def _srun(components: Sequence[Component], training: Training, options: BatchOptions) -> str:
+    # Since 22.05 srun does not take this one over from sbatch.
+    asked = [f"--{option}" for option in options.more if option.startswith(_OF_SRUN_TOO)]
+    if len(components) > 1:
+        asked.append(f"--het-group={','.join(map(str, range(len(components))))}")
     flags = " \\\n    ".join(training.lines())
     return (
-        f'srun{het} --mpi=none --distribution=block --kill-on-bad-exit=0 --wait="$GRACE_S" \\\n'
+        f"{' '.join(['srun', *asked])} --mpi=none --distribution=block --kill-on-bad-exit=0 "
+        '--wait="$GRACE_S" \\\n'
         f'    "$PYTHON" -m {MODULE} \\\n    {flags}{" &" if training.resumes else ""}'
     )
