@@ -18,6 +18,7 @@ precision; it needs no plan.
 """
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -258,6 +259,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         complain(str(error), everywhere=error.is_of_one_rank)
         sys.exit(BAD_INPUT)
 
+
+if __name__ == "__mp_main__":
+    # A process that Megatron has spawned to save with. Slurm may send TERM to all processes of a
+    # job: it is for the ranks, which save then (`--exit-signal-handler`) and need their helpers.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 if __name__ == "__main__":
     main()
