@@ -6,8 +6,9 @@ import pytest
 
 from tests.unit.planner_cases import random_case, simulated
 from zorse_megatron.planner.build import Builder
-from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
+from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs, SearchSpace
+from zorse_megatron.planner.outline import Estimate, Outline
 from zorse_megatron.planner.teams import Teams
 from zorse_megatron.schedules import shards
 from zorse_megatron.schema.plan import Offload

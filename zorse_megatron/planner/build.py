@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zorse_megatron.planner.estimate import Estimate, parts_of
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.microbatch import Share, WorkerClass, best_split
+from zorse_megatron.planner.outline import Estimate, parts_of
 from zorse_megatron.planner.stage import Job, Settings, StagePrice, Stages
 from zorse_megatron.planner.water import water_fill
 from zorse_megatron.schema.plan import (

@@ -7,9 +7,10 @@ recomputed; what is kept waits in the host only where it does not fit.
 
 from dataclasses import replace
 
-from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
+from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.judge import Judge, Verdict, best_first
+from zorse_megatron.planner.outline import Estimate, Outline
 from zorse_megatron.planner.teams import Teams
 
 _LEVELS = (1, 2, 4, 8)

@@ -18,15 +18,16 @@ last reduction, and filling takes one chunk of each group.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 
 from zorse_megatron.planner.balance import deal
+from zorse_megatron.planner.flight import Flight, Lane
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.layers import Price, best_layouts
 from zorse_megatron.planner.network import Hop, Networks
-from zorse_megatron.planner.stage import Job, Level, Place, StagePrice, Stages
-from zorse_megatron.planner.teams import Team
+from zorse_megatron.planner.outline import Estimate, Outline, parts_of
+from zorse_megatron.planner.stage import Job, Place, StagePrice, Stages
 
 # Numbers of layers that are priced for a group: those that balance speeds, and so many around, in
 # all and as a part of them.
@@ -39,44 +40,16 @@ _OUT_OF_STEP = 0.4
 _BESIDE_COLLECTIVES = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outline:
-    """A plan but for its layers: groups in model order, micro-batch levels, schedule."""
+@dataclass(frozen=True)
+class _Seat:
+    """A group but for its layers."""
 
-    teams: tuple[Team, ...]
-    levels: tuple[Level, ...]
-    """Micro-batch sizes of each group."""
-    schedule: str = "1f1b"
-    num_chunks: int = 1
-    """Of each group."""
-    reserves: tuple[int, ...] = ()
-    """Bytes to be left free on the GPUs of each group; empty: none."""
-    origin: str = ""
-    slack: float = 1.0
-    """1f1b: how much of the time that samples wait and travel is made up for by more in flight."""
+    lane: Lane
+    place: Place
+    reserve_bytes: int
 
-    def with_level(self, group: int, level: Level) -> "Outline":
-        """Another level for one group."""
-        levels = (*self.levels[:group], level, *self.levels[group + 1 :])
-        return replace(self, levels=levels)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """An outline with layers, and its price."""
-
-    outline: Outline
-    layers: tuple[int, ...]
-    jobs: tuple[Job, ...]
-    stages: tuple[StagePrice, ...]
-    extras: tuple[int, ...]
-    """Samples in flight of each group beyond those of 1f1b."""
-    iteration_s: float
-    busy_s: float
-    loop_s: float
-    link_s: float
-    fill_s: float
-    tail_s: float
+    def job(self, num_layers: int) -> Job:
+        return Job(self.lane.team, num_layers, self.lane.sizes, self.place, self.reserve_bytes)
 
 
 class Estimator:
@@ -86,15 +59,19 @@ class Estimator:
         self.inputs = inputs
         self.stages = Stages(inputs)
         self.networks = Networks(inputs)
+        self.flight = Flight(inputs, self.stages, self.networks)
         self.num_estimated = 0
-        self._extras: dict[object, tuple[int, ...]] = {}
 
     def best(self, outline: Outline, *, most: int = 1) -> list[Estimate]:
         """Estimates with the best layers, best first; empty where nothing fits."""
         num_groups = len(outline.teams)
         if num_groups > self.inputs.num_layers:
             return []
-        if outline.schedule == "interleaved" and outline.num_chunks > 1 and self._differ(outline):
+        if (
+            outline.schedule == "interleaved"
+            and outline.num_chunks > 1
+            and self.flight.differs(outline)
+        ):
             return []  # groups that are out of step in every turn: never worth it
         found: list[Estimate] = []
         chunks = outline.num_chunks
@@ -127,7 +104,7 @@ class Estimator:
     def _centers(self, outline: Outline) -> Iterator[tuple[int, ...]]:
         """Layers of each group to look around: balanced; then balanced as far as they fit."""
         speeds = [
-            self.speed(team, level)
+            self.flight.speed(team, level)
             for team, level in zip(outline.teams, outline.levels, strict=True)
         ]
         num_layers = self.inputs.num_layers
@@ -139,13 +116,11 @@ class Estimator:
 
     def _most_layers(self, outline: Outline, index: int) -> int:
         """The most that a group can hold, by bisection."""
-        places, sizes = self._places(outline)
-        reserve = outline.reserves[index] if outline.reserves else 0
+        seat = self._seats(outline)[index]
         low, high = 0, self.inputs.num_layers - len(outline.teams) + 1
         while low < high:
             middle = (low + high + 1) // 2
-            job = Job(outline.teams[index], middle, sizes[index], places[index], reserve)
-            if self.stages.price(job) is None:
+            if self.stages.price(seat.job(middle)) is None:
                 high = middle - 1
             else:
                 low = middle
@@ -154,14 +129,8 @@ class Estimator:
     def estimate(self, outline: Outline, layers: Sequence[int]) -> Estimate | None:
         """The price of an outline with these layers; None where it does not fit."""
         self.num_estimated += 1
-        places, sizes = self._places(outline)
-        reserves = outline.reserves or (0,) * len(outline.teams)
-        jobs = tuple(
-            Job(team, count, size, place, reserve)
-            for team, count, size, place, reserve in zip(
-                outline.teams, layers, sizes, places, reserves, strict=True
-            )
-        )
+        seats = self._seats(outline)
+        jobs = tuple(seat.job(count) for seat, count in zip(seats, layers, strict=True))
         prices = [self.stages.price(job) for job in jobs]
         found = tuple(price for price in prices if price is not None)
         if len(found) < len(prices):
@@ -171,107 +140,21 @@ class Estimator:
             return self._breadth_first(outline, jobs, found, hops)
         return self._one_f_one_b(outline, jobs, found, hops)
 
-    def _places(self, outline: Outline) -> tuple[list[Place], list[tuple[int, ...]]]:
-        teams = outline.teams
-        sizes = [
-            self.stages.sizes(team, level)
-            for team, level in zip(teams, outline.levels, strict=True)
-        ]
-        rounds = [round_of(team, row) for team, row in zip(teams, sizes, strict=True)]
-        windows = [
-            float(window + extra)
-            for window, extra in zip(
-                list(accumulate(reversed(rounds)))[::-1], self.extras(outline), strict=True
-            )
-        ]
-        if outline.schedule == "interleaved":
-            before = (outline.num_chunks - 1) * sum(rounds)
-            windows = [
-                before + 2 * window - own for window, own in zip(windows, rounds, strict=True)
-            ]
-        last = len(teams) - 1
-        places = [
-            Place(
-                is_first=index == 0,
-                is_last=index == last,
-                window=0.0 if outline.schedule == "breadth_first" else window,
-                schedule=outline.schedule,
-                num_chunks=outline.num_chunks,
-            )
-            for index, window in enumerate(windows)
-        ]
-        return places, sizes
-
-    def extras(self, outline: Outline) -> tuple[int, ...]:
-        """Samples in flight under 1f1b beyond one round of each group from here on.
-
-        A group has what the next one has, a round of its own, and what is on the way to the next
-        one and back at the rate of all GPUs together; in whole rounds.
-        """
-        none = (0,) * len(outline.teams)
-        if outline.schedule != "1f1b" or not outline.slack or len(outline.teams) < 2:
-            return none
-        key = (outline.teams, outline.levels, outline.slack)
-        if key not in self._extras:
-            rounds, largest, speed = [], [], 0.0
-            for team, level in zip(outline.teams, outline.levels, strict=True):
-                sizes = self.stages.sizes(team, level)
-                rounds.append(round_of(team, sizes))
-                largest.append(max(sizes))
-                speed += self.speed(team, level)
-            per_s = outline.slack * speed / self.inputs.num_layers
-            window, found = rounds[-1], [0]
-            for at in range(len(rounds) - 2, -1, -1):
-                hop = self.networks.hop(outline.teams[at], outline.teams[at + 1])
-                in_step = rounds[at] == rounds[at + 1] and largest[at] == largest[at + 1]
-                size = min(largest[at], largest[at + 1])
-                crowd = rounds[at] if in_step else 0
-                needed = float(window + rounds[at])
-                needed += 2 * per_s * self.networks.hop_s(hop, size=size, round_samples=crowd)
-                if not self._nested(outline, at):  # micro-batches wait for parts of others
-                    needed += outline.slack * max(rounds[at], rounds[at + 1])
-                # Limits are whole micro-batches of each replica.
-                window = math.ceil(needed / rounds[at] - 1e-9) * rounds[at]
-                found.append(max(0, window - sum(rounds[at:])))
-            self._extras[key] = tuple(reversed(found))
-        return self._extras[key]
-
-    def _nested(self, outline: Outline, at: int) -> bool:
-        """Whether rounds of two neighbours consist of each other's, of equal micro-batches."""
-        first, second = (
-            self.stages.sizes(outline.teams[each], outline.levels[each]) for each in (at, at + 1)
-        )
-        rounds = [
-            round_of(outline.teams[at], first),
-            round_of(outline.teams[at + 1], second),
-        ]
-        return len({*first, *second}) == 1 and max(rounds) % min(rounds) == 0
-
     def _jobs(self, outline: Outline, center: Sequence[int], step: int) -> list[dict[int, Job]]:
         """For each group the numbers of layers around the center, multiples of a step."""
-        places, sizes = self._places(outline)
         most = self.inputs.num_layers - len(outline.teams) + 1
-        reserves = outline.reserves or (0,) * len(outline.teams)
         result = []
-        for index, team in enumerate(outline.teams):
-            around = max(step, _AROUND + int(_AROUND_PART * center[index] + 0.5))
-            low, high = max(1, center[index] - around), min(most, center[index] + around)
-            result.append(
-                {
-                    layers: Job(team, layers, sizes[index], places[index], reserves[index])
-                    for layers in range(low, high + 1)
-                    if layers % step == 0
-                }
-            )
+        for seat, middle in zip(self._seats(outline), center, strict=True):
+            around = max(step, _AROUND + int(_AROUND_PART * middle + 0.5))
+            low, high = max(1, middle - around), min(most, middle + around)
+            numbers = range(low, high + 1)
+            result.append({layers: seat.job(layers) for layers in numbers if layers % step == 0})
         return result
 
-    def speed(self, team: Team, level: Level) -> float:
-        """Layers of one sample per second, forward and backward."""
-        sizes = self.stages.sizes(team, level)
-        return sum(
-            len(cell.ranks) * size / sum(self.stages.layer_s(cell.kind, size))
-            for cell, size in zip(team.cells, sizes, strict=True)
-        )
+    def _seats(self, outline: Outline) -> list["_Seat"]:
+        lanes, places = self.flight.lanes(outline), self.flight.places(outline)
+        reserves = outline.reserves or (0,) * len(lanes)
+        return [_Seat(*row) for row in zip(lanes, places, reserves, strict=True)]
 
     def _hops(self, outline: Outline) -> list[Hop]:
         hops = [self.networks.hop(a, b) for a, b in pairwise(outline.teams)]
@@ -282,10 +165,7 @@ class Estimator:
     def _hop_times(self, jobs: Sequence[Job], hops: Sequence[Hop]) -> list[float]:
         times = []
         for job, hop in zip(jobs, hops, strict=False):
-            samples = sum(
-                len(cell.ranks) * size for cell, size in zip(job.team.cells, job.sizes, strict=True)
-            )
-            size = max(job.sizes)
+            size, samples = max(job.sizes), job.round_samples
             times.append(self.networks.hop_s(hop, size=size, round_samples=samples))
         return times
 
@@ -327,7 +207,7 @@ class Estimator:
             layers=tuple(job.num_layers for job in jobs),
             jobs=jobs,
             stages=stages,
-            extras=self.extras(outline),
+            extras=self.flight.extras(outline),
             iteration_s=steady_s + fill_s + tail_s,
             busy_s=busy_s,
             loop_s=max(loops),
@@ -347,16 +227,11 @@ class Estimator:
         windows = [self._window(job) for job in jobs]
         found = []
         for at, (first, second) in enumerate(pairwise(stages)):
-            own = round_of(jobs[at + 1].team, jobs[at + 1].sizes)
+            own = jobs[at + 1].round_samples
             around = max(own, windows[at] - windows[at + 1] + own)
             way_s = first.mean_passage_s + second.mean_passage_s + 2 * hop_s[at]
             found.append(self.inputs.global_batch_size / around * way_s)
         return found
-
-    def _differ(self, outline: Outline) -> bool:
-        """Whether the groups have rounds of different sizes."""
-        rows = zip(outline.teams, outline.levels, strict=True)
-        return len({round_of(team, self.stages.sizes(team, level)) for team, level in rows}) > 1
 
     def _stalls(
         self, jobs: Sequence[Job], stages: Sequence[StagePrice], hops: Sequence[Hop]
@@ -372,7 +247,7 @@ class Estimator:
             source, target = at % len(jobs), (at + 1) % len(jobs)
             for sender, receiver, forward in ((source, target, True), (target, source, False)):
                 job, stage = jobs[receiver], stages[receiver]
-                message_s = self._message_s(jobs[sender], job, hop)
+                message_s = self.flight.message_s(jobs[sender], job, hop)
                 own_kind = job.place.schedule == "breadth_first"
                 if own_kind and any(
                     len(self.networks.nodes(jobs[at].team)) > 1 for at in (sender, receiver)
@@ -382,20 +257,13 @@ class Estimator:
                 if own_kind:
                     hidden_s = 2 * (stage.forward_s if forward else stage.backward_s)
                 parts = job.num_chunks
-                number = self.inputs.global_batch_size / round_of(job.team, job.sizes)
+                number = self.inputs.global_batch_size / job.round_samples
                 found[receiver] += number * max(0.0, parts * message_s - hidden_s)
         return found
 
-    def _message_s(self, sender: Job, receiver: Job, hop: Hop) -> float:
-        rounds = [round_of(job.team, job.sizes) for job in (sender, receiver)]
-        in_step = rounds[0] == rounds[1] and set(sender.sizes) == set(receiver.sizes)
-        size = min(max(sender.sizes), max(receiver.sizes))
-        crowd = rounds[0] if in_step else 0.0
-        return self.networks.hop_s(hop, size=size, round_samples=crowd)
-
     def _waits(self, jobs: Sequence[Job], stages: Sequence[StagePrice]) -> list[float]:
         """What a sample waits at each group for being out of step with the next one."""
-        rounds = [round_of(job.team, job.sizes) for job in jobs]
+        rounds = [job.round_samples for job in jobs]
         waits = [
             _OUT_OF_STEP * (stages[at + 1].mean_passage_s if one != other else 0.0)
             for at, (one, other) in enumerate(pairwise(rounds))
@@ -477,7 +345,7 @@ class Estimator:
             layers=tuple(job.num_layers for job in jobs),
             jobs=jobs,
             stages=stages,
-            extras=self.extras(outline),
+            extras=self.flight.extras(outline),
             iteration_s=max(busy_s, collective_s, link_s) + fill_s + tail_s,
             busy_s=busy_s,
             loop_s=collective_s,
@@ -485,23 +353,3 @@ class Estimator:
             fill_s=fill_s,
             tail_s=tail_s,
         )
-
-
-def round_of(team: Team, sizes: Sequence[int]) -> int:
-    """Samples of one micro-batch on every GPU of a team."""
-    return sum(len(cell.ranks) * size for cell, size in zip(team.cells, sizes, strict=True))
-
-
-def parts_of(num_layers: int, num_chunks: int, *, is_last: bool) -> tuple[int, ...]:
-    """Layers of each of a group's chunks: as even as whole layers allow, larger ones first.
-
-    All groups have their larger chunks in the same turns, because a turn takes as long as the
-    slowest group's chunk. Groups with fewer layers than chunks are left out of the last turns, but
-    the model's last group out of the first ones: it has the head.
-
-    >>> parts_of(5, 2, is_last=False), parts_of(2, 3, is_last=False), parts_of(2, 3, is_last=True)
-    ((3, 2), (1, 1, 0), (0, 1, 1))
-    """
-    least, larger = divmod(num_layers, num_chunks)
-    parts = tuple(least + (turn < larger) for turn in range(num_chunks))
-    return parts[::-1] if is_last and not least else parts

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from zorse_megatron.errors import PlanError
 from zorse_megatron.planner.build import Builder
-from zorse_megatron.planner.estimate import Estimate, Estimator
+from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.outline import Estimate
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.schema.validate import problems_of
 from zorse_megatron.simulate.errors import SimulationError

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zorse_megatron.planner.estimate import Estimator, Outline
+from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.line_prices import Class, LinePrices, best_sizes
 from zorse_megatron.planner.line_tails import LineTails
 from zorse_megatron.planner.lines import Cut, Line, best_cuts, lines
+from zorse_megatron.planner.outline import Outline
 from zorse_megatron.planner.teams import Teams
 
 _FIRST_LEVEL, _OTHER_LEVELS = 2, (1, 3, 4)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import NoPlanError
-from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
+from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.judge import Judge
+from zorse_megatron.planner.outline import Estimate, Outline
 from zorse_megatron.planner.teams import Teams
 from zorse_megatron.topology.grouping import Grouping
 from zorse_megatron.topology.partition import candidates

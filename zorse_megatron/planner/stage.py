@@ -11,10 +11,11 @@ to fit then is looked at apart.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.planner.teams import Cell, Team
+from zorse_megatron.planner.teams import Cell, Team, round_of
 from zorse_megatron.schedules.shards import passing_at_most
 
 # Boundary activations that are on the way in and out at once, beside those in flight: the two
@@ -67,6 +68,11 @@ class Job:
     def num_chunks(self) -> int:
         """No more than there are layers."""
         return min(self.place.num_chunks, self.num_layers)
+
+    @cached_property
+    def round_samples(self) -> int:
+        """Samples of one micro-batch on every GPU."""
+        return round_of(self.team, self.sizes)
 
     @property
     def key(self) -> tuple[object, ...]:

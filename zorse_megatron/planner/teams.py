@@ -1,5 +1,6 @@
 """A team: the GPUs of one group, as classes of equal ones."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,9 +44,22 @@ class Team:
         return tuple(sorted(rank for cell in self.cells for rank in cell.ranks))
 
     @cached_property
+    def _hash(self) -> int:
+        return hash(self.cells)
+
+    def __hash__(self) -> int:
+        """Teams are in the keys of everything that is priced once."""
+        return self._hash
+
+    @cached_property
     def look(self) -> tuple[tuple[str, int, int, float, int], ...]:
         """Equal for teams whose computation and memory are equal."""
         return tuple(cell.look for cell in self.cells)
+
+
+def round_of(team: Team, sizes: Sequence[int]) -> int:
+    """Samples of one micro-batch on every GPU of a team."""
+    return sum(len(cell.ranks) * size for cell, size in zip(team.cells, sizes, strict=True))
 
 
 class Teams:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from itertools import islice, product, zip_longest
 
 from zorse_megatron.planner.effort import LEVELS, Effort
-from zorse_megatron.planner.estimate import Estimate, Estimator, Outline
+from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.groupings import EVERY_PARTITION_UP_TO, Groupings
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.judge import Judge, Verdict, best_first
 from zorse_megatron.planner.line_search import LineSearch
 from zorse_megatron.planner.orders import orders
 from zorse_megatron.planner.outcome import Progress
+from zorse_megatron.planner.outline import Estimate, Outline
 from zorse_megatron.planner.stage import Level
 from zorse_megatron.planner.teams import Team, Teams
 from zorse_megatron.topology.partition import Candidate
