@@ -3,8 +3,9 @@
 Death is noticed after `ZORSE_TEST_TIMEOUT_S` where a test is not about how long that takes.
 
 `kill:1:5` - rank 1 is killed in the middle of its fifth step; `raise:1:5` - it fails there by an
-error of its own; `oom:1:5` - its device has no memory left there; `host:1:5` - it may not take any
-more host memory from there on; `save:1:2` - it is killed in the middle of its second checkpoint.
+error of its own; `oom:1:5` - its device has no memory left there (`oom-forward`, `oom-step`: in a
+forward or in STEP, not in a backward); `host:1:5` - it may not take any more host memory from there
+on; `save:1:2` - it is killed in the middle of its second checkpoint.
 """
 
 import os
@@ -21,7 +22,7 @@ HOW, RANK, WHEN = os.environ["ZORSE_TEST_DEATH"].split(":")
 
 
 def die(runner: Any = None) -> None:
-    if HOW == "oom":
+    if HOW.startswith("oom"):
         raise torch.OutOfMemoryError("no memory left, as far as this test goes")
     if HOW == "host":
         link = runner.activations.link
@@ -34,7 +35,7 @@ def die(runner: Any = None) -> None:
 
 def dying(computation: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, action: Any, runner: Any) -> Any:
-        if self.step + 1 == int(WHEN):
+        if self.step + 1 == int(WHEN) and (HOW != "oom-step" or str(action) == "STEP"):
             die(runner)
         return computation(self, action, runner)
 
@@ -79,8 +80,7 @@ if __name__ == "__main__":
         else:
             from zorse_megatron.runtime.executor import Executor
 
-            if HOW == "host":
-                Executor._forward = dying(Executor._forward)  # type: ignore[method-assign]
-            else:
-                Executor._backward = dying(Executor._backward)  # type: ignore[method-assign]
+            where = {"host": "_forward", "oom-forward": "_forward", "oom-step": "_on_state"}
+            name = where.get(HOW, "_backward")
+            setattr(Executor, name, dying(getattr(Executor, name)))
     record()

@@ -8,8 +8,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.megatron.comparison import BASE_FLAGS, chunked_plan, replica, run_recorded
+from tests.megatron.comparison import (
+    BASE_FLAGS,
+    Recorded,
+    chunked_plan,
+    replica,
+    run_recorded,
+)
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.ministages import BOTH_ENDS, in_the_host
 from tests.megatron.small_run import TOKENIZER_FLAGS
@@ -66,27 +73,47 @@ def latest(work: Path) -> str:
     return (work / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
 
 
-def assert_goes_on(plan: Plan, work: Path) -> None:
-    """From the checkpoint of the second step."""
+@pytest.fixture(scope="module")
+def without_fault(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """The run with all in the host; what only moves memory changes no bit of it."""
+    work = tmp_path_factory.mktemp("whole")
+    save_plan(IN_HOST, work / "plan.json")
+    return run_recorded(flags(work), IN_HOST.world_size, timeout_s=90)
+
+
+def assert_goes_on(plan: Plan, work: Path, without_fault: Recorded) -> None:
+    """From the checkpoint of the second step to the weights of a run that nothing has stopped."""
     assert latest(work) == "2"
     resumed = run_recorded(
         [*flags(work), "--load", str(work / "checkpoints")], plan.world_size, timeout_s=90
     )
-    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+    assert resumed.steps == without_fault.steps[2:]
+    for name, copies in resumed.final.items():
+        assert torch.equal(copies[0], without_fault.final[name][0]), name
 
 
-def test_no_memory_left_in_a_step(tmp_path: Path) -> None:
-    result = run_with_fault(BOTH_ENDS, tmp_path, fault="oom:2:3")
-    words = ("rank 2 at 1B0 (chunk 1)", "no memory left on the device", "Most of it is")
-    assert_said(result, 2, *words)
-    assert_goes_on(BOTH_ENDS, tmp_path)
+@pytest.mark.parametrize(
+    ("fault", "plan", "place"),
+    [
+        ("oom:2:3", BOTH_ENDS, "rank 2 at 1B0 (chunk 1)"),
+        ("oom-forward:0:3", IN_HOST, "rank 0 at 0F0 (chunk 0)"),
+        ("oom-step:1:3", IN_HOST, "rank 1 at STEP"),
+    ],
+)
+def test_no_memory_left_in_a_step(
+    fault: str, plan: Plan, place: str, without_fault: Recorded, tmp_path: Path
+) -> None:
+    result = run_with_fault(plan, tmp_path, fault=fault)
+    words = (place, "no memory left on the device", "Most of it is")
+    assert_said(result, int(fault.split(":")[1]), *words)
+    assert_goes_on(plan, tmp_path, without_fault)
 
 
-def test_no_host_memory_left_in_a_step(tmp_path: Path) -> None:
+def test_no_host_memory_left_in_a_step(without_fault: Recorded, tmp_path: Path) -> None:
     result = run_with_fault(IN_HOST, tmp_path, fault="host:0:3")
     words = ("rank 0 at 0F0 (chunk 0)", "more for activations", "turn offload.activations off")
     assert_said(result, 0, *words)
-    assert latest(tmp_path) == "2"
+    assert_goes_on(IN_HOST, tmp_path, without_fault)
 
 
 def test_a_shard_that_starves_its_rank(tmp_path: Path) -> None:
@@ -98,8 +125,9 @@ def test_a_shard_that_starves_its_rank(tmp_path: Path) -> None:
         totals.append(peaks["total"]["num_bytes"])
     assert totals[0] > totals[1]
     limit = str((totals[0] - 1) / 1e9)
-    result = run_with_fault(STARVING, tmp_path / "checkpoints", "--zorse-memory-limit", limit)
+    result = run_with_fault(STARVING, tmp_path, "--zorse-memory-limit", limit)
     assert_said(result, 0, "rank 0 at", "bytes", "optimizer state")
+    assert latest(tmp_path) == "4", "of the first run"
 
 
 def test_a_chunk_that_is_larger_than_the_device(tmp_path: Path) -> None:
