@@ -30,6 +30,12 @@ from zorse_megatron.schema.plan import (
 from zorse_megatron.schema.validate import SCHEDULE_PARAMETERS
 
 Integers = int | SearchStrategy[int]
+_RECOMPUTE = (
+    None,
+    Recompute(mode="selective"),
+    Recompute(mode="full"),
+    Recompute(mode="full", num_layers=1),
+)
 
 
 @st.composite
@@ -89,7 +95,7 @@ def lowerable_plans(
     max_chunks_per_group: int = 4,
     schedule_names: tuple[str, ...] = ("breadth_first", "interleaved"),
 ) -> Plan:
-    """Draw plans with several chunks per group, some of which keep parameters in host memory."""
+    """Draw plans with several chunks per group, which recompute and offload what they may."""
     plan = draw(
         plans(
             max_world,
@@ -101,11 +107,21 @@ def lowerable_plans(
             with_schedule_parameters=True,
         )
     )
-    if parameters_setting(plan) == RESIDENT:
-        return plan
-    offload = st.sampled_from([None, Offload(parameters=True)])
-    groups = tuple(dataclasses.replace(group, offload=draw(offload)) for group in plan.groups)
+    may_offload_parameters = parameters_setting(plan) != RESIDENT
+    groups = tuple(_with_moves(draw, group, may_offload_parameters) for group in plan.groups)
     return dataclasses.replace(plan, groups=groups)
+
+
+def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Group:
+    """The group with settings that change where things are and when, but no result."""
+    recompute = draw(st.sampled_from(_RECOMPUTE))
+    is_full = recompute == Recompute(mode="full")
+    offload = Offload(
+        parameters=may_offload_parameters and draw(st.booleans()),
+        optimizer_state=draw(st.booleans()),
+        activations=is_full and draw(st.booleans()),
+    )
+    return dataclasses.replace(group, recompute=recompute, offload=offload)
 
 
 def _schedule(draw: DrawFn, names: tuple[str, ...], with_parameters: bool) -> Schedule:
