@@ -1,5 +1,6 @@
 """The search for the best plan: groupings, schedules, orders, sizes; then the simulator decides."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product, zip_longest
@@ -24,6 +25,8 @@ _QUICK_LEVELS = (2, 4)
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0)
 _TURNS = 3  # of looking around the best groupings
 _POLISHING_STEPS = 6
+# Of one step's outlines that are priced with the best layers, while polishing and behind it.
+_SWAPS, _NEAR = 6, 60
 _HOPELESS = 1.03  # estimates so much longer than a simulated iteration are not simulated
 _PROMISING = 1.005  # previews so much longer than a simulated iteration are left at that
 _FIT_TRIES = 4
@@ -204,7 +207,9 @@ class ZorseSearch:
             best = estimate
             for _ in range(_POLISHING_STEPS):
                 found = [
-                    near for each in self._swaps(best.outline) for near in self.estimator.best(each)
+                    near
+                    for each in self._promising_swaps(best)
+                    for near in self.estimator.best(each)
                 ]
                 if self.effort.keeps_all:
                     for near in found:
@@ -214,6 +219,19 @@ class ZorseSearch:
                     break
                 best = better
                 self.estimates.setdefault(_key(best), best)
+
+    def _promising_swaps(self, estimate: Estimate) -> list[Outline]:
+        """Swaps that are worth new layers."""
+        swaps = list(self._swaps(estimate.outline))
+        return swaps if self.effort.keeps_all else self._fastest(swaps, estimate, _SWAPS)
+
+    def _fastest(self, near: Sequence[Outline], estimate: Estimate, most: int) -> list[Outline]:
+        """Of outlines with the same groups the fastest, if each group keeps its layers."""
+        layers = dict(zip(estimate.outline.teams, estimate.layers, strict=True))
+        kept = [self.estimator.estimate(each, [layers[t] for t in each.teams]) for each in near]
+        times_s = [math.inf if each is None else each.iteration_s for each in kept]
+        ranked = sorted(range(len(near)), key=lambda at: (times_s[at], at))
+        return [near[at] for at in ranked[:most]]
 
     def _swaps(self, outline: Outline) -> Iterator[Outline]:
         """Neighbouring groups exchanged, one group's level a step (or more) up or down."""
@@ -345,7 +363,12 @@ class ZorseSearch:
         estimate = verdict.estimate
         assert estimate is not None
         outline, layers = estimate.outline, estimate.layers
-        for each in self._near_outlines(outline, verdict):
+        near = list(dict.fromkeys(self._near_outlines(outline, verdict)))
+        regrouped = [each for each in near if set(each.teams) != set(outline.teams)]
+        same = [each for each in near if set(each.teams) == set(outline.teams)]
+        if not self.effort.keeps_all:
+            same = self._fastest(same, estimate, _NEAR)
+        for each in [*same, *regrouped]:
             yield from self.estimator.best(each)
             if len(each.teams) == len(layers):
                 kept = self.estimator.estimate(each, layers)
