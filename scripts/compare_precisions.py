@@ -6,6 +6,9 @@ A tiny GPT on real text (the sources of Python's standard library), on the CPU, 
 one process and under a plan of two groups of two ranks: gradients sent in fp32, in bf16, and groups
 that compute in bf16 and in fp16. The yardstick is how far stock's own final losses are apart from
 seed to seed. A final loss is the mean over the last tenth of the iterations.
+
+It takes hours. Each result is in the file as soon as it is there, and the same command goes on
+behind the last one.
 """
 
 import argparse
@@ -19,7 +22,7 @@ from statistics import mean
 
 from zorse_megatron.demo.jobs import Job, Progress, run_job
 from zorse_megatron.demo.quiet import quiet_imports
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 
@@ -111,31 +114,67 @@ def final_loss(name: str, number: int, flags: list[str], work: Path) -> float:
     return mean(losses[iteration] for iteration in last)
 
 
-def run_all(options: argparse.Namespace, work: Path) -> dict[str, list[float]]:
-    """Contestant -> final loss of each seed."""
+class OtherResultsError(ZorseError):
+    """The file of results is another comparison's."""
+
+
+class Results:
+    """Final losses, kept in a file while more are found."""
+
+    def __init__(self, path: Path | None, iterations: int) -> None:
+        """Reads what the file has. Raises OtherResultsError for runs of another length."""
+        self.path = path
+        self.iterations = iterations
+        self.losses: dict[str, dict[str, float]] = {name: {} for name in CONTESTANTS}
+        """Contestant -> seed -> final loss."""
+        if path is None or not path.exists():
+            return
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known.get("iterations") != iterations:
+            problem = Problem(
+                where=str(path),
+                found=f"runs of {known.get('iterations')} iterations",
+                expected=f"runs of {iterations}",
+                remedy="Name another file, or as many --iterations.",
+            )
+            raise OtherResultsError("the comparison cannot go on", [problem])
+        self.losses.update(known["final_losses"])
+
+    def add(self, name: str, seed: int, loss: float) -> None:
+        """Note a final loss, in the file too."""
+        self.losses[name][str(seed)] = loss
+        if self.path is not None:
+            content = {"iterations": self.iterations, "final_losses": self.losses}
+            self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def run_all(results: Results, num_seeds: int, work: Path) -> None:
+    """Run what the results lack."""
     with quiet_imports():
         from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
 
     corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
-    found: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    for seed in range(1, options.seeds + 1):
-        flags = flags_of(corpus.prefix, tokenizer_flags(), options.iterations, seed)
+    for seed in range(1, num_seeds + 1):
+        flags = flags_of(corpus.prefix, tokenizer_flags(), results.iterations, seed)
         for number, name in enumerate(CONTESTANTS):
-            loss = final_loss(name, number, flags, work)
-            found[name].append(loss)
+            if str(seed) not in results.losses[name]:
+                results.add(name, seed, final_loss(name, number, flags, work))
+            loss = results.losses[name][str(seed)]
             print(f"seed {seed}, {name}: {loss:.4f}", file=sys.stderr, flush=True)
-    return found
 
 
-def table(found: dict[str, list[float]]) -> str:
+def table(found: dict[str, dict[str, float]], num_seeds: int) -> str:
     """The result in Markdown; distances are to stock in fp32 with the same seed."""
-    stock = found[STOCK]
+    seeds = [str(seed) for seed in range(1, num_seeds + 1)]
+    stock = [found[STOCK][seed] for seed in seeds]
+    headings = "".join(f" seed {seed} |" for seed in seeds)
     lines = [
-        f"| job | final loss, seeds 1 to {len(stock)} | mean | largest distance |",
-        "|---|---|---|---|",
+        f"| job |{headings} mean | largest distance |",
+        "|---|" + "---|" * (num_seeds + 2),
     ]
-    for name, losses in found.items():
-        listed = " ".join(f"{loss:.4f}" for loss in losses)
+    for name, by_seed in found.items():
+        losses = [by_seed[seed] for seed in seeds]
+        listed = " | ".join(f"{loss:.4f}" for loss in losses)
         distance = max(abs(one - other) for one, other in zip(losses, stock, strict=True))
         lines.append(f"| {name} | {listed} | {mean(losses):.4f} | {distance:.4f} |")
     lines.append("")
@@ -146,21 +185,22 @@ def table(found: dict[str, list[float]]) -> str:
 def main() -> int:
     """Run all jobs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write JSON to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep results here, and go on from it"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="seeds (default: 5)")
     parser.add_argument("--iterations", type=int, default=300, help="of each job (default: 300)")
     options = parser.parse_args()
     if options.seeds < 1 or options.iterations < 1:
         parser.error("expected --seeds and --iterations of at least 1")
     try:
+        results = Results(options.json, options.iterations)
         with tempfile.TemporaryDirectory(prefix="zorse-precisions-") as work:
-            found = run_all(options, Path(work))
+            run_all(results, options.seeds, Path(work))
     except ZorseError as error:
         print(error, file=sys.stderr)
         return 1
-    print(table(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(table(results.losses, options.seeds))
     return 0
 
 
