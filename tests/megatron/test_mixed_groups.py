@@ -8,9 +8,23 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.megatron.comparison import LAYOUTS, computing_in, plan_run, run_recorded
+from tests.megatron.comparison import (
+    BASE_FLAGS,
+    GLOBAL_BATCH_SIZE,
+    LAYOUTS,
+    computing_in,
+    plan_run,
+    run_recorded,
+)
+from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_mixed_precision import LOW_SCALE, THREE_TYPES, flags
+from tests.unit.planner_cases import simulated
+from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.search import find_plan
+from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.megatron_flags import shape_from_flags
 from zorse_megatron.schema.plan import Plan
+from zorse_megatron.trace import load_trace
 
 SAVED, STEPS = 4, 8
 MAIN = "optimizer.state.fp32_param."
@@ -109,3 +123,37 @@ def test_checkpoints_cross_between_types(corpus: Path, tmp_path: Path) -> None:
     # Stock reads it as one of its own.
     stock = run_recorded(command, 1)
     assert stock.losses[0] == pytest.approx(uninterrupted.losses[SAVED], abs=5e-3)
+
+
+CLUSTER = b"""
+nodes:
+  - {name: new, gpus: 1 x A100-40, nics: 1 Gb/s}
+  - {name: old, gpus: 2 x T4, nics: 1 Gb/s}
+"""
+
+
+def test_what_the_planner_writes_for_two_generations_runs(corpus: Path, tmp_path: Path) -> None:
+    """Unchanged, under a command that says no type; `test_mixed_precision` says how exactly."""
+    inputs = make_inputs(
+        parse_cluster(CLUSTER),
+        shape_from_flags([*BASE_FLAGS, *TOKENIZER_FLAGS]),
+        None,
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        dtype="auto",
+        space=SearchSpace(max_micro_batch_size=2),
+    )
+    plan = find_plan(inputs).plan
+    types = {group.ranks: group.compute_dtype for group in plan.groups}
+    assert types == {(1, 2): "fp16", (0,): "bf16"}
+    command = flags(corpus, ("--initial-loss-scale", "16"), 1, STEPS)
+    run = plan_run(plan, [*command, "--zorse-trace", str(tmp_path)])
+    # Within one rounding to bf16, and so trained on the same samples from the same weights.
+    assert run.losses == pytest.approx(run_recorded(command, 1).losses, rel=2**-8)
+    assert not any(step["skipped"] for step in run.steps)
+    result = simulated(inputs, plan)
+    for rank in range(plan.world_size):
+        _, spans = load_trace(tmp_path / f"trace-rank{rank}.json")
+        planned = [span.action for span in result.spans(rank)]
+        assert [span.action for span in spans if span.step == 1] == planned
+    dtypes = {copy.dtype for copies in run.final.values() for copy in copies}
+    assert dtypes == {torch.float16, torch.bfloat16}

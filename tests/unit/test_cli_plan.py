@@ -268,3 +268,37 @@ def test_progress_is_shown_on_a_terminal_only(run, search, monkeypatch):
     assert run(*PLAN, "--json").stderr == ""
     monkeypatch.delenv("FORCE_COLOR")
     assert run(*PLAN).stderr == ""
+
+
+def test_a_plan_in_types_of_its_own_is_priced_alike_by_all_commands(run):
+    written = run(*PLAN, "--dtype", "auto", "--strategy", "zorse-paper", "--out", "own.json")
+    assert written.exit_code == 0, written.output
+    assert "note: every group computes in its own type" in written.stdout
+    plan = load_plan("own.json")
+    types = {group.compute_dtype for group in plan.groups}
+    assert "fp16" in types and types <= {"fp16", "bf16"}
+    assert types == {cell for row in cells(written.stdout) for cell in row} & {"fp16", "bf16"}
+    # Other commands need not be told, and are not misled by what they are told.
+    files = ("own.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+    for told in ((), ("--dtype", "bf16"), ("--dtype", "float32")):
+        simulated = json.loads(run("simulate", *files, *told, "--json").stdout)
+        assert simulated["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
+        assert simulated["fits_in_memory"] is True
+    explained = json.loads(run("explain", *files, "--json").stdout)
+    assert explained["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
+    checked = run("check", "own.json", "cluster.yaml", "model.yaml")
+    assert checked.exit_code == 0, checked.output
+    assert "computing in fp16" in checked.stdout
+
+
+def test_a_kind_of_ones_own_without_units_for_a_plans_type_is_named(run, tmp_path):
+    relic = "{name: relic, memory: 24GB, memory_bandwidth: 300 GB/s, peak: {float32: 10 TFLOP/s}}"
+    plan = lab_plan()
+    plan["groups"][1]["compute_dtype"] = "fp16"
+    plan["cluster"]["gpu_kinds"] = ["A6000"] * 4 + ["relic"] * 4
+    (tmp_path / "own.json").write_text(json.dumps(plan))
+    cluster = (tmp_path / "cluster.yaml").read_text().replace("V100-16", "relic")
+    (tmp_path / "own.yaml").write_text(f"gpu_kinds: [{relic}]\n{cluster}")
+    result = run("simulate", "own.json", "--cluster", "own.yaml", "--model", "model.yaml")
+    assert result.exit_code == 1
+    assert 'own.json: groups[1].compute_dtype: found "fp16" on relic' in result.stderr

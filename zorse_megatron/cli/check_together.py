@@ -8,8 +8,14 @@ from pathlib import Path
 from zorse_megatron.cli.check_files import CheckedFile
 from zorse_megatron.cli.console import gib
 from zorse_megatron.cli.fits import model_problems, workload_in_flags
-from zorse_megatron.cli.priced import priced
-from zorse_megatron.cli.simulated import capacities_bytes, fullest_rank, memory_problems, simulated
+from zorse_megatron.cli.priced import priced_on
+from zorse_megatron.cli.simulated import (
+    capacities_bytes,
+    fullest_rank,
+    memory_problems,
+    simulated,
+    types_of,
+)
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.schema.cluster import Cluster
@@ -110,7 +116,7 @@ def _memory(
     plan: Plan, cluster: Cluster, workload: Workload, profiles: Sequence[Path], source: str
 ) -> str:
     """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
-    prices = priced(cluster, workload, profiles, global_batch_size=plan.global_batch_size)
+    prices = priced_on(plan, cluster, workload, profiles)
     result = simulated(plan, prices, source=source)
     problems = list(memory_problems(plan, result, cluster, source))
     if problems:
@@ -119,7 +125,7 @@ def _memory(
     peak, capacity = result.peak_memory_bytes[rank], capacities_bytes(cluster)[rank]
     return (
         f"at most {100 * share:.0f} % of a GPU: rank {rank} ({cluster.gpu_kinds[rank]}) with "
-        f"{gib(peak)} of {gib(capacity)}, computing in {prices.dtype}"
+        f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, prices)}"
     )
 
 

@@ -14,7 +14,7 @@ from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
     ClusterFile,
-    DtypeName,
+    DtypeOrAuto,
     GlobalBatchSize,
     Margin,
     Model,
@@ -49,7 +49,7 @@ def compare_plans(  # noqa: PLR0917
     profile: Profiles = None,
     global_batch_size: GlobalBatchSize = None,
     seq_length: SeqLength = None,
-    dtype: DtypeName = None,
+    dtype: DtypeOrAuto = None,
     strategy: Annotated[
         list[str] | None, typer.Option(help="Only this one; repeatable. Left out: all.")
     ] = None,
@@ -67,6 +67,7 @@ def compare_plans(  # noqa: PLR0917
             global_batch_size=global_batch_size,
             seq_length=seq_length,
             dtype=dtype,
+            dtype_may_be_auto=True,
         )
         prices = priced(
             load_cluster(cluster),

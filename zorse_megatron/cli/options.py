@@ -47,6 +47,15 @@ DtypeName = Annotated[
         "Left out: the first of bfloat16, float16, float32 that every kind of GPU computes in.",
     ),
 ]
+DtypeOrAuto = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="bfloat16, float16, tf32 or float32; or auto: each group of GPUs in a type of its "
+        "own, the first of bfloat16, float16, float32 that all of them compute in. "
+        "Left out: the first of these that every kind of GPU in the cluster computes in.",
+    ),
+]
 Margin = Annotated[
     float, typer.Option(help="Share of each GPU's memory that stays free for what no model prices.")
 ]

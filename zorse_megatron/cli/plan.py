@@ -17,7 +17,7 @@ from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
     ClusterFile,
-    DtypeName,
+    DtypeOrAuto,
     GlobalBatchSize,
     Margin,
     Model,
@@ -53,7 +53,7 @@ def plan(  # noqa: PLR0917
     profile: Profiles = None,
     global_batch_size: GlobalBatchSize = None,
     seq_length: SeqLength = None,
-    dtype: DtypeName = None,
+    dtype: DtypeOrAuto = None,
     strategy: Annotated[
         str, typer.Option(help="zorse, or a baseline: stock, zorse-paper, cephalo.")
     ] = "zorse",
@@ -80,6 +80,7 @@ def plan(  # noqa: PLR0917
             global_batch_size=global_batch_size,
             seq_length=seq_length,
             dtype=dtype,
+            dtype_may_be_auto=True,
         )
         prices = priced(
             load_cluster(cluster),

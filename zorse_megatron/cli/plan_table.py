@@ -42,6 +42,7 @@ def _summary(plan: Plan, index: int) -> dict[str, Any]:
     group = plan.groups[index]
     return {
         "name": group.name,
+        "compute_dtype": group.compute_dtype,
         "layers": [list(plan.chunks[chunk].layers) for chunk in plan.chunks_of_group(index)],
         "replicas": [
             {
@@ -61,6 +62,8 @@ def _table(plan: Plan) -> Table:
     has_settings = any(map(_settings, plan.groups))
     headings = ["Group", "Layers", "Ranks", "Micro-batches", "Shard"]
     headings[2:2] = ["GPU"] * (kinds is not None)
+    has_types = any(group.compute_dtype for group in plan.groups)
+    headings += ["Computes in"] * has_types
     table = Table(*headings, *["Memory saved by"] * has_settings)
     runs = [
         [list(run) for _, run in groupby(group.replicas, key=lambda each: _look(each, kinds))]
@@ -70,12 +73,13 @@ def _table(plan: Plan) -> Table:
     for index, group in enumerate(plan.groups):
         layers = [plan.chunks[chunk].layers for chunk in plan.chunks_of_group(index)]
         head = [f"{index} {group.name or ''}".strip(), ", ".join(spell([span]) for span in layers)]
-        settings = [_settings(group)]
+        settings: list[str] = [group.compute_dtype or "as told"] * has_types
+        settings += [_settings(group)] * has_settings
         for run in runs[index]:
             gpu = [_kinds_of(run[0], kinds)] if kinds is not None else []
-            cells = [*head, *gpu, *_cells(group, run), *settings * has_settings]
+            cells = [*head, *gpu, *_cells(group, run), *settings]
             table.add_row(*map(Text, cells))
-            head, settings = ["", ""], [""]
+            head, settings = ["", ""], [""] * len(settings)
         if has_long_groups:
             table.add_section()
     return table

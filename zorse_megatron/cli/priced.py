@@ -1,7 +1,7 @@
 """From the options of a command to cluster, model and prices."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,12 @@ from zorse_megatron.cli.workload import Workload
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
 from zorse_megatron.schema.plan import GradientWire, Plan
 from zorse_megatron.schema.profile_load import joined, load_profile
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.inputs import Inputs
-
-_BY_PREFERENCE: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +25,8 @@ class Priced:
 
     cluster: Cluster
     workload: Workload
-    dtype: Dtype
+    dtype: DtypeChoice
+    """auto: every group has a type of its own."""
     inputs: "Inputs"
     notes: tuple[str, ...]
     """For people: what was chosen for them, and what the prices rest on."""
@@ -61,6 +60,8 @@ def priced(
     notes = list(inputs.notes)
     if workload.dtype is None:
         notes.insert(0, f"computed in {dtype}, as every kind of GPU can; --dtype changes it")
+    elif dtype == "auto":
+        notes.insert(0, "every group computes in its own type, as its compute_dtype says")
     return Priced(
         cluster=cluster, workload=workload, dtype=dtype, inputs=inputs, notes=tuple(notes)
     )
@@ -86,21 +87,31 @@ def priced_for_plan(
     ]
     if problems:
         raise CommandError(f"{source} was made for something else", problems)
+    return priced_on(plan, cluster, workload, profiles, margin=margin)
+
+
+def priced_on(
+    plan: Plan,
+    cluster: Cluster,
+    workload: Workload,
+    profiles: Sequence[Path],
+    *,
+    margin: float = DEFAULT_MARGIN,
+) -> Priced:
+    """Price what a plan does that is for this cluster and model.
+
+    Where all of its groups say what they compute in, the command's type prices nothing.
+    """
+    if all(group.compute_dtype is not None for group in plan.groups):
+        workload = replace(workload, dtype="auto")
     return priced(
         cluster, workload, profiles, global_batch_size=plan.global_batch_size, margin=margin
     )
 
 
 def usual_dtype(cluster: Cluster) -> Dtype:
-    """Return the first of bfloat16, float16 and float32 that every kind of GPU computes in.
-
-    Without one, the kinds and what they lack are reported by whoever prices them.
-    """
-    for dtype in _BY_PREFERENCE:
-        rates = (getattr(gpu.peak, f"{dtype}_flops_per_s") for gpu in cluster.kinds.values())
-        if all(rate is not None for rate in rates):
-            return dtype
-    return "float32"
+    """Return the first of bfloat16, float16 and float32 that every kind of GPU computes in."""
+    return PRICED_IN[common_dtype(cluster.kinds.values())]
 
 
 def needed_batch_size(workload: Workload) -> int:

@@ -50,7 +50,7 @@ def measure_profile(  # noqa: PLR0917
         from zorse_megatron.measure.profile_run import ProfileRun
         from zorse_megatron.measure.profile_run import measure_profile as measure
 
-        assert workload.dtype is not None  # flags always say one
+        assert workload.dtype is not None and workload.dtype != "auto"  # flags always say one
         wanted = ProfileRun(
             cluster=cluster,
             output=output,

@@ -25,7 +25,7 @@ from zorse_megatron.cli.perturbed import perturbation_of
 from zorse_megatron.cli.pictures import Pictures, refuse_other_formats, save_pictures
 from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
-from zorse_megatron.cli.simulated import memory_problems, simulated
+from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.schema.load import load_plan
 from zorse_megatron.schema.plan import Plan
@@ -101,7 +101,7 @@ def _print(path: Path, plan: Plan, prices: Priced, result: "SimulationResult") -
     print_plain(
         f"{path}: one iteration takes {result.iteration_s:.4g} s: {result.tokens_per_s:,.0f} "
         f"tokens/s ({plan.global_batch_size} samples of {prices.inputs.sequence_length} tokens, "
-        f"{prices.dtype})"
+        f"{types_of(plan, prices)})"
     )
     print_table(rank_table(plan, result, prices.cluster))
     for line in critical_lines(plan, result):

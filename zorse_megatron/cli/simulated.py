@@ -97,6 +97,12 @@ def memory_problems(
         )
 
 
+def types_of(plan: Plan, priced: Priced) -> str:
+    """What groups compute in, in words."""
+    types = (group.compute_dtype or priced.dtype for group in plan.groups)
+    return " and ".join(dict.fromkeys(types))
+
+
 def fullest_rank(result: "SimulationResult", cluster: Cluster) -> tuple[int, float]:
     """The rank whose GPU is filled the most, and the share that is filled."""
     capacities = capacities_bytes(cluster)

@@ -9,7 +9,7 @@ from typing import get_args
 
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice
 from zorse_megatron.schema.megatron_flags import (
     batch_size_from_flags,
     dtype_from_flags,
@@ -31,7 +31,7 @@ class Workload:
     """A model, and what is said of how it is trained."""
 
     model: ModelShape
-    dtype: Dtype | None
+    dtype: DtypeChoice | None
     """None: nothing was said."""
     global_batch_size: int | None
     """None: nothing was said."""
@@ -44,6 +44,7 @@ def workload_of(
     global_batch_size: int | None = None,
     seq_length: int | None = None,
     dtype: str | None = None,
+    dtype_may_be_auto: bool = False,
 ) -> Workload:
     """Return what the options and the flags behind `--` say together.
 
@@ -62,30 +63,35 @@ def workload_of(
         )
     if model is not None and "--" in model and not Path(model).exists():
         flags, model = _split(model), None
+    is_auto = dtype_may_be_auto and dtype == "auto"
+    chosen = None if is_auto else dtype_named(dtype)
     if flags is not None:
-        return _from_flags(flags, global_batch_size, seq_length, dtype)
+        found = _from_flags(flags, global_batch_size, seq_length, chosen)
+        # What a plan says of its groups takes precedence over what the command says of the job.
+        return dataclasses.replace(found, dtype="auto") if is_auto else found
     assert model is not None
     shape = _shape_named(model)
     if seq_length is not None:
         shape = _with_seq_length(shape, seq_length)
-    return Workload(model=shape, dtype=dtype_named(dtype), global_batch_size=global_batch_size)
-
-
-def dtype_named(name: str | None) -> Dtype | None:
-    """Return the dtype of that name. Raises CommandError for another text."""
-    for known in get_args(Dtype):
-        if name == known:
-            return known
-    if name is None:
-        return None
-    known_names = get_args(Dtype)
-    raise _one_problem(
-        "--dtype", f'"{name}"', f"one of {', '.join(known_names)}", did_you_mean(name, known_names)
+    return Workload(
+        model=shape, dtype="auto" if is_auto else chosen, global_batch_size=global_batch_size
     )
 
 
+def dtype_named(name: str | None) -> Dtype | None:
+    """Return the dtype of that name, long or short. Raises CommandError for another text."""
+    if name is None:
+        return None
+    names: dict[str, Dtype] = {known: known for known in get_args(Dtype)}
+    names.update(PRICED_IN.items())
+    if name in names:
+        return names[name]
+    listed = ", ".join(get_args(Dtype))
+    raise _one_problem("--dtype", f'"{name}"', f"one of {listed}", did_you_mean(name, names))
+
+
 def _from_flags(
-    flags: Sequence[str], batch: int | None, seq_length: int | None, dtype: str | None
+    flags: Sequence[str], batch: int | None, seq_length: int | None, dtype: Dtype | None
 ) -> Workload:
     """Everything from the flags; options may say the same once more, but nothing else."""
     shape = shape_from_flags(flags)
@@ -99,7 +105,7 @@ def _from_flags(
     pairs = (
         ("--global-batch-size", batch, found.global_batch_size),
         ("--seq-length", seq_length, shape.seq_length),
-        ("--dtype", dtype_named(dtype), found.dtype),
+        ("--dtype", dtype, found.dtype),
     )
     problems = [
         Problem(

@@ -78,6 +78,7 @@ class Builder:
             replicas=tuple(sorted(replicas, key=lambda replica: replica.ranks)),
             recompute=recompute_of(settings, job.num_layers, job.num_chunks),
             offload=offload_of(settings),
+            compute_dtype=self.inputs.dtype_of(job.team.ranks),
         )
 
     def _split(self, job: Job, stage: StagePrice) -> tuple[tuple[Share, ...], ...]:

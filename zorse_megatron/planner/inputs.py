@@ -1,8 +1,9 @@
 """What a search starts from: cluster, model and profile, joined and checked."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from zorse_megatron.costs.by_kind import ByKind
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
@@ -13,8 +14,16 @@ from zorse_megatron.costs.memory import (
 )
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import PlannerInputError
+from zorse_megatron.planner.price_problems import kind_problems, wire_problems
 from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.gpu import ComputeDtype, Dtype
+from zorse_megatron.schema.gpu import (
+    PRICED_IN,
+    ComputeDtype,
+    Dtype,
+    DtypeChoice,
+    GpuKind,
+    common_dtype,
+)
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.plan import ClusterFingerprint, GradientWire, ModelFingerprint
 from zorse_megatron.schema.profile import Profile, Source
@@ -22,7 +31,6 @@ from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.spec import TopologySpec
 
 DEFAULT_MARGIN = 0.05
-_DTYPES: dict[ComputeDtype, Dtype] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
 
 
@@ -71,6 +79,12 @@ class Inputs:
     memory_margin: float
     best_sizes: dict[str, tuple[int, ...]]
     """Kind -> micro-batch sizes that the lower bound looks at: those measured, where any were."""
+    own_types: Mapping[str, GpuKind] | None = None
+    """Kind -> what it can do, where each group computes in a type of its own; None: all in one.
+
+    Then `compute` prices each kind in the best type that it has, and `memory` is that of the type
+    that all kinds have; what a plan takes is simulated in the types that its groups have.
+    """
     notes: tuple[str, ...] = ()
     """For people: what the prices rest on."""
 
@@ -79,6 +93,12 @@ class Inputs:
         """Number of GPUs."""
         return len(self.kinds)
 
+    def dtype_of(self, ranks: Iterable[int]) -> ComputeDtype | None:
+        """What a group of these ranks computes in; None: what the training command says."""
+        if self.own_types is None:
+            return None
+        return common_dtype(self.own_types[kind] for kind in {self.kinds[rank] for rank in ranks})
+
 
 def make_inputs(
     cluster: Cluster,
@@ -86,37 +106,40 @@ def make_inputs(
     profile: Profile | None,
     *,
     global_batch_size: int,
-    dtype: Dtype,
+    dtype: DtypeChoice,
     memory_margin: float = DEFAULT_MARGIN,
     space: SearchSpace | None = None,
 ) -> Inputs:
     """Join cluster, model and profile.
 
+    `dtype`: what all groups compute in; auto: each in the first of bf16, fp16 and fp32 that all of
+    its GPUs have units for.
     `memory_margin`: share of every GPU's memory that stays free for the CUDA context,
     communication buffers and fragmentation, which nothing prices.
 
-    Raises PlannerInputError with every problem: kinds of GPU that can be priced neither by the
-    profile nor by published figures, and numbers out of range.
+    Raises PlannerInputError with every problem: kinds of GPU without units for the type or that can
+    be priced neither by the profile nor by published figures, and numbers out of range.
     """
     space = space or SearchSpace()
     known = profile or _EMPTY
-    compute = ProfiledCompute(known, model, dtype=dtype, kinds=cluster.kinds)
+    computes = _computes(known, model, cluster, dtype)
+    common = PRICED_IN[common_dtype(cluster.kinds.values())] if dtype == "auto" else dtype
     problems = [
         *_number_problems(global_batch_size, memory_margin),
         *_space_problems(space),
-        *_wire_problems(space, dtype),
-        *_kind_problems(cluster, compute),
+        *wire_problems(space.gradient_wire, [each.dtype for each in computes.values()]),
+        *kind_problems(computes),
     ]
     if problems:
         raise PlannerInputError("cluster, model and profile do not make a plan", problems)
     spec = topology_of(cluster, known if known.links else None)
-    memory, memory_note = _memory(known, model, dtype)
+    memory, memory_note = _memory(known, model, common)
     return Inputs(
         spec=spec,
-        compute=compute,
+        compute=ByKind(computes=computes) if dtype == "auto" else next(iter(computes.values())),
         memory=memory,
         comm=GraphComm(spec),
-        by_dtype={name: _costs_in(dtype, known, model, cluster) for name, dtype in _DTYPES.items()},
+        by_dtype={name: _costs_in(each, known, model, cluster) for name, each in PRICED_IN.items()},
         kinds=cluster.gpu_kinds,
         capacities_bytes=tuple(
             int(cluster.gpu_of_rank(rank).memory_bytes * (1 - memory_margin))
@@ -135,9 +158,25 @@ def make_inputs(
         cluster=cluster.fingerprint(),
         space=space,
         memory_margin=memory_margin,
-        best_sizes=_measured_sizes(compute, cluster),
-        notes=(*_price_notes(compute, cluster), memory_note),
+        best_sizes={kind: _measured_sizes(each, kind) for kind, each in computes.items()},
+        own_types=cluster.kinds if dtype == "auto" else None,
+        notes=(*_price_notes(computes, says_types=dtype == "auto"), memory_note),
     )
+
+
+def _computes(
+    profile: Profile, model: ModelShape, cluster: Cluster, dtype: DtypeChoice
+) -> dict[str, ProfiledCompute]:
+    """Kind -> its costs; all the same but with auto."""
+    types: dict[str, Dtype] = {
+        kind: PRICED_IN[common_dtype([gpu])] if dtype == "auto" else dtype
+        for kind, gpu in cluster.kinds.items()
+    }
+    of_type = {
+        each: ProfiledCompute(profile, model, dtype=each, kinds=cluster.kinds)
+        for each in dict.fromkeys(types.values())
+    }
+    return {kind: of_type[each] for kind, each in types.items()}
 
 
 def _memory(profile: Profile, model: ModelShape, dtype: Dtype) -> tuple[TransformerMemory, str]:
@@ -191,49 +230,23 @@ def _space_problems(space: SearchSpace) -> Iterator[Problem]:
             )
 
 
-def _wire_problems(space: SearchSpace, dtype: Dtype) -> Iterator[Problem]:
-    if space.gradient_wire == "fp16" and dtype != "float16":
-        yield Problem(
-            where="gradient wire",
-            found=f"fp16 for a job in {dtype}",
-            expected="fp16 only in a job in float16, whose loss scale notices an overflow",
-            remedy="Use bf16, whose range is that of float32.",
-        )
+def _price_notes(computes: Mapping[str, ProfiledCompute], *, says_types: bool) -> tuple[str, ...]:
+    return tuple(
+        f"{kind}{f' in {each.dtype}' if says_types else ''}: {each.provenance(kind)}"
+        for kind, each in computes.items()
+    )
 
 
-def _kind_problems(cluster: Cluster, compute: ProfiledCompute) -> Iterator[Problem]:
-    for kind in cluster.kinds:
-        try:
-            compute.layer(kind, 1)
-            compute.embedding(kind, 1)
-            compute.head(kind, 1)
-            compute.step_s(kind, 1)
-        except LookupError as error:
-            yield Problem(
-                where=f"GPU kind {kind}",
-                found=f"no way to price it ({error})",
-                expected="times in the profile, or published figures of the kind",
-                remedy="Profile it, or describe it under gpu_kinds of the cluster file.",
-            )
-
-
-def _price_notes(compute: ProfiledCompute, cluster: Cluster) -> tuple[str, ...]:
-    return tuple(f"{kind}: {compute.provenance(kind)}" for kind in cluster.kinds)
-
-
-def _measured_sizes(compute: ProfiledCompute, cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """Micro-batch sizes of the measurements of this model on each kind."""
+def _measured_sizes(compute: ProfiledCompute, kind: str) -> tuple[int, ...]:
+    """Micro-batch sizes of the measurements of this model on a kind."""
     wanted = (compute.model.seq_length, compute.dtype)
-    sizes: dict[str, tuple[int, ...]] = {}
-    for kind in cluster.kinds:
-        measured = {
-            size
-            for times in compute.profile.times
-            if times.part == "layer"
-            and times.gpu_kind == kind
-            and (times.seq_length, times.dtype) == wanted
-            and compute.provenance(kind).basis == "measured"
-            for size in times.micro_batch_sizes
-        }
-        sizes[kind] = tuple(sorted(measured)) or (1, 2, 4, 8, 16)
-    return sizes
+    measured = {
+        size
+        for times in compute.profile.times
+        if times.part == "layer"
+        and times.gpu_kind == kind
+        and (times.seq_length, times.dtype) == wanted
+        and compute.provenance(kind).basis == "measured"
+        for size in times.micro_batch_sizes
+    }
+    return tuple(sorted(measured)) or (1, 2, 4, 8, 16)

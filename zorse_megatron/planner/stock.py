@@ -6,7 +6,7 @@ all. Leaving slow GPUs out is not tried: a plan covers all ranks of its cluster.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zorse_megatron.planner.build import chunks_of, offload_of, recompute_of
 from zorse_megatron.planner.estimate import Estimator
@@ -107,6 +107,9 @@ def _plan(inputs: Inputs, teams: Teams, grid: Grid) -> Plan:
         even_group(team, {rank: share for rank in team.ranks}, settings, layers)
         for team in _teams(inputs, teams, grid.stages)
     ]
+    # Stock knows one type for the whole job.
+    one_type = inputs.dtype_of(range(inputs.world_size))
+    groups = [replace(group, compute_dtype=one_type) for group in groups]
     return whole_plan(inputs, groups, [layers] * grid.stages, "1f1b", 1)
 
 

@@ -8,7 +8,7 @@ ministages are enumerated. Boundary activations wait in the host where they do n
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from zorse_megatron.planner.estimate import Estimator
@@ -121,7 +121,8 @@ def _candidate(
             *(shares[rank].num_microbatches * p.both_s for c, p in kinds for rank in c.ranks),
         )
         fill_s += max(each.both_s for each in passes) / job.num_chunks
-        groups.append(even_group(team, shares, settings, count, job.num_chunks))
+        group = even_group(team, shares, settings, count, job.num_chunks)
+        groups.append(replace(group, compute_dtype=inputs.dtype_of(team.ranks)))
     plan = whole_plan(inputs, groups, layers, "breadth_first", ministages)
     return _Candidate(estimated_s=busy_s + fill_s, plan=plan)
 

@@ -1,13 +1,19 @@
 """What a kind of GPU can do."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 ComputeDtype = Literal["fp16", "bf16", "fp32"]
 """What a group of a plan computes in, by the names of Megatron's flags."""
 Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
+DtypeChoice = Dtype | Literal["auto"]
+"""What a job computes in; auto: each group in a type of its own."""
 LinkType = Literal["nvswitch", "nvlink", "pcie"]
+
+PRICED_IN: dict[ComputeDtype, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""What a group computes in, as cost models name it; what is to be preferred comes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +74,12 @@ class GpuKind:
     def renamed(self, name: str) -> "GpuKind":
         """Return the same GPU under another name."""
         return dataclasses.replace(self, name=name)
+
+
+def common_dtype(kinds: Iterable[GpuKind]) -> ComputeDtype:
+    """Return the first of bf16, fp16 and fp32 that all these kinds have units for.
+
+    bf16 comes first as its range is that of fp32: it needs no loss scale.
+    """
+    members = tuple(kinds)
+    return next(dtype for dtype in PRICED_IN if all(kind.computes_in(dtype) for kind in members))

@@ -1,12 +1,13 @@
 """Whether ranks are on the GPUs, and on the nodes, that the plan means: in files, and in a job."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.schema.presets import GPU_KINDS
+from zorse_megatron.schema.validate import without_units
 
 _MAX_LISTED = 4
 
@@ -23,7 +24,7 @@ class Found:
 
 
 def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iterator[Problem]:
-    """Yield where the plan's ranks are not the cluster's GPUs."""
+    """Yield where the plan's ranks are not the cluster's GPUs, or these lack units for a type."""
     if plan.world_size != cluster.world_size:
         yield Problem(
             where=source,
@@ -32,6 +33,8 @@ def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iter
             remedy="Make a plan for this cluster, or give the cluster that it was made for.",
         )
         return
+    for problem in without_units(plan, cluster.gpu_kinds, cluster.kinds):
+        yield replace(problem, where=f"{source}: {problem.where}")
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
     if kinds is None:
         return

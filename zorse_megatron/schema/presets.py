@@ -9,6 +9,11 @@ exists (Sailor, SOSP 2025: A100 243 GB/s, V100 68 GB/s, GH200 250 GB/s with four
 Zorse paper's clusters, MLSys 2026: A10G about 10 GB/s, T4 about 6 GB/s over PCIe); otherwise 0.8 of
 the published NVLink rate of one direction, as the A100 reaches. Host links reach about 0.75 of
 PCIe x16: 12, 24 and 48 GB/s for generations 3, 4 and 5.
+
+A kind without a rate for a type has no units for it. NVIDIA's have bfloat16 from compute capability
+8.0 on, Ampere (Transformer Engine's documentation, "Datatype and hardware support matrix"; for 7.5,
+the T4, TensorRT's support matrix has float16 but no bfloat16), and tensor cores for float16 from
+7.0 on (V100 and T4 data sheets). The W6800's data sheet has a rate for float16, none for bfloat16.
 """
 
 from zorse_megatron.schema.gpu import GpuKind, LinkType, PeakFlops

@@ -6,10 +6,11 @@ that a bad plan gets all its errors at once.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.schema.gpu import GpuKind
 from zorse_megatron.schema.plan import Plan, Replica
 from zorse_megatron.schema.presets import GPU_KINDS
 from zorse_megatron.schema.spans import Span, gaps, overlaps, spans_of, spell
@@ -220,12 +221,18 @@ def _extra_in_flight(plan: Plan) -> Iterator[Problem]:
 def _compute_dtypes(plan: Plan) -> Iterator[Problem]:
     """GPUs have units for what their group computes in, as far as their kinds are known."""
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
-    if kinds is None or len(kinds) != plan.world_size:
-        return
+    if kinds is not None and len(kinds) == plan.world_size:
+        yield from without_units(plan, kinds, GPU_KINDS)
+
+
+def without_units(
+    plan: Plan, kinds: Sequence[str], known: Mapping[str, GpuKind]
+) -> Iterator[Problem]:
+    """Yield groups with kinds that lack units for their type. `kinds`: of each rank."""
     for number, group in enumerate(plan.groups):
         names = {kinds[rank] for rank in group.ranks if 0 <= rank < len(kinds)}
-        known = sorted(names & GPU_KINDS.keys())
-        without = [name for name in known if not GPU_KINDS[name].computes_in(group.compute_dtype)]
+        there = sorted(names & known.keys())
+        without = [name for name in there if not known[name].computes_in(group.compute_dtype)]
         if without:
             yield Problem(
                 where=f"groups[{number}].compute_dtype",

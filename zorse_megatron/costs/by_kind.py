@@ -1,0 +1,34 @@
+"""Times of kinds that compute in types of their own: each kind's from a cost model of its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zorse_megatron.costs.interface import ComputeCost, PassTimes, RecomputeMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByKind:
+    """`ComputeCost` of several, one for each kind. Raises LookupError for an unknown kind."""
+
+    computes: Mapping[str, ComputeCost]
+    """Kind -> its costs."""
+
+    def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """One transformer layer, nothing recomputed."""
+        return self.computes[kind].layer(kind, micro_batch_size)
+
+    def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Token (and position) embedding."""
+        return self.computes[kind].embedding(kind, micro_batch_size)
+
+    def head(self, kind: str, micro_batch_size: int) -> PassTimes:
+        """Final norm, output layer and loss."""
+        return self.computes[kind].head(kind, micro_batch_size)
+
+    def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer adds to its backward."""
+        return self.computes[kind].recompute_s(kind, micro_batch_size, mode)
+
+    def step_s(self, kind: str, num_parameters: int) -> float:
+        """Optimizer step on a shard of `num_parameters`."""
+        return self.computes[kind].step_s(kind, num_parameters)

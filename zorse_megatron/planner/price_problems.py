@@ -1,0 +1,64 @@
+"""Why kinds of GPU cannot be priced in the types that are asked for."""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from zorse_megatron.costs.compute import ProfiledCompute
+from zorse_megatron.costs.same_chip import equal_kinds
+from zorse_megatron.errors import Problem
+from zorse_megatron.schema.gpu import PRICED_IN, Dtype, common_dtype
+from zorse_megatron.schema.plan import GradientWire
+
+
+def wire_problems(wire: GradientWire | None, dtypes: Collection[Dtype]) -> Iterator[Problem]:
+    """Yield where no loss scale would notice an overflow. `dtypes`: of the kinds of GPU.
+
+    A kind whose best type is float16 is in a group that computes in it, if no kind has float32
+    alone; so the job then has a loss scale, whatever its groups are.
+    """
+    if wire == "fp16" and ("float16" not in dtypes or "float32" in dtypes):
+        yield Problem(
+            where="gradient wire",
+            found=f"fp16 for a job in {' and '.join(sorted(set(dtypes)))}",
+            expected="fp16 only in a job in float16, whose loss scale notices an overflow",
+            remedy="Use bf16, whose range is that of float32.",
+        )
+
+
+def kind_problems(computes: Mapping[str, ProfiledCompute]) -> Iterator[Problem]:
+    """Yield every kind without units for its type, or without prices. `computes`: by kind."""
+    for kind, compute in computes.items():
+        if not compute.analytic.knows(kind) and not _is_measured(kind, compute):
+            yield _no_units(kind, compute)
+            continue
+        try:
+            compute.layer(kind, 1)
+            compute.embedding(kind, 1)
+            compute.head(kind, 1)
+            compute.step_s(kind, 1)
+        except LookupError as error:
+            yield Problem(
+                where=f"GPU kind {kind}",
+                found=f"no way to price it ({error})",
+                expected="times in the profile, or published figures of the kind",
+                remedy="Profile it, or describe it under gpu_kinds of the cluster file.",
+            )
+
+
+def _is_measured(kind: str, compute: ProfiledCompute) -> bool:
+    """Whether somebody ran this very type on it: a measurement in another one does not answer."""
+    same = set(equal_kinds(kind, compute.kinds))
+    return any(
+        times.gpu_kind in same and times.dtype == compute.dtype for times in compute.profile.times
+    )
+
+
+def _no_units(kind: str, compute: ProfiledCompute) -> Problem:
+    own = common_dtype([compute.kinds[kind]])
+    return Problem(
+        where=f"GPU kind {kind}",
+        found=f"no units for {compute.dtype}",
+        expected="a type that it computes in, or its times in this one in a profile",
+        remedy=f"Plan with --dtype auto: every group then computes in what its GPUs have, {own} "
+        f"where there is a {kind}. Or with --dtype {PRICED_IN[own]} for all groups, if all kinds "
+        "have it. Profile it in this type if it does compute in it.",
+    )
