@@ -45,6 +45,7 @@ class Sizes:
         self.shards = tuple(map(self._shards, range(len(plan.chunks))))
         """Chunk -> first rank of each replica -> number of the parameters that it owns."""
         self._boundary: dict[tuple[int, ComputeDtype | None], int] = {}
+        self._crossing: dict[tuple[int, int, int], int] = {}
         self._kept: dict[tuple[int, int], int] = {}
         self._working: dict[tuple[int, int], int] = {}
 
@@ -104,9 +105,13 @@ class Sizes:
     def crossing_bytes(self, action: Action) -> int:
         """The whole of what a transfer's samples are, in the narrower of both chunks' types."""
         assert action.chunk is not None and action.samples is not None
-        count = action.samples[1] - action.samples[0]
-        ends = action.chunk, action.other_chunk
-        return min(self.boundary_bytes(count, chunk) for chunk in ends)
+        key = action.samples[1] - action.samples[0], action.chunk, action.other_chunk
+        found = self._crossing.get(key)
+        if found is None:
+            ends = key[1:]
+            found = min(self.boundary_bytes(key[0], chunk) for chunk in ends)
+            self._crossing[key] = found
+        return found
 
     def message_bytes(self, action: Action) -> int:
         """What each rank sends in a transfer."""
