@@ -28,6 +28,7 @@ from zorse_megatron.planner.layers import Price, best_layouts
 from zorse_megatron.planner.network import Hop, Networks
 from zorse_megatron.planner.outline import Estimate, Outline, parts_of
 from zorse_megatron.planner.stage import Job, Place, StagePrice, Stages
+from zorse_megatron.planner.teams import Team
 
 # Numbers of layers that are priced for a group: those that balance speeds, and so many around, in
 # all and as a part of them.
@@ -40,16 +41,52 @@ _OUT_OF_STEP = 0.4
 _BESIDE_COLLECTIVES = 2.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A group with its layers."""
+
+    job: Job
+    stage: StagePrice | None
+    """None where it does not fit."""
+    price: Price | None
+    window: float
+    """Samples that the team may really have in flight: limits are rounded up."""
+
+
 class _Seat:
-    """A group but for its layers."""
+    """A group but for its layers; each number of them is priced once."""
 
-    lane: Lane
-    place: Place
-    reserve_bytes: int
+    def __init__(self, stages: Stages, lane: Lane, place: Place, reserve_bytes: int) -> None:
+        self.stages = stages
+        self.lane = lane
+        self.place = place
+        self.reserve_bytes = reserve_bytes
+        self._rows: dict[int, _Row] = {}
 
-    def job(self, num_layers: int) -> Job:
-        return Job(self.lane.team, num_layers, self.lane.sizes, self.place, self.reserve_bytes)
+    def row(self, num_layers: int) -> _Row:
+        found = self._rows.get(num_layers)
+        if found is None:
+            found = self._rows[num_layers] = self._find(num_layers)
+        return found
+
+    def _find(self, num_layers: int) -> _Row:
+        lane, place = self.lane, self.place
+        job = Job(lane.team, num_layers, lane.sizes, place, self.reserve_bytes)
+        stage = self.stages.price(job)
+        if stage is None:
+            return _Row(job=job, stage=None, price=None, window=0.0)
+        passage_s = (stage.forward_s + stage.backward_s) / job.num_chunks
+        price = Price(busy_s=stage.busy_s, passage_s=passage_s)
+        return _Row(job=job, stage=stage, price=price, window=self._window(job))
+
+    def _window(self, job: Job) -> float:
+        if job.place.schedule == "breadth_first":
+            return 0.0  # it has none
+        counts = self.stages.counts(job)
+        return sum(
+            len(cell.ranks) * size * self.stages.limit(job.place, count)
+            for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True)
+        )
 
 
 class Estimator:
@@ -61,6 +98,7 @@ class Estimator:
         self.networks = Networks(inputs)
         self.flight = Flight(inputs, self.stages, self.networks)
         self.num_estimated = 0
+        self._made: dict[tuple[Team, tuple[int, ...], Place, int], _Seat] = {}
 
     def best(self, outline: Outline, *, most: int = 1) -> list[Estimate]:
         """Estimates with the best layers, best first; empty where nothing fits."""
@@ -83,18 +121,7 @@ class Estimator:
     def _best(self, outline: Outline, *, most: int, step: int) -> list[Estimate]:
         """As `best`, with numbers of layers that are multiples of a step: equal chunks."""
         for center in self._centers(outline):
-            jobs = self._jobs(outline, center, step)
-            tables = [
-                {
-                    layers: Price(
-                        busy_s=price.busy_s,
-                        passage_s=(price.forward_s + price.backward_s) / job.num_chunks,
-                    )
-                    for layers, job in by_layers.items()
-                    if (price := self.stages.price(job)) is not None
-                }
-                for by_layers in jobs
-            ]
+            tables = self._tables(outline, center, step)
             layouts = best_layouts(tables, self.inputs.num_layers, most=most)
             if layouts:
                 found = [self.estimate(outline, layout.layers) for layout in layouts]
@@ -120,7 +147,7 @@ class Estimator:
         low, high = 0, self.inputs.num_layers - len(outline.teams) + 1
         while low < high:
             middle = (low + high + 1) // 2
-            if self.stages.price(seat.job(middle)) is None:
+            if seat.row(middle).price is None:
                 high = middle - 1
             else:
                 low = middle
@@ -129,32 +156,38 @@ class Estimator:
     def estimate(self, outline: Outline, layers: Sequence[int]) -> Estimate | None:
         """The price of an outline with these layers; None where it does not fit."""
         self.num_estimated += 1
-        seats = self._seats(outline)
-        jobs = tuple(seat.job(count) for seat, count in zip(seats, layers, strict=True))
-        prices = [self.stages.price(job) for job in jobs]
-        found = tuple(price for price in prices if price is not None)
-        if len(found) < len(prices):
+        rows = [seat.row(count) for seat, count in zip(self._seats(outline), layers, strict=True)]
+        found = tuple(row.stage for row in rows if row.stage is not None)
+        if len(found) < len(rows):
             return None
+        jobs = tuple(row.job for row in rows)
         hops = self._hops(outline)
         if outline.schedule == "breadth_first":
             return self._breadth_first(outline, jobs, found, hops)
-        return self._one_f_one_b(outline, jobs, found, hops)
+        return self._one_f_one_b(outline, jobs, found, hops, [row.window for row in rows])
 
-    def _jobs(self, outline: Outline, center: Sequence[int], step: int) -> list[dict[int, Job]]:
-        """For each group the numbers of layers around the center, multiples of a step."""
+    def _tables(self, outline: Outline, center: Sequence[int], step: int) -> list[dict[int, Price]]:
+        """For each group prices of the numbers of layers around the center, multiples of a step."""
         most = self.inputs.num_layers - len(outline.teams) + 1
         result = []
         for seat, middle in zip(self._seats(outline), center, strict=True):
             around = max(step, _AROUND + int(_AROUND_PART * middle + 0.5))
             low, high = max(1, middle - around), min(most, middle + around)
-            numbers = range(low, high + 1)
-            result.append({layers: seat.job(layers) for layers in numbers if layers % step == 0})
+            prices = {n: seat.row(n).price for n in range(low, high + 1) if n % step == 0}
+            result.append({n: price for n, price in prices.items() if price is not None})
         return result
 
-    def _seats(self, outline: Outline) -> list["_Seat"]:
+    def _seats(self, outline: Outline) -> list[_Seat]:
         lanes, places = self.flight.lanes(outline), self.flight.places(outline)
         reserves = outline.reserves or (0,) * len(lanes)
-        return [_Seat(*row) for row in zip(lanes, places, reserves, strict=True)]
+        return [self._seat(*row) for row in zip(lanes, places, reserves, strict=True)]
+
+    def _seat(self, lane: Lane, place: Place, reserve_bytes: int) -> _Seat:
+        key = (lane.team, lane.sizes, place, reserve_bytes)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = _Seat(self.stages, lane, place, reserve_bytes)
+        return found
 
     def _hops(self, outline: Outline) -> list[Hop]:
         hops = [self.networks.hop(a, b) for a, b in pairwise(outline.teams)]
@@ -175,6 +208,7 @@ class Estimator:
         jobs: tuple[Job, ...],
         stages: tuple[StagePrice, ...],
         hops: Sequence[Hop],
+        windows: Sequence[float],
     ) -> Estimate:
         batch = self.inputs.global_batch_size
         hop_s = self._hop_times(jobs, hops)
@@ -187,12 +221,12 @@ class Estimator:
             sum(waits) + sum(stage.mean_passage_s for stage in stages) + 2 * chunks * sum(hop_s)
         )
         loops, way_s = [], around_s * (chunks - 1) / 2
-        rows = list(zip(jobs, stages, hop_s, waits, strict=True))
-        for job, stage, its_hop_s, wait_s in reversed(rows):
+        rows = list(zip(windows, stages, hop_s, waits, strict=True))
+        for window, stage, its_hop_s, wait_s in reversed(rows):
             way_s += stage.mean_passage_s + 2 * its_hop_s + wait_s  # of one chunk and all before
-            loops.append(batch / self._window(job) * way_s)
+            loops.append(batch / window * way_s)
         if chunks == 1:
-            loops += self._pair_loops(jobs, stages, hop_s)
+            loops += self._pair_loops(jobs, stages, hop_s, windows)
         link_s = self.networks.busiest_link_s(hops) * chunks
         passages = [
             (stage.forward_s + stage.backward_s) / job.num_chunks
@@ -217,14 +251,17 @@ class Estimator:
         )
 
     def _pair_loops(
-        self, jobs: Sequence[Job], stages: Sequence[StagePrice], hop_s: Sequence[float]
+        self,
+        jobs: Sequence[Job],
+        stages: Sequence[StagePrice],
+        hop_s: Sequence[float],
+        windows: Sequence[float],
     ) -> list[float]:
         """For each hop how long the batch takes if both ends always have all in flight they may.
 
         What only the first has in flight, and one round of the second, goes around between them:
         through a forward and a backward of both, and the hop both ways.
         """
-        windows = [self._window(job) for job in jobs]
         found = []
         for at, (first, second) in enumerate(pairwise(stages)):
             own = jobs[at + 1].round_samples
@@ -269,14 +306,6 @@ class Estimator:
             for at, (one, other) in enumerate(pairwise(rounds))
         ]
         return [*waits, 0.0]
-
-    def _window(self, job: Job) -> float:
-        """Samples that the team may really have in flight: limits are rounded up."""
-        counts = self.stages.counts(job)
-        return sum(
-            len(cell.ranks) * size * self.stages.limit(job.place, count)
-            for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True)
-        )
 
     def _tail(self, outline: Outline, jobs: Sequence[Job], stages: Sequence[StagePrice]) -> float:
         memory = self.inputs.memory

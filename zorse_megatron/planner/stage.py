@@ -127,6 +127,7 @@ class Stages:
         self.layer_parameters = memory.layer_parameters()
         self._prices: dict[tuple[object, ...], StagePrice | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
 
     # Micro-batch sizes.
@@ -297,6 +298,13 @@ class Stages:
 
     def counts(self, job: Job) -> tuple[float, ...]:
         """Micro-batches of one replica of each cell, if the batch is cut at will."""
+        place = job.place
+        key = (job.team.look, job.num_layers, job.sizes, place.is_first, place.is_last)
+        if key not in self._counts:
+            self._counts[key] = self._find_counts(job)
+        return self._counts[key]
+
+    def _find_counts(self, job: Job) -> tuple[float, ...]:
         passes = self.passes(job, Settings())
         rates = [each.size / each.both_s for each in passes]
         cells = job.team.cells
