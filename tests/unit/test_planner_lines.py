@@ -11,14 +11,14 @@ from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.line_prices import LinePrices, best_sizes
 from zorse_megatron.planner.line_tails import LineTails
-from zorse_megatron.planner.lines import _covers, _least_passage, best_cuts, lines
+from zorse_megatron.planner.lines import FINE, _covers, _least_passage, best_cuts, lines
 from zorse_megatron.planner.teams import Teams
 
 
 def prices_of(inputs: Inputs, *, level: int = 2, nested: bool = False) -> LinePrices:
     """Of the first line of a cluster."""
     estimator = Estimator(inputs)
-    line = lines(inputs)[0]
+    line = lines(inputs, most_units=FINE, halved=False)[0]
     return LinePrices(
         inputs,
         estimator.stages,

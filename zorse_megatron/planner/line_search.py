@@ -1,16 +1,18 @@
 """Looks for the line of GPUs, the micro-batch sizes and the cut that make the best pipeline."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.line_prices import Class, LinePrices, best_sizes
 from zorse_megatron.planner.line_tails import LineTails
-from zorse_megatron.planner.lines import Cut, Line, best_cuts, lines
+from zorse_megatron.planner.lines import COARSE, FINE, Cut, Line, best_cuts, lines
 from zorse_megatron.planner.outline import Outline
 from zorse_megatron.planner.teams import Teams
 
 _FIRST_LEVEL, _OTHER_LEVELS = 2, (1, 3, 4)
+_FINE_LINES = 6  # that are priced in fine units
 _KEPT_LINES = 3  # that are priced at all levels
 _KEPT_CUTS = 2  # of each line and choice of sizes
 _DESCENTS = 2  # cuts from which the sizes of single classes are changed
@@ -46,7 +48,7 @@ class LineSearch:
 
     def outlines(self) -> Iterator[Outline]:
         """Outlines of the cuts, best first; the same for the same inputs."""
-        for line in lines(self.inputs, halved=self.nested):
+        for line in self._promising_lines():
             self._look(line, self._level(_FIRST_LEVEL))
         best_lines = list(dict.fromkeys(found.line for found in self._ranked()))
         for line in best_lines[:_KEPT_LINES]:
@@ -57,6 +59,21 @@ class LineSearch:
                 self._descend(found)
         for found in self._ranked():
             yield self._outline(found.cut)
+
+    def _promising_lines(self) -> list[Line]:
+        """The lines whose cuts along coarse units are best."""
+        fine, coarse = (
+            lines(self.inputs, most_units=most, halved=self.nested) for most in (FINE, COARSE)
+        )
+        if len(fine) <= _FINE_LINES:
+            return fine
+        values: list[float] = []
+        for line in coarse:
+            found = self._look(line, self._level(_FIRST_LEVEL))
+            values.append(found.cut.value_s if found else math.inf)
+        self.found.clear()
+        ranked = sorted(range(len(fine)), key=lambda at: (values[at], at))
+        return [fine[at] for at in ranked[:_FINE_LINES]]
 
     def _ranked(self) -> list[_Found]:
         return sorted(self.found, key=lambda found: found.cut.value_s)

@@ -21,8 +21,8 @@ from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.line_prices import LinePrices
 from zorse_megatron.topology.pools import Pool, pools_of
 
-# Up to so many pieces of equal GPUs of one node, or of several nodes, make a line.
-_MOST_UNITS = 40
+# About so many pieces of equal GPUs of one node, or of several nodes, make a line.
+FINE, COARSE = 40, 20
 _EVERY_ORDER_UP_TO = 4  # pools; 4! = 24
 # Ceilings on the busiest group that are tried, over the least possible one.
 _SLACK = (1.0, 1.015, 1.03, 1.05, 1.08, 1.12)
@@ -46,14 +46,15 @@ class Cut:
     """max(busy) + sum(passage), by the prices of the line."""
 
 
-def lines(inputs: Inputs, *, halved: bool = False) -> list[Line]:
+def lines(inputs: Inputs, *, most_units: int, halved: bool) -> list[Line]:
     """Lines worth cutting: units of equal GPUs of a pool in turn, pools in various orders.
 
-    `halved`: cut nodes into equal parts only. Every order of pools that keeps regions together,
-    where pools are few; else by rank and by memory, both ways.
+    Every order of pools that keeps regions together, where pools are few; else by rank and by
+    memory, both ways. The n-th line has the same order for any `most_units`. `halved`: cut nodes
+    into equal parts only.
     """
     pools = pools_of(inputs.spec)
-    units = {pool: _units(pool, inputs.world_size, halved=halved) for pool in pools}
+    units = {pool: _units(pool, inputs.world_size, most_units, halved=halved) for pool in pools}
     orders = dict.fromkeys(_orders(inputs, pools))
     return [tuple(unit for pool in order for unit in units[pool]) for order in orders]
 
@@ -76,9 +77,9 @@ def _keeps_regions(order: Sequence[Pool]) -> bool:
     return changes == len(set(regions)) - 1
 
 
-def _units(pool: Pool, world_size: int, *, halved: bool) -> list[tuple[int, ...]]:
+def _units(pool: Pool, world_size: int, most_units: int, *, halved: bool) -> list[tuple[int, ...]]:
     """Parts of nodes, or several nodes, about as many as the pool's part of the cluster."""
-    wanted = max(1, round(_MOST_UNITS * pool.num_gpus / world_size))
+    wanted = max(1, round(most_units * pool.num_gpus / world_size))
     nodes = len(pool.cells)
     if wanted < nodes:
         size = -(-nodes // wanted)
