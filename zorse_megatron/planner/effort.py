@@ -1,6 +1,6 @@
 """How much a search looks at, by the size of the cluster."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zorse_megatron.planner.groupings import EVERY_PARTITION_UP_TO
 from zorse_megatron.planner.inputs import Inputs
@@ -47,6 +47,15 @@ class Effort:
     """Neighbours of a verdict that are simulated, at most."""
     tolerance: float = 1.1
     """Neighbours whose estimate is so much longer are not simulated."""
+
+    def halved(self, *, computations: int) -> "Effort":
+        """Of one of two searches that start from different plans."""
+        return replace(
+            self,
+            finalists=max(1, self.finalists // 2),
+            polished=max(1, self.polished // 2),
+            computations=computations,
+        )
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Effort":

@@ -9,6 +9,7 @@ from zorse_megatron.planner.bound import lower_bound_s
 from zorse_megatron.planner.cephalo import cephalo_inputs, cephalo_plans
 from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.estimate import Estimator
+from zorse_megatron.planner.halves import search as search_all
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.judge import Judge, Verdict
 from zorse_megatron.planner.outcome import (
@@ -24,7 +25,6 @@ from zorse_megatron.planner.stock import stock_plans
 from zorse_megatron.planner.teams import Teams
 from zorse_megatron.planner.wire import with_narrow_wire
 from zorse_megatron.planner.words import in_words
-from zorse_megatron.planner.zorse import ZorseSearch
 from zorse_megatron.planner.zorse_paper import zorse_paper_plans
 from zorse_megatron.schema.plan import Predictions
 
@@ -80,11 +80,7 @@ def find_plan(
         ),
         extrapolated=best.is_extrapolated,
         rejected=tuple(_rejected(inputs, search)),
-        considered=Considered(
-            groupings=search.num_groupings,
-            estimated=search.judge.estimator.num_estimated,
-            simulated=search.judge.num_simulated,
-        ),
+        considered=search.considered,
         plan_time_s=time.perf_counter() - started_s,
         margin=inputs.memory_margin,
         notes=(*inputs.notes, *_notes(inputs, best)),
@@ -96,17 +92,26 @@ class _Searched:
     judge: Judge
     verdicts: list[Verdict]
     """Those that fit, fastest first."""
-    num_groupings: int
+    before: Considered
+    """What was considered without `judge`."""
+
+    @property
+    def considered(self) -> Considered:
+        """In all so far."""
+        return replace(
+            self.before,
+            estimated=self.before.estimated + self.judge.estimator.num_estimated,
+            simulated=self.before.simulated + self.judge.num_simulated,
+        )
 
 
 def _searched(
     inputs: Inputs, strategy: Strategy, on_progress: Callable[[Progress], None]
 ) -> _Searched:
     if strategy == "zorse":
-        search = ZorseSearch(inputs, on_progress)
-        verdicts = search.run()
-        seen = len(search.groupings.seen)
-        return _Searched(judge=search.judge, verdicts=verdicts, num_groupings=seen)
+        found = search_all(inputs, on_progress)
+        judge = Judge(inputs, Estimator(inputs))
+        return _Searched(judge=judge, verdicts=found.verdicts, before=found.considered)
     baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
     if strategy not in baselines:
         raise ValueError(f"found strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
@@ -116,7 +121,8 @@ def _searched(
     judge = Judge(inputs, Estimator(inputs))
     verdicts = baselines[strategy](inputs, judge, Teams(inputs))
     on_progress(Progress(phase=strategy, done=1, total=1))
-    return _Searched(judge=judge, verdicts=verdicts, num_groupings=len(verdicts))
+    before = Considered(groupings=len(verdicts), estimated=0, simulated=0)
+    return _Searched(judge=judge, verdicts=verdicts, before=before)
 
 
 _LIMITS = {

@@ -51,6 +51,10 @@ class Team:
         """Teams are in the keys of everything that is priced once."""
         return self._hash
 
+    def __reduce__(self) -> tuple[type["Team"], tuple[tuple[Cell, ...]]]:
+        """Leave the hash behind: another process hashes strings to other numbers."""
+        return Team, (self.cells,)
+
     @cached_property
     def look(self) -> tuple[tuple[str, int, int, float, int], ...]:
         """Equal for teams whose computation and memory are equal."""
