@@ -26,7 +26,7 @@ def build_uneven_optimizer(
     """Return what `megatron.core.optimizer.get_megatron_optimizer` returns for these arguments.
 
     A collective call of all ranks. `model_chunks` are `UnevenDistributedDataParallel`;
-    `pg_collection` has the groups of a plan (mp and intra_dist_opt are the world). `config` is
+    `pg_collection` has the groups of a plan (intra_dist_opt is the world). `config` is
     not changed; the optimizer gets a copy with use_distributed_optimizer. Raises FlagError for
     optimizers and options that cannot be kept.
     """

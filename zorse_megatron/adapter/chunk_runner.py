@@ -173,7 +173,7 @@ class MegatronChunkRunner:
         is the number of tokens of the global batch whatever the split.
         """
         self._finish_reductions()
-        dist.all_reduce(self.num_tokens, group=self.collection.mp)
+        dist.all_reduce(self.num_tokens, group=self.collection.intra_dist_opt)
         factor = 1.0 / torch.clamp(self.num_tokens, min=1)
         for model in self.inputs.models.values():
             model.scale_gradients(factor)

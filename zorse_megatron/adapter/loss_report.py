@@ -85,20 +85,73 @@ def tell_last_rank(
     """Wrap `train_step` or `evaluate`: the last rank gets the losses of `source`.
 
     Both return a tuple whose first item is the dictionary of losses. Only `source`, a rank of the
-    last group, and `target`, the job's last rank, communicate.
+    last group, and `target`, the job's last rank, communicate; `source` does not wait.
     """
+    messages = LossMessages(peer=target if rank == source else source)
 
     def with_losses(*args: Any, **kwargs: Any) -> Any:
         losses, *rest = function(*args, **kwargs)
         if rank == source:
-            dist.send_object_list([_on_host(losses)], dst=target)
+            messages.send(losses)
         elif rank == target:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, src=source)
-            losses = _on_device(received[0])
+            losses = messages.receive()
         return (losses, *rest)
 
     return with_losses
+
+
+class LossMessages:
+    """Sends dictionaries of losses from one rank to another, each in one message of known size.
+
+    What the dictionaries are like is told with the first one, and again when it changes.
+    """
+
+    def __init__(self, *, peer: int) -> None:
+        self.peer = peer
+        self._like: dict[str, torch.Tensor] = {}
+        """The last dictionary that was sent as an object."""
+        self._leaving: tuple[Any, torch.Tensor] | None = None
+
+    def send(self, losses: dict[str, torch.Tensor] | None) -> None:
+        """Start to send; what was sent before must have arrived."""
+        if self._leaving is not None:
+            self._leaving[0].wait()
+        message = self._empty()
+        known = losses is not None and _are_numbers(losses) and _alike(losses, self._like)
+        if losses is not None and known:
+            message[0] = 1
+            message[1:] = torch.stack([value.double().reshape([]) for value in losses.values()])
+        self._leaving = dist.isend(message, self.peer), message
+        if not known:
+            self._like = losses or {}
+            dist.send_object_list([_on_host(losses)], dst=self.peer)
+
+    def receive(self) -> dict[str, torch.Tensor] | None:
+        """Wait for the next dictionary."""
+        message = self._empty()
+        dist.recv(message, self.peer)
+        if message[0]:
+            values = zip(self._like.items(), message[1:], strict=True)
+            return {name: number.to(like).view_as(like) for (name, like), number in values}
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=self.peer)
+        losses = _on_device(received[0])
+        self._like = losses or {}
+        return losses
+
+    def _empty(self) -> torch.Tensor:
+        """[whether the losses follow, each of them]; float64 has every float32 as it is."""
+        return torch.zeros(1 + len(self._like), dtype=torch.float64, device="cuda")
+
+
+def _are_numbers(losses: dict[str, torch.Tensor]) -> bool:
+    return bool(losses) and all(value.numel() == 1 for value in losses.values())
+
+
+def _alike(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Whether they differ by their values only."""
+    forms = [[(name, v.dtype, v.shape) for name, v in each.items()] for each in (first, second)]
+    return forms[0] == forms[1]
 
 
 def _on_host(losses: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:

@@ -2,9 +2,13 @@
 
 The counterpart of Megatron's `RankGenerator` and `initialize_model_parallel`, which only know grids
 of equal groups. Each plan group is a data-parallel group; a rank is its own tensor-, context- and
-expert-parallel group; the model-parallel group, over which Megatron reduces statistics, is the
-world. The pipeline has no group of ranks, because a rank has no single previous and next rank:
-stock asks its pipeline group for a position only (`PipelinePosition`).
+expert-parallel group. The group of a distributed optimizer's instance, over which gradients' norm
+is summed, is the world. Over the model-parallel group `train_step` and `training_log` reduce, in
+three calls, what ranks without an optimizer do not know: whether the step was made, the norm, the
+learning rate. Under a plan every rank has an optimizer and knows all three, so a rank is its own
+model-parallel group, which saves three round trips through the whole cluster in each step. The
+pipeline has no group of ranks, because a rank has no single previous and next rank: stock asks its
+pipeline group for a position only (`PipelinePosition`).
 """
 
 import copy
@@ -123,7 +127,7 @@ def collection_of(groups: PlanGroups) -> ProcessGroupCollection:
         gtp_remat=alone, expt_gtp_remat=alone,
         dp=group, dp_cp=group, dp_cp_gtp_remat=group, intra_dp_cp=group, tp_dp_cp=group,
         expt_dp=group, expt_dp_gtp_remat=group, intra_expt_dp=group,
-        mp=world, tp_ep_pp=world, tp_ep_pp_with_egtp_remat=world, intra_dist_opt=world,
+        mp=alone, tp_ep_pp=world, tp_ep_pp_with_egtp_remat=world, intra_dist_opt=world,
         pp=groups.position,
     )  # fmt: skip
     # Set explicitly: stock tells "None on purpose" from "forgotten".
