@@ -67,6 +67,15 @@ class Reference:
         while any([self._advance(rank) for rank in range(self.plan.world_size)]):
             pass
         assert all(self.at[r] == len(a) for r, a in enumerate(self.lists.ranks)), "stuck"
+        if any(action.kind is Kind.STEP for action in self.lists.ranks[0]):
+            self.end_s = max(self.end_s, max(self.clock) + self._report_s())
+
+    def _report_s(self) -> float:
+        """The loss is summed over the last group and told to the job's last rank."""
+        group = self.plan.groups[self.plan.chunks[-1].group].ranks
+        sum_s = self.comm.all_reduce_s(tuple(group), 4) if len(group) > 1 else 0.0
+        last = self.plan.world_size - 1
+        return sum_s + (0.0 if last in group else self.comm.transfer_s(group[0], last, 4))
 
     @staticmethod
     def _consumer(rank: int, action: Action) -> tuple:
@@ -155,7 +164,8 @@ class Reference:
         if count == 1:
             return 0.0
         if action.chunk is None:
-            return self.comm.all_reduce_s(tuple(range(count)), 4)
+            times = 2 if action.kind is Kind.SCALE else 1
+            return times * self.comm.all_reduce_s(tuple(range(count)), 4)
         shards = tuple(self.sizes.shards[action.chunk].values())
         if action.kind is Kind.REDUCE:
             parts = tuple(map(self.memory.gradient_bytes, shards))

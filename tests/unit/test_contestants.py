@@ -31,9 +31,11 @@ from zorse_megatron.emulate.stock_grids import (
     plan_of_grid,
     stages_of,
 )
+from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.simulate.framework import STOCK_1F1B
 from zorse_megatron.simulate.iteration import simulate
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
@@ -95,7 +97,13 @@ def test_the_best_grid_is_the_fastest_that_fits():
     for grid in grids(inputs):
         plan = plan_of_grid(inputs, grid)
         priced = simulate(
-            plan, inputs.compute, inputs.memory, inputs.comm, inputs.kinds, sequence_length=2048
+            plan,
+            inputs.compute,
+            inputs.memory,
+            inputs.comm,
+            inputs.kinds,
+            sequence_length=2048,
+            framework=STOCK_1F1B,
         )
         peaks = zip(priced.peak_memory_bytes, inputs.capacities_bytes, strict=True)
         if all(peak <= capacity for peak, capacity in peaks):
@@ -111,7 +119,7 @@ def test_flags_of_a_grid():
     )
     flags = flags_of_grid(make(CLUSTER), grid)
     bucket = int(flags[flags.index("--ddp-bucket-size") + 1])
-    tiny_layer = 12 * 32 * 32 + 13 * 32
+    tiny_layer = 12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE
     assert bucket == pytest.approx(40e6 / MODEL.layer_parameters() * tiny_layer, abs=1)
     assert flags[:4] == ("--pipeline-model-parallel-size", "4", "--micro-batch-size", "4")
     assert "--account-for-embedding-in-pipeline-split" in flags

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group, priced, run_case
+from zorse_megatron.schedules import shards
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
@@ -164,9 +165,23 @@ def test_offloaded_state_passes_through_the_gpu_in_the_step():
     result = run(plan, comm=FakeComm(host_bytes_per_s=64.0))
     state = result.memory[0].by_category[Category.OPTIMIZER_STATE]
     assert (state.num_bytes, state.action) == (12 * 640, "STEP")
-    assert result.iteration_s == 3 + 12 * 640 / 64
+    assert result.iteration_s == 3 + 2 * 12 * 640 / 64  # there, and back
     held = [s.by_category_bytes[Category.OPTIMIZER_STATE] for s in result.memory_over_time(0)]
     assert held[0] == held[-1] == 0
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 5, 10])
+def test_pieces_of_offloaded_state_come_while_others_are_stepped(monkeypatch, num_pieces):
+    """A piece takes c seconds each way and s to be stepped: in all n s + (n + 1) c.
+
+    The first one comes; from then on the next one comes while one is stepped and leaves.
+    """
+    monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", 640 // num_pieces)
+    plan = one_group((1, 1), offload=Offload(optimizer_state=True))
+    compute = FakeCompute(step_per_parameter_s=0.01)
+    result = run(plan, compute=compute, comm=FakeComm(host_bytes_per_s=64.0))
+    copy_s = 12 * 640 / 64 / num_pieces
+    assert result.iteration_s == pytest.approx(3 + 6.4 + (num_pieces + 1) * copy_s)
 
 
 @pytest.mark.parametrize("parameters", [False, True])

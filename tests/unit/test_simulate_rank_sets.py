@@ -9,7 +9,7 @@ from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.simulate.errors import SimulationError
-from zorse_megatron.simulate.framework import Framework
+from zorse_megatron.simulate.framework import STOCK_1F1B, Framework
 from zorse_megatron.simulate.ledger import Category
 
 PLAIN = even_plan(stages=3, replicas=2, count=5)
@@ -101,6 +101,24 @@ def test_blocking_transfers_are_not_hidden(stages):
     hidden = run(plan, **costs).iteration_s
     blocking = run(plan, framework=Framework(blocking_transfers=True), **costs).iteration_s
     assert blocking >= hidden + 20 * 0.5
+
+
+def test_stock_starts_an_activation_and_a_gradient_together():
+    """Two stages in step: each micro-batch takes a forward, a backward and one transfer.
+
+    Stage 1 runs them one behind the other, from the first arrival on; then the last gradient
+    travels and stage 0 runs its last backward. One transfer is on its own: in the list, stage 1
+    receives its second micro-batch before its first backward. Started one after the other, there
+    are two transfers for each micro-batch.
+    """
+    count, transfer_s = 20, 0.5
+    plan = even_plan(stages=2, replicas=1, count=count)
+    costs = {"memory": FakeMemory(boundary=8), "comm": FakeComm(bytes_per_s=16.0)}
+    both_s = 3.0 * plan.model.num_layers / 2
+    paired = run(plan, framework=STOCK_1F1B, **costs).iteration_s
+    assert paired == pytest.approx((count + 1) * (both_s + transfer_s) + transfer_s)
+    alone = run(plan, framework=Framework(blocking_transfers=True), **costs).iteration_s
+    assert alone >= paired + (count - 2) * transfer_s
 
 
 def test_split_transfers_send_a_part_of_each():

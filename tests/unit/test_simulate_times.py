@@ -31,6 +31,7 @@ from zorse_megatron.schema.plan import (
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.iteration import action_lists
 from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.task_graph import REPORT
 
 F, B = 1.0, 2.0
 
@@ -94,6 +95,27 @@ def test_one_micro_batch_pays_each_hop_once(stages):
     assert result.iteration_s == stages * (F + B) + 2 * (stages - 1) * hop_s
 
 
+@pytest.mark.parametrize(("schedule", "pieces"), [("breadth_first", 3), ("1f1b", 1)])
+def test_sharded_chunks_are_gathered_and_reduced_layer_by_layer(schedule, pieces):
+    """Three layers: each has a latency of its own where the chunk is sharded."""
+    plan = dataclasses.replace(
+        one_group((1, 1), (1, 1), layers=3), schedule=Schedule(name=schedule)
+    )
+    comm = FakeComm(collective_latency_s=1.0, bytes_per_s=64.0)
+    both_s = 2 * pieces * 1.0 + 1 / 2 * (4 + 2) * 3 * 640 / 64
+    assert run(plan, comm=comm).iteration_s == pytest.approx(3 * (F + B) + both_s)
+
+
+def test_the_loss_travels_to_the_last_rank():
+    """The last chunk is on rank 0: behind the step the number of rank 0 goes to rank 1."""
+    plan = even_plan(2, 1, 1)
+    turned = dataclasses.replace(plan, groups=plan.groups[::-1])
+    comm = FakeComm(latency_s=1.0, bytes_per_s=8.0)
+    told = run(turned, comm=comm)
+    assert told.iteration_s == pytest.approx(run(plan, comm=comm).iteration_s + 1.0 + 4 / 8.0)
+    assert told.critical_path[-1].action == REPORT
+
+
 def test_forward_only_is_a_pipeline_of_forwards():
     result = run(even_plan(4, 2, 8), forward_only=True)
     assert result.iteration_s == (8 + 4 - 1) * F
@@ -110,11 +132,12 @@ def test_one_group_is_its_slowest_replica_and_its_collectives():
     reduce_s = 1 + 2 / 3 * 4 * 1024 / 64
     gather_s = 1 + 2 / 3 * 2 * 1024 / 64
     step_s = max(0.001 * 768, 2 * 0.001 * 256)
-    expected = passes_s + reduce_s + 0.5 + 0.5 + step_s + gather_s
+    # Tokens, and whether to run the step again; the norm; the loss.
+    expected = passes_s + reduce_s + 2 * 0.5 + 0.5 + step_s + gather_s + 0.5
     assert result.iteration_s == pytest.approx(expected, rel=1e-12)
     idle = result.usage[2]
     assert idle.busy_s == 0
-    assert idle.communication_s == pytest.approx(reduce_s + 1.0 + gather_s)
+    assert idle.communication_s == pytest.approx(reduce_s + 2.0 + gather_s)
 
 
 def test_chunks_are_priced_by_their_layers_and_ends():

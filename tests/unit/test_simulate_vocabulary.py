@@ -95,10 +95,10 @@ def test_a_shard_is_fetched_and_then_gathered():
     assert work["0FETCH"] == (0.0, 2.0)
     assert work["0GATHER"] == (2.0, 3.0)
     assert work["0F0"] == (3.0, 4.0)
-    # The host's copy is still good, so the shard is dropped and nothing is copied; the step
-    # then writes the new one there.
+    # The host's copy is still good, so the shard is dropped and nothing is copied; for the step
+    # it comes, and leaves as the new one.
     assert work["0OFFLOAD"] == (6.0, 6.0)
-    assert work["STEP"] == (8.0, 10.0)
+    assert work["STEP"] == (8.0, 12.0)
     parameters = [
         (step.time_s, step.by_category_bytes[Category.PARAMETERS])
         for step in result.memory_over_time(0)
@@ -108,13 +108,16 @@ def test_a_shard_is_fetched_and_then_gathered():
 
 
 def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
-    """0F0's activations are on their way to the host from 6 s until 6 + 1000 / 256 s."""
+    """0F0's activations are on their way to the host from 6 s until 6 + 1000 / 256 s.
+
+    Behind 0F1 the rank waits for them; 0F1's own leave from then on.
+    """
     words = "0FETCH 0F0 0F1 0OFFLOAD 0FETCH 0B0 0B1 0REDUCE SCALE STEP 0OFFLOAD"
     plan = one_group((1, 2), offload=Offload(parameters=True, activations=True))
     comm = FakeComm(host_bytes_per_s=1280 / 5)
     result = run(plan, lists=parse_action_lists(f"rank 0: {words}"), comm=comm)
     ends = {span.action: span.end_s for span in reversed(result.spans(0))}
-    assert (ends["0F1"], ends["0OFFLOAD"]) == (7.0, 7.0)
+    assert (ends["0F1"], ends["0OFFLOAD"]) == (7.0, 6 + 1000 / 256)
 
 
 def test_what_a_step_has_changed_is_copied_to_the_host():
@@ -128,11 +131,11 @@ def test_what_a_step_has_changed_is_copied_to_the_host():
 
 
 def test_offloaded_state_is_not_fetched():
-    """It passes through the GPU during STEP, and the new parameters go the same way."""
+    """It passes through the GPU during STEP, as do the parameters: there, and back."""
     plan = fetching_plan(parameters=True, optimizer_state=True)
     result = run(plan, lists=FETCHING, comm=FakeComm(host_bytes_per_s=SHARD))
     start_s, end_s = works(result, 0)["STEP"]
-    assert end_s - start_s == 1 + 12 * 320 / SHARD
+    assert end_s - start_s == 2 * (1 + 12 * 320 / SHARD)
     state = result.memory[0].by_category[Category.OPTIMIZER_STATE]
     assert (state.num_bytes, state.action) == (12 * 320, "STEP")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.schedules.actions import TRANSFERS, Kind, parse_action
 from zorse_megatron.schema.plan import Plan
+from zorse_megatron.simulate.task_graph import REPORT
 
 if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult
@@ -44,7 +45,7 @@ def critical_shares(plan: Plan, result: "SimulationResult") -> CriticalShares:
     groups = {rank: number for number, group in enumerate(plan.groups) for rank in group.ranks}
     for step in result.critical_path:
         took_s = step.end_s - step.start_s
-        by_work[_NAMES[parse_action(step.action).kind]] += took_s
+        by_work[_name(step.action)] += took_s
         by_group[groups[step.rank]] += took_s
         contention_s += step.contention_s
     return CriticalShares(
@@ -53,6 +54,12 @@ def critical_shares(plan: Plan, result: "SimulationResult") -> CriticalShares:
         contention_s=contention_s,
         num_steps=len(result.critical_path),
     )
+
+
+def _name(word: str) -> str:
+    if word == REPORT:
+        return _NAMES[Kind.SCALE]
+    return _NAMES[parse_action(word).kind]
 
 
 def critical_lines(plan: Plan, result: "SimulationResult") -> list[str]:

@@ -12,15 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.schema.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
+from zorse_megatron.simulate.framework import STOCK_1F1B
 from zorse_megatron.simulate.iteration import simulate
 
 _SIZES = (1, 2, 4, 8, 16)
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 # Stock's default: buckets of so many parameters (`DistributedDataParallel.__init__`).
 _BUCKET_PARAMETERS = 40_000_000
-_TINY_LAYER_PARAMETERS = 12 * 32**2 + 13 * 32
+_TINY_LAYER_PARAMETERS = 12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +165,7 @@ def _priced(inputs: Inputs, grid: Grid) -> PricedGrid:
         inputs.comm,
         inputs.kinds,
         sequence_length=inputs.sequence_length,
+        framework=STOCK_1F1B,
     )
     fullest = max(
         peak / capacity

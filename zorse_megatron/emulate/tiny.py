@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.plan import ModelFingerprint, Plan
 
-HIDDEN_SIZE = 32
+# No parameter is padded, so that buckets end where the real model's do.
+HIDDEN_SIZE = 64
 SEQUENCE_LENGTH = 32
 NUM_HEADS = 2
 # An early receive may wait long on this machine for its sender.

@@ -324,7 +324,7 @@ class Estimator:
             )
             gather_s = max(gather_s, back_s)
             step_s = max(step_s, self.stages.step_s(job, stage.settings))
-        return reduce_s + 2 * self.networks.statistic_s + step_s + gather_s
+        return reduce_s + self.networks.statistics_s + step_s + gather_s
 
     @staticmethod
     def _turns_s(
@@ -349,14 +349,17 @@ class Estimator:
         hops: Sequence[Hop],
     ) -> Estimate:
         memory, chunks = self.inputs.memory, outline.num_chunks
+        layer = memory.layer_parameters()
         crowding = self.networks.crowding(outline.teams)
         collective_s, exposed_s, step_s = 0.0, 0.0, 0.0
         for job, stage, crowd in zip(jobs, stages, crowding, strict=True):
             parameters = self.stages.parameters(job.num_layers, job.place)
             parts = job.num_chunks
             part = -(-parameters // parts)
-            gather_s = crowd * self.networks.even_gather_s(job.team, memory.parameter_bytes(part))
-            reduce_s = crowd * self.networks.even_gather_s(job.team, memory.gradient_bytes(part))
+            gather_s, reduce_s = (
+                crowd * self.networks.even_gather_s(job.team, to_bytes(part), -(-part // layer))
+                for to_bytes in (memory.parameter_bytes, memory.gradient_bytes)
+            )
             collective_s = max(collective_s, parts * (2 * gather_s + reduce_s))
             exposed_s = max(exposed_s, gather_s + reduce_s)
             step_s = max(step_s, self.stages.step_s(job, stage.settings))
@@ -368,7 +371,7 @@ class Estimator:
         ]
         link_s = self.networks.busiest_link_s(hops) * chunks
         fill_s = sum(passages) - max(passages) + 2 * sum(hop_s)
-        tail_s = exposed_s + 2 * self.networks.statistic_s + step_s
+        tail_s = exposed_s + self.networks.statistics_s + step_s
         return Estimate(
             outline=outline,
             layers=tuple(job.num_layers for job in jobs),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.teams import Team
+from zorse_megatron.simulate.framework import RUNTIME
 from zorse_megatron.topology.grouping import hardware_key
 
 _STATISTIC_BYTES = 4
@@ -42,9 +43,11 @@ class Networks:
         self._alone: dict[tuple[int, int, int], float] = {}
         self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
-        self.statistic_s = (
-            inputs.comm.all_reduce_s(world, _STATISTIC_BYTES) if len(world) > 1 else 0.0
+        sums = RUNTIME.sums_at_scale + 1 + RUNTIME.sums_behind_step
+        self.statistics_s = (
+            sums * inputs.comm.all_reduce_s(world, _STATISTIC_BYTES) if len(world) > 1 else 0.0
         )
+        """Of all sums of one number in a step."""
 
     def hop(self, source: Team, target: Team) -> Hop:
         """The links from one team to another. O(ranks)."""
@@ -90,15 +93,18 @@ class Networks:
         most = max(loads.values(), default=0.0)
         return most * self.inputs.global_batch_size * self.boundary
 
-    def even_gather_s(self, team: Team, num_bytes: int) -> float:
-        """An all-gather (or reduce-scatter) of equal shards over a team, on idle links."""
+    def even_gather_s(self, team: Team, num_bytes: int, pieces: int = 1) -> float:
+        """An all-gather (or reduce-scatter) of equal shards over a team, on idle links.
+
+        `pieces`: of how many equal parts, one after the other.
+        """
         ranks = team.ranks
         if len(ranks) < 2:
             return 0.0
-        key = (ranks, num_bytes // len(ranks))
+        key = (ranks, num_bytes // pieces // len(ranks))
         if key not in self._gathers:
             self._gathers[key] = self.inputs.comm.all_gather_s(ranks, (key[1],) * len(ranks))
-        return self._gathers[key]
+        return pieces * self._gathers[key]
 
     def like_gather_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
         """As `even_gather_s`, computed once for all ranks that look like these."""

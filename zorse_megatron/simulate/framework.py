@@ -14,12 +14,23 @@ class Framework:
     blocking_transfers: bool = False
     """Whether a rank stops at each send and each receive until it is done, as with `send` and
     `recv` of torch.distributed on the stream that computes."""
+    paired_transfers: bool = False
+    """Whether, where transfers block, an activation and the gradient of the other direction are
+    started together, as in Megatron's `send_forward_recv_backward`."""
     split_transfers: bool = False
     """Whether each rank of a tensor-parallel set sends its part of an activation. If not, each
     sends all of it to its counterpart."""
     rebuild_bytes_per_s: float | None = None
     """How fast the receiver makes a tensor out of what arrived, before it can compute; None: no
     such work."""
+    sums_at_scale: int = 2
+    """How often all ranks sum one number before the gradients are scaled: the tokens, and whether
+    anybody wants the step to be run again (`RerunStateMachine.should_run_forward_backward`)."""
+    sums_behind_step: int = 0
+    """The same behind the step, over all ranks of a pipeline: whether it was made and the norm
+    (`train_step`), and the learning rate (`training_log`). Under a plan each rank knows these."""
 
 
 RUNTIME = Framework()
+STOCK_1F1B = Framework(blocking_transfers=True, paired_transfers=True, sums_behind_step=3)
+"""Megatron's own 1F1B with a distributed optimizer."""

@@ -5,10 +5,14 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.prices import Prices
+from zorse_megatron.simulate.routes import Work
 from zorse_megatron.simulate.task_graph import Role, TaskGraph
 
 Meeting = tuple[Kind, int | None, int]
-"""Kind, chunk (None: the whole world), and how many of these came before in the list."""
+"""Kind, chunk (None: the whole world), and how many of these came before in the list.
+
+The world meets twice for a STEP: for the norm, and for the report behind the list.
+"""
 
 
 class Meetings:
@@ -25,14 +29,20 @@ class Meetings:
 
     def join(self, key: Meeting, owner: tuple[int, int], *after: int) -> int:
         """Let a rank take part in the collective."""
-        kind, chunk, _ = key
         if key not in self.tasks:
-            work = self.prices.statistic() if chunk is None else self.prices.collective(kind, chunk)
-            self.tasks[key] = self.graph.add_work(owner, Role.COLLECTIVE, work)
+            self.tasks[key] = self.graph.add_work(owner, Role.COLLECTIVE, self._work(key))
         for earlier in after:
             self.graph.order(earlier, self.tasks[key])
         self.joined[key] = self.joined.get(key, 0) + 1
         return self.tasks[key]
+
+    def _work(self, key: Meeting) -> Work:
+        kind, chunk, number = key
+        if chunk is not None:
+            return self.prices.collective(kind, chunk)
+        if kind is Kind.SCALE:
+            return self.prices.statistics(self.prices.sizes.framework.sums_at_scale)
+        return self.prices.report() if number else self.prices.statistics()
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""

@@ -6,6 +6,7 @@ from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpu import ComputeDtype
 from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.residency import SteppedUnit
 from zorse_megatron.simulate.routes import Routes, Work
 from zorse_megatron.simulate.sizes import Sizes, narrow_bytes
 
@@ -38,7 +39,7 @@ class Prices:
         self.kinds = tuple(kinds)
         self._passes: dict[tuple[str, int, int], PassTimes] = {}
         self._collectives: dict[tuple[Kind, int], Work] = {}
-        self._statistic: Work | None = None
+        self._statistic_s: float | None = None
 
     def passes(self, rank: int, chunk: int) -> PassTimes:
         """One micro-batch of the rank through the chunk: layers, embedding, head, recompute."""
@@ -62,13 +63,47 @@ class Prices:
             self._collectives[kind, chunk] = price(kind, chunk)
         return self._collectives[kind, chunk]
 
-    def statistic(self) -> Work:
-        """A sum of one number over all ranks: the tokens, or the norm."""
-        if self._statistic is None:
-            world = tuple(range(self.sizes.plan.world_size))
-            alone_s = self.routes.comm.all_reduce_s(world, _STATISTIC_BYTES)
-            self._statistic = Work(seconds_s=alone_s if len(world) > 1 else 0.0)
-        return self._statistic
+    def statistics(self, count: int = 1) -> Work:
+        """Sums of one number over all ranks, one after the other."""
+        if self._statistic_s is None:
+            self._statistic_s = self._all_reduce_s(range(self.sizes.plan.world_size))
+        return Work(seconds_s=count * self._statistic_s)
+
+    def report(self) -> Work:
+        """What all ranks are told behind a step: sums over all of them, and the loss.
+
+        That is summed over the last group, and sent to the job's last rank if that is not in it.
+        """
+        plan, comm = self.sizes.plan, self.routes.comm
+        group = plan.groups[plan.chunks[-1].group]
+        last, loss_s = plan.world_size - 1, self._all_reduce_s(group.ranks)
+        if last not in group.ranks:
+            loss_s += comm.transfer_s(group.ranks[0], last, _STATISTIC_BYTES)
+        sums = self.statistics(self.sizes.framework.sums_behind_step)
+        return Work(seconds_s=sums.seconds_s + loss_s)
+
+    def _all_reduce_s(self, ranks: Sequence[int]) -> float:
+        if len(ranks) < 2:
+            return 0.0
+        return self.routes.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
+
+    def stepped_s(self, rank: int, units: Sequence[SteppedUnit], step_s: float) -> float:
+        """A step of `step_s` in all whose units pass through the GPU, as `adapter.host_state` does.
+
+        The unit behind the one that is stepped is fetched meanwhile; the one before it must have
+        left. Each direction of the link does one thing at a time.
+        """
+        whole = max(1, sum(unit.elements for unit in units))
+        now_s = coming_s = left_s = 0.0
+        there_s: list[float] = []
+        for number, unit in enumerate(units):
+            now_s = max(now_s, left_s)
+            for each in units[len(there_s) : number + 2]:
+                coming_s = max(coming_s, now_s) + self.copy_s(rank, each.in_bytes)
+                there_s.append(coming_s)
+            now_s = max(now_s, there_s[number]) + step_s * unit.elements / whole
+            left_s = max(left_s, now_s) + self.copy_s(rank, unit.out_bytes)
+        return max(now_s, left_s)
 
     def copy_s(self, rank: int, num_bytes: int) -> float:
         """Bytes between the GPU and host memory, in one direction."""
@@ -83,9 +118,11 @@ class Prices:
             to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
             if self.sizes.has_narrow_wire(chunk):
                 to_bytes, time_s = narrow_bytes, comm.exchange_s
-        parts = tuple(to_bytes(count) for count in shards.values())
-        alone_s = time_s(ranks, parts) if len(ranks) > 1 else 0.0
-        return self.routes.collective(ranks, sum(parts), alone_s)
+        if len(ranks) == 1:
+            return Work(seconds_s=0.0)
+        pieces = [tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk)]
+        alone_s = sum(time_s(ranks, parts) for parts in pieces)
+        return self.routes.collective(ranks, sum(map(sum, pieces)), alone_s)
 
     def _replicated_collective(self, kind: Kind, chunk: int) -> Work:
         """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""

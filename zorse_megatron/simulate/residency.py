@@ -35,6 +35,17 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SteppedUnit:
+    """What a STEP steps at once: a piece of a chunk's state, or all of a chunk."""
+
+    elements: int
+    in_bytes: int
+    """What comes from the host for it."""
+    out_bytes: int
+    """What goes there behind it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Passing:
     """What is on the GPU while a STEP runs, beside what is there all the time."""
 
@@ -73,8 +84,8 @@ class Residency:
     def __init__(self, sizes: Sizes, rank: int, actions: Sequence[Action]) -> None:
         self.rank = rank
         self.sizes = sizes
-        self.streamed_bytes = 0
-        """What STEP copies to the host: state that lives there, and parameters that are there."""
+        self.stepped: list[SteppedUnit] = []
+        """What STEP does in turn where something passes through the GPU meanwhile, else empty."""
         self.passing: dict[int, Passing] = {}
         """Position of a STEP -> what passes through the GPU meanwhile, at most."""
         self.moves: dict[int, Move] = {}
@@ -103,11 +114,7 @@ class Residency:
 
     def _state_bytes(self) -> int:
         """Optimizer state on the GPU; what is in the host instead is streamed."""
-        total = sum(map(self._state_of, self._chunks))
-        if self._is_state_in_host:
-            self.streamed_bytes += total
-            return 0
-        return total
+        return 0 if self._is_state_in_host else sum(map(self._state_of, self._chunks))
 
     def _state_of(self, chunk: int) -> int:
         """A chunk's optimizer state, wherever it is."""
@@ -136,22 +143,37 @@ class Residency:
     def _step(self, position: int) -> None:
         units = []
         for chunk, state in self._chunks.items():
-            if state.in_host:
-                self.streamed_bytes += state.shard_bytes
-            else:
-                state.is_changed = True
-            units += [(chunk, state_bytes) for state_bytes in self._pieces(chunk)]
+            state.is_changed = not state.in_host
+            pieces = self._pieces(chunk)
+            units += [(chunk, state_bytes) for _, state_bytes in pieces]
+            self.stepped += self._stepped(state, pieces)
+        if not any(unit.out_bytes for unit in self.stepped):
+            self.stepped = []
         self.passing[position] = max(
             (self._passing(units[at : at + 2]) for at in range(max(1, len(units) - 1))),
             key=lambda held: held.num_bytes,
         )
 
-    def _pieces(self, chunk: int) -> list[int]:
-        """Bytes of state that pass through in turn; one of none where it stays on the GPU."""
-        if not self._is_state_in_host:
-            return [0]
+    def _pieces(self, chunk: int) -> list[tuple[int, int]]:
+        """(elements, bytes of state that pass through) in turn; one where it stays on the GPU."""
         owned = self.sizes.shards[chunk][self.rank]
-        return [self.sizes.memory.state_bytes(piece) for piece in state_pieces(owned)]
+        if not self._is_state_in_host:
+            return [(owned, 0)]
+        return [(piece, self.sizes.memory.state_bytes(piece)) for piece in state_pieces(owned)]
+
+    @staticmethod
+    def _stepped(state: _ChunkState, pieces: Sequence[tuple[int, int]]) -> list[SteppedUnit]:
+        """Parameters in the host come with the chunk's first piece and go with its last one."""
+        own_bytes = state.shard_bytes if state.in_host else 0
+        last = len(pieces) - 1
+        return [
+            SteppedUnit(
+                elements=elements,
+                in_bytes=state_bytes + (own_bytes if number == 0 else 0),
+                out_bytes=state_bytes + (own_bytes if number == last else 0),
+            )
+            for number, (elements, state_bytes) in enumerate(pieces)
+        ]
 
     def _passing(self, units: Sequence[tuple[int, int]]) -> Passing:
         """What these (chunk, bytes of state) have on the GPU together."""

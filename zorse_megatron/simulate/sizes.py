@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
 from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.shards import overlaps, shard_bounds
 from zorse_megatron.schema.gpu import ComputeDtype
 from zorse_megatron.schema.plan import Group, Plan, Replica
@@ -81,6 +82,22 @@ class Sizes:
         if setting is None or setting.mode == "none":
             return "none", 0
         return setting.mode, min(layers, setting.num_layers or layers)
+
+    def pieces(self, chunk: int) -> tuple[tuple[int, ...], ...]:
+        """What each replica owns of each part of the chunk that is gathered or reduced at once.
+
+        The runtime cuts sharded chunks into buckets of a layer each
+        (`adapter.data_parallel`), here taken as equally large.
+        """
+        if parameters_setting(self.plan) == RESIDENT:
+            return (tuple(self.shards[chunk].values()),)
+        total, layer = self.parameters[chunk], self.memory.layer_parameters()
+        count = max(1, -(-total // max(1, layer)))
+        weights = [replica.shard_weight for replica in self._replicas(chunk)]
+        return tuple(
+            tuple(stop - start for start, stop in shard_bounds(size, weights))
+            for size in (total * (n + 1) // count - total * n // count for n in range(count))
+        )
 
     def num_layers(self, chunk: int) -> int:
         """Transformer layers of the chunk."""
@@ -203,8 +220,11 @@ class Sizes:
             total += self.memory.head_parameters(tied_on_same_rank=self.tied and chunk == 0)
         return total
 
+    def _replicas(self, chunk: int) -> tuple[Replica, ...]:
+        return self.plan.groups[self.plan.chunks[chunk].group].replicas
+
     def _shards(self, chunk: int) -> dict[int, int]:
-        replicas = self.plan.groups[self.plan.chunks[chunk].group].replicas
+        replicas = self._replicas(chunk)
         if self.framework.state == "replicated":
             return {replica.ranks[0]: self.parameters[chunk] for replica in replicas}
         bounds = shard_bounds(self.parameters[chunk], [r.shard_weight for r in replicas])

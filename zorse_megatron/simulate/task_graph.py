@@ -14,6 +14,8 @@ from zorse_megatron.simulate.routes import Work
 
 NOTHING = -1
 """In place of a task where there is none; nothing is waited for."""
+REPORT = "REPORT"
+"""In place of an action: what all ranks are told behind their lists."""
 
 
 class Role(IntEnum):
@@ -100,9 +102,10 @@ class Program:
     capacities_bytes_per_s: tuple[float, ...]
 
     def word(self, task: int) -> str:
-        """The action that a task belongs to."""
+        """The action that a task belongs to, or REPORT."""
         rank, position = self.graph.owner[task]
-        return str(self.tracks[rank].actions[position])
+        actions = self.tracks[rank].actions
+        return str(actions[position]) if position < len(actions) else REPORT
 
 
 def live(tasks: Iterable[int | None]) -> tuple[int, ...]:

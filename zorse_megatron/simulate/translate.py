@@ -16,16 +16,19 @@ yet, those that its word in `schedules.actions` promises:
   they start when all ranks of the group are there, and end on all at once. The main stream goes
   on; so they overlap with computation, unless what follows waits for them.
 - TIE, SCALE and STEP run on the main stream, behind the rank's collectives and FETCHes. TIE swaps
-  gradients between owners of the same elements, and ends with the rank's last swap. SCALE is a sum
-  of one number over all ranks; STEP such a sum (the norm) and then the optimizer step on the
-  rank's own shards. State that stays in the host passes through the GPU while the step runs, and
-  parameters whose shard is in the host go there: the longer of the two counts.
+  gradients between owners of the same elements, and ends with the rank's last swap. SCALE is sums
+  of one number over all ranks (`Framework`); STEP such a sum (the norm) and then the optimizer step
+  on the rank's own shards. State that stays in the host passes through the GPU piece by piece while
+  the step runs, and parameters whose shard is in the host come and go with their chunk's pieces
+  (`Prices.stepped_s`).
+- Behind the list, when all that it has started is done, all ranks are told what came of the step.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
-  chunk's GATHER and FETCH, a FETCH for its OFFLOAD, a GATHER for the FETCH. RELEASE takes no time
-  and waits for the chunk's GATHER.
-- With `offload.activations`, what a forward keeps is copied to the host behind it, and back one
-  computation before the backward, as a receive would be started; not where the backward is the
-  next computation.
+  chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
+  chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
+  for the chunk's GATHER.
+- With `offload.activations`, what a forward keeps is copied to the host behind it, when what the
+  forward before it kept has left, and back one computation before the backward, as a receive would
+  be started; not where the backward is the next computation.
 
 Computation and communication do not slow each other down here: on a GPU, NCCL's kernels take some
 of its processors.
@@ -41,6 +44,11 @@ from zorse_megatron.simulate.prices import Prices
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.task_graph import NOTHING, Program, Role, TaskGraph, Track, live
 from zorse_megatron.simulate.transfers import Transfers
+
+_PAIRS = (
+    {Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT},
+    {Kind.SEND_GRADIENT, Kind.RECEIVE_ACTIVATION},
+)
 
 
 def translate(
@@ -91,6 +99,8 @@ class _RankTranslator:
         self.factor = perturbation.rank_factor(rank, self.prices.kinds[rank])
         self.jitter = perturbation.jitter_of(rank)
         self.main = self.collective = self.to_host = self.from_host = NOTHING
+        self.last_out = NOTHING
+        """The last copy of activations to the host."""
         self.pending: dict[tuple[Kind, int | None], int] = {}
         """GATHERs and FETCHes of parameters that the main stream has not waited for yet."""
         self.copies: dict[tuple[Kind, int | None], int] = {}
@@ -118,12 +128,21 @@ class _RankTranslator:
             else:
                 task = self._blocking(position, action)
             self.track.tasks[position] = task
+        if any(action.kind is Kind.STEP for action in self.track.actions):
+            self._report()
         return self.track
 
     def _transfer(self, position: int, action: Action) -> None:
         after = self.main
+        if self.sizes.framework.paired_transfers and self._is_second(position):
+            after = self.track.before[position - 1]
         gate = self._stop(position, action) if self.sizes.framework.blocking_transfers else NOTHING
         self.transfers.start(action, rank=self.rank, position=position, after=after, gate=gate)
+
+    def _is_second(self, position: int) -> bool:
+        """Whether a receive goes with the send before it: one of a gradient, one not."""
+        pair = {action.kind for action in self.track.actions[max(0, position - 1) : position + 1]}
+        return pair in _PAIRS
 
     def _stop(self, position: int, action: Action) -> int:
         """What the main stream waits for at a blocking transfer, and what it then does."""
@@ -153,7 +172,11 @@ class _RankTranslator:
     def _collective(self, position: int, action: Action) -> int:
         own = live([self.collective])
         if action.kind is Kind.GATHER:
-            own += live([self.pending.get((Kind.FETCH, action.chunk))])
+            fetched = live([self.pending.pop((Kind.FETCH, action.chunk), None)])
+            if fetched:
+                owner = self.rank, position
+                self._on_main(self.graph.add(owner, Role.COPY, 0.0, self.main, *fetched))
+                own += fetched
         self.track.own[position] = own
         task = self._join(position, action.kind, action.chunk, self.main, *own)
         self.collective = task
@@ -179,6 +202,8 @@ class _RankTranslator:
         self.copies[action.kind, action.chunk] = task
         if not out:
             self.pending[action.kind, action.chunk] = task
+        elif move.copied_bytes:
+            self._on_main(task)
         return task
 
     def _blocking(self, position: int, action: Action) -> int:
@@ -194,10 +219,17 @@ class _RankTranslator:
         if action.kind is Kind.STEP:
             self.track.gates[position] = [task]
             seconds_s = self.prices.step_s(self.rank) * self.factor * self.jitter.draw()
-            streamed_s = self.prices.copy_s(self.rank, self.residency.streamed_bytes)
-            task = self.graph.add(owner, Role.COMPUTE, max(seconds_s, streamed_s), task)
+            if self.residency.stepped:
+                units = self.residency.stepped
+                seconds_s = self.prices.stepped_s(self.rank, units, seconds_s)
+            task = self.graph.add(owner, Role.COMPUTE, seconds_s, task)
             self._on_main(task)
         return task
+
+    def _report(self) -> None:
+        """Behind the list, and behind all that it has started."""
+        after = live([self.main, self.collective, self.from_host])
+        self._on_main(self._join(len(self.track.actions), Kind.STEP, None, *after))
 
     def _tie(self, position: int, own: tuple[int, ...]) -> int:
         owner = self.rank, position
@@ -230,8 +262,11 @@ class _RankTranslator:
     def _copy_out(self, position: int, action: Action) -> None:
         assert action.chunk is not None
         seconds_s = self.prices.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
-        self.to_host = self.graph.add(
-            (self.rank, position), Role.COPY, seconds_s, self.main, self.to_host
+        owner = self.rank, position
+        if self.last_out != NOTHING:
+            self._on_main(self.graph.add(owner, Role.COPY, 0.0, self.main, self.last_out))
+        self.to_host = self.last_out = self.graph.add(
+            owner, Role.COPY, seconds_s, self.main, self.to_host
         )
         self.track.copies[position] = self.to_host
         self.copied_out[action.chunk, action.micro_batch] = self.to_host
