@@ -18,7 +18,7 @@ from zorse_megatron.emulate.tiny import Training
 from zorse_megatron.planner.inputs import make_inputs
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.plan import Recompute
+from zorse_megatron.schema.plan import Offload, Recompute
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.perturb import Perturbation
 
@@ -42,11 +42,28 @@ MINISTAGES = chunked_plan(
 GPUS = (2, 3, 4)
 
 
+def changed(plan, recompute=None, **offload):
+    """The plan with this recomputation, and this in the host, in all groups."""
+    groups = tuple(
+        dataclasses.replace(group, recompute=recompute, offload=Offload(**offload))
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups)
+
+
+FULL = Recompute(mode="full")
+
+
 @pytest.fixture(scope="module")
 def lab():
     training = Training(model=MODEL, global_batch_size=BATCH, iterations=2)
     with emulator(INPUTS, training) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def stock_losses(lab):
+    return run(lab, stock()).losses
 
 
 def run(lab, system, inputs=INPUTS, **perturbation):
@@ -87,36 +104,35 @@ def test_stock_pipeline_takes_what_1f1b_takes(lab):
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "tolerance"),
     [
-        pytest.param(UNEVEN, id="1f1b"),
+        pytest.param(UNEVEN, 0.002, id="1f1b"),
+        pytest.param(changed(UNEVEN, FULL, activations=True), 0.002, id="inputs in the host"),
+        pytest.param(changed(UNEVEN, optimizer_state=True), 0.002, id="state in the host"),
+        pytest.param(MINISTAGES, 0.02, id="ministages"),
         pytest.param(
-            dataclasses.replace(
-                UNEVEN,
-                groups=tuple(
-                    dataclasses.replace(group, recompute=Recompute(mode="full"))
-                    for group in UNEVEN.groups
-                ),
-            ),
-            id="recomputed",
+            changed(MINISTAGES, FULL, parameters=True, optimizer_state=True, activations=True),
+            0.02,
+            id="all in the host",
         ),
-        pytest.param(MINISTAGES, id="ministages"),
     ],
 )
-def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(lab, plan):
+def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(
+    lab, stock_losses, plan, tolerance
+):
     """The executed run against the simulated one: another program, the same prices.
 
-    They part by what the simulator leaves out: the loss that all ranks are told.
+    They part where a forward needs only its first layer's parameters to begin, and where ranks go
+    on to the next step while others still gather.
     """
     found = run(lab, System(name="plan", gpus=GPUS, plan=plan))
     comm, kinds = _OnGpus(INPUTS.comm), [INPUTS.kinds[gpu] for gpu in GPUS]
     predicted = simulate(
         plan, INPUTS.compute, INPUTS.memory, comm, kinds, sequence_length=MODEL.seq_length
     )
-    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.005)
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
-    reference = run(lab, stock())
-    assert found.losses == pytest.approx(reference.losses, abs=2e-5)
+    assert found.losses == pytest.approx(stock_losses, abs=2e-5)
 
 
 class _OnGpus:

@@ -45,16 +45,6 @@ def test_bad_options(run, options, said):
     assert said in result.output
 
 
-def test_a_plan_with_offload(run, tmp_path):
-    def change(plan):
-        plan["groups"][1]["offload"] = {"optimizer_state": True}
-
-    write_plan(tmp_path, change)
-    result = run()
-    assert result.exit_code == 1
-    assert "groups[1].offload: found state that waits in host memory" in result.output
-
-
 def test_a_plan_for_another_cluster(run, tmp_path):
     def change(plan):
         plan["cluster"]["gpu_kinds"] = ["A6000"] * 8

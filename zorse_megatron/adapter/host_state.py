@@ -72,6 +72,16 @@ class HostState:
                 for chunk in self.chunks
             }
 
+    @property
+    def states(self) -> list[ChunkState]:
+        """Optimizer state in the host, by chunk; none where it stays on the device."""
+        return list(self._state.values())
+
+    @property
+    def num_elements(self) -> int:
+        """What a step changes."""
+        return sum(shard.tensor.numel() for shards in self._shards.values() for shard in shards)
+
     def step(self) -> None:
         """The inner optimizer's step, and the copy of new main parameters to the shards."""
         # Fused optimizers count here, once per call, and not in groups that are empty then.

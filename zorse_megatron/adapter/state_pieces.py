@@ -186,10 +186,15 @@ class ChunkState:
         return memory
 
 
+def _piece_sizes(shards: Sequence[OwnedShard]) -> Sequence[int]:
+    """Elements of each piece."""
+    return state_pieces(sum(shard.tensor.numel() for shard in shards))
+
+
 def _cut(shards: Sequence[OwnedShard]) -> Iterator[list[_Slice]]:
     """The slices of each piece; one piece without any where there are no shards."""
     todo = [(shard, 0) for shard in reversed(shards)]
-    for size in state_pieces(sum(shard.tensor.numel() for shard in shards)):
+    for size in _piece_sizes(shards):
         slices: list[_Slice] = []
         at = main_at = 0
         while at < size or (todo and not todo[-1][0].tensor.numel()):

@@ -110,7 +110,7 @@ def _compared(  # noqa: PLR0917
 ) -> "Report":
     from zorse_megatron.emulate.contestants import contestants
     from zorse_megatron.emulate.report import Report
-    from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+    from zorse_megatron.planner.inputs import make_inputs
 
     def make(machines: Cluster) -> "Inputs":
         assert workload.dtype is not None and workload.global_batch_size is not None
@@ -120,7 +120,6 @@ def _compared(  # noqa: PLR0917
             profile,
             global_batch_size=workload.global_batch_size,
             dtype=workload.dtype,
-            space=SearchSpace(offload=False),  # copies to the host are not emulated
         )
 
     inputs = make(cluster)

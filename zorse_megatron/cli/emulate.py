@@ -147,17 +147,6 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
             expected=f"at most {MAX_RANKS}: each is a process on this machine",
             remedy="Emulate a part of the cluster, or use zorse simulate.",
         )
-    for number, group in enumerate(plan.groups):
-        offload = group.offload
-        if offload is not None and (
-            offload.parameters or offload.optimizer_state or offload.activations
-        ):
-            yield Problem(
-                where=f"{source}: groups[{number}].offload",
-                found="state that waits in host memory",
-                expected="none: copies to the host are not emulated",
-                remedy="Use zorse simulate, which prices them.",
-            )
     if dilation is not None and not 0 < dilation < float("inf"):
         yield Problem(
             where="--dilation",

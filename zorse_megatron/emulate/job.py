@@ -24,6 +24,8 @@ class EmulatedJob:
     """Rank of the job -> kind of its GPU."""
     capacities_bytes: tuple[int, ...]
     """Rank of the job -> what it may hold."""
+    host_bytes_per_s: tuple[float, ...]
+    """Rank of the job -> its GPU's link to the host, in each direction."""
     compute: ComputeCost
     memory: MemoryCost
     perturbation: Perturbation

@@ -12,6 +12,7 @@ import torch
 
 from zorse_megatron.adapter.model_parts import ModelParts
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
+from zorse_megatron.emulate.host_copies import HostCopies
 from zorse_megatron.emulate.model_sizes import ModelSizes
 
 
@@ -30,6 +31,8 @@ class MemoryCap:
         """Of activations and logits."""
         self.peak_bytes = 0
         self.chunks: Sequence[ModelParts] = ()
+        self.host: HostCopies | None = None
+        """What waits in the host, if anything may."""
         self.overflow: str | None = None
         """What was said when it did not suffice."""
         self._leaving_bytes = 0
@@ -40,7 +43,8 @@ class MemoryCap:
 
     def check(self) -> None:
         """Raise torch.OutOfMemoryError if more is held than there is."""
-        total = self.state_bytes() + self.kept_bytes
+        away_bytes = self.host.activation_bytes if self.host is not None else 0
+        total = self.state_bytes() + self.kept_bytes - away_bytes
         self.peak_bytes = max(self.peak_bytes, total)
         if total <= self.capacity_bytes:
             return
@@ -83,11 +87,23 @@ class MemoryCap:
         owned = self.sizes.owned_parameters(parts)
         have_parameters = all(_is_there(buffer.parameters) for buffer in parts.buffers)
         have_gradients = all(_is_there(buffer.gradients) for buffer in parts.buffers)
+        own_bytes, state_bytes = memory.parameter_bytes(owned), memory.state_bytes(owned)
+        if self.host is not None:
+            own_bytes = 0 if self.host.has_parameters(parts) else own_bytes
+            passing_bytes = self.host.state_on_gpu_bytes(parts)
+            state_bytes = state_bytes if passing_bytes is None else passing_bytes
+        gradients = whole if have_gradients else owned * _has_gradient_shards(parts)
         return (
-            memory.parameter_bytes(whole if have_parameters else owned)
-            + memory.gradient_bytes(whole if have_gradients else owned)
-            + memory.state_bytes(owned)
+            (memory.parameter_bytes(whole) if have_parameters else own_bytes)
+            + memory.gradient_bytes(gradients)
+            + state_bytes
         )
+
+
+def _has_gradient_shards(parts: ModelParts) -> bool:
+    """Whether sums of gradients have arrived, of a chunk whose gradients come and go."""
+    shards = parts.wrapped.shards
+    return any(buffer.in_shard for buffer in shards.gradients)
 
 
 def _is_there(tensor: torch.Tensor | None) -> bool:

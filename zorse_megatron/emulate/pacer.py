@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zorse_megatron.adapter.model_parts import ModelParts
 from zorse_megatron.costs.interface import ComputeCost, RecomputeMode
+from zorse_megatron.emulate.host_copies import HostCopies
 from zorse_megatron.emulate.memory_cap import MemoryCap
 from zorse_megatron.emulate.model_sizes import ModelSizes
 from zorse_megatron.emulate.rank_clock import RankClock
@@ -36,12 +37,14 @@ class Pacer:
         cap: MemoryCap,
         kind: str,
         gpu: int,
+        host_bytes_per_s: float,
         perturbation: Perturbation,
         report: Path,
     ) -> None:
         """`kind`, `gpu`: kind of the rank's GPU, and its global rank in the cluster.
 
-        `report`: where to write what has happened, after each step.
+        `host_bytes_per_s`: of its link to the host. `report`: where to write what has happened,
+        after each step.
         """
         self.clock = clock
         self.compute = compute
@@ -50,7 +53,10 @@ class Pacer:
         self.kind = kind
         self.report = report
         self.chunks: list[ModelParts] = []
-        cap.chunks = self.chunks
+        self.host = HostCopies(clock, sizes, self.chunks, bytes_per_s=host_bytes_per_s)
+        cap.chunks, cap.host = self.chunks, self.host
+        self.forward_bytes = 0
+        """What the layers of the last forward keep."""
         self.step_ends_s: list[float] = []
         self.spans: list[tuple[str, float, float]] = []
         """What the GPU did in the last step, and when."""
@@ -58,6 +64,8 @@ class Pacer:
         self._jitter = perturbation.jitter_of(gpu)
         self._factor = self._rank_factor
         self._stepped: Any = None
+        self._num_stepped = 0
+        """Elements of a step that is made in pieces."""
         register_optimizer_step_pre_hook(self._step)
 
     def watch(self, parts: ModelParts) -> None:
@@ -82,8 +90,8 @@ class Pacer:
             self.clock.start()
         self.spans = []
         try:
-            self.cap.check()
             yield
+            self.cap.check()
             self.step_ends_s.append(self.clock.measured_s)
         finally:
             self._write()
@@ -112,6 +120,8 @@ class Pacer:
 
     def _begin_forward(self, *_: Any) -> None:
         self._begin_pass()
+        self.forward_bytes = 0
+        self.cap.check()
 
     def _end_forward(self, _module: Any, _inputs: Any, output: Any) -> None:
         on_backward(output, self._begin_pass)
@@ -126,6 +136,7 @@ class Pacer:
             self._take("F", times.forward_s)
             if layer.training:
                 self.cap.keep_layer(size, how)
+                self.forward_bytes += self.cap.memory.activation_bytes(size, how)
         backward_s = times.backward_s
         if how == "selective":
             backward_s += self.compute.recompute_s(self.kind, size, how)
@@ -155,12 +166,26 @@ class Pacer:
             )
 
     def _step(self, optimizer: Any, *_: Any) -> None:
-        """The whole step passes with the first of a rank's optimizers."""
+        """The whole step passes with the first of a rank's optimizers, or piece by piece."""
+        if self.host.step_elements is not None:
+            self._step_piece(optimizer)
+            return
         if self._stepped is None:
             self._stepped = optimizer
         if optimizer is self._stepped and self.chunks:
             self._begin_pass()
             self._take("STEP", self.compute.step_s(self.kind, self.owned_parameters()))
+
+    def _step_piece(self, optimizer: Any) -> None:
+        """A piece takes its share of the step."""
+        total = max(1, self.host.step_elements or 0)
+        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        if not self._num_stepped:
+            self._begin_pass()
+        self._num_stepped = (self._num_stepped + count) % total
+        self.cap.check()
+        whole_s = self.compute.step_s(self.kind, self.owned_parameters())
+        self._take("STEP", whole_s * count / total)
 
     def owned_parameters(self) -> int:
         """Real parameters that this rank's optimizer steps."""

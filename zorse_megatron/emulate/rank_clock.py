@@ -113,6 +113,11 @@ class RankClock:
         if self.is_running:
             self._go_to(self.now_s + seconds_s)
 
+    def until(self, moment_s: float) -> None:
+        """Let time pass until a moment, if that has not come yet."""
+        if self.is_running and moment_s > self.now_s:
+            self._go_to(moment_s)
+
     def post(self, stream: Stream, operation: Operation, *, receives: bool = False) -> Name:
         """Take part in the stream's next operation, and go on."""
         with self._lock:

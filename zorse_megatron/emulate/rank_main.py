@@ -18,6 +18,7 @@ def emulate(job: EmulatedJob, rank: int) -> None:
     from zorse_megatron.adapter import rebind
     from zorse_megatron.adapter.emulation_records import emulation_records
     from zorse_megatron.emulate.backend import register
+    from zorse_megatron.emulate.host_seams import host_records
     from zorse_megatron.emulate.memory_cap import MemoryCap
     from zorse_megatron.emulate.model_sizes import ModelSizes
     from zorse_megatron.emulate.pacer import Pacer
@@ -36,11 +37,12 @@ def emulate(job: EmulatedJob, rank: int) -> None:
         cap=MemoryCap(job.memory, sizes, capacity_bytes=job.capacities_bytes[rank], rank=rank),
         kind=job.kinds[rank],
         gpu=job.gpus[rank],
+        host_bytes_per_s=job.host_bytes_per_s[rank],
         perturbation=job.perturbation,
         report=job.report(rank),
     )
     records = emulation_records(watch=pacer.watch, around_step=pacer.around_step)
-    rebind.apply([*seam_records(), *records])
+    rebind.apply([*seam_records(), *host_records(pacer), *records])
 
 
 def main() -> None:

@@ -173,6 +173,7 @@ class Emulator:
                 gpus=tuple(gpus),
                 kinds=tuple(self.inputs.kinds[gpu] for gpu in gpus),
                 capacities_bytes=tuple(self.inputs.capacities_bytes[gpu] for gpu in gpus),
+                host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
                 compute=self.inputs.compute,
                 memory=self.inputs.memory,
                 perturbation=self.perturbation,

@@ -57,9 +57,11 @@ class ActivationOffload:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
+        self._send(key, [HostBacked(t, self.link, "activations") for t in found.values()])
+
+    def _send(self, key: tuple[int, int], memories: list[HostBacked]) -> None:
         # What the forward before this one kept has had this one's time to leave.
         self.let_go(wait=True)
-        memories = [HostBacked(tensor, self.link, "activations") for tensor in found.values()]
         for memory in memories:
             memory.send()
         self._leaving += memories

@@ -94,6 +94,10 @@ class HostLink:
         self.brought_bytes += target.nbytes
         return self._copy(host, target, self._from_host)
 
+    def hold_back(self, copied: "torch.cuda.Event") -> None:
+        """Let the current stream wait for a copy."""
+        torch.cuda.current_stream(self.device).wait_event(copied)
+
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, stream: "torch.cuda.Stream | None"
     ) -> "torch.cuda.Event | None":
@@ -164,7 +168,7 @@ class HostBacked:
         if self._leaving is not None and self.link is not None:
             if not wait and not self._leaving.query():
                 return False
-            torch.cuda.current_stream(self.link.device).wait_event(self._leaving)
+            self.link.hold_back(self._leaving)
         self._leaving, self._is_leaving = None, False
         self.drop()
         return True
@@ -195,7 +199,7 @@ class HostBacked:
         """Let the current stream wait for `start_back`, after starting it where nobody has."""
         self.start_back()
         if self._coming is not None and self.link is not None:
-            torch.cuda.current_stream(self.link.device).wait_event(self._coming)
+            self.link.hold_back(self._coming)
             self._coming = None
 
     def forget_host(self) -> None:

@@ -1,0 +1,178 @@
+"""Copies between an emulated GPU and its host, and what waits in the host meanwhile.
+
+Each direction of a GPU's link to the host is a stream of its own, as in `runtime.host_memory`: a
+copy starts behind what the rank has computed so far and behind the copy before it, and takes what
+the cost models say for the real model's bytes. No other GPU takes part, so the conductor need not
+know. The tiny model's state is cut into as many pieces as the real one's.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.runtime.host_memory import HostBacked
+from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
+from zorse_megatron.schedules.shards import state_pieces
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.host_state import HostState
+    from zorse_megatron.adapter.model_parts import ModelParts
+    from zorse_megatron.adapter.state_pieces import OwnedShard
+    from zorse_megatron.emulate.model_sizes import ModelSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """A copy under way; stands in for the CUDA event behind it."""
+
+    clock: RankClock
+    end_s: float
+
+    def query(self) -> bool:
+        """Whether it is done by now."""
+        return self.clock.now_s >= self.end_s
+
+
+class HostCopies:
+    """One GPU's link to its host."""
+
+    def __init__(
+        self,
+        clock: RankClock,
+        sizes: "ModelSizes",
+        chunks: "Sequence[ModelParts]",
+        *,
+        bytes_per_s: float,
+    ) -> None:
+        """`chunks`: the rank's, as far as they are known."""
+        self.clock = clock
+        self.sizes = sizes
+        self.chunks = chunks
+        self.bytes_per_s = bytes_per_s
+        self.step_elements: int | None = None
+        """What the tiny model's whole step changes; None where it is not made in pieces."""
+        self._free_s = {True: 0.0, False: 0.0}
+        """To the host? -> when the stream has nothing to do."""
+        self._known: dict[int, tuple[weakref.ref[HostBacked], int]] = {}
+        """By storage: whose it is, and its bytes in the real model."""
+        self._activations: weakref.WeakSet[HostBacked] = weakref.WeakSet()
+        self._state: dict[int, list[HostBacked]] = {}
+        """By chunk: all pieces of its optimizer state."""
+
+    # Time.
+
+    def start(self, tensor: torch.Tensor, *, to_host: bool) -> HostCopy | None:
+        """Start to copy what is, or will be, in `tensor` on the GPU; None: it takes no time."""
+        if not self.clock.is_running:
+            return None
+        start_s = max(self.clock.now_s, self._free_s[to_host])
+        end_s = start_s + self.real_bytes(tensor) / self.bytes_per_s
+        self._free_s[to_host] = end_s
+        return HostCopy(clock=self.clock, end_s=end_s)
+
+    def hold_back(self, copy: HostCopy) -> None:
+        """Stop the rank until a copy is done."""
+        self.clock.until(copy.end_s)
+
+    # Sizes.
+
+    def real_bytes(self, tensor: torch.Tensor) -> int:
+        """Of a storage that may wait in the host, as in the real model."""
+        storage = tensor.untyped_storage()._cdata
+        owner, num_bytes = self._known.get(storage, (None, 0))
+        if owner is not None and owner() is not None:
+            return num_bytes
+        for parts in self.chunks:
+            for buffer in _sharded_buffers(parts):
+                if buffer.memory is not None and buffer.memory.storage._cdata == storage:
+                    owned = self.sizes.owned_parameters(parts)
+                    count = owned * buffer.num_owned // max(1, _num_owned(parts))
+                    return self.sizes.memory.parameter_bytes(count)
+        return tensor.nbytes
+
+    def add_activations(self, memories: Sequence[HostBacked], num_bytes: int) -> None:
+        """Learn what a forward has kept: together `num_bytes` in the real model."""
+        tiny = [memory.num_bytes for memory in memories]
+        for memory, share in zip(memories, _scaled(tiny, num_bytes), strict=True):
+            self._note(memory, share)
+            self._activations.add(memory)
+
+    def add_state(self, host_state: "HostState") -> None:
+        """Learn what is stepped in pieces, when it has been sent to the host."""
+        self.step_elements = host_state.num_elements
+        for state in host_state.states:
+            parts = self._parts_of(state.shards)
+            if parts is None:
+                continue  # the rank owns nothing of the chunk
+            counts = _scaled(
+                [piece.num_elements for piece in state.pieces], self.sizes.owned_parameters(parts)
+            )
+            for piece, count in zip(state.pieces, counts, strict=True):
+                num_bytes = self.sizes.memory.state_bytes(count)
+                tiny = [memory.num_bytes for memory in piece.memories]
+                for memory, share in zip(piece.memories, _scaled(tiny, num_bytes), strict=True):
+                    self._note(memory, share)
+            self._state[id(parts)] = [m for piece in state.pieces for m in piece.memories]
+
+    def piece_sizes(self, shards: "Sequence[OwnedShard]") -> list[int]:
+        """Elements of the tiny model's pieces: as many pieces as the real model's."""
+        parts, tiny = self._parts_of(shards), sum(shard.tensor.numel() for shard in shards)
+        real = state_pieces(0 if parts is None else self.sizes.owned_parameters(parts))
+        return _scaled(real, tiny)
+
+    # Memory.
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of the activations that are in the host and not on the GPU."""
+        return sum(self._known[m.storage._cdata][1] for m in self._activations if m.is_away)
+
+    def has_parameters(self, parts: "ModelParts") -> bool:
+        """Whether the chunk's shard of parameters is in the host."""
+        return any(
+            buffer.in_shard and buffer.memory is not None and buffer.memory.is_away
+            for buffer in _sharded_buffers(parts)
+        )
+
+    def state_on_gpu_bytes(self, parts: "ModelParts") -> int | None:
+        """Of the chunk's optimizer state; None where all of it is always there."""
+        memories = self._state.get(id(parts))
+        if memories is None:
+            return None
+        return sum(self._known[m.storage._cdata][1] for m in memories if not m.is_away)
+
+    def _note(self, memory: HostBacked, num_bytes: int) -> None:
+        self._known[memory.storage._cdata] = weakref.ref(memory), num_bytes
+
+    def _parts_of(self, shards: "Sequence[OwnedShard]") -> "ModelParts | None":
+        for parts in self.chunks:
+            mine = {id(parameter) for parameter in parts.model.parameters()}
+            if shards and id(shards[0].parameter) in mine:
+                return parts
+        return None
+
+
+def _sharded_buffers(parts: "ModelParts") -> Sequence[ShardedBuffer]:
+    """Of a chunk whose parameters come and go; of others none."""
+    shards = getattr(parts.wrapped, "shards", None)
+    return () if shards is None else tuple(shards.parameters)
+
+
+def _num_owned(parts: "ModelParts") -> int:
+    return sum(buffer.num_owned for buffer in _sharded_buffers(parts))
+
+
+def _scaled(counts: Sequence[int], total: int) -> list[int]:
+    """Deal `total` out in the proportion of the counts.
+
+    >>> _scaled([16, 16, 2], 17)
+    [8, 8, 1]
+    """
+    whole = max(1, sum(counts))
+    bounds = [total * upto // whole for upto in accumulate(counts, initial=0)]
+    return [stop - start for start, stop in pairwise(bounds)]
