@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zorse_megatron.kernels import AdamW, adamw_shard, norm_and_flag, pack, sum_parts, unpack
+from zorse_megatron.kernels import AdamW, adamw_shard, norm_and_flag, pack, sum_parts
 from zorse_megatron.kernels.adamw_shard import step_torch
 from zorse_megatron.schedules.shards import Interval
 
@@ -134,21 +134,7 @@ def pack_case(num_bytes: int, device: torch.device) -> Case:
     )
 
 
-def unpack_case(num_bytes: int, device: torch.device) -> Case:
-    """The way back."""
-    whole, packed, pieces, kept = _pieces(num_bytes, device)
-    return Case(
-        name="unpack",
-        num_bytes=3 * packed.nbytes,
-        kernel=lambda: unpack(whole, packed, pieces),
-        plain={
-            "copies": lambda: [b.copy_(a) for a, b in zip(kept, _of(whole, pieces), strict=True)]
-        },
-        written=(whole,),
-    )
-
-
-CASES = (sum_parts_case, adamw_shard_case, norm_and_flag_case, pack_case, unpack_case)
+CASES = (sum_parts_case, adamw_shard_case, norm_and_flag_case, pack_case)
 
 
 def copy_case(num_bytes: int, device: torch.device) -> Case:

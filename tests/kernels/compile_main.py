@@ -61,7 +61,6 @@ def launch_all() -> None:
     KERNELS["norm_and_flag"]([new(ODD)], META)
     pieces = ((LARGE - 32, LARGE), (LARGE, LARGE + 1))
     KERNELS["pack"](new(33, bf16), new(ODD), pieces)
-    KERNELS["unpack"](new(ODD), new(33, bf16), pieces)
 
 
 def recorded(capability: int) -> Iterator[dict[str, Any]]:

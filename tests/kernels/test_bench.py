@@ -21,7 +21,7 @@ def test_the_dry_run_prints_json() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     assert found["dry"] and found["in_plain_torch_because"] == "Triton needs a GPU"
-    kernels = ["sum_parts", "adamw_shard", "norm_and_flag", "pack", "unpack"]
+    kernels = ["sum_parts", "adamw_shard", "norm_and_flag", "pack"]
     assert [row["kernel"] for row in found["rows"]] == kernels
     for row in found["rows"]:
         assert set(row["reached"]) == {"share_of_copy", "over_eager", "over_compiled"}

@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: every pair of dtypes, every kind of piece, places beyond 2^31, rounding."""
+"""`pack`: every pair of dtypes, every kind of piece, places beyond 2^31, rounding."""
 
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.kernels.memory import (
     random,
     seeds,
 )
-from zorse_megatron.kernels import pack, unpack
+from zorse_megatron.kernels import pack
 from zorse_megatron.schedules.shards import Interval
 
 gaps = st.one_of(st.sampled_from([0, 0, 1, 8, 16, 64]), st.integers(0, 3000))
@@ -39,7 +39,7 @@ def cut_out(whole: torch.Tensor, pieces: list[Interval]) -> torch.Tensor:
 
 @cheap
 @given(cuts(), dtypes, dtypes, seeds)
-def test_there_and_back(
+def test_every_piece_of_every_dtype(
     implementation: str,
     cut: tuple[int, list[Interval]],
     whole_dtype: torch.dtype,
@@ -53,14 +53,6 @@ def test_there_and_back(
     pack(packed.inner, guarded(whole).inner, pieces)
     packed.assert_guards_untouched()
     assert bits(packed.inner).equal(bits(expected))
-
-    back = poisoned(numel, whole_dtype)
-    unpack(back.inner, packed.inner, pieces)
-    back.assert_guards_untouched()
-    untouched = torch.full((numel,), torch.nan, dtype=whole_dtype)
-    for (start, stop), end in zip(pieces, accumulate(b - a for a, b in pieces), strict=True):
-        untouched[start:stop] = expected[end - (stop - start) : end].to(whole_dtype)
-    assert bits(back.inner).equal(bits(untouched))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -90,13 +82,11 @@ def test_places_beyond_2_to_the_31(implementation: str, dtype: torch.dtype, tmp_
     whole = torch.from_file(str(tmp_path / "sparse"), shared=True, size=numel, dtype=dtype)
     pieces = [(2**31 - 5, 2**31 + 4000), (2**32 + 1, 2**32 + 4500), (16, 48)]
     values = random(sum(stop - start for start, stop in pieces), 1, dtype)
-    unpack(whole, values, pieces)
+    for (start, stop), end in zip(pieces, accumulate(b - a for a, b in pieces), strict=True):
+        whole[start:stop] = values[end - (stop - start) : end]
     found = torch.empty_like(values)
     pack(found, whole, pieces)
     assert found.equal(values)
-    for (start, stop), end in zip(pieces, accumulate(b - a for a, b in pieces), strict=True):
-        assert whole[start:stop].equal(values[end - (stop - start) : end])
-        assert not whole[start - 16 : start].any() and not whole[stop : stop + 16].any()
 
 
 def test_what_does_not_fit_is_said(implementation: str) -> None:
@@ -109,6 +99,3 @@ def test_what_does_not_fit_is_said(implementation: str) -> None:
         with pytest.raises(ValueError) as caught:
             pack(packed, whole, pieces)
         assert said in str(caught.value)
-    with pytest.raises(ValueError) as caught:
-        unpack(packed, whole[:6], [(0, 3), (0, 3)])
-    assert "(0, 3) and (0, 3)" in str(caught.value)

@@ -126,6 +126,15 @@ def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
             assert all(torch.equal(copy, expected) for copy in copies), f"{name}: {parameter}"
 
 
+def test_the_fused_update_clips_as_stock_does_in_pieces_too(corpus: Path) -> None:
+    """It multiplies by the clip coefficient where it steps, wherever the state comes from."""
+    flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5")
+    plan = with_settings(BOTH_ENDS, optimizer_state=True)
+    run = plan_run(plan, [*flags, "--zorse-update", "fused"], **PIECES)
+    assert "shards are updated in one pass each" in run.outputs[0]
+    assert_equal_runs(run, stock_run(flags))
+
+
 def test_state_in_the_host_counts_steps_as_fused_optimizers_do(corpus: Path) -> None:
     """They count per group, in every call; with state in the host there are many calls."""
     flags = flags_for(corpus, *UNTIED, *NO_CLIP, steps=3)

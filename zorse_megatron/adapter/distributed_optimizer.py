@@ -6,13 +6,16 @@ is the only difference to stock's step; checkpoints are in `optimizer_checkpoint
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
 from zorse_megatron.adapter import optimizer_checkpoint
 from zorse_megatron.adapter.exact_values import take_exact
+from zorse_megatron.adapter.gradient_factors import GradientFactors
 from zorse_megatron.adapter.host_state import HostState
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.errors import FlagError, Problem
@@ -30,6 +33,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     has no other record of it.
     """
 
+    config: Any
+
     def __init__(self, *args: Any, checkpoint_layout: CheckpointLayout, **kwargs: Any) -> None:
         """Takes stock's arguments and the layout in which `sharded_state_dict` writes."""
         super().__init__(*args, **kwargs)
@@ -39,6 +44,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Whether groups compute in different types; set by who builds it for several groups."""
         self.copies_in_step = False
         """Whether the inner step writes 16-bit parameters, too."""
+        self.factors: GradientFactors | None = None
+        """What the inner step multiplies gradients by; None: stock has done it before."""
         self.step_count = 0
         self._last_grad_norm = 0.0
 
@@ -55,7 +62,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     def get_grad_norm(self) -> Any:
         """The norm over all ranks' shards; every rank must call."""
-        self._last_grad_norm = super().get_grad_norm()
+        if self.factors is None:
+            self._last_grad_norm = super().get_grad_norm()
+        else:
+            group = self.get_grad_stats_parallel_group()
+            self._last_grad_norm = self.factors.find_norm(group)
         return self._last_grad_norm
 
     @torch.no_grad()
@@ -80,12 +91,27 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         self.host_state = host_state
         self.optimizer.step = host_state.step
 
-    def update_in_one_pass(self, step: Callable[[], None]) -> None:
-        """Step by `step`, which also writes the new parameters of 16 bits (see `shard_update`)."""
+    def update_in_one_pass(self, step: Callable[[], None], factors: GradientFactors) -> None:
+        """Step by `step`, which also writes the new parameters of 16 bits (see `shard_update`).
+
+        It multiplies gradients by `factors`, so stock must neither unscale nor clip them.
+        """
         self.optimizer.step = step
         self.copies_in_step = True
+        self.factors = factors
+        self.config = replace(self.config, clip_grad=0.0)
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        if self.factors is None:
+            return super()._unscale_main_grads_and_check_for_nan()
+        self.found_inf.copy_(self.factors.find_overflow(self.grad_scaler.inv_scale))
+        group = self.get_grad_stats_parallel_group()
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
+        return self.found_inf.item() > 0
 
     def _copy_model_grads_to_main_grads(self) -> None:
+        if self.factors is not None:
+            self.factors.start()
         for chunk, parameter, (start, stop), shard in self.owned_shards():
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
 

@@ -2,14 +2,16 @@
 
 Apex and Transformer Engine have fused updates of their own, which stay. Where stock falls back to
 torch's AdamW, the kernel does what that does (in plain torch to the bit, in Triton to a few units
-in the last place) and writes the 16-bit shard that will be gathered in the same pass. The state is
-torch's, so checkpoints do not change. Unscaling and clipping stay stock's, in passes of their own.
+in the last place), unscales and clips the gradient, and writes the 16-bit shard that will be
+gathered, all in the same pass. One pass before it finds norm and overflow (`gradient_factors`).
+The state is torch's, so checkpoints do not change.
 """
 
 from typing import Any, Literal
 
 import torch
 
+from zorse_megatron.adapter.gradient_factors import GradientFactors
 from zorse_megatron.adapter.optimizer_checkpoint import allocate_state
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.kernels import AdamW, adamw_shard
@@ -22,9 +24,10 @@ Update = Literal["auto", "stock", "fused"]
 class ShardUpdate:
     """Takes the place of the inner optimizer's `step`."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, factors: GradientFactors) -> None:
         """`optimizer`: an `UnevenDistributedOptimizer` over torch's Adam or AdamW."""
         self.optimizer = optimizer
+        self.factors = factors
         self.inner = optimizer.optimizer
         self.decoupled = isinstance(self.inner, torch.optim.AdamW)
 
@@ -60,6 +63,8 @@ class ShardUpdate:
             state["exp_avg_sq"].view(-1),
             shard.grad.view(-1),
             numbers,
+            inv_scale=self.factors.inv_scale,
+            clip=self.factors.clip,
             copy=copy,
         )
 
@@ -91,7 +96,8 @@ def choose_update(optimizer: Any, wanted: Update, device: torch.device) -> str:
     reason = why_not_triton(device)
     if wanted == "auto" and reason is not None:
         return f"shards are updated by {name}: one pass over each gains nothing in plain torch"
-    optimizer.update_in_one_pass(ShardUpdate(optimizer).step)
+    factors = GradientFactors(optimizer, device, clip_grad=optimizer.config.clip_grad)
+    optimizer.update_in_one_pass(ShardUpdate(optimizer, factors).step, factors)
     return f"shards are updated in one pass each, in place of {name}"
 
 

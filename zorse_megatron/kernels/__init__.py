@@ -6,7 +6,7 @@ reference and runs wherever Triton does not. `dispatch` decides which, and says 
 
 from zorse_megatron.kernels.adamw_shard import AdamW, adamw_shard
 from zorse_megatron.kernels.norm_and_flag import NormAndFlag, norm_and_flag
-from zorse_megatron.kernels.pieces import pack, unpack
+from zorse_megatron.kernels.pieces import pack
 from zorse_megatron.kernels.sum_parts import sum_parts
 
 __all__ = [
@@ -16,5 +16,4 @@ __all__ = [
     "norm_and_flag",
     "pack",
     "sum_parts",
-    "unpack",
 ]

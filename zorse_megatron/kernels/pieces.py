@@ -1,7 +1,7 @@
-"""Pieces of a flat buffer to and from one contiguous buffer, with another dtype on the way."""
+"""Pieces of a flat buffer into one contiguous buffer, with another dtype on the way."""
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -20,28 +20,12 @@ def pack(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]) 
     overlapping ones; their lengths add up to that of `packed`. Raises ValueError with all that does
     not fit.
     """
-    _check("pack", packed, whole, pieces)
+    _check(packed, whole, pieces)
     pick("pack", whole.device, pack_torch)(packed, whole, tuple(pieces))
 
 
-@torch.no_grad()
-def unpack(whole: torch.Tensor, packed: torch.Tensor, pieces: Sequence[Interval]) -> None:
-    """The way back: copy `packed` to the `pieces` of `whole`, and write nothing between them.
-
-    As `pack`; but `pieces` that overlap are refused, for the result would depend on who is last.
-    """
-    _check("unpack", packed, whole, pieces)
-    in_order = sorted(piece for piece in pieces if piece[0] < piece[1])
-    for one, other in pairwise(in_order):
-        if other[0] < one[1]:
-            raise ValueError(f"unpack: found pieces {one} and {other}; expected disjoint ones")
-    pick("unpack", whole.device, unpack_torch)(whole, packed, tuple(pieces))
-
-
-def _check(
-    kernel: str, packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]
-) -> None:
-    problems = Problems(kernel)
+def _check(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]) -> None:
+    problems = Problems("pack")
     problems.need_flat("packed", packed, FLOATS)
     problems.need_flat("whole", whole, FLOATS)
     problems.need(
@@ -64,18 +48,6 @@ def _check(
 
 def pack_torch(packed: torch.Tensor, whole: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
     """The reference."""
-    for there, here in _pairs(pieces):
-        packed[there].copy_(whole[here])
-
-
-def unpack_torch(whole: torch.Tensor, packed: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
-    """The reference."""
-    for there, here in _pairs(pieces):
-        whole[here].copy_(packed[there])
-
-
-def _pairs(pieces: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
-    """Each piece's place in the packed buffer and in the whole."""
     stops = accumulate(stop - start for start, stop in pieces)
     for (start, stop), end in zip(pieces, stops, strict=True):
-        yield slice(end - (stop - start), end), slice(start, stop)
+        packed[end - (stop - start) : end].copy_(whole[start:stop])

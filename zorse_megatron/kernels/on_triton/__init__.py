@@ -8,9 +8,9 @@ from typing import Any
 
 from zorse_megatron.kernels.on_triton.adamw_shard import adamw_shard
 from zorse_megatron.kernels.on_triton.norm_and_flag import norm_and_flag
-from zorse_megatron.kernels.on_triton.pieces import pack, unpack
+from zorse_megatron.kernels.on_triton.pieces import pack
 from zorse_megatron.kernels.on_triton.sum_parts import sum_parts
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    kernel.__name__: kernel for kernel in (adamw_shard, norm_and_flag, pack, sum_parts, unpack)
+    kernel.__name__: kernel for kernel in (adamw_shard, norm_and_flag, pack, sum_parts)
 }

@@ -1,4 +1,4 @@
-"""`kernels.pack` and `kernels.unpack` in Triton."""
+"""`kernels.pack` in Triton."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -15,52 +15,39 @@ ALIGN = tl.constexpr(8)
 
 
 @triton.jit
-def copy_pieces_kernel(
-    target,
-    source,
+def pack_kernel(
+    packed,
+    whole,
     blocks,
-    TARGET_COLUMN: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`blocks`: int64 [blocks, 3]: where each is in the packed buffer, in the whole, its size."""
     row = blocks + tl.program_id(0).to(tl.int64) * 3
-    target_start = tl.load(row + TARGET_COLUMN)
-    source_start = tl.load(row + 1 - TARGET_COLUMN)
+    packed_start = tl.load(row)
+    whole_start = tl.load(row + 1)
     size = tl.load(row + 2)
     if IS_ALIGNED:  # the compiler cannot know; without it each element is an access of its own
-        target_start = tl.multiple_of(target_start, ALIGN)
-        source_start = tl.multiple_of(source_start, ALIGN)
+        packed_start = tl.multiple_of(packed_start, ALIGN)
+        whole_start = tl.multiple_of(whole_start, ALIGN)
         size = tl.multiple_of(size, ALIGN)
     lane = tl.arange(0, BLOCK)
     inside = lane < size
-    values = tl.load(source + source_start + lane, mask=inside, other=0.0)
-    if source.dtype.element_ty != target.dtype.element_ty:
-        values = rounded_to(values.to(tl.float32), target.dtype.element_ty)
-    tl.store(target + target_start + lane, values, mask=inside)
+    values = tl.load(whole + whole_start + lane, mask=inside, other=0.0)
+    if whole.dtype.element_ty != packed.dtype.element_ty:
+        values = rounded_to(values.to(tl.float32), packed.dtype.element_ty)
+    tl.store(packed + packed_start + lane, values, mask=inside)
 
 
 def pack(packed: torch.Tensor, whole: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
     """As `pack_torch`."""
-    _copy(packed, whole, pieces, target_column=0)
-
-
-def unpack(whole: torch.Tensor, packed: torch.Tensor, pieces: tuple[Interval, ...]) -> None:
-    """As `unpack_torch`."""
-    _copy(whole, packed, pieces, target_column=1)
-
-
-def _copy(
-    target: torch.Tensor, source: torch.Tensor, pieces: tuple[Interval, ...], *, target_column: int
-) -> None:
-    with torch.cuda.device_of(target):
-        for blocks, is_aligned in block_tables(pieces, target.device):
-            copy_pieces_kernel[(len(blocks),)](
-                target,
-                source,
+    with torch.cuda.device_of(packed):
+        for blocks, is_aligned in block_tables(pieces, packed.device):
+            pack_kernel[(len(blocks),)](
+                packed,
+                whole,
                 blocks,
-                TARGET_COLUMN=target_column,
                 IS_ALIGNED=is_aligned,
                 ALIGN=ALIGN,
                 BLOCK=BLOCK,
