@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.megatron.comparison import chunked_plan, plan_of, replica
+from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.emulate.run import System, emulator
@@ -133,6 +133,28 @@ def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
     assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
     assert found.losses == pytest.approx(stock_losses, abs=2e-5)
+
+
+def test_groups_take_what_computing_in_their_types_takes(lab):
+    """fp32 on the A6000s takes longer than the job's float16; what crosses is in 16 bits."""
+    plan = computing_in(UNEVEN, "fp32", "fp16")
+    found = run(lab, System(name="plan", gpus=GPUS, plan=plan))
+    comm, kinds = _OnGpus(INPUTS.comm), [INPUTS.kinds[gpu] for gpu in GPUS]
+    alike, predicted = (
+        simulate(
+            plan,
+            INPUTS.compute,
+            INPUTS.memory,
+            comm,
+            kinds,
+            sequence_length=MODEL.seq_length,
+            by_dtype=by_dtype,
+        )
+        for by_dtype in ({}, INPUTS.by_dtype)
+    )
+    assert predicted.iteration_s > 1.1 * alike.iteration_s
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.002)
+    assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
 
 
 class _OnGpus:

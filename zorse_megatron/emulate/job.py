@@ -5,7 +5,7 @@ import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.costs.interface import ComputeCost, MemoryCost
+from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.simulate.perturb import Perturbation
 
 VARIABLE = "ZORSE_EMULATION"
@@ -26,8 +26,8 @@ class EmulatedJob:
     """Rank of the job -> what it may hold."""
     host_bytes_per_s: tuple[float, ...]
     """Rank of the job -> its GPU's link to the host, in each direction."""
-    compute: ComputeCost
-    memory: MemoryCost
+    costs: tuple[DtypeCosts, ...]
+    """Rank of the job -> what it costs to compute in the type of its group."""
     perturbation: Perturbation
     sequence_length: int
     """Of the tiny model."""

@@ -50,9 +50,12 @@ class ModelSizes:
         """By storage, which stays the same object while its memory comes and goes."""
         self._buffers: dict[tuple[int, int], _Scale] = {}
         self._tied_factor = 1.0
+        self._element_bytes: int | None = None
+        """Of the tiny model's own parameters; None while there are none."""
 
     def add(self, parts: ModelParts) -> None:
         """Learn the buffers of a chunk."""
+        self._element_bytes = next(parts.wrapped.parameters()).element_size()
         real = self.real_parameters(parts)
         factors = {part: real[part] / count for part, count in parts.num_parameters.items()}
         self._tied_factor = factors.get("embedding", factors.get("head", 1.0))
@@ -110,7 +113,9 @@ class ModelSizes:
         if tensor.untyped_storage()._cdata in self._scales:
             return self.buffer_bytes(tensor)
         if tensor.dim() == 3 and (tensor.shape[0], tensor.shape[2]) == self._boundary:
-            return self.memory.boundary_bytes(tensor.shape[1])
+            own = self._element_bytes or tensor.element_size()
+            # What crosses to a group that computes in another type is in the narrower of the two.
+            return self.memory.boundary_bytes(tensor.shape[1]) * tensor.element_size() // own
         if tensor.dim() == 1 and tensor.is_floating_point():
             # A shard that left its buffer: the only flat messages are the tied embedding's.
             return self.memory.gradient_bytes(round(tensor.numel() * self._tied_factor))

@@ -28,13 +28,14 @@ def emulate(job: EmulatedJob, rank: int) -> None:
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)
-    sizes = ModelSizes(job.memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size)
+    compute, memory = job.costs[rank].compute, job.costs[rank].memory
+    sizes = ModelSizes(memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size)
     register(clock, sizes)
     pacer = Pacer(
         clock,
-        compute=job.compute,
+        compute=compute,
         sizes=sizes,
-        cap=MemoryCap(job.memory, sizes, capacity_bytes=job.capacities_bytes[rank], rank=rank),
+        cap=MemoryCap(memory, sizes, capacity_bytes=job.capacities_bytes[rank], rank=rank),
         kind=job.kinds[rank],
         gpu=job.gpus[rank],
         host_bytes_per_s=job.host_bytes_per_s[rank],

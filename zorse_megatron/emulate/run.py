@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.emulate.job import EmulatedJob
 from zorse_megatron.emulate.link_model import LinkModel
 from zorse_megatron.emulate.ranks import Ended, RankServer
@@ -94,7 +95,7 @@ class Emulator:
         test = self._tests.get(system.gpus) or self.self_test(system.gpus)
         if self.dilation is None:  # then nothing but the GPUs can change what comes of it
             self._tests[system.gpus] = test
-        with self._job(system.gpus) as job:
+        with self._job(system.gpus, system.plan) as job:
             metrics = job.directory / "metrics.jsonl"
             ended = self._start(job, [*self._flags(system, job), "--zorse-metrics", str(metrics)])
             reports = [_report(job, rank) for rank in range(len(system.gpus))]
@@ -162,7 +163,7 @@ class Emulator:
         self.data = [*self.data, *load]
 
     @contextlib.contextmanager
-    def _job(self, gpus: Sequence[int]) -> Iterator[EmulatedJob]:
+    def _job(self, gpus: Sequence[int], plan: Plan | None = None) -> Iterator[EmulatedJob]:
         factors = self.perturbation.link_factors
         with conducted(LinkModel(self.inputs.comm, gpus, link_factors=factors)) as address:
             self._number += 1
@@ -174,8 +175,7 @@ class Emulator:
                 kinds=tuple(self.inputs.kinds[gpu] for gpu in gpus),
                 capacities_bytes=tuple(self.inputs.capacities_bytes[gpu] for gpu in gpus),
                 host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
-                compute=self.inputs.compute,
-                memory=self.inputs.memory,
+                costs=self._costs(len(gpus), plan),
                 perturbation=self.perturbation,
                 sequence_length=SEQUENCE_LENGTH,
                 hidden_size=HIDDEN_SIZE,
@@ -183,6 +183,14 @@ class Emulator:
                 directory=directory,
             )
             shutil.rmtree(directory)
+
+    def _costs(self, world_size: int, plan: Plan | None) -> tuple[DtypeCosts, ...]:
+        """Of each rank, in what its group computes in; without a plan in the job's type."""
+        usual = DtypeCosts(compute=self.inputs.compute, memory=self.inputs.memory)
+        if plan is None:
+            return (usual,) * world_size
+        dtypes = (plan.groups[plan.group_of_rank(rank)].compute_dtype for rank in range(world_size))
+        return tuple(self.inputs.by_dtype[each] if each else usual for each in dtypes)
 
     def _start(self, job: EmulatedJob, argv: Sequence[str], **entry: str) -> Ended:
         return self.server.run(

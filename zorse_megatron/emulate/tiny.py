@@ -29,8 +29,8 @@ class Training:
 def training_flags(training: Training, data: Sequence[str]) -> list[str]:
     """Megatron's flags of a GPT with the real one's layers and ties, and little width.
 
-    fp32 without dropout, so that layouts differ by the order of summation only. `data`: flags of
-    the corpus.
+    fp32 without dropout, so that layouts differ by the order of summation only; but for groups of a
+    plan with types of their own. `data`: flags of the corpus.
     """
     steps = training.iterations
     flags: dict[str, object] = {
@@ -46,6 +46,8 @@ def training_flags(training: Training, data: Sequence[str]) -> list[str]:
         "--lr": 1e-3,
         "--lr-decay-style": "constant",
         "--clip-grad": 1.0,
+        # For groups in fp16: so low that no step is skipped, which would take less time.
+        "--initial-loss-scale": 16,
         "--eval-interval": 10 * steps,
         "--eval-iters": 0,
         # Logging adds barriers, which cost a round trip each.
