@@ -87,3 +87,36 @@ def test_a_shard_waits_in_the_host_and_is_copied_there_only_when_it_has_changed(
     buffer.restore()  # brings it back by itself
     assert buffer.full[7:9].tolist() == [-1, -1]
     assert link.sent_bytes == 40
+
+
+@given(owned_parts(), st.booleans())
+def test_elements_are_read_and_written_wherever_they_are(case, in_the_host):
+    size, owned = case
+    link = HostLink(torch.device("cpu"))
+    buffer = ShardedBuffer(torch.arange(float(size)), owned, link)
+    buffer.keep_shard()
+    buffer.free()
+    if in_the_host:
+        buffer.offload()
+    for start, stop in buffer.owned:
+        assert buffer.read(start, stop).tolist() == list(range(start, stop))
+        buffer.write(start, stop, -torch.arange(start, stop, dtype=torch.float64))
+    held_bytes = 4 * buffer.num_owned
+    assert (buffer.held_bytes, link.host_bytes) == (
+        (0, held_bytes) if in_the_host else (held_bytes, 0)
+    )
+    buffer.restore()
+    for start, stop in buffer.owned:
+        assert torch.equal(buffer.full[start:stop], -torch.arange(float(start), float(stop)))
+
+
+def test_a_checkpoint_is_never_given_all_bytes_that_wait_in_the_host():
+    """Megatron's writer copies a part, but writes a whole storage while training goes on."""
+    buffer = ShardedBuffer(torch.arange(10.0), [(2, 5)], HostLink(torch.device("cpu")))
+    buffer.keep_shard()
+    buffer.free()
+    buffer.offload()
+    part, whole = buffer.read(2, 4), buffer.read(2, 5)
+    buffer.write(2, 5, torch.zeros(3))
+    assert part.untyped_storage().nbytes() > part.nbytes
+    assert whole.tolist() == [2, 3, 4]

@@ -1,5 +1,7 @@
 """Host memory: what a list sends there at most, what a machine has, and who may take how much."""
 
+import dataclasses
+
 import pytest
 
 from zorse_megatron.runtime.host_budget import (
@@ -44,6 +46,15 @@ def test_spare_memory_is_shared_on_each_node():
     ]
     assert check_host_memory(needs, limit_bytes=None) == {0: 50, 1: 40, 2: 50}
     assert check_host_memory(needs, limit_bytes=60) == {0: 35, 1: 25, 2: 50}
+
+
+def test_what_ranks_have_in_the_host_already_was_not_seen_free():
+    """Rank 0 has put 30 bytes there: of the node's 100 both ranks see 70."""
+    there = dataclasses.replace(need(0, "a", 70, parameters=30), held_bytes=30)
+    other = need(1, "a", 70, optimizer_state=60)
+    assert check_host_memory([there, other], limit_bytes=None) == {0: 35, 1: 65}
+    with pytest.raises(HostMemoryError, match="expected at most 100 bytes"):
+        check_host_memory([there, need(1, "a", 70, optimizer_state=71)], limit_bytes=None)
 
 
 def test_every_node_with_too_little_is_named():

@@ -39,6 +39,8 @@ class HostNeed:
     """Category, as in `HOST_REMEDIES` -> bytes that wait in the host at most."""
     available_bytes: int
     """What the rank has seen free on its node."""
+    held_bytes: int = 0
+    """What of the categories was in the host already, and so was not seen free."""
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +102,7 @@ def check_host_memory(needs: Iterable[HostNeed], *, limit_bytes: int | None) -> 
     problems, budgets = [], {}
     for node, here in by_node.items():
         available = min(need.available_bytes for need in here)
+        available += sum(need.held_bytes for need in here)
         budget = available if limit_bytes is None else min(available, limit_bytes)
         spare = budget - sum(need.num_bytes for need in here)
         if spare < 0:

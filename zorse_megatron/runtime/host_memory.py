@@ -30,6 +30,19 @@ def host_bytes_of(num_bytes: int, *, pinned: bool) -> int:
     return 1 << (num_bytes - 1).bit_length() if pinned and num_bytes > 0 else num_bytes
 
 
+def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in ordinary memory of the host, for something that leaves the device for a while.
+
+    On CPU other memory, too, so that what counts as on the device is the same there.
+    """
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def joined_in_host(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The elements of all tensors, one behind the other, in ordinary memory of the host."""
+    return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
+
+
 class HostLink:
     """The copy streams of one device, to host memory and back; counts what waits in the host."""
 
@@ -184,6 +197,13 @@ class HostBacked:
         self.storage.resize_(self.num_bytes)
         self.is_away = False
 
+    def start_in_host(self, value: torch.Tensor) -> None:
+        """Free the device's memory and let `value`, on the CPU, be what waits in the host."""
+        assert self.host is None and self.link is not None, "the host has something already"
+        self.drop()
+        self.host = self.link.new_host_bytes(self.num_bytes, self.category)
+        self.host.copy_(value.view(-1).view(torch.uint8))
+
     def start_back(self) -> None:
         """Start to copy back to the device; `wait_until_back` comes before the first use."""
         if self._is_leaving:  # it has not gone yet
@@ -202,6 +222,38 @@ class HostBacked:
             self.link.hold_back(self._coming)
             self._coming = None
 
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What `tensor`, a contiguous view of the storage, would show.
+
+        That is the tensor itself, or while the storage is away what `read_in_host` returns.
+        """
+        if not self.is_away:
+            return tensor
+        return self.read_in_host(tensor.dtype, *_elements(tensor)).view(tensor.shape)
+
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Put values of any device and type where `tensor`, a contiguous view, is now."""
+        if not self.is_away:
+            tensor.copy_(value.view_as(tensor))
+            return
+        self.in_host(tensor.dtype, *_elements(tensor)).copy_(value.reshape(-1))
+
+    def read_in_host(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Elements as in `in_host`, to be given to a checkpoint: never a whole storage.
+
+        Megatron's writer copies a CPU tensor that is part of something larger; a whole one it
+        writes as it is, maybe while training goes on (`FileSystemWriterAsync.prepare_write_data`).
+        """
+        part = self.in_host(dtype, start, stop)
+        return part if part.nbytes < self.num_bytes else copied_to_host(part)
+
+    def in_host(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the storage among the host's bytes, which no copy uses now."""
+        assert self.host is not None, "nothing was sent to the host"
+        if self.link is not None and self.link.is_cuda:
+            torch.cuda.synchronize(self.link.device)
+        return self.host[start * dtype.itemsize : stop * dtype.itemsize].view(dtype)
+
     def forget_host(self) -> None:
         """Give the host's memory back."""
         if self.link is not None and self.host is not None:
@@ -212,6 +264,12 @@ class HostBacked:
         """The whole storage as bytes."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return empty.set_(self.storage)
+
+
+def _elements(view: torch.Tensor) -> tuple[int, int]:
+    """From where to where a contiguous view is in its storage."""
+    first = int(view.storage_offset())
+    return first, first + view.numel()
 
 
 def wait_until_back(memories: Iterable[HostBacked]) -> None:

@@ -120,6 +120,11 @@ class ShardedBuffer:
         if self.memory is not None and self.in_shard:
             self.memory.start_back()
 
+    def bring(self) -> None:
+        """Have the shard back from the host."""
+        if self.memory is not None and self.in_shard:
+            self.memory.wait_until_back()
+
     def offload(self) -> None:
         """Let the shard wait in the host; it is copied if the host does not have it yet."""
         assert self.memory is not None and self.in_shard, "there is no shard to offload"
@@ -137,18 +142,44 @@ class ShardedBuffer:
         It shows them where they are now, in the shard or in `full`. Raises IndexError for elements
         that this rank does not own in one piece.
         """
+        home, first, last = self._place_of(start, stop)
+        return home[first:last]
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements as in `piece`; as a CPU tensor of the host's bytes if they wait there."""
+        if self.memory is None or not self._is_waiting:
+            return self.piece(start, stop)
+        _, first, last = self._place_of(start, stop)
+        return self.memory.read_in_host(self.full.dtype, first, last)
+
+    @torch.no_grad()
+    def write(self, start: int, stop: int, values: torch.Tensor) -> None:
+        """Set elements as in `piece` to values of any device and type, wherever they are now."""
+        if self.memory is None or not self._is_waiting:
+            self.piece(start, stop).copy_(values.reshape(-1))
+            self.changed = True
+            return
+        _, first, last = self._place_of(start, stop)
+        self.memory.in_host(self.full.dtype, first, last).copy_(values.reshape(-1))
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self.in_shard and self.memory is not None and self.memory.is_away
+
+    def _place_of(self, start: int, stop: int) -> tuple[torch.Tensor, int, int]:
+        """What holds elements [start, stop) now, and from where to where in it."""
         home = self.shard if self.in_shard and self.shard is not None else None
         if start == stop:
-            return (self.full if home is None else home)[:0]
+            return (self.full if home is None else home), 0, 0
         number = bisect_right(self._starts, start) - 1
         if number < 0 or stop > self.owned[number][1]:
             raise IndexError(
                 f"found elements [{start}, {stop}); expected some within one of {self.owned}"
             )
         if home is None:
-            return self.full[start:stop]
+            return self.full, start, stop
         shift = self._offsets[number] - self.owned[number][0]
-        return home[start + shift : stop + shift]
+        return home, start + shift, stop + shift
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each owned interval's place in the shard and in the whole."""
