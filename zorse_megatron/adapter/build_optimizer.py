@@ -21,19 +21,21 @@ def build_uneven_optimizer(
     *,
     pg_collection: Any,
     checkpoint_layout: CheckpointLayout,
+    state_waits: bool = False,
     dump_param_to_param_group_map: str | None = None,
 ) -> Any:
     """Return what `megatron.core.optimizer.get_megatron_optimizer` returns for these arguments.
 
     A collective call of all ranks. `model_chunks` are `UnevenDistributedDataParallel`;
     `pg_collection` has the groups of a plan (intra_dist_opt is the world). `config` is
-    not changed; the optimizer gets a copy with use_distributed_optimizer. Raises FlagError for
+    not changed; the optimizer gets a copy with use_distributed_optimizer. `state_waits`: its state
+    is to wait in the host (`UnevenDistributedOptimizer.keep_in_host`). Raises FlagError for
     optimizers and options that cannot be kept.
     """
     problems = _problems(config)
     if problems:
         raise FlagError("The optimizer state cannot be cut into unequal shards", problems)
-    with applied([_uneven_class(checkpoint_layout)]):
+    with applied([_uneven_class(checkpoint_layout, state_waits=state_waits)]):
         return stock.get_megatron_optimizer(
             replace(config, use_distributed_optimizer=True),
             list(model_chunks),
@@ -44,11 +46,13 @@ def build_uneven_optimizer(
         )
 
 
-def _uneven_class(checkpoint_layout: CheckpointLayout) -> Rebinding:
+def _uneven_class(checkpoint_layout: CheckpointLayout, *, state_waits: bool) -> Rebinding:
     return Rebinding(
         target="megatron.core.optimizer:DistributedOptimizer",
         make=lambda _stock: partial(
-            UnevenDistributedOptimizer, checkpoint_layout=checkpoint_layout
+            UnevenDistributedOptimizer,
+            checkpoint_layout=checkpoint_layout,
+            state_waits=state_waits,
         ),
         why="get_megatron_optimizer names the optimizer's class instead of taking it; bound only "
         "while it builds",

@@ -1,4 +1,4 @@
-"""A rank's part of a parameter as sharded tensors of Megatron's distributed checkpoints.
+"""A rank's part of a parameter, or of its state, in Megatron's distributed checkpoints.
 
 A rank owns an interval of the flattened parameter. A checkpoint describes pieces of tensors by
 offset and shape, so the interval is cut into boxes (see `schedules.boxes`), each an ordinary
@@ -6,7 +6,7 @@ offset and shape, so the interval is cut into boxes (see `schedules.boxes`), eac
 loads the checkpoint may cut it in any other way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,24 +42,24 @@ def model_shardings(model_sharded_state_dict: Any) -> dict[int, Any]:
 
 
 def parameter_pieces(parameter: torch.Tensor, sharding: Any) -> tuple[Piece, ...]:
-    """Find the pieces of a parameter from how the model saves it.
+    """Find the pieces of a parameter from how the model saves it; its memory may be gone.
 
-    A factory is built on the parameter itself, so where its products lie in the parameter's
+    A factory is built on a stand-in without memory, so where its products lie in the stand-in's
     storage tells which elements they are. Raises SeamError when it copies or reorders elements.
     """
-    products = _products(parameter, sharding)
+    if not isinstance(sharding, ShardedTensorFactory):
+        return (Piece(span=(0, parameter.numel()), sharding=sharding),)
+    stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     pieces = []
-    for product in products:
-        start = product.data.storage_offset() - parameter.storage_offset()
+    for product in _products(stand_in, sharding):
+        start = product.data.storage_offset()
         pieces.append(Piece(span=(start, start + product.data.numel()), sharding=product))
     pieces.sort(key=lambda piece: piece.span)
     position = 0
     for piece in pieces:
-        in_place = (
-            piece.sharding.data.untyped_storage().data_ptr()
-            == parameter.untyped_storage().data_ptr()
-        )
-        if not in_place or not piece.sharding.data.is_contiguous() or piece.span[0] != position:
+        made = piece.sharding.data
+        in_place = made.untyped_storage()._cdata == stand_in.untyped_storage()._cdata
+        if not in_place or not made.is_contiguous() or piece.span[0] != position:
             raise _unknown_factory(sharding.key, piece)
         position = piece.span[1]
     if position != parameter.numel():
@@ -67,35 +67,34 @@ def parameter_pieces(parameter: torch.Tensor, sharding: Any) -> tuple[Piece, ...
     return tuple(pieces)
 
 
-def _products(parameter: torch.Tensor, sharding: Any) -> list[Any]:
-    if not isinstance(sharding, ShardedTensorFactory):
-        return [sharding]
-    built = sharding.build_fn(sharding.key, parameter.detach(), sharding.replica_id, None)
+def _products(stand_in: torch.Tensor, sharding: Any) -> list[Any]:
+    built = sharding.build_fn(sharding.key, stand_in, sharding.replica_id, None)
     return [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
 
 
 def _unknown_factory(key: str, piece: Piece) -> SeamError:
     return SeamError(
-        "An optimizer state cannot be saved in shards",
+        "A parameter and its optimizer state cannot be saved in shards",
         [
             Problem(
                 where=f"parameter {key}",
                 found=f"a checkpoint transformation that copies or reorders elements (at elements "
                 f"{piece.span}, shape {tuple(piece.sharding.data.shape)})",
                 expected="one that splits the parameter along its first axis",
-                remedy="Train without this layer, or save with --no-save-optim.",
+                remedy="Train without this layer, or save with --no-save-optim and resident "
+                "parameters.",
             )
         ],
     )
 
 
 def box_tensors(
-    name: str, flat: torch.Tensor, owned: Interval, pieces: tuple[Piece, ...]
+    prefix: str, flat: torch.Tensor, owned: Interval, pieces: tuple[Piece, ...]
 ) -> Iterator[Any]:
     """Yield one `ShardedTensor` per box of `flat`, in the order of its elements.
 
-    `flat` holds elements `owned` of the flattened parameter's state `name` (such as exp_avg); the
-    tensors' data are views of it. The key is that of stock: optimizer.state.<name>.<model key>.
+    `flat` holds elements `owned` of the flattened parameter, or of a state of it; the tensors' data
+    are views of it. `prefix`: before the model's key, as in optimizer.state.exp_avg.<model key>.
     """
     position = 0
     for piece in pieces:
@@ -111,7 +110,7 @@ def box_tensors(
             shape = (1,) * lead + box.size
             offset = (0,) * lead + box.offset
             yield ShardedTensor(
-                key=f"optimizer.state.{name}.{sharding.key}",
+                key=f"{prefix}{sharding.key}",
                 data=flat[position : position + box.numel].view(shape),
                 dtype=flat.dtype,
                 local_shape=shape,
@@ -122,7 +121,13 @@ def box_tensors(
                 allow_shape_mismatch=sharding.allow_shape_mismatch,
             )
             position += box.numel
-    assert position == flat.numel(), f"{name}: {position} of {flat.numel()} elements in boxes"
+    assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in boxes"
+
+
+def joined(boxes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The elements of loaded boxes, which are numbered in the order of `box_tensors`."""
+    flat = [boxes[str(number)].reshape(-1) for number in range(len(boxes))]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _owner_replica(sharding: Any) -> tuple[int, int, int]:

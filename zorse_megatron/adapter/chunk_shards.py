@@ -24,8 +24,8 @@ from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 class ChunkShards:
     """The memory of one `UnevenDistributedDataParallel` chunk whose buckets have been cut.
 
-    Parameters stay whole until `release` is called for the first time, so that the optimizer can
-    be built and a checkpoint be loaded before.
+    Parameters stay whole until `release` is called for the first time: when the chunk has been
+    built, before the next one is. Optimizer and checkpoints do with the shards.
     """
 
     def __init__(self, ddp: Any, link: HostLink | None = None) -> None:
@@ -80,6 +80,31 @@ class ChunkShards:
         for number in list(self._gathers):
             self._gathers.pop(number).wait()
 
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have this rank's shards on the device within the block."""
+        away = self._away()
+        for buffer in away:
+            buffer.bring()
+        try:
+            yield
+        finally:
+            for buffer in away:
+                buffer.offload()
+
+    @contextmanager
+    def owned_in_place(self) -> Iterator[None]:
+        """Have what this rank owns where whole parameters would have it; all else is junk.
+
+        For stock's code that reads what is owned out of whole parameters; no communication.
+        """
+        for buffer in self.parameters:
+            buffer.restore()
+        try:
+            yield
+        finally:
+            self.release()
+
     def release(self) -> None:
         """Keep this rank's shard of the parameters only."""
         self.wait_until_whole()
@@ -106,7 +131,7 @@ class ChunkShards:
     def whole(self) -> Iterator[None]:
         """Have the parameters whole within the block; a collective call of the group."""
         was_whole = self.is_whole
-        away = [b for b in self.parameters if b.in_shard and b.memory and b.memory.is_away]
+        away = self._away()
         self.gather()
         self.wait_until_whole()
         if not was_whole:
@@ -124,6 +149,22 @@ class ChunkShards:
         """Elements [start, stop) of a parameter, all owned by this rank, where they are true."""
         number, offset = self._place[parameter]
         return self.parameters[number].piece(offset + start, offset + stop)
+
+    def read(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements as in `parameter_piece`; as a CPU tensor if they wait in the host."""
+        number, offset = self._place[parameter]
+        return self.parameters[number].read(offset + start, offset + stop)
+
+    def write(
+        self, parameter: torch.nn.Parameter, start: int, stop: int, values: torch.Tensor
+    ) -> None:
+        """Set elements as in `parameter_piece`, wherever they are now."""
+        number, offset = self._place[parameter]
+        self.parameters[number].write(offset + start, offset + stop, values)
+
+    def _away(self) -> list[ShardedBuffer]:
+        """Buffers whose shards wait in the host."""
+        return [b for b in self.parameters if b.in_shard and b.memory and b.memory.is_away]
 
     def _wait_for_own_parameters(self, module: torch.nn.Module, _inputs: Any) -> None:
         """Computation starts when its layer is there; later ones may be on their way still."""

@@ -7,8 +7,7 @@ step. Of a sharded chunk a rank has whole parameters and gradients only while th
 so; see `chunk_shards`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,13 +16,16 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.bucket_groups import BucketOrder, UnevenBucketGroup
 from zorse_megatron.adapter.chunk_shards import ChunkShards
+from zorse_megatron.adapter.exact_values import keep_exact
+from zorse_megatron.adapter.parameter_checkpoint import take_loaded
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.runtime.narrow_wire import Wire
-from zorse_megatron.schedules.shards import shard_bounds
+from zorse_megatron.schedules.shards import Interval, intersection, shard_bounds
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
@@ -40,6 +42,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
     overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
     the host. `wire`: how gradients, which are then fp32, are sent; None: as they are kept.
+    `is_mixed`: groups compute in different types (see `exact_values`).
 
     Raises FlagError for options that unequal shards cannot keep.
     """
@@ -59,6 +62,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         sharded: bool = False,
         link: HostLink | None = None,
         wire: Wire | None = None,
+        is_mixed: bool = False,
     ) -> None:
         problems = _problems(config, ddp_config, module)
         if problems:
@@ -77,6 +81,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         )
         self.shard_weights = tuple(shard_weights)
         self.wire = wire
+        self.is_mixed = is_mixed
         self._cut_buckets()
         self._replace_bucket_groups()
         self.shards = ChunkShards(self, link) if sharded else None
@@ -153,21 +158,61 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             return self.shards.parameter_piece(parameter, start, stop)
         return parameter.detach().view(-1)[start:stop]
 
+    def read_parameter(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements as in `parameter_piece`; as a CPU tensor if they wait in the host."""
+        if self.shards is not None:
+            return self.shards.read(parameter, start, stop)
+        return self.parameter_piece(parameter, start, stop)
+
+    @torch.no_grad()
+    def write_parameter(
+        self, parameter: torch.nn.Parameter, start: int, stop: int, values: torch.Tensor
+    ) -> None:
+        """Set elements as in `parameter_piece`, wherever they are now."""
+        if self.shards is not None:
+            self.shards.write(parameter, start, stop, values)
+        else:
+            self.parameter_piece(parameter, start, stop).copy_(values)
+
+    def owned_part(self, parameter: torch.nn.Parameter) -> Interval:
+        """Which elements of a flattened trainable parameter this rank owns; (0, 0): none."""
+        for buffer in self.buffers:
+            bucket = buffer.param_to_bucket.get(parameter)
+            if bucket is not None:
+                start, stop = bucket.param_to_index[parameter]
+                shard = bucket.shard_bounds[self.intra_dp_cp_group.rank()]
+                both = intersection(shard, (start, stop))
+                return (both[0] - start, both[1] - start) if both else (0, 0)
+        raise KeyError("the parameter is not a trainable one of this chunk")
+
+    @torch.no_grad()
+    def set_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Take over a whole value: all of it, or of a sharded chunk what this rank owns.
+
+        Frozen parameters are whole in any case.
+        """
+        if self.shards is None or not parameter.requires_grad:
+            parameter.copy_(value)
+            return
+        start, stop = self.owned_part(parameter)
+        self.shards.write(parameter, start, stop, value.view(-1)[start:stop])
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Take over what has been loaded: whole parameters, or of a sharded chunk what it owns."""
+        if self.shards is not None:
+            others = take_loaded(self, state_dict, strict=strict, is_mixed=self.is_mixed)
+            super().load_state_dict(others, strict=False)
+            return
+        for name, parameter in unwrap_model(self).named_parameters() if self.is_mixed else ():
+            if isinstance(state_dict.get(name), torch.Tensor):
+                keep_exact(self, parameter, state_dict[name])
+        super().load_state_dict(state_dict, strict=strict)
+
     def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a flattened gradient, of those that this rank owns."""
         if self.shards is not None:
             return self.shards.gradient_piece(parameter, start, stop)
         return parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
-
-
-@contextmanager
-def whole_parameters(chunks: Sequence[Any]) -> Iterator[None]:
-    """Have all parameters of these wrapped chunks within the block; a collective call."""
-    with ExitStack() as stack:
-        for chunk in chunks:
-            if chunk.shards is not None:
-                stack.enter_context(chunk.shards.whole())
-        yield
 
 
 def _bucket_per_layer(module: torch.nn.Module, ddp_config: Any, collection: Any) -> Any:

@@ -17,9 +17,10 @@ from zorse_megatron.adapter import optimizer_checkpoint
 from zorse_megatron.adapter.exact_values import take_exact
 from zorse_megatron.adapter.gradient_factors import GradientFactors
 from zorse_megatron.adapter.host_state import HostState
+from zorse_megatron.adapter.main_parameters import by_chunk
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.host_memory import HostBacked, HostLink
 from zorse_megatron.schedules.shards import Interval
 
 
@@ -35,8 +36,18 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     config: Any
 
-    def __init__(self, *args: Any, checkpoint_layout: CheckpointLayout, **kwargs: Any) -> None:
-        """Takes stock's arguments and the layout in which `sharded_state_dict` writes."""
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint_layout: CheckpointLayout,
+        state_waits: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Takes stock's arguments and the layout in which `sharded_state_dict` writes.
+
+        `state_waits`: main parameters are made on the CPU, for `keep_in_host` follows.
+        """
+        self._state_waits = state_waits
         super().__init__(*args, **kwargs)
         self.checkpoint_layout = checkpoint_layout
         self.host_state: HostState | None = None
@@ -59,6 +70,18 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             param_and_grad_buffer.param_index_map, shard, bucket.offset
         )
         return {"param_map": param_map}
+
+    def _build_model_and_main_param_groups(
+        self, gbuf_ranges: list, param_gbuf_map: dict, opt_group_ranges: list, config: Any
+    ) -> tuple:
+        """Stock's, for one chunk after the other (see `main_parameters`)."""
+        stock = super()._build_model_and_main_param_groups
+        return by_chunk(
+            lambda groups: stock(gbuf_ranges, param_gbuf_map, groups, config),
+            opt_group_ranges,
+            self.model_chunks,
+            mains_in_host=self._state_waits,
+        )
 
     def get_grad_norm(self) -> Any:
         """The norm over all ranks' shards; every rank must call."""
@@ -86,7 +109,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def keep_in_host(
         self, link: HostLink, *, optimizer_state: bool, on_change: Callable[[], None]
     ) -> None:
-        """Step in the way of `host_state` from now on; the chunks' shards must exist."""
+        """Step in the way of `host_state` from now on; before there is any other state."""
         host_state = HostState(self, link, optimizer_state=optimizer_state, on_change=on_change)
         self.host_state = host_state
         self.optimizer.step = host_state.step
@@ -116,7 +139,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        super()._copy_model_params_to_main_params(state_dict=state_dict)
+        # What is in `state_dict` has been loaded into the model; values that its type cannot hold
+        # are kept beside it.
+        for chunk, parameter, (start, stop), shard in self.owned_shards():
+            if parameter.dtype != torch.float32:
+                self.write(shard, chunk.read_parameter(parameter, start, stop))
         take_exact(self)
 
     def _copy_main_params_to_model_params(self) -> None:
@@ -137,15 +164,27 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         if chunk.shards is not None:
             chunk.shards.mark_changed()
 
-    def use_kept_shards(self) -> None:
-        """Let the fp32 parameters that are stepped be those that sharded chunks keep.
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stepped tensor or one of its state; as a CPU tensor if it waits in the host."""
+        memory = self._memory_of(tensor)
+        return tensor.detach() if memory is None else memory.read(tensor.detach())
 
-        Stock steps views of the whole parameters, which come and go. To be called when the shards
-        exist; a second call changes nothing.
-        """
-        for chunk, parameter, (start, stop), shard in self.owned_shards():
-            if parameter.dtype == torch.float32:
-                shard.data = chunk.parameter_piece(parameter, start, stop)
+    @torch.no_grad()
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Set a stepped tensor or one of its state, wherever it is now."""
+        memory = self._memory_of(tensor)
+        if memory is None:
+            tensor.detach().copy_(value.view_as(tensor))
+        else:
+            memory.write(tensor.detach(), value)
+
+    def _memory_of(self, tensor: torch.Tensor) -> HostBacked | None:
+        """What may wait in the host and has the tensor's storage."""
+        storage = tensor.untyped_storage()._cdata
+        sharded = [chunk.shards for chunk in self.model_chunks if chunk.shards is not None]
+        shards = [buffer.memory for each in sharded for buffer in each.parameters]
+        state = self.host_state.memories if self.host_state is not None else []
+        return next((m for m in (*shards, *state) if m and m.storage._cdata == storage), None)
 
     def owned_shards(self) -> Iterator[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
         """Chunk, model parameter, owned elements of it, and the tensor that is stepped."""
@@ -178,6 +217,9 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over what `dist_checkpointing.load` made of the request to load."""
         optimizer_checkpoint.load_state_dict(self, state_dict)
+        for chunk in self.model_chunks:
+            if chunk.shards is not None:
+                chunk.shards.mark_changed()
 
     def state_dict(self) -> NoReturn:
         """Refuse: a plain state dict cannot say which elements a rank owns."""

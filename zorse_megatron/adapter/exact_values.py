@@ -2,9 +2,9 @@
 
 Every group keeps fp32 main parameters, and those must not depend on the type that a group computes
 in: two copies of a tied embedding stay equal, and a checkpoint is the same for any plan. So where a
-parameter gets a value of another type (when the model is initialised or loaded), the value is kept
-beside it until main parameters are made of it. Checkpoints of such jobs hold all parameters in
-fp32.
+parameter gets a value of another type (when the model is initialised or loaded), what the rank owns
+of the value is kept in the host until main parameters are made of it. Checkpoints of such jobs hold
+all parameters in fp32.
 """
 
 import copy
@@ -15,87 +15,73 @@ from typing import Any
 import torch
 
 from zorse_megatron.runtime.collectives import all_gather_uneven
+from zorse_megatron.runtime.host_memory import copied_to_host
 
 _EXACT = "zorse_exact"
-_STANDS_FOR = "zorse_stands_for"
+_ORIGINAL = "zorse_original"
 
 
-def keep_exact(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Remember a value that the parameter's own type cannot hold."""
-    if parameter.dtype not in (value.dtype, torch.float32):
-        setattr(parameter, _EXACT, value.detach().float())
+def keep_exact(chunk: Any, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Remember a whole value that the parameter's own type cannot hold, as far as it is owned."""
+    if parameter.requires_grad and parameter.dtype not in (value.dtype, torch.float32):
+        start, stop = chunk.owned_part(parameter)
+        keep_exact_part(parameter, value.detach().reshape(-1)[start:stop])
+
+
+def keep_exact_part(parameter: torch.nn.Parameter, owned: torch.Tensor) -> None:
+    """Remember the value of what this rank owns of a parameter."""
+    setattr(parameter, _EXACT, copied_to_host(owned.float()))
 
 
 @torch.no_grad()
 def take_exact(optimizer: Any) -> None:
     """Make main parameters of the values that are kept, where there are any."""
-    for _, parameter, (start, stop), shard in optimizer.owned_shards():
-        exact = getattr(parameter, _EXACT, None)
+    for _, parameter, _, shard in optimizer.owned_shards():
+        exact = parameter.__dict__.pop(_EXACT, None)
         if exact is not None:
-            shard.data.copy_(exact.view(-1)[start:stop])
+            optimizer.write(shard, exact)
 
 
 @torch.no_grad()
 def start_from_main(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
-    """Make whole parameters of main parameters and forget what is kept; a collective call.
+    """Make parameters of main parameters; a collective call.
 
-    So the first step computes with main parameters rounded once, wherever they come from.
+    So the first step computes with main parameters rounded once, wherever they come from. Of a
+    chunk that is released this makes the shards.
     """
     for optimizer in optimizers:
-        for chunk in optimizer.model_chunks:
-            optimizer.copy_main_to_model(chunk)
+        for chunk, parameter, (start, stop), main in optimizer.owned_shards():
+            if parameter.dtype != torch.float32:
+                chunk.write_parameter(parameter, start, stop, optimizer.read(main))
     for model in models:
-        for group in reversed(model.bucket_groups):
+        for group in () if model.shards is not None else reversed(model.bucket_groups):
             for bucket in group.buckets:
                 all_gather_uneven(bucket.param_data, bucket.shard_bounds, group.group)
         for parameter in model.parameters():
             parameter.__dict__.pop(_EXACT, None)
 
 
-def keep_loaded(model: torch.nn.Module) -> None:
-    """From now on keep what is loaded into the model, where its parameters cannot hold it."""
-    model.register_load_state_dict_pre_hook(_keep_loaded)
-
-
-def _keep_loaded(module: Any, state: dict[str, Any], prefix: str, *_unused: Any) -> None:
-    for name, parameter in module.named_parameters():
-        value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor):
-            keep_exact(parameter, value)
-
-
 # Checkpoints.
 
 
-def in_fp32(entries: dict[str, Any]) -> dict[str, Any]:
-    """A model's sharded state dict with fp32 tensors in place of 16-bit parameters."""
-    return {name: _in_fp32(entry) for name, entry in entries.items()}
-
-
-def _in_fp32(entry: Any) -> Any:
+def in_fp32(entry: Any) -> Any:
+    """An entry of a sharded state dict with an fp32 tensor in place of a 16-bit parameter."""
     data = getattr(entry, "data", None)
     if not isinstance(data, torch.Tensor) or data.dtype not in (torch.float16, torch.bfloat16):
         return entry
-    stand_in = data.detach().float()
-    setattr(stand_in, _STANDS_FOR, data)
-    return _with_data(entry, stand_in)
+    changed = copy.copy(entry)
+    changed.data = data.detach().float()
+    if "dtype" in {field.name for field in dataclasses.fields(entry)}:
+        changed.dtype = changed.data.dtype
+    return standing_for(entry, changed)
 
 
-def original_of(tensor: Any) -> Any:
-    """The parameter that a tensor of `in_fp32` stands for, or the tensor itself."""
-    return getattr(tensor, _STANDS_FOR, tensor)
+def standing_for(original: Any, entry: Any) -> Any:
+    """Let an entry say which one of the model it stands for; returns it."""
+    setattr(entry, _ORIGINAL, original)
+    return entry
 
 
 def original_entry(entry: Any) -> Any:
-    """An entry of `in_fp32` as it was before."""
-    original = original_of(entry.data)
-    return entry if original is entry.data else _with_data(entry, original)
-
-
-def _with_data(entry: Any, data: torch.Tensor) -> Any:
-    """A copy of a ShardedTensor, or of a factory of some, with other data."""
-    changed = copy.copy(entry)
-    changed.data = data
-    if "dtype" in {field.name for field in dataclasses.fields(entry)}:
-        changed.dtype = data.dtype
-    return changed
+    """The model's own entry that one of a sharded state dict stands for, or that entry itself."""
+    return getattr(entry, _ORIGINAL, entry)

@@ -103,7 +103,7 @@ def entry_records(make_pretrain: Callable[[Any], Any]) -> list[Rebinding]:
 
 def training_records(
     *,
-    make_stages: Callable[[Any], Any],
+    make_models: Callable[[Any], Any],
     make_ddp: Callable[[Any], Any],
     make_optimizer: Callable[[Any], Any],
     forward_backward: Callable[..., Any],
@@ -117,12 +117,27 @@ def training_records(
     record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
     records = [
         record(
-            target="megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-            make=make_stages,
-            parameters=("build_model_func", "pg_collection", "vp_size", "model_type"),
+            target="megatron.training.models.gpt:unimodal_build_distributed_models",
+            make=make_models,
+            parameters=(
+                "build_model_func",
+                "transformer_config",
+                "pg_collection",
+                "ddp_config",
+                "overlap_param_gather_with_optimizer_step",
+                "use_megatron_fsdp",
+                "use_torch_fsdp2",
+                "wrap_with_ddp",
+                "data_parallel_random_init",
+                "mixed_precision_wrapper",
+                "pre_wrap_hook",
+                "model_type",
+            ),
             why="a rank's chunks are as many pipeline stages to stock, which knows one, or "
-            "virtual ones at equal distances",
-            delete_when="build_distributed_models takes the stages to build",
+            "virtual ones at equal distances; and one chunk must be wrapped and released before "
+            "the next one is built",
+            delete_when="build_distributed_models takes the stages to build, and wraps each before "
+            "it builds the next",
         ),
         record(
             target="megatron.training.models.dist_utils:DistributedDataParallel",
@@ -171,9 +186,8 @@ def training_records(
         record(
             target=f"{training}:save_checkpoint",
             make=make_save,
-            why="parameters of which a rank keeps its shard must be whole to be saved, and a tied "
-            "embedding of which it has two copies be saved once",
-            delete_when="model parameters are saved in shards, as the optimizer's state is",
+            why="a tied embedding of which a rank has two copies must be saved once",
+            delete_when="stock's parallel save gives copies of a tensor on one rank to one writer",
         ),
     ]
     if tell_last_rank is not None:

@@ -52,6 +52,12 @@ def host_need(
     return need
 
 
+def main_bytes(optimizers: Sequence[Any]) -> int:
+    """Main parameters, which are in the host from when they are made if optimizer state waits."""
+    owned = [each for optimizer in optimizers for each in optimizer.owned_shards()]
+    return sum(main.nbytes for _, parameter, _, main in owned if parameter.dtype != torch.float32)
+
+
 def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned: bool) -> int:
     """Moments and main parameters: a flat block of each, by chunk (see `HostState`)."""
     total = 0

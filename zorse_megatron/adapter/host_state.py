@@ -9,11 +9,12 @@ come and go chunk by chunk.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zorse_megatron.adapter.optimizer_checkpoint import allocate_state
 from zorse_megatron.adapter.state_pieces import ChunkState, OwnedShard, StatePiece
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink, wait_until_back
+from zorse_megatron.runtime.host_memory import HostBacked, HostLink
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class _Unit:
 
 
 class HostState:
-    """The host's part of what one rank's optimizer owns; made when the chunks' shards exist.
+    """The host's part of what one rank's optimizer owns; made when the optimizer is.
 
     Parameters that wait in the host are those that the list has offloaded when the step comes.
     """
@@ -44,6 +45,8 @@ class HostState:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`optimizer_state`: whether main parameters and moments wait in the host, too.
+
+        They are made there, chunk by chunk.
 
         `on_change`: called within a step, whenever as much is on the device as there will be until
         the next call.
@@ -66,11 +69,21 @@ class HostState:
             self._shards[id(chunk)].append(owned)
         self._state: dict[int, ChunkState] = {}
         if optimizer_state:
-            allocate_state(optimizer)
-            self._state = {
-                id(chunk): ChunkState(self._shards[id(chunk)], self.inner, link)
-                for chunk in self.chunks
-            }
+            self._state = {id(chunk): self._state_of(chunk, link) for chunk in self.chunks}
+
+    def _state_of(self, chunk: Any, link: HostLink) -> ChunkState:
+        with self._only(chunk):
+            return ChunkState(
+                self._shards[id(chunk)],
+                self.inner,
+                link,
+                allocate=partial(allocate_state, self.optimizer, device=link.device),
+            )
+
+    @property
+    def memories(self) -> list[HostBacked]:
+        """All optimizer state that waits in the host."""
+        return [memory for state in self._state.values() for memory in state.whole]
 
     @property
     def states(self) -> list[ChunkState]:
@@ -146,20 +159,6 @@ class HostState:
         for group, count in zip(self.inner.param_groups, counts, strict=True):
             if "step" in group:
                 group["step"] = count
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Have all state on the device within the block, as for a checkpoint."""
-        away = [memory for chunk in self.chunks for memory in self._parameters_away(chunk)]
-        for state in self._state.values():
-            away += [memory for memory in state.whole if memory.num_bytes]
-        wait_until_back(away)
-        try:
-            yield
-        finally:
-            for memory in away:
-                memory.send()
-            _let_go(away)
 
     def _send(self, unit: _Unit) -> None:
         for memory in unit.leaving:

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from zorse_megatron.adapter.checkpoint_boxes import box_tensors, model_shardings, parameter_pieces
+from zorse_megatron.adapter.checkpoint_boxes import (
+    box_tensors,
+    joined,
+    model_shardings,
+    parameter_pieces,
+)
 from zorse_megatron.adapter.tied_embeddings import is_second_copy
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schedules.shards import Interval
@@ -84,15 +89,18 @@ def load_state_dict(optimizer: Any, state_dict: dict) -> None:
         )
 
 
-def allocate_state(optimizer: Any) -> None:
-    """Give every owned shard its state, zero at step 0, where it has none yet."""
+def allocate_state(optimizer: Any, device: torch.device | None = None) -> None:
+    """Give every owned shard its state, zero at step 0, where it has none yet.
+
+    `device`: on which shards are stepped, if that is another one than they are on now.
+    """
     inner = optimizer.optimizer
     optimizer.init_state_fn(inner, optimizer.config)
     if _counts_steps_per_parameter(inner):
         for group in inner.param_groups:
             for shard in group["params"]:
                 if "step" not in inner.state[shard]:
-                    inner.state[shard]["step"] = _step_tensor(0, shard, group)
+                    inner.state[shard]["step"] = _step_tensor(0, device or shard.device, group)
 
 
 # Layouts.
@@ -191,18 +199,19 @@ def _parameter_state(
         )
     pieces = parameter_pieces(parameter, shardings[id(parameter)])
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-    if optimizer.is_mixed and parameter.dtype == torch.float32:
-        # Both are read into their memory: the model's part may be rounded, this one is not.
-        tensors["param"] = tensors["param"].clone()
     name_of = partial(_name_in_checkpoint, is_mixed=optimizer.is_mixed)
-    return {
-        name: {
-            str(number): box
-            for number, box in enumerate(box_tensors(name, tensors[key].detach(), owned, pieces))
-        }
-        for key in tensors
-        if (name := name_of(key, parameter, layout)) is not None
-    }
+    found = {}
+    for key, tensor in tensors.items():
+        name = name_of(key, parameter, layout)
+        if name is None:
+            continue
+        flat = optimizer.read(tensor)
+        if key == "param" and optimizer.is_mixed and parameter.dtype == torch.float32:
+            # Both are read into their memory: the model's part may be rounded, this one is not.
+            flat = flat.clone()
+        boxes = box_tensors(f"optimizer.state.{name}.", flat, owned, pieces)
+        found[name] = {str(number): box for number, box in enumerate(boxes)}
+    return found
 
 
 def _name_in_checkpoint(
@@ -222,13 +231,10 @@ def _name_in_checkpoint(
 def _restore_shards(optimizer: Any, shards: dict, layout: CheckpointLayout) -> None:
     for index, (parameter, _) in enumerate(_owned_parameters(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-        for key in tensors:
+        for key, tensor in tensors.items():
             name = _name_in_checkpoint(key, parameter, layout, is_mixed=optimizer.is_mixed)
             if name is not None:
-                boxes = shards[str(index)][name]
-                flat = [boxes[str(number)].reshape(-1) for number in range(len(boxes))]
-                tensors[key] = torch.cat(flat)
-        optimizer._set_main_param_and_optimizer_states(parameter, tensors)
+                optimizer.write(tensor, joined(shards[str(index)][name]))
 
 
 # Groups and step.
@@ -284,10 +290,10 @@ def _restore_step(optimizer: Any, step: int) -> None:
             continue
         for shard in group["params"]:
             # One tensor each: torch counts in place, so a shared one would count too fast.
-            inner.state[shard]["step"] = _step_tensor(step, shard, group)
+            inner.state[shard]["step"] = _step_tensor(step, shard.device, group)
 
 
-def _step_tensor(step: int, shard: torch.Tensor, group: dict) -> torch.Tensor:
+def _step_tensor(step: int, device: torch.device, group: dict) -> torch.Tensor:
     """A step as torch's Adam would have made it (`torch.optim.adam.Adam._init_group`)."""
     on_device = group.get("capturable") or group.get("fused")
-    return torch.tensor(float(step), device=shard.device if on_device else "cpu")
+    return torch.tensor(float(step), device=device if on_device else "cpu")

@@ -1,7 +1,7 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,8 @@ class PlanSession:
         self.holds_last_chunk = self.num_chunks - 1 in self.chunks
         # Sharded chunks are those that the list gathers before it computes with them.
         self.sharded_chunks = gathered_before_use(self.training.ranks[self.rank])
+        self.chunks_in_host = left_in_host(self.training.ranks[self.rank])
+        """Sharded chunks whose parameters wait in the host when the list begins."""
         self.optimizers: list[Any] = []
         self.settled = False
         self.activations: ActivationOffload | None = None
@@ -157,8 +159,8 @@ class PlanSession:
         chunk_models = dict(zip(self.chunks, models, strict=True))
         executor = self._executor(config, chunk_models)
         assert executor.ledger is not None
-        with before_first_step(executor.ledger):
-            self._settle(models, chunk_models)
+        with self.before_first_step():
+            self._settle(models)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
             data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.num_chunks),
@@ -188,6 +190,10 @@ class PlanSession:
         if self.holds_last_chunk and not collect_non_loss_data:
             return self.idle_losses.complete(self.runner.losses)
         return self.runner.losses
+
+    def before_first_step(self) -> AbstractContextManager[None]:
+        """Within the block, this rank may find that the host has too little memory."""
+        return before_first_step(self.rank, self.host_link)
 
     def check_host_memory(self, models: list[Any]) -> None:
         """Before the first step, once the optimizer exists; see `share_host_memory`."""
@@ -276,21 +282,25 @@ class PlanSession:
         groups = [chunk.group for chunk in self.plan.chunks]
         return {chunk: torch_dtype(self.dtypes[group]) for chunk, group in enumerate(groups)}
 
-    @contextmanager
-    def state_on_device(self) -> Iterator[None]:
-        """Have optimizer state that waits in the host on the device within the block."""
-        with ExitStack() as stack:
+    def keep_in_host(self) -> None:
+        """Let the optimizers step what waits in the host from there; before there is any state."""
+        if not (self.offload.parameters or self.offload.optimizer_state):
+            return
+        assert self.host_link is not None
+        with self.before_first_step():
             for optimizer in self.optimizers:
-                if optimizer.host_state is not None:
-                    stack.enter_context(optimizer.host_state.on_device())
-            yield
+                optimizer.keep_in_host(
+                    self.host_link,
+                    optimizer_state=self.offload.optimizer_state,
+                    on_change=self._sample_memory,
+                )
 
-    def _settle(self, models: list[Any], by_chunk: Mapping[int, Any]) -> None:
-        """Before the first step: let go of what the list does not start with.
+    def _sample_memory(self) -> None:
+        if self.executor is not None:
+            self.executor.sample_memory()
 
-        Until then all parameters are whole and on the device, so that the optimizer can be built
-        and a checkpoint be loaded.
-        """
+    def _settle(self, models: list[Any]) -> None:
+        """Before the first step, when a checkpoint has been loaded if there is one."""
         if self.settled:
             return
         self.settled = True
@@ -303,25 +313,6 @@ class PlanSession:
         if self.watches_memory:
             self.kept = KeptActivations(is_parameter, self.activations)
             watch_logits(models, self.kept)
-        sharded = {
-            chunk: model.shards for chunk, model in by_chunk.items() if model.shards is not None
-        }
-        for shards in sharded.values():
-            shards.release()
-        for optimizer in self.optimizers:
-            optimizer.use_kept_shards()
-        for chunk in left_in_host(self.training.ranks[self.rank]):
-            sharded[chunk].offload()
-        if self.offload.parameters or self.offload.optimizer_state:
-            assert self.host_link is not None and self.executor is not None
-            for optimizer in self.optimizers:
-                optimizer.keep_in_host(
-                    self.host_link,
-                    optimizer_state=self.offload.optimizer_state,
-                    on_change=self.executor.sample_memory,
-                )
-        if self.watches_memory and dist.get_backend() == "nccl":
-            torch.cuda.reset_peak_memory_stats()  # all chunks have been whole until now
 
     def _idle_losses(self) -> IdleReplicaLosses:
         replicas = self.plan.groups[self.plan.chunks[-1].group].replicas

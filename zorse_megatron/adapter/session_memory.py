@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.host_need import host_need
+from zorse_megatron.adapter.host_need import host_need, main_bytes
 from zorse_megatron.adapter.memory_probes import (
     KeptActivations,
     gradient_bytes,
@@ -25,7 +25,7 @@ from zorse_megatron.runtime.host_budget import (
     node_name,
 )
 from zorse_megatron.runtime.host_memory import HostLink, HostMemoryFull
-from zorse_megatron.runtime.memory_ledger import MemoryLedger
+from zorse_megatron.runtime.memory_ledger import MemoryLedger, out_of_host_memory
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.schema.plan import Offload, Plan
 
@@ -85,11 +85,16 @@ def share_host_memory(
     """
     if all(group.offload in (None, Offload()) for group in plan.groups):
         return
+    offload = plan.groups[plan.group_of_rank(rank)].offload or Offload()
+    held_bytes = link.host_bytes if link is not None else 0
+    if offload.optimizer_state:
+        held_bytes += main_bytes(optimizers)
+    dist.barrier()  # what ranks have put there is there when they look at what is left
     mine = HostNeed(
         rank=rank,
         node=node_name(),
         by_category_bytes=host_need(
-            plan.groups[plan.group_of_rank(rank)].offload or Offload(),
+            offload,
             models,
             optimizers,
             actions=actions,
@@ -98,6 +103,7 @@ def share_host_memory(
             pinned=link is not None and link.is_cuda,
         ),
         available_bytes=available_host_bytes(),
+        held_bytes=held_bytes,
     )
     needs: list[HostNeed | None] = [None] * dist.get_world_size()
     dist.all_gather_object(needs, mine)
@@ -107,9 +113,10 @@ def share_host_memory(
 
 
 @contextmanager
-def before_first_step(ledger: MemoryLedger) -> Iterator[None]:
+def before_first_step(rank: int, link: HostLink | None) -> Iterator[None]:
     """Say of what is sent to the host within the block where there is no room for it."""
     try:
         yield
     except HostMemoryFull as full:
-        raise ledger.out_of_host_memory(full, None) from full
+        waiting = link.held if link is not None else {}
+        raise out_of_host_memory(full, rank=rank, waiting=waiting) from full

@@ -4,14 +4,14 @@ Adam's rule is the same for every element, so a piece may begin and end anywhere
 how much is on the device at a time does not depend on the model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+from zorse_megatron.runtime.host_memory import HostBacked, HostLink, joined_in_host
 from zorse_megatron.schedules.shards import state_pieces
 
 _CATEGORY = "optimizer state"
@@ -135,26 +135,49 @@ class StatePiece:
 class ChunkState:
     """The state of one rank's shards of a chunk in host memory: as a whole, and in pieces."""
 
-    def __init__(self, shards: Sequence[OwnedShard], inner: Any, link: HostLink) -> None:
-        """Make flat tensors of moments and main parameters, and send them away."""
+    def __init__(
+        self,
+        shards: Sequence[OwnedShard],
+        inner: Any,
+        link: HostLink,
+        allocate: Callable[[], None],
+    ) -> None:
+        """Make flat tensors of moments and main parameters, in the host.
+
+        `allocate` gives the shards their state where they have none yet; it is made in the host.
+        """
         self.inner = inner
         self.link = link
         self.shards = tuple(shards)
-        moments = {name: self._flat_moment(name) for name in self._moment_names()}
-        mains = self._flat_main()
-        sent = {name: self._sent(flat) for name, flat in moments.items()}
-        sent_mains = [self._sent(flat) for flat in mains]
-        self.whole = [*sent.values(), *sent_mains]
-        """All of it; used where everything must be on the device, as for a checkpoint."""
+        moments, mains = self._make(allocate)
+        self.whole = [flat.memory for flat in (*moments.values(), *mains)]
+        """All of it."""
         self.pieces = [StatePiece(slices) for slices in _cut(self.shards)]
         first = first_main = 0
         for piece in self.pieces:
-            for name, memory in sent.items():
-                like = moments[name]
-                piece.moments[name] = _part(piece, memory, like, first, piece.num_elements)
-            if piece.num_main:
-                piece.main = _part(piece, sent_mains[0], mains[0], first_main, piece.num_main)
+            for name, flat in moments.items():
+                piece.moments[name] = flat.part(first, piece.num_elements, piece)
+            for flat in mains if piece.num_main else ():
+                piece.main = flat.part(first_main, piece.num_main, piece)
             first, first_main = first + piece.num_elements, first_main + piece.num_main
+
+    def _make(self, allocate: Callable[[], None]) -> tuple[dict[str, "_Flat"], list["_Flat"]]:
+        """Moments by name, and main parameters: one, or none where all are float32 themselves."""
+        places = [shard.tensor.data for shard in self.shards]
+        for shard in self.shards:
+            value = shard.tensor.data
+            shard.tensor.data = value.cpu() if shard.has_main else torch.empty(value.shape)
+        allocate()
+        moments = {name: self._moment(name) for name in self._moment_names()}
+        with_main = [shard.tensor for shard in self.shards if shard.has_main]
+        mains = [_Flat(with_main, self.link)] if with_main else []
+        for main in mains:
+            for tensor, part in zip(with_main, main.parts, strict=True):
+                tensor.data = part
+        for shard, place in zip(self.shards, places, strict=True):
+            if not shard.has_main:
+                shard.tensor.data = place
+        return moments, mains
 
     def _moment_names(self) -> list[str]:
         of_shards = ((shard.tensor, self.inner.state[shard.tensor]) for shard in self.shards)
@@ -162,28 +185,32 @@ class ChunkState:
             {n for tensor, state in of_shards for n, v in state.items() if _is_moment(v, tensor)}
         )
 
-    def _flat_moment(self, name: str) -> torch.Tensor:
-        state, tensors = self.inner.state, [shard.tensor for shard in self.shards]
-        flat = torch.cat([state[tensor][name].view(-1) for tensor in tensors])
-        for tensor, part in zip(tensors, _parts(flat, tensors), strict=True):
-            state[tensor][name] = part.view_as(tensor)
-        return flat
+    def _moment(self, name: str) -> "_Flat":
+        states = [self.inner.state[shard.tensor] for shard in self.shards]
+        moment = _Flat([state[name] for state in states], self.link)
+        for state, part in zip(states, moment.parts, strict=True):
+            state[name] = part
+        return moment
 
-    def _flat_main(self) -> list[torch.Tensor]:
-        """One, or none where all parameters are float32 themselves."""
-        tensors = [shard.tensor for shard in self.shards if shard.has_main]
-        if not tensors:
-            return []
-        flat = torch.cat([tensor.detach().view(-1) for tensor in tensors])
-        for tensor, part in zip(tensors, _parts(flat, tensors), strict=True):
-            tensor.data = part.view_as(tensor)
-        return [flat]
 
-    def _sent(self, flat: torch.Tensor) -> HostBacked:
-        memory = HostBacked(flat, self.link, _CATEGORY)
-        memory.send()
-        memory.let_go(wait=True)
-        return memory
+class _Flat:
+    """Tensors of one type, one behind the other, that wait in the host."""
+
+    def __init__(self, values: Sequence[torch.Tensor], link: HostLink) -> None:
+        """Takes over what is in `values`; `parts` are of their shapes and on the device."""
+        joined = joined_in_host(values)
+        self.tensor = torch.empty_like(joined, device=link.device)
+        self.memory = HostBacked(self.tensor, link, _CATEGORY)
+        parts = self.tensor.split([value.numel() for value in values])
+        self.parts = [p.view(v.shape) for p, v in zip(parts, values, strict=True)]
+        self.memory.start_in_host(joined)
+
+    def part(self, first: int, count: int, holder: StatePiece) -> torch.Tensor:
+        """Elements in memory of their own, which a piece must have on the device to be stepped."""
+        tensor = self.tensor.new_empty(count)
+        start_bytes = first * tensor.element_size()
+        holder.memories.append(self.memory.part(tensor, start_bytes))
+        return tensor
 
 
 def _piece_sizes(shards: Sequence[OwnedShard]) -> Sequence[int]:
@@ -206,19 +233,6 @@ def _cut(shards: Sequence[OwnedShard]) -> Iterator[list[_Slice]]:
             if stop < shard.tensor.numel():
                 todo.append((shard, stop))
         yield slices
-
-
-def _part(
-    piece: StatePiece, whole: HostBacked, like: torch.Tensor, first: int, count: int
-) -> torch.Tensor:
-    """Elements of a flat tensor that waits in the host, in memory of their own."""
-    tensor = like.new_empty(count)
-    piece.memories.append(whole.part(tensor, first * tensor.element_size()))
-    return tensor
-
-
-def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return flat.split([tensor.numel() for tensor in like])
 
 
 def _is_moment(value: Any, shard: torch.Tensor) -> bool:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.exact_values import original_of
+from zorse_megatron.adapter.exact_values import original_entry
 from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals
-from zorse_megatron.schedules.shards import Interval, intersection, overlaps
+from zorse_megatron.schedules.shards import Interval, overlaps
 
 _FIRST, _LAST = 0, 1
 _SECOND_COPY = "zorse_second_copy"
@@ -29,7 +29,7 @@ _SECOND_COPY = "zorse_second_copy"
 
 def is_second_copy(tensor: Any) -> bool:
     """Whether this is the last chunk's copy of the embedding, on a rank with the first one's."""
-    return getattr(original_of(tensor), _SECOND_COPY, False)
+    return getattr(tensor, _SECOND_COPY, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,14 @@ def _without_second_copies(stock: Callable[..., dict], *args: Any, **kwargs: Any
     return {
         name: entry
         for name, entry in stock(*args, **kwargs).items()
-        if not is_second_copy(getattr(entry, "data", None))
+        if not is_second_copy(_parameter_of(entry))
     }
+
+
+def _parameter_of(entry: Any) -> Any:
+    """What an entry of a model's sharded state dict, or the boxes in its place, are made of."""
+    first = next(iter(entry.values())) if isinstance(entry, dict) else entry
+    return getattr(original_entry(first), "data", None)
 
 
 class TiedEmbedding:
@@ -182,15 +188,8 @@ def _copy_in(model_chunks: Sequence[Any], end: int) -> _Copy:
         if not (model.pre_process if end == _FIRST else model.post_process):
             continue
         weight = model.shared_embedding_or_output_weight()
-        for buffer in chunk.buffers:
-            bucket = buffer.param_to_bucket.get(weight)
-            if bucket is None:
-                continue
-            start, stop = bucket.param_to_index[weight]
-            shard = bucket.shard_bounds[buffer.data_parallel_group.rank()]
-            both = intersection(shard, (start, stop))
-            owned = (both[0] - start, both[1] - start) if both else (0, 0)
-            return _Copy(chunk=chunk, weight=weight, owned=owned)
+        if weight.requires_grad:
+            return _Copy(chunk=chunk, weight=weight, owned=chunk.owned_part(weight))
     where = "first" if end == _FIRST else "last"
     raise ValueError(
         f"found no trainable word embedding in this rank's chunks; expected the {where} chunk's"

@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
 from megatron.training import get_args
-from megatron.training.initialize import _set_random_seed, set_jit_fusion_options
 
 from zorse_megatron.adapter import global_groups, rebind
 from zorse_megatron.adapter.activate import PlanRun
+from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
 from zorse_megatron.adapter.compute_dtype import (
@@ -21,19 +20,13 @@ from zorse_megatron.adapter.compute_dtype import (
     compute_dtypes,
     with_one_loss_scale,
 )
-from zorse_megatron.adapter.data_parallel import (
-    UnevenDistributedDataParallel,
-    whole_parameters,
-)
-from zorse_megatron.adapter.exact_values import in_fp32, keep_loaded, take_exact
+from zorse_megatron.adapter.exact_values import take_exact
 from zorse_megatron.adapter.flags import model_problems
-from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.hooks import training_records
-from zorse_megatron.adapter.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.adapter.placement import check_placement
-from zorse_megatron.adapter.process_groups import PipelinePosition, at_chunk, create_groups
+from zorse_megatron.adapter.process_groups import create_groups
 from zorse_megatron.adapter.recompute import set_recompute
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.session import PlanSession
@@ -76,7 +69,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         host_memory_limit_bytes=run.host_memory_limit_bytes,
     )
     _configure(cfg, session)
-    with rebind.applied(_records(session)), watched(session):
+    with rebind.applied(_records(session, cfg.model)), watched(session):
         return stock_pretrain(pg_collection=session.collection, skip_model_parallel_init=True)
 
 
@@ -146,48 +139,18 @@ def _configure(cfg: Any, session: PlanSession) -> None:
     group = session.plan.groups[session.plan.group_of_rank(session.rank)]
     if group.recompute is not None:
         set_recompute(cfg.model.transformer, group.recompute)
-    cfg.model.pre_wrap_hooks.append(partial(_set_initial_weights, cfg.model, session))
 
 
-def _set_initial_weights(model_config: Any, session: PlanSession, chunks: list[Any]) -> list[Any]:
-    if get_args().perform_initialization:
-        copy_single_process_weights(
-            dict(zip(session.layers, chunks, strict=True)),
-            model_config=model_config,
-            dtype=get_args().zorse_job_dtype,
-            collection=session.collection,
-            seed_everything=partial(_seed_as_single_process, session.groups.alone),
-        )
-    return chunks
+def _records(session: PlanSession, model_config: Any) -> list[rebind.Rebinding]:
+    return [*CHECKPOINT_RECORDS, *_session_records(session, model_config)]
 
 
-def _seed_as_single_process(alone: dist.ProcessGroup) -> None:
-    """Bring all random generators to where a stock single process has them before it builds."""
-    args = get_args()
-    _set_random_seed(
-        args.seed,
-        te_rng_tracker=args.te_rng_tracker,
-        inference_rng_tracker=args.inference_rng_tracker,
-        pp_group=PipelinePosition(0, 1),
-        dp_group=alone,
-        tp_group=alone,
-        ep_group=alone,
-        etp_group=alone,
-    )
-    # Stock warms its fused functions up on random input between seeding and building.
-    set_jit_fusion_options(tp_size=args.tensor_model_parallel_size)
-
-
-def _records(session: PlanSession) -> list[rebind.Rebinding]:
-    return [*CHECKPOINT_RECORDS, *_session_records(session)]
-
-
-def _session_records(session: PlanSession) -> list[rebind.Rebinding]:
+def _session_records(session: PlanSession, model_config: Any) -> list[rebind.Rebinding]:
     last_rank = session.plan.world_size - 1
     knows = session.last_group_ranks
     return training_records(
-        make_stages=partial(_build_chunks, session),
-        make_ddp=lambda _stock: partial(_wrap_chunk, session),
+        make_models=partial(build_one_by_one, session, model_config),
+        make_ddp=lambda _stock: partial(wrap_chunk, session),
         make_optimizer=lambda _stock: partial(_build_optimizer, session),
         forward_backward=session.forward_backward,
         make_loader=partial(
@@ -196,73 +159,18 @@ def _session_records(session: PlanSession) -> list[rebind.Rebinding]:
             micro_batches=session.micro_batches,
         ),
         make_datasets=partial(datasets_on_rank_0, rank=session.rank),
-        make_save=partial(_save_once_and_whole, session),
+        make_save=_save_once,
         tell_last_rank=None
         if last_rank in knows
         else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
     )
 
 
-def _build_chunks(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Build each chunk of this rank as stock builds a pipeline stage."""
-
-    def build_virtual_pipeline_stages(
-        build_model_func: Callable[..., Any],
-        pg_collection: Any,
-        vp_size: int | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> list[Any]:
-        chunks = []
-        for chunk in session.chunks:
-            there = at_chunk(pg_collection, chunk, session.num_chunks)
-            with stage_of_chunk(chunk, session.num_chunks):
-                (model,) = stock(build_model_func, there, vp_size, *args, **kwargs)
-            model.zorse_chunk = chunk
-            chunks.append(model)
-        return chunks
-
-    return build_virtual_pipeline_stages
-
-
-def _wrap_chunk(session: PlanSession, *, module: Any, **kwargs: Any) -> Any:
-    """Wrap one chunk, sharded or resident as the plan's list has it."""
-    chunk = unwrap_model(module).zorse_chunk
-    kwargs["pg_collection"] = at_chunk(session.collection, chunk, session.num_chunks)
-    wrapped = UnevenDistributedDataParallel(
-        module=module,
-        shard_weights=session.shard_weights,
-        sharded=chunk in session.sharded_chunks,
-        link=session.host_link,
-        wire=session.wire,
-        **kwargs,
-    )
-    # Training loop and checkpoints ask a model and mean the rank. Layers and the 16-bit wrapper,
-    # which mean the chunk, have taken its groups when they were built.
-    model = unwrap_model(module)
-    wrapped.pg_collection = model.pg_collection = session.collection
-    if session.is_mixed:
-        keep_loaded(model)
-    model.sharded_state_dict = partial(
-        _sharded_state_dict, session, model.sharded_state_dict, chunk
-    )
-    return wrapped
-
-
-def _sharded_state_dict(
-    session: PlanSession, stock: Callable[..., Any], chunk: int, *args: Any, **kwargs: Any
-) -> Any:
-    """Stock's, which looks up a chunk's first layer by the process-wide stage."""
-    with stage_of_chunk(chunk, session.num_chunks):
-        found = stock(*args, **kwargs)
-    return in_fp32(found) if session.is_mixed else found
-
-
-def _save_once_and_whole(session: PlanSession, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Have whole parameters and all state on the device while stock saves, and nothing twice."""
+def _save_once(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Let nothing be saved twice."""
 
     def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with whole_parameters(model), session.state_on_device(), saved_once(model):
+        with saved_once(model):
             return stock(iteration, model, *args, **kwargs)
 
     return save_checkpoint
@@ -287,6 +195,7 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
         checkpoint_layout=CheckpointLayout.DISTRIBUTED
         if distributed
         else CheckpointLayout.REPLICATED,
+        state_waits=session.offload.optimizer_state,
     )
     session.optimizers = list(optimizer.chained_optimizers)
     for each in session.optimizers:
@@ -295,6 +204,7 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
     updates = [choose_update(each, session.update, session.device) for each in session.optimizers]
     say_update(updates)
     session.check_host_memory(model_chunks)
+    session.keep_in_host()
     session.tied = _tied_embedding(session, model_chunks, optimizer)
     _defer_parameter_gather(optimizer.chained_optimizers)
     stock_step = optimizer.step

@@ -117,22 +117,9 @@ class MemoryLedger:
             ],
         )
 
-    def out_of_host_memory(self, full: HostMemoryFull, action: Action | None) -> MemoryLimitError:
-        """What to raise when the host has no more; `action` is None before the first step."""
-        waiting = ", ".join(f"{category} {count:,}" for category, count in self.in_host().items())
-        return MemoryLimitError(
-            "A rank needs more host memory than it has",
-            [
-                Problem(
-                    where=f"rank {self.rank} {_place(action)}",
-                    found=f"{full.found} with {full.asked_bytes:,} more for {full.category}; there "
-                    f"now: {waiting or 'nothing'}",
-                    expected=full.expected,
-                    remedy=f"This would help: {HOST_REMEDIES[full.category]}; or a larger "
-                    "--zorse-host-memory-limit where there is more.",
-                )
-            ],
-        )
+    def out_of_host_memory(self, full: HostMemoryFull, action: Action) -> MemoryLimitError:
+        """What to raise when the host has no more."""
+        return out_of_host_memory(full, rank=self.rank, waiting=self.in_host(), action=action)
 
     def save(self, directory: Path) -> Path:
         """Write `memory-rank<rank>.json` and return its path."""
@@ -145,6 +132,33 @@ class MemoryLedger:
 
     def _peak_bytes(self, category: str) -> int:
         return self.peaks[category].num_bytes if category in self.peaks else -1
+
+
+def out_of_host_memory(
+    full: HostMemoryFull,
+    *,
+    rank: int,
+    waiting: Mapping[str, int],
+    action: Action | None = None,
+) -> MemoryLimitError:
+    """What to raise when the host has no more; `action` is None before the first step.
+
+    `waiting`: what waits there now, by category.
+    """
+    listed = ", ".join(f"{category} {count:,}" for category, count in waiting.items())
+    return MemoryLimitError(
+        "A rank needs more host memory than it has",
+        [
+            Problem(
+                where=f"rank {rank} {_place(action)}",
+                found=f"{full.found} with {full.asked_bytes:,} more for {full.category}; there "
+                f"now: {listed or 'nothing'}",
+                expected=full.expected,
+                remedy=f"This would help: {HOST_REMEDIES[full.category]}; or a larger "
+                "--zorse-host-memory-limit where there is more.",
+            )
+        ],
+    )
 
 
 def _place(action: Action | None) -> str:

@@ -1,0 +1,82 @@
+"""Start, load and save fit where training does: one chunk is whole at most, in a checkpoint none.
+
+Counted are all floating-point tensors that any operation makes, not what the runtime knows of (see
+`counted_entry`), and held against closed forms, to the byte.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.megatron import counted_entry
+from tests.megatron.launch import run_ranks
+from tests.megatron.ministages import in_the_host
+from tests.megatron.test_exactness import UNTIED, flags_for
+from tests.megatron.test_memory_by_chunks import (
+    ELEMENT_BYTES,
+    EVEN,
+    HIDDEN,
+    LAYER,
+    NUM_LAYERS,
+    chunk_bytes,
+    closed_form,
+    plan_of,
+)
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan
+
+SHARE = EVEN[0]
+# Zeros that stock makes for what it counts and logs.
+SCALARS_BYTES = 2 * ELEMENT_BYTES
+
+
+def counted(plan: Plan, corpus: Path, work: Path, *more: str) -> list[dict[str, int]]:
+    """Rank -> phase -> the most bytes on the device at one time."""
+    save_plan(plan, work / "plan.json")
+    flags = flags_for(corpus, *UNTIED, "--zorse-plan", str(work / "plan.json"), *more, steps=2)
+    listed = list(flags)
+    for name, value in {"--num-layers": NUM_LAYERS, "--hidden-size": HIDDEN}.items():
+        listed[listed.index(name) + 1] = str(value)
+    run_ranks(
+        listed,
+        plan.world_size,
+        entry="tests.megatron.counted_entry",
+        timeout_s=180,
+        env={counted_entry.NAME: str(work)},
+    ).check()
+    ranks = range(plan.world_size)
+    return [json.loads((work / f"counted-rank{rank}.json").read_text()) for rank in ranks]
+
+
+def start_bytes(sizes: list[int], share: float) -> int:
+    """The highest of the moments in which a chunk is wrapped.
+
+    Then its parameters and its gradients are whole; of those before it this share is there.
+    """
+    return max(2 * size + int(share * sum(sizes[:at])) for at, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+def test_start_is_the_closed_form(num_chunks: int, corpus: Path, tmp_path: Path) -> None:
+    sizes = chunk_bytes(num_chunks)
+    assert start_bytes(sizes, SHARE) <= closed_form(sizes, SHARE, late=True), "as in a step"
+    for found in counted(plan_of(num_chunks), corpus, tmp_path):
+        assert found["start"] == start_bytes(sizes, SHARE) + SCALARS_BYTES
+
+
+@pytest.mark.parametrize("where", ["on the device", "in the host"])
+def test_not_one_layer_is_whole_in_a_checkpoint(where: str, corpus: Path, tmp_path: Path) -> None:
+    """Shards and both moments are on the device or nothing is; others' parts of a layer are not."""
+    plan, sizes = plan_of(4), chunk_bytes(4)
+    shards = int(SHARE * sum(sizes))
+    if where == "in the host":
+        plan, shards = in_the_host(plan), 0
+    checkpoint = str(tmp_path / "checkpoint")
+    saved = counted(plan, corpus, tmp_path, "--save", checkpoint, "--save-interval", "1")
+    loaded = counted(plan, corpus, tmp_path, "--load", checkpoint, "--ckpt-step", "1")
+    for found in (*(each["save"] for each in saved), *(each["load"] for each in loaded)):
+        assert 3 * shards <= found < 3 * shards + (1 - SHARE) * ELEMENT_BYTES * LAYER
+    if where == "in the host":
+        for found in saved:
+            assert found["start"] == start_bytes(sizes, share=0) + SCALARS_BYTES
