@@ -7,20 +7,26 @@ planner's margin, which is taken off the capacity, is for those.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.adapter.model_parts import ModelParts
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
 from zorse_megatron.emulate.host_copies import HostCopies
-from zorse_megatron.emulate.model_sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.model_parts import ModelParts
+    from zorse_megatron.emulate.model_sizes import ModelSizes
+
+_MOMENTS_BYTES = 8
+"""Adam's two, in float32."""
 
 
 class MemoryCap:
     """What one emulated GPU holds."""
 
     def __init__(
-        self, memory: MemoryCost, sizes: ModelSizes, *, capacity_bytes: int, rank: int
+        self, memory: MemoryCost, sizes: "ModelSizes", *, capacity_bytes: int, rank: int
     ) -> None:
         """`capacity_bytes`: what it may hold."""
         self.memory = memory
@@ -46,6 +52,17 @@ class MemoryCap:
         away_bytes = self.host.activation_bytes if self.host is not None else 0
         total = self.state_bytes() + self.kept_bytes - away_bytes
         self.peak_bytes = max(self.peak_bytes, total)
+        self._refuse_beyond(total)
+
+    def check_start(self) -> None:
+        """The same before the first step, which makes Adam's moments, and which is no peak of it.
+
+        Until then all parameters are whole, so that checkpoints can be loaded.
+        """
+        owned = sum(map(self.sizes.owned_parameters, self.chunks))
+        self._refuse_beyond(self.state_bytes() - _MOMENTS_BYTES * owned)
+
+    def _refuse_beyond(self, total: int) -> None:
         if total <= self.capacity_bytes:
             return
         self.overflow = (
@@ -81,7 +98,7 @@ class MemoryCap:
         self.kept_bytes -= self._leaving_bytes
         self._leaving_bytes = 0
 
-    def _chunk_bytes(self, parts: ModelParts) -> int:
+    def _chunk_bytes(self, parts: "ModelParts") -> int:
         memory = self.memory
         whole = sum(self.sizes.real_parameters(parts).values())
         owned = self.sizes.owned_parameters(parts)
@@ -100,7 +117,7 @@ class MemoryCap:
         )
 
 
-def _has_gradient_shards(parts: ModelParts) -> bool:
+def _has_gradient_shards(parts: "ModelParts") -> bool:
     """Whether sums of gradients have arrived, of a chunk whose gradients come and go."""
     shards = parts.wrapped.shards
     return any(buffer.in_shard for buffer in shards.gradients)

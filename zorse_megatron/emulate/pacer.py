@@ -86,10 +86,13 @@ class Pacer:
     @contextmanager
     def around_step(self) -> Iterator[None]:
         """Note when a training step ends; the first one starts the clock."""
-        if not self.clock.is_running:
+        is_first = not self.clock.is_running
+        if is_first:
             self.clock.start()
         self.spans = []
         try:
+            if is_first:
+                self.cap.check_start()
             yield
             self.cap.check()
             self.step_ends_s.append(self.clock.measured_s)
