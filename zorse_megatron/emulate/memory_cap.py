@@ -55,12 +55,17 @@ class MemoryCap:
         self._refuse_beyond(total)
 
     def check_start(self) -> None:
-        """The same before the first step, which makes Adam's moments, and which is no peak of it.
+        """The same before the first step, which is no peak of it.
 
-        Until then all parameters are whole, so that checkpoints can be loaded.
+        Resident parameters and gradients are whole, of others there are shards. The first step
+        makes Adam's moments, unless they wait in the host.
         """
-        owned = sum(map(self.sizes.owned_parameters, self.chunks))
+        made_in_step = [parts for parts in self.chunks if not self._has_state_in_host(parts)]
+        owned = sum(map(self.sizes.owned_parameters, made_in_step))
         self._refuse_beyond(self.state_bytes() - _MOMENTS_BYTES * owned)
+
+    def _has_state_in_host(self, parts: "ModelParts") -> bool:
+        return self.host is not None and self.host.state_on_gpu_bytes(parts) is not None
 
     def _refuse_beyond(self, total: int) -> None:
         if total <= self.capacity_bytes:
