@@ -9,9 +9,13 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(line: str, *, on_each_node: bool = False) -> None:
-    """Print one line on rank 0; `on_each_node`: on each node's first rank, as nodes may differ."""
-    if is_first_rank() or (on_each_node and os.environ.get("LOCAL_RANK") == "0"):
+def say(line: str, *, on_each_node: bool = False, everywhere: bool = False) -> None:
+    """Print one line on rank 0; `on_each_node`: on each node's first rank, as nodes may differ.
+
+    `everywhere`: on this rank in any case.
+    """
+    on_this_node = on_each_node and os.environ.get("LOCAL_RANK") == "0"
+    if everywhere or is_first_rank() or on_this_node:
         print(f"zorse: {line}", flush=True)
 
 

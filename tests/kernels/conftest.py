@@ -5,12 +5,13 @@ which has to be set before anything imports Triton: `test_interpreter.py` starts
 """
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
 
 from tests.kernels.memory import IS_INTERPRETED
-from zorse_megatron.kernels import dispatch
+from zorse_megatron.kernels import arguments, dispatch
 
 IMPLEMENTATIONS = ["torch"]
 if IS_INTERPRETED or torch.cuda.is_available():
@@ -19,8 +20,16 @@ if IS_INTERPRETED or torch.cuda.is_available():
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which one runs: the choice is taken out of `dispatch`'s hands."""
+    """Which one runs: the choice is taken out of `dispatch`'s hands.
+
+    Sizes at which work is cut are small here, so that small tensors go through all the cuts.
+    """
     reason = None if request.param == "triton" else "this is a test"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "why_not_triton", lambda device: reason)
+        patch.setattr(arguments, "CHUNK", 1000)
+        if request.param == "triton":
+            # The package has the function under its module's name.
+            module = import_module("zorse_megatron.kernels.on_triton.norm_and_flag")
+            patch.setattr(module, "MAX_PROGRAMS", 2)
         yield request.param

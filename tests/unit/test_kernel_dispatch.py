@@ -57,6 +57,26 @@ def test_each_node_says_it(
     assert bool(capsys.readouterr().out) == says
 
 
+def test_each_kind_of_a_node_says_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A node with two GPUs of one kind and two of another; each asks as the rank of its number.
+    names = ["New", "New", "Old", "Old"]
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_name",
+        lambda device: names[device if isinstance(device, int) else device.index],
+    )
+    for number in range(4):
+        monkeypatch.setenv("RANK", str(4 + number))
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        dispatch.why_not_triton(torch.device("cuda", number))
+    assert capsys.readouterr().out.splitlines() == [
+        "zorse: kernels run in Triton on New",
+        "zorse: kernels run in Triton on Old",
+    ]
+
+
 def test_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert dispatch.why_not_triton(GPU) == "compute capability 7.0; Triton serves 8.0 and later"

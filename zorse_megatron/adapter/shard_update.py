@@ -15,8 +15,7 @@ from zorse_megatron.adapter.gradient_factors import GradientFactors
 from zorse_megatron.adapter.optimizer_checkpoint import allocate_state
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.kernels import AdamW, adamw_shard
-from zorse_megatron.kernels.dispatch import why_not_triton
-from zorse_megatron.log import say
+from zorse_megatron.kernels.dispatch import say_by_kind, why_not_triton
 
 Update = Literal["auto", "stock", "fused"]
 
@@ -101,10 +100,10 @@ def choose_update(optimizer: Any, wanted: Update, device: torch.device) -> str:
     return f"shards are updated in one pass each, in place of {name}"
 
 
-def say_update(lines: list[str]) -> None:
+def say_update(lines: list[str], device: torch.device) -> None:
     """Say it once, whatever the number of optimizers."""
     for line in dict.fromkeys(lines):
-        say(line, on_each_node=True)
+        say_by_kind(line, device)
 
 
 def _not_ours(found: type) -> FlagError:

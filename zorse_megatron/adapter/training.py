@@ -33,6 +33,7 @@ from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.shard_update import choose_update, say_update
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
+from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.runtime.health import Heartbeat, is_communication_error
 from zorse_megatron.schema.load import fingerprint
 
@@ -202,7 +203,10 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
         each.is_mixed = session.is_mixed
         take_exact(each)
     updates = [choose_update(each, session.update, session.device) for each in session.optimizers]
-    say_update(updates)
+    say_update(updates, session.device)
+    if any(group.gradient_wire for group in session.plan.groups):
+        # Said now on every node: its first rank may be in a group that sends no narrow messages.
+        why_not_triton(session.device)
     session.check_host_memory(model_chunks)
     session.keep_in_host()
     session.tied = _tied_embedding(session, model_chunks, optimizer)

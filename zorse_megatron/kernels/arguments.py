@@ -8,7 +8,8 @@ NARROW = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *NARROW)
 
 CHUNK = 1 << 22
-"""Elements that plain torch works on at a time: few launches, and temporaries of 16 MiB at most."""
+"""Elements that plain torch works on at a time: few launches, and a few temporaries of 16 MiB (in
+fp64 of 32 MiB), however long the shards are and however many parts are added."""
 
 
 class Problems:

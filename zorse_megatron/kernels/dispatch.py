@@ -27,13 +27,25 @@ def pick(name: str, device: torch.device, in_torch: Kernel) -> Kernel:
 def why_not_triton(device: torch.device) -> str | None:
     """Why the kernels run in plain torch on `device`; None if they run in Triton.
 
-    Says it when it is first asked, on the first rank of each node: nodes differ in GPUs.
+    Says it when it is first asked, on the first rank of each node and of each kind of GPU in it.
     """
     reason = _reason(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     chosen = "in Triton" if reason is None else f"in plain torch ({reason})"
-    say(f"kernels run {chosen} on {where}", on_each_node=True)
+    say_by_kind(f"kernels run {chosen} on {where}", device)
     return reason
+
+
+def say_by_kind(line: str, device: torch.device) -> None:
+    """Print what depends on the GPU, where no other rank may have the same to say.
+
+    That is a node's first rank, and where a node has several kinds of GPUs the first of each, as
+    far as this process sees the GPUs before its own.
+    """
+    others = range(device.index or 0) if device.type == "cuda" else ()
+    kinds = {torch.cuda.get_device_name(number) for number in others}
+    is_another = bool(kinds) and torch.cuda.get_device_name(device) not in kinds
+    say(line, on_each_node=True, everywhere=is_another)
 
 
 def _reason(device: torch.device) -> str | None:

@@ -49,10 +49,9 @@ def sum_parts_torch(
     for chunk in chunks(out.numel()):
         here = out[chunk]
         # The first term is not added to zero: -0.0 stays as it is.
-        terms = [here.clone()] if add else []
-        # A product of its own: `add_(part, alpha=weight)` is fused on some processors.
-        terms += [part[chunk].float() * weight for part, weight in zip(parts, weights, strict=True)]
-        total = terms[0] if terms else torch.zeros_like(here)
-        for term in terms[1:]:
-            total += term
-        here.copy_(total)
+        total = here.clone() if add else None
+        for part, weight in zip(parts, weights, strict=True):
+            # A product of its own: `add_(part, alpha=weight)` is fused on some processors.
+            term = part[chunk].float() * weight
+            total = term if total is None else total.add_(term)
+        here.copy_(torch.zeros_like(here) if total is None else total)
