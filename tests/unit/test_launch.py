@@ -297,7 +297,11 @@ def test_the_command_prints_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         (["--", *FLAGS], "expected one of the two"),
         (["--torchrun", "--slurm", "x.sh", "--", *FLAGS], "expected one of the two"),
-        (["--slurm", "no/such/x.sh", "--", *FLAGS], "a file in a directory that exists"),
+        (["--slurm", "no/such/x.sh", "--", *FLAGS], "in a directory that exists"),
+        (["--slurm", "plan.json", "--", *FLAGS], "found a file that this command reads"),
+        (["--slurm", "x.sh", "--partition", "A6000=", "--", *FLAGS], "in one word"),
+        (["--slurm", "x.sh", "--partition", "a\nb", "--", *FLAGS], "in one word"),
+        (["--torchrun", "--", *FLAGS, "--save"], '--save: found "" behind it'),
         (["--torchrun"], "found no training command"),
         (["--torchrun", "--", *FLAGS, "--num-layers", "9"], "while the model has 9"),
         (["--slurm", "x.sh", "--sbatch", "-t 3", "--", *FLAGS], "one long option of sbatch"),
@@ -320,3 +324,22 @@ def test_the_command_refuses_another_cluster(
     result = run("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--", *FLAGS)
     assert result.exit_code == 1
     assert "rank 0 on A6000, which is V100-16 in the cluster" in result.output
+
+
+def test_names_of_the_cluster_are_no_lines_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    cluster = (tmp_path / "cluster.yaml").read_text().replace("name: new", r'name: "n\ntouch a"')
+    cluster = cluster.replace("name: two-node lab", r'name: "lab\ntouch b"')
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    options = ["--cluster", "cluster.yaml", "--slurm", "x.sh", "--sbatch", "comment=two words"]
+    result = run("launch", "plan.json", *options, "--", *FLAGS)
+    assert result.exit_code == 0, result.output
+    lines = (tmp_path / "x.sh").read_text().splitlines()
+    assert lines[1].endswith("on the GPUs of lab touch b.")
+    assert lines.count("#SBATCH '--comment=two words'") == 2
+    assert not [line for line in lines if line.startswith("touch")]
+    result = run("launch", "plan.json", *options, "--node-names", "--", *FLAGS)
+    assert result.exit_code == 1
+    assert r"found a node named 'n\ntouch a' in the cluster file" in result.output

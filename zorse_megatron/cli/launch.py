@@ -1,5 +1,6 @@
 """`zorse launch`: the batch script, or each node's torchrun line, that starts a plan's ranks."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from zorse_megatron.cli.fits import model_problems, workload_in_flags
 from zorse_megatron.cli.options import ClusterFile, refuse_unwritable
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
-from zorse_megatron.launch.components import components_of
+from zorse_megatron.launch.components import components_of, refuse_odd_names
 from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
 from zorse_megatron.launch.training import training_of
 from zorse_megatron.schedules.refusals import refuse_unsupported
@@ -66,7 +67,7 @@ def launch(  # noqa: PLR0917
 ) -> None:
     """Write what starts the plan's ranks on the right GPUs of the cluster."""
     with reported_errors():
-        _refuse(slurm, torchrun)
+        _refuse(slurm, torchrun, inputs=[path, cluster])
         plan = load_plan(path)
         refuse_unsupported(plan, str(path))
         there = load_cluster(cluster)
@@ -74,6 +75,8 @@ def launch(  # noqa: PLR0917
         given = training_flags(context) or ()
         training = training_of(given, plan=str(path), cluster=str(cluster) if node_names else None)
         _refuse_other_model(plan, given, path)
+        if node_names:
+            refuse_odd_names(there)
         if torchrun:
             lines = torchrun_lines(
                 there, training, master_address=master_addr, master_port=master_port
@@ -89,7 +92,7 @@ def launch(  # noqa: PLR0917
         print_plain(lines.rstrip())
         return
     slurm.write_text(lines, encoding="utf-8")
-    print_plain(f"wrote {slurm}: sbatch {slurm}")
+    print_plain(f"wrote {slurm}: sbatch {shlex.quote(str(slurm))}")
     if not training.resumes:
         print_plain("note: the command has no --save, so the job is not requeued after a failure")
 
@@ -99,8 +102,8 @@ def _title(plan: Plan, path: Path, cluster: Cluster) -> str:
     return f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{name}."
 
 
-def _refuse(slurm: Path | None, torchrun: bool) -> None:
-    refuse_unwritable({"--slurm": slurm})
+def _refuse(slurm: Path | None, torchrun: bool, *, inputs: Sequence[Path]) -> None:
+    refuse_unwritable({"--slurm": slurm}, inputs=inputs)
     if (slurm is None) == (not torchrun):
         problem = Problem(
             where="--slurm, --torchrun",
@@ -121,6 +124,18 @@ def _refuse_other_model(plan: Plan, given: Sequence[str], path: Path) -> None:
 def _partitions(texts: Sequence[str]) -> dict[str, str]:
     """Read `[KIND=]PARTITION`; without a key it is that of all others."""
     pairs = [text.rpartition("=") for text in texts]
+    problems = [
+        Problem(
+            where="--partition",
+            found=repr(text),
+            expected="the name of a partition, in one word",
+            remedy="Such as --partition A6000=new; leave it out for the site's default.",
+        )
+        for text, (_, _, partition) in zip(texts, pairs, strict=True)
+        if partition.split() != [partition]
+    ]
+    if problems:
+        raise CommandError("the command cannot be run", problems)
     return {key: partition for key, _, partition in pairs}
 
 

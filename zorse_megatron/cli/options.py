@@ -101,8 +101,11 @@ def checked_share(value: float, option: str) -> float:
     raise CommandError("the command cannot be run", [problem])
 
 
-def refuse_unwritable(paths: dict[str, Path | None]) -> None:
-    """Stop before the work if a file could not be written after it. Option -> path."""
+def refuse_unwritable(paths: dict[str, Path | None], *, inputs: Sequence[Path] = ()) -> None:
+    """Stop before the work if a file could not be written after it. Option -> path.
+
+    `inputs`: files that the command reads, which none of them may replace.
+    """
     problems = []
     for option, path in paths.items():
         if path is None:
@@ -111,13 +114,15 @@ def refuse_unwritable(paths: dict[str, Path | None]) -> None:
             found = "a directory"
         elif not path.parent.is_dir():
             found = f"no directory {path.parent}"
+        elif path.exists() and any(each.exists() and path.samefile(each) for each in inputs):
+            found = "a file that this command reads"
         else:
             continue
         problems.append(
             Problem(
                 where=f"{option} {path}",
                 found=found,
-                expected="a file in a directory that exists",
+                expected="a file of its own, in a directory that exists",
                 remedy="Make the directory, or choose another path.",
             )
         )

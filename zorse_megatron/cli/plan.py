@@ -72,7 +72,7 @@ def plan(  # noqa: PLR0917
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
     with reported_errors(as_json=as_json):
-        refuse_unwritable({"--out": out})
+        refuse_unwritable({"--out": out}, inputs=[cluster, *(profile or ())])
         wanted = strategy_named(strategy)
         workload = workload_of(
             model=model,

@@ -71,7 +71,7 @@ def simulate(  # noqa: PLR0917
     pictures = Pictures(timeline=timeline, memory=memory, trace=trace, topology=topology)
     with reported_errors(as_json=as_json):
         refuse_other_formats(pictures)
-        refuse_unwritable(pictures.by_option())
+        refuse_unwritable(pictures.by_option(), inputs=[path, cluster, *(profile or ())])
         plan = load_plan(path)
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
         prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))

@@ -65,7 +65,7 @@ def batch_script(
     """Return the text of the script. `title`: what it trains, in one line."""
     parts = [
         "#!/bin/bash",
-        f"# {title}",
+        f"# {' '.join(title.split())}",  # names in it may have several lines
         "# Written by zorse launch; submit it with sbatch, from the directory of its files.",
         *_comments(components),
         *_sbatch(components, training, options),
@@ -105,7 +105,7 @@ def _sbatch(
     blocks[0] = job + blocks[0]
     if training.resumes:
         blocks[0].append(f"--signal=B:USR1@{options.signal_s}")
-    joined = [[f"#SBATCH {option}" for option in block] for block in blocks]
+    joined = [[f"#SBATCH {shlex.quote(option)}" for option in block] for block in blocks]
     lines = joined[0]
     for block in joined[1:]:
         lines += ["#SBATCH hetjob", *block]
@@ -124,7 +124,9 @@ def _nodes(component: Component, options: BatchOptions) -> list[str]:
 
 def _srun(components: Sequence[Component], training: Training, options: BatchOptions) -> str:
     # Since 22.05 srun does not take this one over from sbatch.
-    asked = [f"--{option}" for option in options.more if option.startswith(_OF_SRUN_TOO)]
+    asked = [
+        shlex.quote(f"--{option}") for option in options.more if option.startswith(_OF_SRUN_TOO)
+    ]
     if len(components) > 1:
         asked.append(f"--het-group={','.join(map(str, range(len(components))))}")
     flags = " \\\n    ".join(training.lines())

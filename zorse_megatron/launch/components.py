@@ -1,6 +1,7 @@
 """Which nodes a Slurm job asks for together: the components of a heterogeneous job."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -8,6 +9,8 @@ from itertools import groupby
 from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.schema.cluster import Cluster, Node
 from zorse_megatron.schema.suggest import did_you_mean
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,22 @@ def components_of(cluster: Cluster, partitions: Mapping[str, str]) -> tuple[Comp
         Component(partition=alike[0], nodes=tuple(nodes))
         for alike, nodes in groupby(cluster.nodes, likeness)
     )
+
+
+def refuse_odd_names(cluster: Cluster) -> None:
+    """Raise LaunchError for nodes whose names Slurm would read as something else, or not at all."""
+    problems = [
+        Problem(
+            where="--node-names",
+            found=f"a node named {node.name!r} in the cluster file",
+            expected="the name that Slurm has for it: letters, digits, dots, dashes, underscores",
+            remedy="Name the nodes as sinfo -N does, or leave --node-names out.",
+        )
+        for node in cluster.nodes
+        if not _HOST_NAME.fullmatch(node.name)
+    ]
+    if problems:
+        raise LaunchError("the nodes cannot be asked for by name", problems)
 
 
 def _partition_of(node: Node, partitions: Mapping[str, str]) -> str | None:

@@ -26,7 +26,7 @@ def torchrun_lines(
 
 
 def _comment(node: Node) -> str:
-    return f"# On {node.name}: {described(node)}"
+    return f"# On {' '.join(node.name.split())}: {described(node)}"
 
 
 def described(node: Node) -> str:

@@ -67,7 +67,14 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
                 remedy="Leave it out.",
             )
     saves, loads = _value(given, "--save"), _value(given, "--load")
-    if saves is not None and loads is not None and saves != loads:
+    if saves is not None and (not saves or saves.startswith("--")):
+        yield Problem(
+            where="--save",
+            found=f'"{saves}" behind it',
+            expected="a directory",
+            remedy="Such as --save checkpoints.",
+        )
+    elif saves is not None and loads is not None and saves != loads:
         yield Problem(
             where="--load",
             found=f"{loads}, while --save says {saves}",
