@@ -6,8 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.cli_samples import lab_plan, runner_in
+from zorse_megatron.cli import compare
 from zorse_megatron.cli import emulate as command
 from zorse_megatron.cli.main import app
+from zorse_megatron.emulate import run as emulated_run
+from zorse_megatron.simulate.errors import UnknownLinkError
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 
@@ -71,3 +74,29 @@ def test_compare_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, [*compare, "--out", "new", "--global-batch-size", "16"])
     assert result.exit_code == 1
     assert "--cluster: found 40 GPUs; expected at most 32" in result.output
+
+
+def test_a_link_that_the_plan_does_not_use(tmp_path, monkeypatch):
+    def not_there(*_arguments, **_options):
+        raise UnknownLinkError(["nic"], ["new/nic:in", "new/nic:out"])
+
+    monkeypatch.setattr(emulated_run, "emulator", not_there)
+    result = runner_in(tmp_path, monkeypatch)(*BASE, "--slow-link", "nic=2")
+    assert result.exit_code == 1
+    expected = (
+        '--slow-link: found "nic"; expected a link that the plan uses: new/nic:in, new/nic:out'
+    )
+    assert expected in result.output
+
+
+def test_a_comparison_that_could_not_be_written_is_not_begun(tmp_path, monkeypatch):
+    def nothing_is_trained(*_arguments):
+        raise AssertionError("the comparison was begun")
+
+    monkeypatch.setattr(compare, "_compared", nothing_is_trained)
+    run = runner_in(tmp_path, monkeypatch)
+    inputs = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
+    for out, why in (("plan.json", "a file"), ("plan.json/compared", "no directory that can be")):
+        result = run("compare", *inputs, "--out", out)
+        assert result.exit_code == 1
+        assert f"--out {out}: found {why}" in result.output

@@ -1,6 +1,7 @@
 """`zorse compare`: stock Megatron, the strategies and ours, trained on one emulated cluster."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -176,17 +177,28 @@ def _refuse(cluster: Cluster, out: Path) -> None:
                 remedy="Describe a smaller cluster of the same kinds.",
             )
         )
-    if out.exists() and not out.is_dir():
+    if why := _why_not_writable(out):
         problems.append(
             Problem(
                 where=f"--out {out}",
-                found="a file",
+                found=why,
                 expected="a directory, or nothing",
                 remedy="Choose another path.",
             )
         )
     if problems:
         raise CommandError("the comparison cannot be made", problems)
+
+
+def _why_not_writable(out: Path) -> str | None:
+    """Make the directory, so that nothing is trained whose results would then be lost."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        return "a file"
+    except OSError as error:
+        return f"no directory that can be made ({error.strerror})"
+    return None if os.access(out, os.W_OK | os.X_OK) else "no permission to write there"
 
 
 def _print(report: "Report", written: Sequence[Path]) -> None:

@@ -110,7 +110,7 @@ def _run(
 ) -> "EmulatedRun":
     from zorse_megatron.emulate.run import System, emulator
     from zorse_megatron.emulate.tiny import Training
-    from zorse_megatron.simulate.errors import SimulationError
+    from zorse_megatron.simulate.errors import UnknownLinkError
 
     training = Training(
         model=prices.workload.model,
@@ -123,14 +123,17 @@ def _run(
             prices.inputs, training, perturbation=perturbation, dilation=dilation
         ) as emulated:
             return emulated.run(system)
-    except SimulationError as error:  # a link to be slowed down that is not there
-        problem = Problem(
-            where="--slow-link",
-            found=str(error),
-            expected="a link of this cluster",
-            remedy="Spell it as in that list.",
-        )
-        raise CommandError("the command cannot be run", [problem]) from error
+    except UnknownLinkError as error:
+        problems = [
+            Problem(
+                where="--slow-link",
+                found=f'"{name}"',
+                expected=f"a link that the plan uses: {', '.join(error.known)}",
+                remedy="Spell it as in that list.",
+            )
+            for name in error.unknown
+        ]
+        raise CommandError("the command cannot be run", problems) from error
 
 
 def _refuse(plan: Plan, dilation: float | None, source: str) -> None:

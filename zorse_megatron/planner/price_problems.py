@@ -58,7 +58,7 @@ def _no_units(kind: str, compute: ProfiledCompute) -> Problem:
         where=f"GPU kind {kind}",
         found=f"no units for {compute.dtype}",
         expected="a type that it computes in, or its times in this one in a profile",
-        remedy=f"Plan with --dtype auto: every group then computes in what its GPUs have, {own} "
-        f"where there is a {kind}. Or with --dtype {PRICED_IN[own]} for all groups, if all kinds "
-        "have it. Profile it in this type if it does compute in it.",
+        remedy=f"zorse plan has --dtype auto: every group then computes in what its GPUs have, "
+        f"{own} where there is a {kind}. Or give --dtype {PRICED_IN[own]} for all groups, if all "
+        "kinds have it. Profile it in this type if it does compute in it.",
     )

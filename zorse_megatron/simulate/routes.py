@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.errors import SimulationError, UnknownLinkError
 from zorse_megatron.simulate.network import Flow
 
 
@@ -57,14 +57,11 @@ class Routes:
     def capacities(self) -> tuple[float, ...]:
         """Bytes per second of each link, slowed down where a perturbation says so.
 
-        Raises SimulationError for a link to be slowed down that is on no route.
+        Raises UnknownLinkError for a link to be slowed down that is on no route.
         """
         unknown = sorted(self.link_factors.keys() - self._numbers.keys())
         if unknown:
-            raise SimulationError(
-                f"found links {unknown} to be slowed down; expected links that the plan uses: "
-                f"{sorted(self._numbers)[:16]}"
-            )
+            raise UnknownLinkError(unknown, sorted(self._numbers))
         return tuple(
             capacity * self.link_factors.get(name, 1.0)
             for name, capacity in zip(self.names, self.capacity_bytes_per_s, strict=True)
