@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.jobs import Job, Settings
 from zorse_megatron.planner.microbatch import Share, WorkerClass, best_split
 from zorse_megatron.planner.outline import Estimate, parts_of
-from zorse_megatron.planner.stage import Job, Settings, StagePrice, Stages
+from zorse_megatron.planner.stage import StagePrice, Stages
 from zorse_megatron.planner.water import water_fill
 from zorse_megatron.schema.plan import (
     Chunk,
@@ -103,7 +104,7 @@ class Builder:
         found = []
         for job, stage in zip(estimate.jobs, estimate.stages, strict=True):
             rooms = self._rooms(job, stage.settings, self._bare_group(job, stage))
-            shared = self.stages.shared_bytes(job, stage.settings)
+            shared = self.stages.memory.shared_bytes(job, stage.settings)
             spread = (shared - sum(max(0.0, room) for room in rooms)) / len(rooms)
             found.append(math.ceil(max(0.0, -min(rooms), spread)))
         return tuple(found)
@@ -115,13 +116,13 @@ class Builder:
         for replica in group.replicas:
             size, count = replica.micro_batch_size, replica.num_microbatches
             one = capacity[replica.ranks[0]]
-            rooms.append(self.stages.room_bytes(job, settings, size, count, one))
+            rooms.append(self.stages.memory.room_bytes(job, settings, size, count, one))
         return rooms
 
     def _weights(self, job: Job, settings: Settings, group: Group) -> tuple[float, ...] | None:
         """Even where that fits, otherwise by free memory."""
         rooms = self._rooms(job, settings, group)
-        shared = self.stages.shared_bytes(job, settings)
+        shared = self.stages.memory.shared_bytes(job, settings)
         filled = water_fill(shared, rooms)
         if filled is None or min(rooms) < 0:
             return None

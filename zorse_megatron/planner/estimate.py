@@ -24,10 +24,11 @@ from itertools import pairwise
 from zorse_megatron.planner.balance import deal
 from zorse_megatron.planner.flight import Flight, Lane
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.jobs import Job, Place
 from zorse_megatron.planner.layers import Price, best_layouts
 from zorse_megatron.planner.network import Hop, Networks
 from zorse_megatron.planner.outline import Estimate, Outline, parts_of
-from zorse_megatron.planner.stage import Job, Place, StagePrice, Stages
+from zorse_megatron.planner.stage import StagePrice, Stages
 from zorse_megatron.planner.teams import Team
 
 # Numbers of layers that are priced for a group: those that balance speeds, and so many around, in
@@ -84,7 +85,7 @@ class _Seat:
             return 0.0  # it has none
         counts = self.stages.counts(job)
         return sum(
-            len(cell.ranks) * size * self.stages.limit(job.place, count)
+            len(cell.ranks) * size * self.stages.memory.limit(job.place, count)
             for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True)
         )
 
@@ -312,7 +313,7 @@ class Estimator:
         crowding = self.networks.crowding(outline.teams)
         reduce_s, gather_s, step_s, ahead_s = 0.0, 0.0, 0.0, 0.0
         for job, stage, crowd in zip(jobs, stages, crowding, strict=True):
-            parameters = self.stages.parameters(job.num_layers, job.place)
+            parameters = self.stages.memory.parameters(job.num_layers, job.place)
             mine_s = crowd * self.networks.even_gather_s(
                 job.team, memory.gradient_bytes(parameters)
             )
@@ -353,7 +354,7 @@ class Estimator:
         crowding = self.networks.crowding(outline.teams)
         collective_s, exposed_s, step_s = 0.0, 0.0, 0.0
         for job, stage, crowd in zip(jobs, stages, crowding, strict=True):
-            parameters = self.stages.parameters(job.num_layers, job.place)
+            parameters = self.stages.memory.parameters(job.num_layers, job.place)
             parts = job.num_chunks
             part = -(-parameters // parts)
             gather_s, reduce_s = (

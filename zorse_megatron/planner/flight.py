@@ -6,9 +6,10 @@ from itertools import accumulate
 from typing import Protocol
 
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.jobs import Level, Place
 from zorse_megatron.planner.network import Hop, Networks
 from zorse_megatron.planner.outline import Outline
-from zorse_megatron.planner.stage import Level, Place, Stages
+from zorse_megatron.planner.stage import Stages
 from zorse_megatron.planner.teams import Team, round_of
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.line_tails import Floats, LineTails
-from zorse_megatron.planner.stage import BUFFERS, Stages
+from zorse_megatron.planner.stage import Stages
+from zorse_megatron.planner.stage_memory import BUFFERS
 from zorse_megatron.planner.teams import Teams
 
 Class = tuple[str, int]
@@ -135,13 +136,13 @@ class LinePrices:
         """Layers that must be recomputed (infinite where that does not help), and what it costs
         beside, [start, stop, layers]: with optimizer state on the GPUs, and in the host."""
         sizes, counts = self.sizes[:, None, None, None], self.counts[..., None]
-        kept = self.stages.kept
+        kept = self.stages.memory.kept
         spared = kept["none"] - kept["full"]
         batch = self.inputs.global_batch_size
         number = np.ceil(batch * share / sizes - 1e-9)  # of micro-batches, whole ones
         in_flight = sizes * np.maximum(1, np.ceil(self._window() * number / batch - 1e-9))
         room = self._capacities() - self._fixed(layers) - in_flight * layers * kept["none"]
-        room -= sizes * (BUFFERS * self.stages.boundary + self._head())
+        room -= sizes * (BUFFERS * self.stages.memory.boundary + self._head())
         moment = sizes * spared
         present = counts > 0
         each = np.where(present, (moment - room) / (in_flight * spared), -np.inf)
@@ -205,7 +206,7 @@ class LinePrices:
 
     def _parameters(self, layers: Floats) -> Floats:
         memory = self.inputs.memory
-        every = np.broadcast_to(layers * self.stages.layer_parameters, (1, *self._shape))
+        every = np.broadcast_to(layers * self.stages.memory.layer_parameters, (1, *self._shape))
         result = every.astype(float)
         result[:, 0] += memory.embedding_parameters()
         result[:, :, -1] += memory.head_parameters(tied_on_same_rank=False)
@@ -222,7 +223,7 @@ class LinePrices:
     def _head(self) -> Floats:
         """Bytes per sample where the piece is the last, [1, 1, stop, 1]."""
         result = np.zeros((1, 1, self.num_units + 1, 1))
-        result[:, :, -1] = 2.0 * self.stages.head
+        result[:, :, -1] = 2.0 * self.stages.memory.head
         return result
 
     def _hops_s(self) -> Floats:
@@ -231,7 +232,7 @@ class LinePrices:
         size = int(self.sizes.max())
         for start in range(1, self.num_units):
             ends = self.units[start - 1][-1], self.units[start][0]
-            result[start] = self.inputs.comm.transfer_s(*ends, size * self.stages.boundary)
+            result[start] = self.inputs.comm.transfer_s(*ends, size * self.stages.memory.boundary)
         return result
 
     @cached_property

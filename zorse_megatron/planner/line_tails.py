@@ -26,7 +26,7 @@ class LineTails:
         """O(units^2) collectives, of which those that look alike are priced once."""
         self.inputs = inputs
         self.units = tuple(units)
-        memory, parameters = inputs.memory, stages.layer_parameters
+        memory, parameters = inputs.memory, stages.memory.layer_parameters
         self._num_bytes = memory.gradient_bytes(parameters) + memory.parameter_bytes(parameters)
         self.per_layer_s = self._per_layer_s(networks)
         """[start, stop]: reduction and gather of one layer. Infinite across regions: no group is

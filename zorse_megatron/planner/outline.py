@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from zorse_megatron.planner.stage import Job, Level, StagePrice
+from zorse_megatron.planner.jobs import Job, Level
+from zorse_megatron.planner.stage import StagePrice
 from zorse_megatron.planner.teams import Team
 
 

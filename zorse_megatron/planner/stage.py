@@ -1,83 +1,21 @@
-"""What a team costs with a number of layers, in closed form: time, memory, what it must give up.
+"""What a team costs with a number of layers, in closed form: time, and what it must give up.
 
-Memory follows `simulate.ledger`: whole parameters and gradients (1f1b) or shards and the chunks in
-use (breadth_first), what is kept of every micro-batch in flight, logits, buffers; optimizer state
-(and shards) go wherever there is room in the team. If that does not fit, layers are recomputed, as
-few as possible; if that is not enough, optimizer state and then activations wait in the host.
-Of state in the host two pieces are on the GPU during the step, when activations are not: what has
-to fit then is looked at apart.
+If memory (see `stage_memory`) does not suffice, layers are recomputed, as few as possible; if that
+is not enough, optimizer state and then activations wait in the host.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.planner.teams import Cell, Team, round_of
-from zorse_megatron.schedules.shards import passing_at_most
+from zorse_megatron.planner.jobs import Job, Level, Settings
+from zorse_megatron.planner.stage_memory import StageMemory
+from zorse_megatron.planner.teams import Cell, Team
 
-# Boundary activations that are on the way in and out at once, beside those in flight: the two
-# inputs that are received early, the output that is being sent, and the same for gradients.
-BUFFERS = 6
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 # A replica's micro-batch may take so much longer than one sample on the team's slowest GPU.
 _MOST_SLOWER = 1.5
-
-Level = int | tuple[int, ...]
-"""Largest micro-batch size of a group, or the micro-batch size of each of its cells."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a group does to fit."""
-
-    mode: RecomputeMode = "none"
-    recomputed: int = 0
-    """Layers (of all its chunks together) that are recomputed."""
-    offload_state: bool = False
-    offload_activations: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a team stands in the pipeline."""
-
-    is_first: bool
-    is_last: bool
-    window: float
-    """Samples in flight between forwards and backwards, once for each chunk (not breadth_first)."""
-    schedule: str = "1f1b"
-    num_chunks: int = 1
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is priced: a team with a number of layers, at a place."""
-
-    team: Team
-    num_layers: int
-    sizes: tuple[int, ...]
-    """Micro-batch size of each cell."""
-    place: Place
-    reserve_bytes: int = 0
-    """To be left free on each GPU, beside the margin."""
-
-    @property
-    def num_chunks(self) -> int:
-        """No more than there are layers."""
-        return min(self.place.num_chunks, self.num_layers)
-
-    @cached_property
-    def round_samples(self) -> int:
-        """Samples of one micro-batch on every GPU."""
-        return round_of(self.team, self.sizes)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for jobs that cost the same."""
-        return self.team.look, self.num_layers, self.sizes, self.place, self.reserve_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +56,7 @@ class Stages:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        memory = inputs.memory
-        self.boundary = memory.boundary_bytes(1)
-        self.kept: dict[str, int] = {
-            mode: memory.activation_bytes(1, mode) for mode in ("none", "selective", "full")
-        }
-        self.head = memory.head_bytes(1)
-        self.layer_parameters = memory.layer_parameters()
+        self.memory = StageMemory(inputs)
         self._prices: dict[tuple[object, ...], StagePrice | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -188,7 +120,7 @@ class Stages:
         counts = self.counts(job)
         found: list[tuple[float, int, StagePrice]] = []
         for order, settings in enumerate(self._ways(job, counts)):
-            free = self.free_bytes(job, counts, settings)
+            free = self.memory.free_bytes(job, counts, settings)
             if free < 0:
                 continue
             price = self.priced(job, settings, free)
@@ -199,7 +131,7 @@ class Stages:
 
     def step_s(self, job: Job, settings: Settings) -> float:
         """The optimizer step with even shards, state in the host included."""
-        owned = self.parameters(job.num_layers, job.place) // len(job.team.ranks)
+        owned = self.memory.parameters(job.num_layers, job.place) // len(job.team.ranks)
         compute_s = max(self.inputs.compute.step_s(cell.kind, owned) for cell in job.team.cells)
         if not settings.offload_state:
             return compute_s
@@ -211,7 +143,7 @@ class Stages:
         yield from self._recomputing(job, counts, Settings())
         if not self.inputs.space.offload:
             return
-        if self._host_holds(job, Settings(offload_state=True), counts):
+        if self.memory.host_holds(job, Settings(offload_state=True), counts):
             yield from self._recomputing(job, counts, Settings(offload_state=True))
         # Only the inputs of layers can wait in the host, so all layers are recomputed with it.
         if "full" in self.inputs.space.recompute:
@@ -221,7 +153,7 @@ class Stages:
                 offload_state=True,
                 offload_activations=True,
             )
-            if self._copies_in_time(job, both) and self._host_holds(job, both, counts):
+            if self._copies_in_time(job, both) and self.memory.host_holds(job, both, counts):
                 yield both
 
     def _recomputing(self, job: Job, counts: Sequence[float], host: Settings) -> Iterator[Settings]:
@@ -229,34 +161,19 @@ class Stages:
         space = self.inputs.space
         if "none" in space.recompute:
             yield host
-        if "selective" in space.recompute and self.kept["selective"] < self.kept["none"]:
+        if "selective" in space.recompute and self.memory.spared["selective"] > 0:
             yield replace(host, mode="selective", recomputed=job.num_layers)
         if "full" in space.recompute:
             yield from self._full(job, counts, host)
 
     def _copies_in_time(self, job: Job, settings: Settings) -> bool:
         """Whether the host link takes what a forward keeps in no more than the forward's time."""
-        spared = self.kept["none"] - self.kept[settings.mode]
-        kept = job.num_layers * self.kept["none"] - settings.recomputed * spared
+        memory, spared = self.memory, self.memory.spared[settings.mode]
+        kept = job.num_layers * memory.kept["none"] - settings.recomputed * spared
         return all(
             passes.size * kept / cell.host_link_bytes_per_s <= passes.forward_s
             for cell, passes in zip(job.team.cells, self.passes(job, settings), strict=True)
         )
-
-    def _host_holds(self, job: Job, settings: Settings, counts: Sequence[float]) -> bool:
-        """Whether host memory takes what is offloaded; where its size is not known, it does."""
-        state = self.inputs.memory.state_bytes(self.parameters(job.num_layers, job.place))
-        spared = self.kept["none"] - self.kept[settings.mode] if settings.recomputed else 0
-        kept = self.kept["none"] - spared * settings.recomputed / job.num_layers
-        for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True):
-            if cell.host_bytes is None:
-                continue
-            needed = state / len(job.team.ranks)
-            if settings.offload_activations:
-                needed += size * kept * self.layers_in_flight(job, count)
-            if needed > cell.host_bytes:
-                return False
-        return True
 
     def _full(self, job: Job, counts: Sequence[float], host: Settings) -> Iterator[Settings]:
         """The least number of recomputed layers that fits, by bisection: memory only falls."""
@@ -268,11 +185,11 @@ class Stages:
 
         if "none" not in self.inputs.space.recompute:
             low = high
-        if self.free_bytes(job, counts, settings(high)) < 0:
+        if self.memory.free_bytes(job, counts, settings(high)) < 0:
             return
         while low < high:
             middle = (low + high) // 2
-            if self.free_bytes(job, counts, settings(middle)) >= 0:
+            if self.memory.free_bytes(job, counts, settings(middle)) >= 0:
                 high = middle
             else:
                 low = middle + 1
@@ -313,99 +230,6 @@ class Stages:
         return tuple(
             batch * rate / total / each.size for rate, each in zip(rates, passes, strict=True)
         )
-
-    def parameters(self, num_layers: int, place: Place) -> int:
-        """Parameters of a stage."""
-        memory = self.inputs.memory
-        total = num_layers * self.layer_parameters
-        if place.is_first:
-            total += memory.embedding_parameters()
-        if place.is_last:
-            tied = self.inputs.tied_embeddings and place.is_first
-            total += memory.head_parameters(tied_on_same_rank=tied)
-        return total
-
-    def shared_bytes(self, job: Job, settings: Settings) -> int:
-        """What is spread over the team by shard weights."""
-        memory, parameters = self.inputs.memory, self.parameters(job.num_layers, job.place)
-        total = 0 if settings.offload_state else memory.state_bytes(parameters)
-        if job.place.schedule == "breadth_first":
-            total += memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
-        return total
-
-    def room_bytes(
-        self, job: Job, settings: Settings, size: int, count: float, capacity_bytes: int
-    ) -> float:
-        """What a GPU has free for its part of `shared_bytes`; `size`, `count`: its micro-batches.
-
-        During the passes, or during the step if state in the host passes through then.
-        """
-        in_passes = capacity_bytes - self.local_bytes(job, settings, size, count)
-        if not settings.offload_state:
-            return in_passes
-        resident = 0 if job.place.schedule == "breadth_first" else self._whole_bytes(job)
-        passing = passing_at_most(self.parameters(job.num_layers, job.place))
-        resident += self.inputs.memory.state_bytes(passing) + job.reserve_bytes
-        return min(in_passes, capacity_bytes - resident)
-
-    def local_bytes(self, job: Job, settings: Settings, size: int, count: float) -> float:
-        """What a replica has beside its share, if it runs `count` micro-batches of a size."""
-        place, kept = job.place, self.kept
-        spared = kept["none"] - kept[settings.mode] if settings.recomputed else 0
-        layers = self.layers_in_flight(job, count)
-        if settings.offload_activations:
-            # One on its way out, one on its way in, one in use, each of one chunk.
-            layers = min(layers, 3 * job.num_layers / job.num_chunks)
-        by_layers = layers * (kept["none"] - spared * settings.recomputed / job.num_layers)
-        alone = place.is_first and place.is_last and job.num_chunks == 1
-        buffers = 0 if alone else BUFFERS * self.boundary
-        head = again = 0.0
-        if settings.recomputed:  # behind the head's backward, when its part is given back
-            again = max(0, spared - self.head) if place.is_last else spared
-        if place.is_last:
-            in_flight = layers * job.num_chunks / job.num_layers
-            head = self.head * (1.0 if place.schedule == "breadth_first" else min(in_flight, 2.0))
-        moment = again + buffers + head if count else 0.0
-        return self._whole_bytes(job) + size * (by_layers + moment) + job.reserve_bytes
-
-    def layers_in_flight(self, job: Job, count: float) -> float:
-        """Layers times micro-batches between forward and backward, of a replica with `count`."""
-        place = job.place
-        if place.schedule == "breadth_first":
-            every = math.ceil(count) * job.num_layers
-            # On the model's last chunk every forward is followed by its backward.
-            turned = (math.ceil(count) - 1) * (job.num_layers // job.num_chunks)
-            return every - max(0, turned) if place.is_last else every
-        return self.limit(place, count) * job.num_layers / job.num_chunks
-
-    def _whole_bytes(self, job: Job) -> int:
-        """Whole parameters and gradients on each GPU."""
-        memory = self.inputs.memory
-        parameters = self.parameters(job.num_layers, job.place)
-        if job.place.schedule != "breadth_first":
-            return memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
-        # Two chunks at most: one in use, one being gathered or reduced.
-        layers = min(job.num_chunks, 2) * -(-job.num_layers // job.num_chunks)
-        both = layers * self.layer_parameters + self.parameters(0, job.place)
-        return memory.parameter_bytes(both) + memory.gradient_bytes(both)
-
-    def limit(self, place: Place, count: float) -> float:
-        """Micro-batches in flight, once for each chunk, as the schedules share out the window."""
-        if place.is_last and place.schedule == "1f1b" and count:
-            return 1  # backwards go first, and the last group always has one to run
-        limit = math.ceil(place.window * count / self.inputs.global_batch_size - 1e-9)
-        return min(math.ceil(count) * place.num_chunks, max(1, limit)) if count else 0
-
-    def free_bytes(self, job: Job, counts: Sequence[float], settings: Settings) -> float:
-        """Bytes that are left in the team, below 0 where something does not fit."""
-        room, least = 0.0, math.inf
-        for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True):
-            # Whole micro-batches: some replicas run one more than others.
-            whole = math.ceil(count - 1e-9)
-            one = self.room_bytes(job, settings, size, whole, cell.capacity_bytes)
-            least = min(least, one)
-            room += len(cell.ranks) * one
-        return least if least < 0 else room - self.shared_bytes(job, settings)
 
     def priced(self, job: Job, settings: Settings, free: float) -> StagePrice:
         """Times of a job with these settings."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from zorse_megatron.planner.build import chunks_of, offload_of, recompute_of
 from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.jobs import Job, Place, Settings
 from zorse_megatron.planner.judge import Judge, Verdict, best_first
 from zorse_megatron.planner.microbatch import Share
-from zorse_megatron.planner.stage import Job, Place, Settings
 from zorse_megatron.planner.teams import Team, Teams
 from zorse_megatron.schema.plan import Group, Plan, Replica, Schedule
 
@@ -80,8 +80,8 @@ def _estimate(estimator: Estimator, found: list[Team], size: int, mode: str) -> 
             window=float((len(found) - at) * width * size),
         )
         job = Job(team, layers, (size,) * len(team.cells), place)
-        share = stages.shared_bytes(job, settings) / width
-        need = share + stages.local_bytes(job, settings, size, count)
+        share = stages.memory.shared_bytes(job, settings) / width
+        need = share + stages.memory.local_bytes(job, settings, size, count)
         if any(need > cell.capacity_bytes for cell in team.cells):
             return None
         both_s = max(passes.both_s for passes in stages.passes(job, settings))

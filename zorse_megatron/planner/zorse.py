@@ -9,11 +9,11 @@ from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.estimates import Estimates, key_of
 from zorse_megatron.planner.groupings import Groupings
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.jobs import Level
 from zorse_megatron.planner.judge import Judge, Verdict, best_first
 from zorse_megatron.planner.outcome import Progress
 from zorse_megatron.planner.outline import Estimate, Outline
 from zorse_megatron.planner.sources import Source, Sources
-from zorse_megatron.planner.stage import Level
 from zorse_megatron.planner.teams import Teams
 
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0)

@@ -13,9 +13,9 @@ from itertools import combinations
 
 from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.jobs import Job, Place, Settings
 from zorse_megatron.planner.judge import Judge, Verdict, best_first
 from zorse_megatron.planner.microbatch import Share, WorkerClass, best_split
-from zorse_megatron.planner.stage import Job, Place, Settings
 from zorse_megatron.planner.stock import even_group, whole_plan
 from zorse_megatron.planner.teams import Team, Teams
 from zorse_megatron.schema.plan import Plan
@@ -151,10 +151,10 @@ def _fitting(
     if inputs.space.offload:
         tried.append(Settings(mode="full", recomputed=job.num_layers, offload_activations=True))
     for settings in tried:
-        share = stages.shared_bytes(job, settings) / len(job.team.ranks)
+        share = stages.memory.shared_bytes(job, settings) / len(job.team.ranks)
         if shares is not None and all(
             share
-            + stages.local_bytes(
+            + stages.memory.local_bytes(
                 job, settings, shares[rank].micro_batch_size, shares[rank].num_microbatches
             )
             <= cell.capacity_bytes
