@@ -13,6 +13,8 @@ from zorse_megatron.log import say
 from zorse_megatron.schema.plan import Plan
 
 _EXACT = "tests/megatron/test_exactness.py"
+_LOOP = "megatron.training.training"
+_record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
 
 
 def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
@@ -58,14 +60,12 @@ def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
             test="tests/megatron/test_bad_input.py",
             delete_when="upstream takes a plan, or patches/ is merged",
         ),
-        Rebinding(
+        _record(
             target="megatron.training.arguments:validate_args",
             make=validate,
             parameters=("args", "defaults"),
             why="stock divides the world size by the stages and the batch by the quotient; unequal "
             "groups have no such quotient",
-            versions=MEGATRON_VERSIONS,
-            test=_EXACT,
             delete_when="validate_args stops assuming equal data-parallel groups",
         ),
     ]
@@ -74,7 +74,7 @@ def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
 def entry_records(make_pretrain: Callable[[Any], Any]) -> list[Rebinding]:
     """Hook into `pretrain`, by the name that scripts import."""
     return [
-        Rebinding(
+        _record(
             target="megatron.training:pretrain",
             make=make_pretrain,
             parameters=(
@@ -94,8 +94,6 @@ def entry_records(make_pretrain: Callable[[Any], Any]) -> list[Rebinding]:
                 "skip_model_parallel_init",
             ),
             why="an unmodified script passes no process groups; they are made from the plan here",
-            versions=MEGATRON_VERSIONS,
-            test=_EXACT,
             delete_when="scripts pass pg_collection themselves",
         )
     ]
@@ -113,10 +111,20 @@ def training_records(
     tell_last_rank: Callable[[Any], Any] | None,
 ) -> list[Rebinding]:
     """Hooks into the training loop; applied when `pretrain` is called."""
-    training = "megatron.training.training"
-    record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
-    records = [
-        record(
+    return [
+        *_model_records(make_models, make_ddp),
+        *_step_records(make_optimizer, forward_backward),
+        *_data_records(make_loader, make_datasets),
+        *_saving_records(make_save),
+        *(() if tell_last_rank is None else _telling_records(tell_last_rank)),
+    ]
+
+
+def _model_records(
+    make_models: Callable[[Any], Any], make_ddp: Callable[[Any], Any]
+) -> list[Rebinding]:
+    return [
+        _record(
             target="megatron.training.models.gpt:unimodal_build_distributed_models",
             make=make_models,
             parameters=(
@@ -139,14 +147,21 @@ def training_records(
             delete_when="build_distributed_models takes the stages to build, and wraps each before "
             "it builds the next",
         ),
-        record(
+        _record(
             target="megatron.training.models.dist_utils:DistributedDataParallel",
             make=make_ddp,
             why="the builder names the wrapper's class instead of taking it",
             delete_when="build_distributed_models takes the DDP class as an argument",
         ),
-        record(
-            target=f"{training}:get_megatron_optimizer",
+    ]
+
+
+def _step_records(
+    make_optimizer: Callable[[Any], Any], forward_backward: Callable[..., Any]
+) -> list[Rebinding]:
+    return [
+        _record(
+            target=f"{_LOOP}:get_megatron_optimizer",
             make=make_optimizer,
             parameters=(
                 "config",
@@ -159,22 +174,29 @@ def training_records(
             why="setup_model_and_optimizer passes no pg_collection and names the optimizer's class",
             delete_when="setup_model_and_optimizer passes pg_collection and takes the class",
         ),
-        record(
-            target=f"{training}:get_forward_backward_func",
+        _record(
+            target=f"{_LOOP}:get_forward_backward_func",
             make=lambda _stock: lambda *args, **kwargs: forward_backward,
             parameters=("pp_size", "vp_size", "schedule_pg_collection"),
             why="the schedule is the plan's list of actions",
             delete_when="pretrain takes a forward_backward_func",
         ),
-        record(
-            target=f"{training}:build_pretraining_data_loader",
+    ]
+
+
+def _data_records(
+    make_loader: Callable[[Any], Any], make_datasets: Callable[[Any], Any]
+) -> list[Rebinding]:
+    return [
+        _record(
+            target=f"{_LOOP}:build_pretraining_data_loader",
             make=make_loader,
             parameters=("dataset", "consumed_samples"),
             why="replicas read unequal parts of the global batch",
             delete_when="stock's samplers take the samples of each replica",
         ),
-        record(
-            target=f"{training}:build_train_valid_test_datasets",
+        _record(
+            target=f"{_LOOP}:build_train_valid_test_datasets",
             make=make_datasets,
             parameters=(
                 "build_train_valid_test_datasets_provider",
@@ -183,21 +205,27 @@ def training_records(
             why="rank 0 must build the data sets for all, and may be on a middle stage",
             delete_when="stock lets a rank of the first stage build and decide",
         ),
-        record(
-            target=f"{training}:save_checkpoint",
+    ]
+
+
+def _saving_records(make_save: Callable[[Any], Any]) -> list[Rebinding]:
+    return [
+        _record(
+            target=f"{_LOOP}:save_checkpoint",
             make=make_save,
             why="a tied embedding of which a rank has two copies must be saved once",
             delete_when="stock's parallel save gives copies of a tensor on one rank to one writer",
-        ),
+        )
     ]
-    if tell_last_rank is not None:
-        records += [
-            record(
-                target=f"{training}:{name}",
-                make=tell_last_rank,
-                why="stock prints the loss on the job's last rank, which does not know it here",
-                delete_when="print_rank_last prints on a rank of the last stage",
-            )
-            for name in ("train_step", "evaluate")
-        ]
-    return records
+
+
+def _telling_records(tell_last_rank: Callable[[Any], Any]) -> list[Rebinding]:
+    return [
+        _record(
+            target=f"{_LOOP}:{name}",
+            make=tell_last_rank,
+            why="stock prints the loss on the job's last rank, which does not know it here",
+            delete_when="print_rank_last prints on a rank of the last stage",
+        )
+        for name in ("train_step", "evaluate")
+    ]
