@@ -26,7 +26,7 @@ def in_halves(monkeypatch):
 
 
 def found_with(monkeypatch, *, processors: int) -> Found:
-    monkeypatch.setattr(halves, "_num_processors", lambda: processors)
+    monkeypatch.setattr(halves, "num_processors", lambda: processors)
     return search(lab(CLUSTER), lambda progress: None)
 
 
@@ -59,7 +59,7 @@ def test_both_halves_count(monkeypatch):
 
 
 def test_a_second_process_that_fails_is_told(monkeypatch):
-    monkeypatch.setattr(halves, "_num_processors", lambda: 2)
+    monkeypatch.setattr(halves, "num_processors", lambda: 2)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="second process ended with status 1"):
         search(lab(CLUSTER), lambda progress: None)

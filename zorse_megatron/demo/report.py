@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from zorse_megatron.demo.compare import (
 from zorse_megatron.plots.curves import Curve, draw_curves
 from zorse_megatron.plots.gantt import draw_gantt
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
+from zorse_megatron.processors import num_processors
 from zorse_megatron.schema.load import dump_plan, fingerprint
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.trace import load_trace
@@ -76,7 +76,7 @@ def draw_timeline(path: Path, trace_directory: Path, plan: Plan) -> Path:
         spans=spans_of_step(traces, step),
         title=f"Iteration {iteration} under the plan, the fastest: "
         f"{duration_s(traces, step) * 1e3:.0f} ms ({plan.world_size} processes share "
-        f"{len(os.sched_getaffinity(0))} CPU cores)",
+        f"{num_processors()} CPU cores)",
     )
 
 

@@ -6,7 +6,6 @@ interpreter (`half_process`), because a fork of a process with threads, such as 
 may never end, and `multiprocessing` would import the caller's main module again.
 """
 
-import os
 import pickle
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from zorse_megatron.planner.judge import Verdict, best_first
 from zorse_megatron.planner.outcome import Considered, Progress
 from zorse_megatron.planner.sources import Source
 from zorse_megatron.planner.zorse import ZorseSearch
+from zorse_megatron.processors import num_processors
 
 _TOGETHER_UP_TO = 32  # GPUs; a search of so few is done sooner than a process has started
 
@@ -67,16 +67,12 @@ def search(inputs: Inputs, on_progress: Callable[[Progress], None]) -> Found:
     mine, other = (
         Task(inputs=inputs, effort=each, sources=(source,)) for source, each in halves.items()
     )
-    if _num_processors() < 2:
+    if num_processors() < 2:
         return _joined([mine.run(on_progress), other.run(on_progress)])
     with _started(other) as process:
         found = mine.run(on_progress)
         on_progress(Progress(phase="waiting for the other half", done=0, total=1))
         return _joined([found, _result(process)])
-
-
-def _num_processors() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 @contextmanager
