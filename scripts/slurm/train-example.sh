@@ -60,6 +60,9 @@ done
 restarts=${SLURM_RESTART_COUNT:-0}
 if [[ $stopped ]] || { ((status != 0 && status != 2)) && ((restarts < MAX_RESTARTS)); }; then
     echo "status $status after $restarts restarts: back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$SLURM_JOB_ID" && exit "$status"
+    echo "zorse: error: Slurm does not take the job back, so it ends here and is not done."
+    echo "Submit it again: it goes on from its last checkpoint."
+    ((status != 0)) || status=1    # after a save it is 0, and the job would seem COMPLETED
 fi
 exit "$status"

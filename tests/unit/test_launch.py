@@ -1,8 +1,10 @@
 """What zorse launch writes brings every rank to the node and the GPU that the plan means."""
 
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,56 @@ def test_cores_are_asked_for_twice_as_srun_does_not_take_them_over() -> None:
     (srun,) = re.findall(r"^srun .*$", script, re.MULTILINE)
     assert "--cpus-per-task=8" in srun and "--time" not in srun
     assert all(asked["cpus-per-task"] == "8" for asked in asked_for(script))
+
+
+# What the script starts: ranks that save and end when they are told to, and Slurm's answers.
+COMMANDS = {
+    "srun": """\
+echo $$ >srun.pid
+trap "exit 0" TERM
+echo started
+for _ in {1..600}; do sleep 0.1; done""",
+    "scancel": 'kill -TERM "$(cat srun.pid)"',
+}
+
+
+def started_job(directory: Path, commands: dict[str, str]) -> "subprocess.Popen[str]":
+    """The script, with these lines of shell instead of Slurm's commands."""
+    for name, lines in commands.items():
+        (directory / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (directory / name).chmod(0o755)
+    (directory / "train.sh").write_text(script_of(CLUSTER, {}))
+    return subprocess.Popen(
+        ["bash", "train.sh"],
+        cwd=directory,
+        env={"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("takes_it_back", [True, False])
+def test_a_job_that_cannot_go_back_into_the_queue_has_not_completed(
+    takes_it_back: bool, tmp_path: Path
+) -> None:
+    scontrol = f"echo asked $*; exit {0 if takes_it_back else 1}"
+    with started_job(tmp_path, {**COMMANDS, "scontrol": scontrol}) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "started\n"
+        job.send_signal(signal.SIGUSR1)  # as before the time limit
+        said = job.stdout.read()
+    assert "status 0 after 0 restarts: back into the queue\nasked requeue 7\n" in said
+    assert job.returncode == (0 if takes_it_back else 1)
+    assert ("Slurm does not take the job back" in said) is not takes_it_back
+
+
+@pytest.mark.parametrize("status", [0, 2, 9])
+def test_a_job_ends_with_the_status_of_its_ranks(status: int, tmp_path: Path) -> None:
+    with started_job(tmp_path, {"srun": f"exit {status}", "scontrol": "exit 1"}) as job:
+        said, _ = job.communicate()
+    assert job.returncode == status
+    assert ("Slurm does not take the job back" in said) is (status == 9)
 
 
 def test_a_partition_for_what_is_not_there_is_refused() -> None:
