@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron.errors import LaunchError
-from zorse_megatron.launch.batch_script import BatchOptions, batch_script
+from zorse_megatron.launch.batch_script import OWN_OPTIONS, BatchOptions, batch_script
 from zorse_megatron.launch.components import components_of
 from zorse_megatron.launch.ranks import torch_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
@@ -357,6 +357,17 @@ def test_the_command_prints_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--torchrun"], "found no training command"),
         (["--torchrun", "--", *FLAGS, "--num-layers", "9"], "while the model has 9"),
         (["--slurm", "x.sh", "--sbatch", "-t 3", "--", *FLAGS], "one long option of sbatch"),
+        (["--slurm", "x.sh", "--sbatch", "time 3", "--", *FLAGS], "one long option of sbatch"),
+        (["--slurm", "x.sh", "--sbatch", "nodes=2", "--", *FLAGS], "lines, as --nodes does"),
+        # sbatch would take it for --output.
+        (["--slurm", "x.sh", "--sbatch", "outp=a", "--", *FLAGS], "lines, as --output does"),
+        (["--slurm", "x.sh", "--master-addr", "new", "--", *FLAGS], "--master-addr: found it"),
+        (["--slurm", "x.sh", "--master-port", "29500", "--", *FLAGS], "--master-port: found it"),
+        (["--torchrun", "--python", "python", "--", *FLAGS], "--python: found it"),
+        (
+            ["--slurm", "x.sh", "--partition", "p", "--partition", "q", "--", *FLAGS],
+            "found 2 for all other nodes",
+        ),
     ],
 )
 def test_the_command_refuses(
@@ -366,6 +377,31 @@ def test_the_command_refuses(
     result = run("launch", "plan.json", "--cluster", "cluster.yaml", *words)
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_all_options_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    words = ["--partition", "a b", "--sbatch", "--signal=TERM", "--sbatch", "", "--torchrun"]
+    result = run("launch", "plan.json", "--cluster", "no.yaml", *words)
+    assert result.exit_code == 1
+    assert "(5 problems)" in result.output
+    for number, where in enumerate(("partition", "sbatch", "partition", "sbatch", "sbatch"), 1):
+        assert f"  {number}. --{where}: found " in result.output
+
+
+def test_options_that_the_script_writes_are_not_taken_from_the_user() -> None:
+    scripts = [
+        batch_script(
+            components_of(CLUSTER, {"": "p"}),
+            Training(words=TRAINING.words, resumes=resumes),
+            BatchOptions(names_nodes=True),
+            title="Trains.",
+        )
+        for resumes in (True, False)
+    ]
+    written = re.findall(r"^#SBATCH --([\w-]+)", "".join(scripts), re.MULTILINE)
+    assert {"nodes", "signal", "requeue", "no-requeue", "nodelist", "output"} <= set(written)
+    assert set(written) <= OWN_OPTIONS.keys()
 
 
 def test_the_command_refuses_another_cluster(

@@ -8,10 +8,15 @@ from typing import Annotated
 import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
-from zorse_megatron.cli.console import CommandError, print_plain, reported_errors
+from zorse_megatron.cli.console import print_plain, reported_errors
 from zorse_megatron.cli.fits import model_problems, workload_in_flags
-from zorse_megatron.cli.options import ClusterFile, refuse_unwritable
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.cli.launch_options import (
+    partitions_of,
+    refuse_odd_options,
+    sbatch_options_of,
+)
+from zorse_megatron.cli.options import ClusterFile
+from zorse_megatron.errors import FlagError
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
 from zorse_megatron.launch.components import components_of, refuse_odd_names
 from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
@@ -67,7 +72,14 @@ def launch(  # noqa: PLR0917
 ) -> None:
     """Write what starts the plan's ranks on the right GPUs of the cluster."""
     with reported_errors():
-        _refuse(slurm, torchrun, inputs=[path, cluster])
+        refuse_odd_options(
+            context,
+            slurm=slurm,
+            torchrun=torchrun,
+            partition=partition or [],
+            sbatch=sbatch or [],
+            inputs=[path, cluster],
+        )
         plan = load_plan(path)
         refuse_unsupported(plan, str(path))
         there = load_cluster(cluster)
@@ -82,9 +94,9 @@ def launch(  # noqa: PLR0917
                 there, training, master_address=master_addr, master_port=master_port
             )
         else:
-            components = components_of(there, _partitions(partition or []))
+            components = components_of(there, partitions_of(partition or []))
             options = BatchOptions(
-                python=python, names_nodes=node_names, more=_options(sbatch or [])
+                python=python, names_nodes=node_names, more=sbatch_options_of(sbatch or [])
             )
             title = _title(plan, path, there)
             lines = batch_script(components, training, options, title=title)
@@ -102,55 +114,8 @@ def _title(plan: Plan, path: Path, cluster: Cluster) -> str:
     return f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{name}."
 
 
-def _refuse(slurm: Path | None, torchrun: bool, *, inputs: Sequence[Path]) -> None:
-    refuse_unwritable({"--slurm": slurm}, inputs=inputs)
-    if (slurm is None) == (not torchrun):
-        problem = Problem(
-            where="--slurm, --torchrun",
-            found="none of them" if slurm is None else "both",
-            expected="one of the two",
-            remedy="Give --slurm FILE for a batch script, --torchrun for each node's line.",
-        )
-        raise CommandError("the command cannot be run", [problem])
-
-
 def _refuse_other_model(plan: Plan, given: Sequence[str], path: Path) -> None:
     workload, _ = workload_in_flags(given, plan, None)
     problems = list(model_problems(plan, workload, str(path)))
     if problems:
         raise FlagError(f"the training command does not fit {path}", problems)
-
-
-def _partitions(texts: Sequence[str]) -> dict[str, str]:
-    """Read `[KIND=]PARTITION`; without a key it is that of all others."""
-    pairs = [text.rpartition("=") for text in texts]
-    problems = [
-        Problem(
-            where="--partition",
-            found=repr(text),
-            expected="the name of a partition, in one word",
-            remedy="Such as --partition A6000=new; leave it out for the site's default.",
-        )
-        for text, (_, _, partition) in zip(texts, pairs, strict=True)
-        if partition.split() != [partition]
-    ]
-    if problems:
-        raise CommandError("the command cannot be run", problems)
-    return {key: partition for key, _, partition in pairs}
-
-
-def _options(texts: Sequence[str]) -> tuple[str, ...]:
-    options = tuple(text.removeprefix("--") for text in texts)
-    wrong = [text for text in options if not text or text[0] == "-" or "\n" in text]
-    if wrong:
-        problems = [
-            Problem(
-                where="--sbatch",
-                found=repr(text),
-                expected="one long option of sbatch",
-                remedy="Such as --sbatch time=24:00:00.",
-            )
-            for text in wrong
-        ]
-        raise CommandError("the command cannot be run", problems)
-    return options

@@ -1,7 +1,7 @@
 """Options that several commands have, and what their values are turned into."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -106,7 +106,15 @@ def refuse_unwritable(paths: dict[str, Path | None], *, inputs: Sequence[Path] =
 
     `inputs`: files that the command reads, which none of them may replace.
     """
-    problems = []
+    problems = list(unwritable_problems(paths, inputs=inputs))
+    if problems:
+        raise CommandError("the results could not be written", problems)
+
+
+def unwritable_problems(
+    paths: dict[str, Path | None], *, inputs: Sequence[Path] = ()
+) -> Iterator[Problem]:
+    """Yield what `refuse_unwritable` stops for."""
     for option, path in paths.items():
         if path is None:
             continue
@@ -118,16 +126,18 @@ def refuse_unwritable(paths: dict[str, Path | None], *, inputs: Sequence[Path] =
             found = "a file that this command reads"
         else:
             continue
-        problems.append(
-            Problem(
-                where=f"{option} {path}",
-                found=found,
-                expected="a file of its own, in a directory that exists",
-                remedy="Make the directory, or choose another path.",
-            )
+        yield Problem(
+            where=f"{option} {path}",
+            found=found,
+            expected="a file of its own, in a directory that exists",
+            remedy="Make the directory, or choose another path.",
         )
-    if problems:
-        raise CommandError("the results could not be written", problems)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line itself has an option, by its parameter's name."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _number(text: str) -> float | None:

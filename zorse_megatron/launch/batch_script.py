@@ -46,6 +46,33 @@ fi
 exit "$status"
 """
 
+_BY_THE_CLUSTER = "Leave it out: the cluster file says how many ranks a node has, one for each GPU."
+_AT_SUBMISSION = "Give it to sbatch itself, whose own options come before those in the script."
+_BY_NAME = "Name the nodes in the cluster file, and give zorse launch --node-names."
+_BY_SAVE = "Leave it out: the job goes back into the queue if its command has --save."
+OWN_OPTIONS = {
+    "job-name": _AT_SUBMISSION,
+    "output": _AT_SUBMISSION,
+    "open-mode": _AT_SUBMISSION,
+    "partition": "Give it as zorse launch --partition.",
+    "nodes": _BY_THE_CLUSTER,
+    "nodefile": _BY_NAME,
+    "nodelist": _BY_NAME,
+    "ntasks": _BY_THE_CLUSTER,
+    "ntasks-per-core": _BY_THE_CLUSTER,
+    "ntasks-per-gpu": _BY_THE_CLUSTER,
+    "ntasks-per-node": _BY_THE_CLUSTER,
+    "ntasks-per-socket": _BY_THE_CLUSTER,
+    "gpus": _BY_THE_CLUSTER,
+    "gpus-per-node": _BY_THE_CLUSTER,
+    "gpus-per-socket": _BY_THE_CLUSTER,
+    "gpus-per-task": _BY_THE_CLUSTER,
+    "requeue": _BY_SAVE,
+    "no-requeue": _BY_SAVE,
+    "signal": "Leave it out: the script saves at its own; for an earlier one change its line.",
+}
+"""Option that the script writes, or another one for the same -> what to do instead."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:

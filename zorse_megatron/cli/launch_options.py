@@ -1,0 +1,114 @@
+"""The options of `zorse launch`: all that is wrong with them at once, before any file is read."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import typer
+
+from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.options import is_given, unwritable_problems
+from zorse_megatron.errors import Problem
+from zorse_megatron.launch.batch_script import OWN_OPTIONS
+
+_OF_SLURM = ("partition", "sbatch", "python")
+_OF_TORCHRUN = ("master_addr", "master_port")
+_LONG_OPTION = re.compile(r"([a-z][a-z0-9-]*)(=[^\n]*)?")
+
+
+def refuse_odd_options(
+    context: typer.Context,
+    *,
+    slurm: Path | None,
+    torchrun: bool,
+    partition: Sequence[str],
+    sbatch: Sequence[str],
+    inputs: Sequence[Path],
+) -> None:
+    """Raise CommandError for what is malformed, what would be ignored, and what contradicts."""
+    problems = [
+        *unwritable_problems({"--slurm": slurm}, inputs=inputs),
+        *_mode_problems(context, slurm, torchrun),
+        *_partition_problems(partition),
+        *_sbatch_problems(sbatch),
+    ]
+    if problems:
+        raise CommandError("the command cannot be run", problems)
+
+
+def partitions_of(texts: Sequence[str]) -> dict[str, str]:
+    """Key -> partition, of `[KEY=]PARTITION`; without a key, "", it is that of all others."""
+    pairs = [text.rpartition("=") for text in texts]
+    return {key: partition for key, _, partition in pairs}
+
+
+def sbatch_options_of(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return them without their dashes."""
+    return tuple(text.removeprefix("--") for text in texts)
+
+
+def _mode_problems(context: typer.Context, slurm: Path | None, torchrun: bool) -> Iterator[Problem]:
+    if (slurm is None) == (not torchrun):
+        yield Problem(
+            where="--slurm, --torchrun",
+            found="none of them" if slurm is None else "both",
+            expected="one of the two",
+            remedy="Give --slurm FILE for a batch script, --torchrun for each node's line.",
+        )
+        return
+    chosen, other = ("--torchrun", "--slurm") if torchrun else ("--slurm", "--torchrun")
+    for name in _OF_SLURM if torchrun else _OF_TORCHRUN:
+        if is_given(context, name):
+            yield Problem(
+                where=f"--{name.replace('_', '-')}",
+                found=f"it beside {chosen}",
+                expected=f"it beside {other} only",
+                remedy=f"Leave it out: it would not be heeded; or give {other} instead.",
+            )
+
+
+def _partition_problems(texts: Sequence[str]) -> Iterator[Problem]:
+    for text in texts:
+        partition = text.rpartition("=")[2]
+        if partition.split() != [partition]:
+            yield _misspelt(
+                "--partition",
+                text,
+                expected="the name of a partition, in one word",
+                remedy="Such as --partition A6000=new; leave it out for the site's default.",
+            )
+    for key, count in Counter(text.rpartition("=")[0] for text in texts).items():
+        if count > 1:
+            yield Problem(
+                where="--partition",
+                found=f"{count} for {key or 'all other nodes'}",
+                expected="one",
+                remedy="Keep one of them.",
+            )
+
+
+def _sbatch_problems(texts: Sequence[str]) -> Iterator[Problem]:
+    for text in sbatch_options_of(texts):
+        spelt = _LONG_OPTION.fullmatch(text)
+        if spelt is None:
+            yield _misspelt(
+                "--sbatch",
+                text,
+                expected="one long option of sbatch",
+                remedy="Such as --sbatch time=24:00:00.",
+            )
+            continue
+        # sbatch takes the beginning of an option's name for the option.
+        own = [name for name in OWN_OPTIONS if name.startswith(spelt[1])]
+        if own:
+            yield _misspelt(
+                "--sbatch",
+                text,
+                expected=f"nothing that contradicts the script's own lines, as --{own[0]} does",
+                remedy=OWN_OPTIONS[own[0]],
+            )
+
+
+def _misspelt(option: str, text: str, *, expected: str, remedy: str) -> Problem:
+    return Problem(where=option, found=repr(text), expected=expected, remedy=remedy)
