@@ -10,6 +10,7 @@ from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.planner.inputs import Inputs, SearchSpace
 from zorse_megatron.planner.microbatch import WorkerClass, best_split
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.water import water_fill
 from zorse_megatron.schema.plan import (
     Chunk,
@@ -21,7 +22,6 @@ from zorse_megatron.schema.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.topology.spec import NodeSpec, TopologySpec
 
@@ -107,14 +107,7 @@ def random_case(seed: int, *, most_gpus: int = 6, most_layers: int = 12) -> Inpu
 
 def simulated(inputs: Inputs, plan: Plan) -> SimulationResult:
     """What the simulator says of a plan."""
-    return simulate(
-        plan,
-        inputs.compute,
-        inputs.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-    )
+    return simulate_plan(inputs, plan)
 
 
 def fits(inputs: Inputs, result: SimulationResult) -> bool:

@@ -18,9 +18,9 @@ from zorse_megatron.planner import search as search_module
 from zorse_megatron.planner.explain import Explanation, GroupLoad, Headroom
 from zorse_megatron.planner.outcome import Considered, Outcome, Progress, Rejected
 from zorse_megatron.planner.search import NoPlanError
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schema.load import load_plan, parse_plan
 from zorse_megatron.schema.plan import Offload, Predictions, Recompute
-from zorse_megatron.simulate.iteration import simulate
 
 PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
 COMPARE = ("compare-plans", *PLAN[1:])
@@ -45,14 +45,7 @@ class Search:
         plan = parse_plan(json.dumps(lab_plan()).encode())
         groups = [dataclasses.replace(group, **self.settings) for group in plan.groups]
         plan = dataclasses.replace(plan, groups=tuple(groups))
-        result = simulate(
-            plan,
-            inputs.compute,
-            inputs.memory,
-            inputs.comm,
-            inputs.kinds,
-            sequence_length=inputs.sequence_length,
-        )
+        result = simulate_plan(inputs, plan)
         slowness = {"zorse": 1.0, "stock": STOCK_SPEED, "zorse-paper": 1.5}[strategy]
         predictions = Predictions(
             iteration_s=result.iteration_s,

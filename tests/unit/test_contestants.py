@@ -33,10 +33,10 @@ from zorse_megatron.emulate.stock_grids import (
 )
 from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.model_presets import MODELS
 from zorse_megatron.simulate.framework import STOCK_1F1B
-from zorse_megatron.simulate.iteration import simulate
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
@@ -96,15 +96,7 @@ def test_the_best_grid_is_the_fastest_that_fits():
     every = []
     for grid in grids(inputs):
         plan = plan_of_grid(inputs, grid)
-        priced = simulate(
-            plan,
-            inputs.compute,
-            inputs.memory,
-            inputs.comm,
-            inputs.kinds,
-            sequence_length=2048,
-            framework=STOCK_1F1B,
-        )
+        priced = simulate_plan(inputs, plan, framework=STOCK_1F1B)
         peaks = zip(priced.peak_memory_bytes, inputs.capacities_bytes, strict=True)
         if all(peak <= capacity for peak, capacity in peaks):
             every.append((priced.iteration_s, grid))

@@ -9,6 +9,7 @@ from tests.unit.profile_samples import good as good_profile
 from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.search import STRATEGIES, find_plan
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schema.cluster_yaml import parse_cluster
 from zorse_megatron.schema.gpu import common_dtype
 from zorse_megatron.schema.model_presets import MODELS
@@ -16,7 +17,6 @@ from zorse_megatron.schema.plan import Plan
 from zorse_megatron.schema.presets import GPU_KINDS
 from zorse_megatron.schema.profile import Profile
 from zorse_megatron.schema.profile_load import parse_profile
-from zorse_megatron.simulate.iteration import simulate
 
 MODEL = dataclasses.replace(MODELS["llama-1b"], num_layers=8, seq_length=512)
 LAB = """
@@ -87,15 +87,8 @@ def test_plans_are_priced_in_the_types_that_they_name(strategy, old):
         assert types == {BESIDE[old][1]}, "stock knows one type for the whole job"
     # The costs of the job's type are another job's here: they must not be asked.
     other = lab(old, "float32")
-    result = simulate(
-        outcome.plan,
-        other.compute,
-        other.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-        by_dtype=inputs.by_dtype,
-    )
+    mixed = dataclasses.replace(inputs, compute=other.compute, memory=other.memory)
+    result = simulate_plan(mixed, outcome.plan)
     assert result.iteration_s == pytest.approx(outcome.iteration_s)
     assert outcome.plan.predictions is not None
     assert outcome.plan.predictions.peak_memory_bytes == result.peak_memory_bytes

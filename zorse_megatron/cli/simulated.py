@@ -25,20 +25,14 @@ def simulated(
     plan: Plan, priced: Priced, *, source: str, perturbation: "Perturbation | None" = None
 ) -> "SimulationResult":
     """Simulate one iteration. Raises PlanError or CommandError where that cannot be done."""
+    from zorse_megatron.planner.simulate_plan import simulate_plan
     from zorse_megatron.simulate.errors import SimulationError
-    from zorse_megatron.simulate.iteration import simulate
 
     refuse_too_many_micro_batches(plan, source)
-    inputs = priced.inputs
     try:
-        return simulate(
+        return simulate_plan(
+            priced.inputs,
             plan,
-            inputs.compute,
-            inputs.memory,
-            inputs.comm,
-            inputs.kinds,
-            sequence_length=inputs.sequence_length,
-            by_dtype=inputs.by_dtype,
             perturbation=perturbation,
             merge_equal_ranks=plan.world_size > _ALL_RANKS_UP_TO,
         )

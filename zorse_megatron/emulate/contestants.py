@@ -11,10 +11,10 @@ from zorse_megatron.planner.bound import best_layers_per_s
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.outcome import Strategy
 from zorse_megatron.planner.search import NoPlanError, find_plan
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.plan import Plan
-from zorse_megatron.simulate.iteration import simulate
 
 STOCK = "stock, all GPUs"
 BEST_GPUS = "stock, best GPUs"
@@ -139,20 +139,8 @@ def _planned(name: str, inputs: Inputs, plan: Plan) -> Contestant:
         name=name,
         layout=f"groups of {groups}, {len(plan.chunks)} chunks, {plan.schedule.name}",
         system=System(name=name, gpus=gpus, plan=plan),
-        predicted_s=_simulated_s(inputs, plan),
+        predicted_s=simulate_plan(inputs, plan).iteration_s,
     )
-
-
-def _simulated_s(inputs: Inputs, plan: Plan) -> float:
-    return simulate(
-        plan,
-        inputs.compute,
-        inputs.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-        by_dtype=inputs.by_dtype,
-    ).iteration_s
 
 
 def _kinds(inputs: Inputs) -> str:

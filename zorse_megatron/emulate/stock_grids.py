@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schema.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
 from zorse_megatron.simulate.framework import STOCK_1F1B
-from zorse_megatron.simulate.iteration import simulate
 
 _SIZES = (1, 2, 4, 8, 16)
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
@@ -158,15 +158,7 @@ def flags_of_grid(inputs: Inputs, grid: Grid) -> tuple[str, ...]:
 
 
 def _priced(inputs: Inputs, grid: Grid) -> PricedGrid:
-    result = simulate(
-        plan_of_grid(inputs, grid),
-        inputs.compute,
-        inputs.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-        framework=STOCK_1F1B,
-    )
+    result = simulate_plan(inputs, plan_of_grid(inputs, grid), framework=STOCK_1F1B)
     fullest = max(
         peak / capacity
         for peak, capacity in zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True)

@@ -8,12 +8,12 @@ from typing import Literal
 
 from zorse_megatron.planner.bound import best_layers_per_s, lower_bound_s
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.words import members
 from zorse_megatron.schema.plan import Plan, Replica
 from zorse_megatron.schema.validate import problems_of
 from zorse_megatron.simulate.critical_path import CriticalStep
 from zorse_megatron.simulate.errors import SimulationError
-from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.result import SimulationResult
 
 Limit = Literal["compute", "imbalance and bubbles", "communication"]
@@ -130,16 +130,7 @@ def explain(inputs: Inputs, plan: Plan) -> Explanation:
 
 
 def _simulated(inputs: Inputs, plan: Plan) -> SimulationResult:
-    return simulate(
-        plan,
-        inputs.compute,
-        inputs.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-        by_dtype=inputs.by_dtype,
-        merge_equal_ranks=True,
-    )
+    return simulate_plan(inputs, plan, merge_equal_ranks=True)
 
 
 def _loads(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[GroupLoad]:

@@ -10,10 +10,10 @@ from zorse_megatron.planner.build import Builder
 from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.outline import Estimate
+from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.schema.validate import problems_of
 from zorse_megatron.simulate.errors import SimulationError
-from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.result import SimulationResult
 
 # Computations of one simulation beyond which a shorter batch is simulated twice instead.
@@ -153,16 +153,7 @@ class Judge:
         was_collecting = gc.isenabled()
         gc.disable()
         try:
-            return simulate(
-                plan,
-                inputs.compute,
-                inputs.memory,
-                inputs.comm,
-                inputs.kinds,
-                sequence_length=inputs.sequence_length,
-                by_dtype=inputs.by_dtype,
-                merge_equal_ranks=True,
-            )
+            return simulate_plan(inputs, plan, merge_equal_ranks=True)
         except (PlanError, SimulationError):
             return None
         finally:
