@@ -11,7 +11,7 @@ from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.line_prices import LinePrices, best_sizes
 from zorse_megatron.planner.line_tails import LineTails
-from zorse_megatron.planner.lines import FINE, _covers, _least_passage, best_cuts, lines
+from zorse_megatron.planner.lines import FINE, _covers, _least_passages, best_cuts, lines
 from zorse_megatron.planner.teams import Teams
 
 
@@ -54,7 +54,7 @@ def test_the_least_busy_cut_is_found(seed, level, nested):
         return
     assert _covers(prices, min(busy) * (1 + 1e-9))
     assert not _covers(prices, min(busy) * (1 - 1e-9))
-    cut = _least_passage(prices, min(busy) * (1 + 1e-9))
+    [cut] = _least_passages(prices, [min(busy) * (1 + 1e-9)])
     assert cut is not None and sum(cut.layers) == inputs.num_layers
     assert sorted(rank for group in cut.groups for rank in group) == list(range(inputs.world_size))
 
@@ -83,7 +83,8 @@ def test_of_a_ceiling_the_least_passage_is_found(seed, slack):
             passed_s += prices.passage_s[start, stop, held] + exposed_s
         return passed_s
 
-    found = _least_passage(prices, ceiling_s * (1 + 1e-9))
+    longer_s = 3 * ceiling_s
+    _, found = _least_passages(prices, [longer_s, ceiling_s * (1 + 1e-9)])
     assert found is not None
     bounds = [0]
     sizes = [len(group) for group in found.groups]

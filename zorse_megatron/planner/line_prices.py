@@ -40,7 +40,10 @@ def best_sizes(inputs: Inputs, stages: Stages, level: int) -> dict[Class, int]:
 
 
 class LinePrices:
-    """Prices of one line for given micro-batch sizes. Arrays: [start, stop, layers]."""
+    """Prices of one line for given micro-batch sizes. What is known: [start, stop, layers].
+
+    While they are found, arrays hold only the pieces that can be groups: [class, piece, layers].
+    """
 
     def __init__(
         self,
@@ -69,9 +72,14 @@ class LinePrices:
         counts = np.zeros((len(self.classes), self.num_units + 1))
         for number, unit in enumerate(self.units):
             counts[self.classes.index(self._class(unit[0])), number + 1] = len(unit)
-        ahead = counts.cumsum(axis=1)
-        self.counts = ahead[:, None, :] - ahead[:, :, None]
-        """[class, start, stop]: GPUs of the piece."""
+        self._ahead = counts.cumsum(axis=1)
+        """[class, unit]: GPUs before it."""
+        possible = np.isfinite(tails.per_layer_s)
+        if nested:
+            possible &= self._is_nested()
+        self.starts, self.stops = np.nonzero(possible)
+        self.counts = self._ahead[:, self.stops] - self._ahead[:, self.starts]
+        """[class, piece]: GPUs of it."""
         self._price()
 
     def _class(self, rank: int) -> Class:
@@ -84,58 +92,68 @@ class LinePrices:
         return tuple(int(by_class[cell.kind, cell.capacity_bytes]) for cell in cells)
 
     def _per_class(self, value: object) -> Floats:
-        return np.array(value, dtype=float)[:, None, None, None]
+        return np.array(value, dtype=float)[:, None, None]
 
     def _price(self) -> None:
         rows = list(zip(self.classes, map(int, self.sizes), strict=True))
         compute = self.inputs.compute
         layer_s = self._per_class([sum(self.stages.layer_s(k, m)) / m for (k, _), m in rows])
         again_s = self._per_class([compute.recompute_s(k, m, "full") / m for (k, _), m in rows])
-        layers = np.arange(self.num_layers + 1, dtype=float)[None, None, None, :]
+        layers = np.arange(self.num_layers + 1, dtype=float)[None, None, :]
         counts = self.counts[..., None]
         ends_s = self._ends_s(rows)
         present = counts > 0
+        busy_s = np.full(self._shape, np.inf)
+        slowest = np.full(self._shape, np.inf)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             plain_s = layer_s + ends_s / layers
             share = (1 / plain_s) / (counts / plain_s).sum(axis=0)
-            busy_s = np.full(self._shape, np.inf)
-            slowest = np.full(self._shape, np.inf)
             for recomputed, copies_s in self._ways(share, layers):
                 sample_s = plain_s + recomputed * again_s / layers
                 rate = (counts / sample_s).sum(axis=0)
                 time_s = self.inputs.global_batch_size * layers[0] / rate + copies_s
-                possible = np.isfinite(recomputed) & present.any(axis=0) & (layers[0] > 0)
-                better = possible & (time_s < busy_s)
-                passage = np.where(present, self.sizes[:, None, None, None] * sample_s, 0.0)
+                better = np.isfinite(recomputed) & (layers[0] > 0) & (time_s < busy_s)
+                passage = np.where(present, self.sizes[:, None, None] * sample_s, 0.0)
                 busy_s = np.where(better, time_s, busy_s)
                 slowest = np.where(better, passage.max(axis=0), slowest)
-        self.busy_s = busy_s
         passage_s = layers[0] * np.where(np.isfinite(slowest), slowest, 0.0)
-        passage_s += 2 * self._hops_s()[:, None, None]
-        self.busy_s[np.isinf(self.tails.per_layer_s)] = np.inf
-        if self.nested:
-            self.busy_s[~self._is_nested()] = np.inf
-        self.passage_s = np.where(np.isfinite(self.busy_s), passage_s, np.inf)
+        passage_s += 2 * self._hops_s()[self.starts, None]
+        self.busy_s = self._by_ends(busy_s)
+        self.passage_s = self._by_ends(np.where(np.isfinite(busy_s), passage_s, np.inf))
+
+    def _by_ends(self, of_pieces: Floats) -> Floats:
+        """[start, stop, layers], infinite where no group can be."""
+        ends = self.num_units + 1
+        result = np.full((ends, ends, self.num_layers + 1), np.inf)
+        result[self.starts, self.stops] = of_pieces
+        return result
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
-        return self.num_units + 1, self.num_units + 1, self.num_layers + 1
+    def _shape(self) -> tuple[int, int]:
+        return len(self.starts), self.num_layers + 1
 
     def _ends_s(self, rows: Sequence[tuple[tuple[str, int], int]]) -> Floats:
         """Embedding and head, per sample, where the piece has the line's first or last unit."""
         compute = self.inputs.compute
-        shape = (len(rows), self.num_units + 1, self.num_units + 1, 1)
-        result = np.zeros(shape)
+        result = np.zeros((len(rows), len(self.starts), 1))
         for number, ((kind, _), size) in enumerate(rows):
             first, last = compute.embedding(kind, size), compute.head(kind, size)
-            result[number, 0, :, 0] += (first.forward_s + first.backward_s) / size
-            result[number, :, -1, 0] += (last.forward_s + last.backward_s) / size
+            result[number, self._is_first, 0] += (first.forward_s + first.backward_s) / size
+            result[number, self._is_last, 0] += (last.forward_s + last.backward_s) / size
         return result
+
+    @property
+    def _is_first(self) -> np.ndarray:
+        return self.starts == 0
+
+    @property
+    def _is_last(self) -> np.ndarray:
+        return self.stops == self.num_units
 
     def _ways(self, share: Floats, layers: Floats) -> Iterator[tuple[Floats, Floats]]:
         """Layers that must be recomputed (infinite where that does not help), and what it costs
-        beside, [start, stop, layers]: with optimizer state on the GPUs, and in the host."""
-        sizes, counts = self.sizes[:, None, None, None], self.counts[..., None]
+        beside, [piece, layers]: with optimizer state on the GPUs, and in the host."""
+        sizes, counts = self.sizes[:, None, None], self.counts[..., None]
         kept = self.stages.memory.kept
         spared = kept["none"] - kept["full"]
         batch = self.inputs.global_batch_size
@@ -170,16 +188,22 @@ class LinePrices:
         return min(comm.host_link_bytes_per_s(rank) for unit in self.units for rank in unit)
 
     def _window(self) -> Floats:
-        """Samples in flight of pieces, [1, start, stop, 1]."""
-        own = (self.counts * self.sizes[:, None, None]).sum(axis=0)
-        behind = own[:, -1][:, None]
+        """Samples in flight of pieces, [1, piece, 1]."""
+        own = self.sizes @ self.counts
+        behind = self._samples_behind()[self.starts]
         if self.nested:
-            return (behind + self._in_transit()[None, :])[None, :, :, None]
-        return (2 * behind - own)[None, :, :, None]
+            return (behind + self._in_transit()[self.stops])[None, :, None]
+        return (2 * behind - own)[None, :, None]
+
+    def _samples_behind(self) -> Floats:
+        """Of one micro-batch on each GPU from a unit on, [start]."""
+        ahead: Floats = self.sizes @ self._ahead
+        return ahead[-1] - ahead
 
     def _is_nested(self) -> np.ndarray:
         """[start, stop]: whether the round is a power of two times the smallest micro-batch."""
-        own = (self.counts * self.sizes[:, None, None]).sum(axis=0) / self.sizes.min()
+        behind = self._samples_behind() / self.sizes.min()
+        own = behind[:, None] - behind[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
             exponents = np.log2(own)
             return np.abs(exponents - np.round(exponents)) < 1e-9
@@ -189,7 +213,7 @@ class LinePrices:
         per_s = sum(
             count * size / sum(self.stages.layer_s(kind, int(size)))
             for count, size, (kind, _) in zip(
-                self.counts[:, 0, -1], self.sizes, self.classes, strict=True
+                self._ahead[:, -1], self.sizes, self.classes, strict=True
             )
         )
         hops_s = self._hops_s()
@@ -208,8 +232,8 @@ class LinePrices:
         memory = self.inputs.memory
         every = np.broadcast_to(layers * self.stages.memory.layer_parameters, (1, *self._shape))
         result = every.astype(float)
-        result[:, 0] += memory.embedding_parameters()
-        result[:, :, -1] += memory.head_parameters(tied_on_same_rank=False)
+        result[:, self._is_first] += memory.embedding_parameters()
+        result[:, self._is_last] += memory.head_parameters(tied_on_same_rank=False)
         return result
 
     def _fixed(self, layers: Floats) -> Floats:
@@ -221,10 +245,8 @@ class LinePrices:
         return (self._parameters(layers) * self.inputs.memory.state_bytes(1000) / 1000)[0]
 
     def _head(self) -> Floats:
-        """Bytes per sample where the piece is the last, [1, 1, stop, 1]."""
-        result = np.zeros((1, 1, self.num_units + 1, 1))
-        result[:, :, -1] = 2.0 * self.stages.memory.head
-        return result
+        """Bytes per sample where the piece is the last, [1, piece, 1]."""
+        return np.where(self._is_last, 2.0 * self.stages.memory.head, 0.0)[None, :, None]
 
     def _hops_s(self) -> Floats:
         """One micro-batch's way to the piece that starts at each unit, [start]."""

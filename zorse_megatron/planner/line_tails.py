@@ -45,10 +45,13 @@ class LineTails:
                 result[start, stop] = networks.like_gather_s(ranks, self._num_bytes)
         return result
 
-    def exposed_s(self, stop: int, held: np.ndarray, before_s: Floats) -> Floats:
+    def exposed_s(
+        self, starts: np.ndarray, stop: int, held: np.ndarray, before_s: Floats
+    ) -> Floats:
         """What is left of the tails of pieces that end at `stop` when those before have drained.
 
-        `held`: layers of the pieces by start. `before_s`: [start, layers] passages before them.
+        `held`: [..., piece], layers of the pieces that begin at `starts`, where 0 is no piece.
+        `before_s`: [..., piece, layers], passages before them.
         """
-        tails_s = np.where(held > 0, self.per_layer_s[: len(held), stop], 0.0) * held
-        return np.maximum(0.0, tails_s[:, None] - _BACKWARDS_PART * before_s)
+        tails_s = np.where(held > 0, self.per_layer_s[starts, stop], 0.0) * held
+        return np.maximum(0.0, tails_s[..., None] - _BACKWARDS_PART * before_s)

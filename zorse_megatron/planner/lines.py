@@ -108,8 +108,7 @@ def best_cuts(prices: LinePrices, *, most_groups: int) -> list[Cut]:
         else:
             low = middle
     found: dict[tuple[int, ...], Cut] = {}
-    for slack in _SLACK:
-        cut = _least_passage(prices, high * slack)
+    for cut in _least_passages(prices, [high * slack for slack in _SLACK]):
         if cut is not None and len(cut.groups) <= most_groups:
             found.setdefault(tuple(len(group) for group in cut.groups) + cut.layers, cut)
     return sorted(found.values(), key=lambda cut: cut.value_s)
@@ -126,36 +125,39 @@ def _covers(prices: LinePrices, ceiling_s: float) -> bool:
     return bool(covered[-1] >= prices.num_layers)
 
 
-def _least_passage(prices: LinePrices, ceiling_s: float) -> Cut | None:
-    """Pieces and layers with the least sum of passages, none busier than the ceiling.
+def _least_passages(prices: LinePrices, ceilings_s: Sequence[float]) -> Iterator[Cut | None]:
+    """For each ceiling pieces and layers with the least sum of passages, none busier than that.
 
-    A piece takes as many layers as the ceiling allows, or one less. O(units^2 * layers).
+    A piece takes as many layers as the ceiling allows, or one less. O(units^2 * layers) for each.
+    Arrays: [ceiling, start, layers], for all ceilings at once.
     """
     count, total = prices.num_units, prices.num_layers
-    most = prices.most_layers(ceiling_s)
-    sums = np.full((count + 1, total + 1), np.inf)
-    sums[0, 0] = 0.0
-    came_from = np.zeros((count + 1, total + 1, 2), dtype=int)
+    most = np.stack([prices.most_layers(ceiling_s) for ceiling_s in ceilings_s])
+    each = np.arange(len(most))[:, None]
+    sums = np.full((len(most), count + 1, total + 1), np.inf)
+    sums[:, 0, 0] = 0.0
+    came_from = np.zeros((len(most), count + 1, total + 1, 2), dtype=int)
     layers = np.arange(total + 1)
     for stop in range(1, count + 1):
-        starts = np.arange(stop)
-        for fewer in (0, 1):
-            held = np.maximum(0, most[:stop, stop] - fewer)
-            before = layers[None, :] - held[:, None]
-            possible = (held > 0)[:, None] & (before >= 0)
-            passages = prices.passage_s[starts, stop, held][:, None]
-            sums_before = sums[starts[:, None], np.maximum(before, 0)]
-            exposed = prices.tails.exposed_s(stop, held, sums_before)
-            reached = np.where(possible, sums_before + passages + exposed, np.inf)
-            best = np.argmin(reached, axis=0)
-            value = reached[best, layers]
-            better = value < sums[stop]
-            sums[stop, better] = value[better]
-            came_from[stop, better, 0] = best[better]
-            came_from[stop, better, 1] = held[best[better]]
-    if not np.isfinite(sums[count, total]):
-        return None
-    return _traced_back(prices, came_from)
+        starts = np.flatnonzero(most[:, :stop, stop].any(axis=0))
+        if not starts.size:
+            continue
+        starts = np.concatenate([starts, starts])
+        held = most[:, starts, stop]
+        held[:, len(starts) // 2 :] -= 1
+        held = np.maximum(0, held)
+        before = layers - held[..., None]
+        possible = (held > 0)[..., None] & (before >= 0)
+        sums_before = sums[each[..., None], starts[:, None], np.maximum(before, 0)]
+        exposed = prices.tails.exposed_s(starts, stop, held, sums_before)
+        passages = prices.passage_s[starts, stop, held][..., None]
+        reached = np.where(possible, sums_before + passages + exposed, np.inf)
+        best = np.argmin(reached, axis=1)
+        sums[:, stop] = np.take_along_axis(reached, best[:, None], axis=1)[:, 0]
+        came_from[:, stop, :, 0] = starts[best]
+        came_from[:, stop, :, 1] = np.take_along_axis(held, best, axis=1)
+    for reached, origins in zip(sums, came_from, strict=True):
+        yield _traced_back(prices, origins) if np.isfinite(reached[count, total]) else None
 
 
 def _traced_back(prices: LinePrices, came_from: np.ndarray) -> Cut:
