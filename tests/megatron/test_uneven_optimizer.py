@@ -101,6 +101,39 @@ def test_fused_update_of_shards_equals_stock(
     run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, tolerance, overflow_step, update)
 
 
+def _steps_with_a_copy(update: str) -> list[tuple[bool, float, float]]:
+    """Steps of the last stage, whose output layer is a copy of the embedding: it is in no norm.
+
+    Its gradient is large, then infinite, then that of another parameter is.
+    """
+    from zorse_megatron.adapter.shard_update import choose_update
+
+    tiny_gpt.start()
+    setup = Setup(dtype=torch.float16, clip_grad=0.005, stage=1, num_stages=2)
+    chunk, optimizer = tiny_gpt.make_ours(setup, tiny_gpt.groups_of([[0]], setup), (1,))
+    (part,) = optimizer.chained_optimizers
+    choose_update(part, update, torch.device("cpu"))  # type: ignore[arg-type]
+    found = []
+    copy, other = "output_layer.weight", "fc1.weight"
+    for step, (ending, factor) in enumerate([(copy, 1e3), (copy, torch.inf), (other, torch.inf)]):
+        tiny_gpt.set_gradients(chunk, setup, step=step, contributors=[0])
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(ending):
+                parameter.main_grad.mul_(factor)
+        success, norm, _ = tiny_gpt.reduce_and_step(chunk, optimizer)
+        found.append((success, norm if success else 0.0, optimizer.get_loss_scale().item()))
+    copies = [shard for shard in part.get_parameters() if getattr(shard, "shared", False)]
+    assert len(copies) == 1
+    return found
+
+
+def test_a_copy_of_the_embedding_overflows_but_is_in_no_norm() -> None:
+    (stock,), (fused,) = (run_megatron_ranks(1, _steps_with_a_copy, u) for u in ("stock", "fused"))
+    assert [step[0] for step in stock] == [True, False, False]
+    for mine, theirs in zip(fused, stock, strict=True):
+        assert mine == (theirs[0], pytest.approx(theirs[1], rel=1e-6), theirs[2])
+
+
 def test_fp16_overflow_on_one_rank_skips_the_step_on_all() -> None:
     setup = Setup(dtype=torch.float16, clip_grad=0.005)
     run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, 1e-3, 1, timeout_s=120)
