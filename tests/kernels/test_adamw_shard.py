@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -213,5 +214,18 @@ def test_what_does_not_fit_is_said_at_once(implementation: str) -> None:
         adamw_shard(torch.zeros(4), half, short, half, numbers, clip=torch.zeros(2))
     for said in ("exp_avg in torch.float16", "exp_avg_sq with 3 elements", "clip with 2 elements"):
         assert said in str(caught.value)
-    with pytest.raises(ValueError, match="step 0"):
-        AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=0)
+
+
+def test_numbers_that_cannot_be_are_said_at_once() -> None:
+    good: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    good |= {"weight_decay": 0.1, "step": 1}
+    AdamW(**good)
+    bad = {"lr": math.nan, "beta2": 1.0, "eps": math.inf, "weight_decay": -math.inf, "step": 0}
+    with pytest.raises(ValueError) as caught:
+        AdamW(**(good | bad))
+    for said in ("lr nan", "betas (0.9, 1.0)", "eps inf", "weight_decay -inf", "step 0"):
+        assert f"found {said}" in str(caught.value)
+    for name in ("lr", "eps", "weight_decay"):
+        for value in (math.nan, math.inf):
+            with pytest.raises(ValueError, match=f"found {name} {value}; expected a finite number"):
+                AdamW(**(good | {name: value}))

@@ -24,12 +24,17 @@ class AdamW:
     """Whether weights decay by themselves (AdamW); else weight decay is added to the gradient."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for betas outside [0, 1), or a step below 1."""
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.step >= 1):
-            raise ValueError(
-                f"found betas ({self.beta1}, {self.beta2}) and step {self.step}; expected betas in "
-                "[0, 1), steps counted from 1"
-            )
+        """Raises ValueError for what is not finite, betas outside [0, 1), or a step below 1."""
+        problems = Problems("AdamW")
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            problems.need(math.isfinite(value), f"found {name} {value}; expected a finite number")
+        problems.need(
+            0 <= self.beta1 < 1 and 0 <= self.beta2 < 1,
+            f"found betas ({self.beta1}, {self.beta2}); expected them in [0, 1)",
+        )
+        problems.need(self.step >= 1, f"found step {self.step}; expected steps counted from 1")
+        problems.stop()
 
     @property
     def step_size(self) -> float:
