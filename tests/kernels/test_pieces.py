@@ -89,6 +89,17 @@ def test_places_beyond_2_to_the_31(implementation: str, dtype: torch.dtype, tmp_
     assert found.equal(values)
 
 
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_packing_in_place_is_refused(implementation: str, place: int) -> None:
+    memory = torch.arange(8.0, device=DEVICE)
+    whole, packed = memory[:4], memory[place : place + 4]
+    with pytest.raises(ValueError, match="found packed and whole in the same memory"):
+        pack(packed, whole, [(0, 4)])
+    assert memory.tolist() == list(range(8))
+    pack(memory[4:], whole, [(0, 4)])  # side by side
+    assert memory.tolist() == [0, 1, 2, 3] * 2
+
+
 def test_what_does_not_fit_is_said(implementation: str) -> None:
     packed, whole = torch.zeros(3, device=DEVICE), torch.zeros(10, device=DEVICE)
     for pieces, said in [

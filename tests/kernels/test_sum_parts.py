@@ -110,6 +110,28 @@ def test_a_part_may_be_the_result(implementation: str, place: int) -> None:
     assert bits(out.inner).equal(bits(expected))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shift_bytes"),
+    [
+        (torch.float32, -4),
+        (torch.float32, 4),
+        (torch.bfloat16, -4),
+        (torch.bfloat16, 0),  # begins where the result does, but is not as long
+        (torch.bfloat16, 20),
+    ],
+)
+def test_a_part_that_is_only_partly_the_result_is_refused(
+    implementation: str, dtype: torch.dtype, shift_bytes: int
+) -> None:
+    numel, memory = 6, torch.zeros(48, dtype=torch.uint8, device=DEVICE)
+    out = memory[8 : 8 + 4 * numel].view(torch.float32)
+    start = 8 + shift_bytes
+    part = memory[start : start + numel * dtype.itemsize].view(dtype)
+    with pytest.raises(ValueError, match=r"found out and parts\[1\] in the same memory"):
+        sum_parts(out, [torch.ones_like(out), part])
+    assert not memory.any()
+
+
 def rounding_of_bf16() -> float:
     """Mean square of what rounding to bf16 changes normal numbers of variance 1 by, in closed form.
 

@@ -71,11 +71,11 @@ def adamw_shard(
 ) -> None:
     """Update `main` and its moments in place, and write `main` into `copy` too.
 
-    All are [n], contiguous and on one device; `main`, `exp_avg` and `exp_avg_sq` in fp32, `grad`
-    in fp32, bf16 or fp16 (it is only read), `copy` (None: no copy) in any of these, rounded to
-    nearest even. The gradient is multiplied by `inv_scale` (1 / loss scale), then by `clip` (the
-    clip coefficient, at most 1), as Megatron does; each a number or a tensor with one fp32 element
-    on the device, for which nobody waits.
+    All are [n], contiguous, on one device and apart in its memory; `main`, `exp_avg` and
+    `exp_avg_sq` in fp32, `grad` in fp32, bf16 or fp16 (it is only read), `copy` (None: no copy) in
+    any of these, rounded to nearest even. The gradient is multiplied by `inv_scale` (1 / loss
+    scale), then by `clip` (the clip coefficient, at most 1), as Megatron does; each a number or a
+    tensor with one fp32 element on the device, for which nobody waits.
 
     Source of the operations and their order: torch/optim/adam.py `_single_tensor_adam`;
     megatron/core/optimizer/optimizer.py `MixedPrecisionOptimizer.step`. Plain torch gives the bits
@@ -89,8 +89,11 @@ def adamw_shard(
     problems.need_flat("exp_avg", exp_avg, (torch.float32,), like=main)
     problems.need_flat("exp_avg_sq", exp_avg_sq, (torch.float32,), like=main)
     problems.need_flat("grad", grad, FLOATS, like=main)
+    tensors = {"main": main, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}
     if copy is not None:
         problems.need_flat("copy", copy, FLOATS, like=main)
+        tensors["copy"] = copy
+    problems.need_apart(tensors)
     factors = {"inv_scale": inv_scale, "clip": clip}
     for name, factor in factors.items():
         if isinstance(factor, torch.Tensor):

@@ -1,6 +1,7 @@
 """What the kernels ask of their arguments, and the chunks in which plain torch works on them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import combinations
 
 import torch
 
@@ -50,10 +51,23 @@ class Problems:
         expected = " or ".join(map(str, dtypes))
         self.need(tensor.dtype in dtypes, f"found {name} in {tensor.dtype}; expected {expected}")
 
+    def need_apart(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Contiguous tensors of which no two share memory: one is written, another read behind."""
+        for (name, one), (other, two) in combinations(tensors.items(), 2):
+            self.need(
+                not _overlap(one, two),
+                f"found {name} and {other} in the same memory; expected them apart",
+            )
+
     def stop(self) -> None:
         """Raise ValueError if there is any problem."""
         if self.found:
             raise ValueError(f"{self.kernel}: " + "; ".join(self.found))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    start, stop = one.data_ptr(), one.data_ptr() + one.nbytes
+    return max(start, other.data_ptr()) < min(stop, other.data_ptr() + other.nbytes)
 
 
 def chunks(numel: int) -> Iterator[slice]:

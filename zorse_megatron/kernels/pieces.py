@@ -32,6 +32,7 @@ def _check(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]
         packed.device == whole.device,
         f"found packed on {packed.device} and whole on {whole.device}; expected one device",
     )
+    problems.need_apart({"packed": packed, "whole": whole})
     outside = [piece for piece in pieces if not 0 <= piece[0] <= piece[1] <= whole.numel()]
     problems.need(
         not outside,

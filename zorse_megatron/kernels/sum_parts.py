@@ -38,6 +38,9 @@ def sum_parts(
     )
     for number, part in enumerate(parts):
         problems.need_flat(f"parts[{number}]", part, FLOATS, like=out)
+        is_out = part.data_ptr() == out.data_ptr() and part.dtype == out.dtype
+        if not is_out:
+            problems.need_apart({"out": out, f"parts[{number}]": part})
     problems.stop()
     pick("sum_parts", out.device, sum_parts_torch)(out, tuple(parts), factors, add)
 
