@@ -1,6 +1,7 @@
 """`zorse emulate`: what it refuses, before anything is started. See tests/megatron for runs."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -9,8 +10,6 @@ from tests.unit.cli_samples import lab_plan, runner_in
 from zorse_megatron.cli import compare
 from zorse_megatron.cli import emulate as command
 from zorse_megatron.cli.main import app
-from zorse_megatron.emulate import run as emulated_run
-from zorse_megatron.simulate.errors import UnknownLinkError
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 
@@ -76,17 +75,27 @@ def test_compare_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
     assert "--cluster: found 40 GPUs; expected at most 32" in result.output
 
 
-def test_a_link_that_the_plan_does_not_use(tmp_path, monkeypatch):
-    def not_there(*_arguments, **_options):
-        raise UnknownLinkError(["nic"], ["new/nic:in", "new/nic:out"])
-
-    monkeypatch.setattr(emulated_run, "emulator", not_there)
-    result = runner_in(tmp_path, monkeypatch)(*BASE, "--slow-link", "nic=2")
+def test_a_link_that_is_not_there_is_answered_with_some_that_are(run):
+    result = run("--slow-link", "new/nic0:uot=2")
     assert result.exit_code == 1
-    expected = (
-        '--slow-link: found "nic"; expected a link that the plan uses: new/nic:in, new/nic:out'
+    told = re.search(
+        r'--slow-link: found "(.+)"; expected one of .+, such as (.+?)\. ', result.output
     )
-    assert expected in result.output
+    assert told is not None and told[1] == "new/nic0:uot"
+    names = told[2].split(", ")
+    assert names[0] == "new/nic0:out" and len(names) == 6
+    for name in names:
+        with pytest.raises(AssertionError, match="the job was started"):
+            raise run("--slow-link", f"{name}=2").exception
+
+
+def test_all_that_is_slow_and_not_there_is_told_at_once(run):
+    slow = ("--slow-rank", "8=2", "--slow-rank", "x", "--slow-kind", "T4=2", "--slow-link", "nic=2")
+    result = run(*slow, "--slow-link", "new/nic0:out", "--jitter", "-1")
+    assert result.exit_code == 1
+    assert "(6 problems)" in result.output
+    for option in ('rank: found "8"', 'rank: found "x"', "kind", 'link: found "nic"', "link"):
+        assert f"--slow-{option}" in result.output
 
 
 def test_a_comparison_that_could_not_be_written_is_not_begun(tmp_path, monkeypatch):

@@ -16,9 +16,13 @@ from zorse_megatron.adapter.cpu_flags import _REFUSED
 from zorse_megatron.adapter.flags import REFUSALS, flag_of
 from zorse_megatron.adapter.hooks import argument_records, entry_records, training_records
 from zorse_megatron.cli.main import app
+from zorse_megatron.cli.perturbed import link_names
+from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.pretrain import split_command
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.topology.from_cluster import topology_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -222,6 +226,41 @@ def test_the_list_of_hooks_is_complete():
     ]
     listed = set(re.findall(r"`(megatron[\w.]*:\w+)`", text_of("docs/how-it-works.md")))
     assert listed == {record.target for record in records}
+
+
+WITH_ALL_LINKS = b"""
+nodes:
+  - name: NODE
+    gpus: 2 x A100-40
+    link: NVSwitch 220 GB/s
+    nics: 9 Gb/s
+    region: WEST
+    switch: SWITCH
+  - {name: lines, gpus: 2 x V100-16, link: NVLink 40 GB/s, nics: 9 Gb/s, region: WEST}
+  - {name: host, gpus: 2 x T4, link: PCIe 6 GB/s, nics: 9 Gb/s, region: EAST}
+switches: [{name: SWITCH, region: WEST, uplink: {bandwidth: 8 Gb/s}}]
+between_regions: [{bandwidth: 5 Gb/s, latency: 10 ms}]
+"""
+# What stands for both of two alike in the document.
+SHOWN_AS = {
+    "lines/": "NODE/",
+    "host/": "NODE/",
+    "gpu1-pcie": "gpu0-pcie",
+    "gpu1-fabric": "gpu0-fabric",
+    "gpu1>gpu0": "gpu0>gpu1",
+    ":EAST>WEST": ":WEST>EAST",
+}
+
+
+def test_links_are_named_as_shown():
+    comm = GraphComm(topology_of(parse_cluster(WITH_ALL_LINKS), None))
+    names = "\n".join(link_names(comm, 6))
+    for name, shown in SHOWN_AS.items():
+        assert name in names
+        names = names.replace(name, shown)
+    rows = re.findall(r"^\| (`.+`) \| [^|]+ \|$", text_of("docs/emulation.md"), re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\S+[/:]\S+)`", row)}
+    assert listed == set(names.split())
 
 
 def test_the_actions_of_the_demo_are_as_shown():

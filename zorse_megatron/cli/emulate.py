@@ -24,7 +24,7 @@ from zorse_megatron.cli.options import (
     Model,
     Profiles,
 )
-from zorse_megatron.cli.perturbed import perturbation_of
+from zorse_megatron.cli.perturbed import link_names, perturbation_of
 from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
@@ -69,7 +69,11 @@ def emulate(  # noqa: PLR0917
     ] = None,
     slow_link: Annotated[
         list[str] | None,
-        typer.Option(metavar="LINK=FACTOR", help="The same for a link, by the topology's name."),
+        typer.Option(
+            metavar="LINK=FACTOR",
+            help="The same for a link, such as new/nic0:out, the way out of node new's first "
+            "adapter; an unknown name is answered with names that there are.",
+        ),
     ] = None,
     dilation: Annotated[
         float | None,
@@ -94,6 +98,7 @@ def emulate(  # noqa: PLR0917
             slow_rank=slow_rank or [],
             slow_kind=slow_kind or [],
             slow_link=slow_link or [],
+            known_links=link_names(prices.inputs.comm, plan.world_size),
         )
         predicted = simulated(plan, prices, source=str(path))
         run = _run(plan, prices, iterations, perturbation, dilation)
@@ -110,7 +115,6 @@ def _run(
 ) -> "EmulatedRun":
     from zorse_megatron.emulate.run import System, emulator
     from zorse_megatron.emulate.tiny import Training
-    from zorse_megatron.simulate.errors import UnknownLinkError
 
     training = Training(
         model=prices.workload.model,
@@ -118,22 +122,10 @@ def _run(
         iterations=iterations,
     )
     system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan)
-    try:
-        with emulator(
-            prices.inputs, training, perturbation=perturbation, dilation=dilation
-        ) as emulated:
-            return emulated.run(system)
-    except UnknownLinkError as error:
-        problems = [
-            Problem(
-                where="--slow-link",
-                found=f'"{name}"',
-                expected=f"a link that the plan uses: {', '.join(error.known)}",
-                remedy="Spell it as in that list.",
-            )
-            for name in error.unknown
-        ]
-        raise CommandError("the command cannot be run", problems) from error
+    with emulator(
+        prices.inputs, training, perturbation=perturbation, dilation=dilation
+    ) as emulated:
+        return emulated.run(system)
 
 
 def _refuse(plan: Plan, dilation: float | None, source: str) -> None:

@@ -65,27 +65,29 @@ DEFAULT_MARGIN = 0.05
 _LARGEST_FACTOR = 1e6
 
 
-def factors(texts: Sequence[str], option: str) -> dict[str, float]:
-    """Read `KEY=FACTOR` texts. Raises CommandError with every one that is something else."""
-    found: dict[str, float] = {}
-    problems = []
+def factors(texts: Sequence[str]) -> dict[str, float]:
+    """Key -> factor, of those texts that are `KEY=FACTOR`."""
+    return dict(pair for text in texts if (pair := _factor(text)) is not None)
+
+
+def factor_problems(texts: Sequence[str], option: str) -> Iterator[Problem]:
+    """Yield every text that is something else."""
     for text in texts:
-        key, _, number = text.partition("=")
-        factor = _number(number)
-        if not key or factor is None or not 0 < factor <= _LARGEST_FACTOR:
-            problems.append(
-                Problem(
-                    where=option,
-                    found=f'"{text}"',
-                    expected="something = how many times as long its computations take, above 0",
-                    remedy=f"Such as {option} {key or 3}=1.3 for 30 % slower.",
-                )
+        if _factor(text) is None:
+            yield Problem(
+                where=option,
+                found=f'"{text}"',
+                expected="something = how many times as long it takes, above 0",
+                remedy=f"Such as {option} {text.partition('=')[0] or 3}=1.3 for 30 % slower.",
             )
-        else:
-            found[key] = factor
-    if problems:
-        raise CommandError("the command cannot be run", problems)
-    return found
+
+
+def _factor(text: str) -> tuple[str, float] | None:
+    key, _, number = text.rpartition("=")
+    factor = _number(number)
+    if not key or factor is None or not 0 < factor <= _LARGEST_FACTOR:
+        return None
+    return key, factor
 
 
 def checked_share(value: float, option: str) -> float:

@@ -1,15 +1,26 @@
 """Options that make the machines other than the prices say, read and checked."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.options import factors
+from zorse_megatron.cli.options import factor_problems, factors
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster import Cluster
 
 if TYPE_CHECKING:
+    from zorse_megatron.costs.interface import CommCost
     from zorse_megatron.simulate.perturb import Perturbation
+
+_NAMED_LINKS = 6  # of those that there are, in an error
+
+
+def link_names(comm: "CommCost", world_size: int) -> tuple[str, ...]:
+    """Names of the links between any two GPUs."""
+    pairs = permutations(range(world_size), 2)
+    return tuple(dict.fromkeys(name for pair in pairs for name, _ in comm.shared_links(*pair)))
 
 
 def perturbation_of(
@@ -20,16 +31,21 @@ def perturbation_of(
     slow_rank: Sequence[str],
     slow_kind: Sequence[str],
     slow_link: Sequence[str] = (),
+    known_links: Collection[str] = (),
 ) -> "Perturbation":
-    """Read what is to differ from the prices. Raises CommandError for what cannot be.
+    """Read what is to differ from the prices. Raises CommandError with all that cannot be.
 
-    A link that takes n times as long has 1/n of its bandwidth.
+    A link that takes n times as long has 1/n of its bandwidth. `known_links`: see `link_names`.
     """
     from zorse_megatron.simulate.perturb import Perturbation
 
-    ranks, kinds = factors(slow_rank, "--slow-rank"), factors(slow_kind, "--slow-kind")
-    links = factors(slow_link, "--slow-link")
-    problems = [*_unknown(ranks, kinds, cluster)]
+    texts = {"--slow-rank": slow_rank, "--slow-kind": slow_kind, "--slow-link": slow_link}
+    ranks, kinds, links = map(factors, texts.values())
+    problems = [
+        *(problem for option, each in texts.items() for problem in factor_problems(each, option)),
+        *_unknown(ranks, kinds, cluster),
+        *_unknown_links(links, known_links),
+    ]
     if not 0 <= jitter <= 10:  # NaN is neither
         problems.append(
             Problem(
@@ -68,4 +84,17 @@ def _unknown(ranks: Iterable[str], kinds: Iterable[str], cluster: Cluster) -> It
                 found=f'"{key}"',
                 expected=f"one of {', '.join(cluster.kinds)}, the kinds of this cluster",
                 remedy="Spell it as the table of ranks does.",
+            )
+
+
+def _unknown_links(links: Iterable[str], known: Collection[str]) -> Iterator[Problem]:
+    """Yield those that are not known, with some that are, the most alike first."""
+    for name in links:
+        if name not in known:
+            some = difflib.get_close_matches(name, known, n=_NAMED_LINKS, cutoff=0.0)
+            yield Problem(
+                where="--slow-link",
+                found=f'"{name}"',
+                expected=f"one of the {len(known)} links between GPUs, such as {', '.join(some)}",
+                remedy="Names are made of those of nodes and switches in the cluster file.",
             )
