@@ -1,6 +1,6 @@
 """How much a search looks at, by the size of the cluster."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zorse_megatron.planner.groupings import EVERY_PARTITION_UP_TO
 from zorse_megatron.planner.inputs import Inputs
@@ -23,6 +23,8 @@ class Effort:
     """Plans that the simulator sees before the local search."""
     computations: int
     """Forwards and backwards that may be simulated in all."""
+    finalists_part: float = 0.6
+    """Of these, for finalists; the rest is for the local search."""
     quick_orders: int = 1
     """Orders of a grouping's groups that are looked at to see whether it is promising."""
     orders: int = 3
@@ -47,15 +49,6 @@ class Effort:
     """Neighbours of a verdict that are simulated, at most."""
     tolerance: float = 1.1
     """Neighbours whose estimate is so much longer are not simulated."""
-
-    def halved(self, *, computations: int) -> "Effort":
-        """Of one of two searches that start from different plans."""
-        return replace(
-            self,
-            finalists=max(1, self.finalists // 2),
-            polished=max(1, self.polished // 2),
-            computations=computations,
-        )
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Effort":
@@ -85,10 +78,16 @@ class Effort:
             return cls(listed=250, priced=40, widened=14, finalists=30, computations=150_000)
         if inputs.world_size <= 256:
             return cls(
-                listed=250, priced=24, widened=8, finalists=24, computations=80_000, polished=8
+                listed=250,
+                priced=24,
+                widened=8,
+                finalists=24,
+                computations=110_000,
+                finalists_part=0.43,
+                polished=4,
             )
         if inputs.world_size <= 2048:
             return cls(
-                listed=200, priced=20, widened=5, finalists=4, computations=120_000, polished=4
+                listed=200, priced=20, widened=5, finalists=4, computations=120_000, polished=2
             )
-        return cls(listed=60, priced=8, widened=3, finalists=2, computations=400_000, polished=2)
+        return cls(listed=60, priced=8, widened=3, finalists=2, computations=400_000, polished=1)

@@ -1,6 +1,5 @@
 """Lets the simulator decide: how long a plan takes, and whether it fits."""
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,6 +7,7 @@ from functools import cached_property
 from zorse_megatron.errors import PlanError
 from zorse_megatron.planner.build import Builder
 from zorse_megatron.planner.estimate import Estimator
+from zorse_megatron.planner.garbage import no_collection
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.outline import Estimate
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -149,16 +149,11 @@ class Judge:
         inputs = self.inputs
         self.num_simulated += 1
         self.num_computations += computations(plan)
-        # Tasks refer to one another but never in circles; looking for circles takes a third longer.
-        was_collecting = gc.isenabled()
-        gc.disable()
-        try:
-            return simulate_plan(inputs, plan, merge_equal_ranks=True)
-        except (PlanError, SimulationError):
-            return None
-        finally:
-            if was_collecting:
-                gc.enable()
+        with no_collection():
+            try:
+                return simulate_plan(inputs, plan, merge_equal_ranks=True)
+            except (PlanError, SimulationError):
+                return None
 
     def _extrapolated(self, plan: Plan, estimate: Estimate) -> Verdict | None:
         """Two shorter batches, and a straight line through their times."""

@@ -9,7 +9,6 @@ from zorse_megatron.planner.bound import lower_bound_s
 from zorse_megatron.planner.cephalo import cephalo_inputs, cephalo_plans
 from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.estimate import Estimator
-from zorse_megatron.planner.halves import search as search_all
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.judge import Judge, Verdict
 from zorse_megatron.planner.outcome import (
@@ -25,6 +24,7 @@ from zorse_megatron.planner.stock import stock_plans
 from zorse_megatron.planner.teams import Teams
 from zorse_megatron.planner.wire import with_narrow_wire
 from zorse_megatron.planner.words import in_words
+from zorse_megatron.planner.zorse import search as search_all
 from zorse_megatron.planner.zorse_paper import zorse_paper_plans
 from zorse_megatron.schema.plan import Predictions
 

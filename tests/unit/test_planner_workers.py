@@ -1,0 +1,121 @@
+"""A search by two workers: what it finds does not depend on where they are."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.test_planner_search import lab
+from zorse_megatron.planner import workers as module
+from zorse_megatron.planner.effort import Effort
+from zorse_megatron.planner.worker import Price, Spent, Worker
+from zorse_megatron.planner.workers import Workers, workers_for
+from zorse_megatron.planner.zorse import Found, search
+from zorse_megatron.schema.load import dump_plan
+
+CLUSTER = """
+name: lab
+nodes:
+  - {name: new, gpus: 2 x A100-40, link: NVSwitch 220 GB/s, nics: 100 Gb/s}
+  - {name: old, count: 3, gpus: 2 x T4, link: PCIe 6 GB/s, nics: 25 Gb/s}
+"""
+EFFORT = Effort(listed=20, priced=4, widened=2, finalists=4, computations=4000)
+
+
+def nothing(progress):
+    """Where progress goes."""
+
+
+@pytest.fixture(autouse=True)
+def two_workers(monkeypatch):
+    monkeypatch.setattr(module, "_ALONE_UP_TO", 0)
+    monkeypatch.setattr(Effort, "of", lambda inputs: EFFORT)
+
+
+def found_with(monkeypatch, *, processors: int) -> Found:
+    monkeypatch.setattr(module, "num_processors", lambda: processors)
+    return search(lab(CLUSTER), nothing)
+
+
+def test_one_processor_finds_what_two_find(monkeypatch):
+    one, two = (found_with(monkeypatch, processors=number) for number in (1, 2))
+    assert one.considered == two.considered
+    assert len(one.verdicts) > 2
+    for a, b in zip(one.verdicts, two.verdicts, strict=True):
+        assert dump_plan(a.plan) == dump_plan(b.plan)
+        assert (a.iteration_s, a.peaks_bytes) == (b.iteration_s, b.peaks_bytes)
+    for found in (one, two):
+        result = found.verdicts[0].result
+        assert result is not None and result.iteration_s == found.verdicts[0].iteration_s
+        assert all(other.result is None for other in found.verdicts[1:])
+
+
+def test_no_plan_is_found_twice(monkeypatch):
+    verdicts = found_with(monkeypatch, processors=1).verdicts
+    plans = [(v.plan.groups, v.plan.chunks, v.plan.schedule) for v in verdicts]
+    assert all(plans.count(plan) == 1 for plan in plans)
+
+
+@pytest.mark.parametrize("processors", [1, 2])
+def test_each_worker_does_its_task(monkeypatch, processors):
+    monkeypatch.setattr(module, "num_processors", lambda: processors)
+    inputs = lab(CLUSTER)
+    alone, spent = [], Spent()
+    for source in ("lines", "groupings"):
+        worker = Worker(inputs, EFFORT, nothing)
+        alone.append(worker.price((source,)))
+        spent += worker.spent
+    assert spent.groupings and spent.estimated and not spent.simulated
+    with workers_for(inputs, EFFORT, nothing) as workers:
+        together = workers.do([Price(("lines",)), Price(("groupings",))])
+        assert workers.spent == spent
+    assert [[each.iteration_s for each in found] for found in together] == [
+        [each.iteration_s for each in found] for found in alone
+    ]
+
+
+def test_more_tasks_than_workers_are_refused(monkeypatch):
+    monkeypatch.setattr(module, "num_processors", lambda: 1)
+    with workers_for(lab(CLUSTER), EFFORT, nothing) as workers:
+        assert isinstance(workers, Workers)
+        with pytest.raises(AssertionError, match="more tasks than workers"):
+            workers.do([Price(("lines",))] * 3)
+
+
+def test_a_second_process_that_fails_is_told(monkeypatch):
+    monkeypatch.setattr(module, "num_processors", lambda: 2)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="second process ended with status 1"):
+        search(lab(CLUSTER), nothing)
+
+
+def test_what_does_not_fit_gets_other_settings_at_once(monkeypatch):
+    """Although the closed form takes much more to be free than there is."""
+    worker = Worker(lab(CLUSTER), EFFORT, nothing)
+    start = next(
+        each
+        for each in worker.price(("groupings",))
+        if each.outline.schedule == "1f1b"
+        and all(stage.settings.mode == "none" for stage in each.stages)
+        and each.stages[0].free_bytes > 2**30
+        and len(each.outline.teams[0].cells) == 1
+    )
+    tried = []
+    judge = worker.judge.judge
+
+    def simulated(estimate):
+        verdict = judge(estimate)
+        tried.append(estimate)
+        if estimate.stages[0].settings != start.stages[0].settings:
+            return verdict
+        overflow = (2**20, *(-1 for _ in verdict.overflow_bytes[1:]))
+        return replace(verdict, overflow_bytes=overflow)
+
+    monkeypatch.setattr(worker.judge, "judge", simulated)
+    monkeypatch.setattr(worker.judge, "preview", lambda estimate: None)
+    fitted = worker.fit(start, float("inf"))
+    assert fitted is not None and len(tried) == 2
+    assert fitted.estimate.stages[0].settings != start.stages[0].settings
+    assert [s.settings for s in fitted.estimate.stages[1:]] == [
+        s.settings for s in start.stages[1:]
+    ]

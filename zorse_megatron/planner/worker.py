@@ -1,0 +1,233 @@
+"""What one process does for a search: it prices plans in closed form and simulates them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from zorse_megatron.planner.effort import Effort
+from zorse_megatron.planner.estimate import Estimator
+from zorse_megatron.planner.estimates import Estimates
+from zorse_megatron.planner.groupings import Groupings
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.judge import Judge, Preview, Verdict
+from zorse_megatron.planner.neighbours import Neighbours
+from zorse_megatron.planner.outcome import Progress
+from zorse_megatron.planner.outline import Estimate
+from zorse_megatron.planner.sources import Source, Sources
+from zorse_megatron.planner.stage import StagePrice
+from zorse_megatron.planner.teams import Team, Teams
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.simulate.result import SimulationResult
+
+_POLISHING_STEPS = 6
+_PROMISING = 1.005  # previews so much longer than a simulated iteration are left at that
+_FIT_TRIES = 4
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Task(Protocol[T_co]):
+    """Something to be done by a worker, here or in another process."""
+
+    def run(self, worker: "Worker") -> T_co:
+        """Do it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What workers have done so far."""
+
+    groupings: int = 0
+    estimated: int = 0
+    simulated: int = 0
+    computations: int = 0
+    """Forwards and backwards that were simulated."""
+
+    def __add__(self, other: "Spent") -> "Spent":
+        """Of both."""
+        return Spent(
+            groupings=self.groupings + other.groupings,
+            estimated=self.estimated + other.estimated,
+            simulated=self.simulated + other.simulated,
+            computations=self.computations + other.computations,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A plan that fits, perhaps with more memory left free than was asked for at first."""
+
+    estimate: Estimate
+    verdict: Verdict
+    """Without its simulation."""
+
+
+class Worker:
+    """Prices and simulates; what has been found once is not computed again."""
+
+    def __init__(
+        self, inputs: Inputs, effort: Effort, on_progress: Callable[[Progress], None]
+    ) -> None:
+        self.inputs = inputs
+        self.effort = effort
+        self.estimator = Estimator(inputs)
+        self.judge = Judge(inputs, self.estimator)
+        self.estimates = Estimates(self.estimator, layouts=effort.layouts)
+        teams = Teams(inputs)
+        self.sources = Sources(
+            inputs=inputs,
+            effort=effort,
+            estimator=self.estimator,
+            estimates=self.estimates,
+            teams=teams,
+            groupings=Groupings(self.estimator, teams),
+            report=on_progress,
+        )
+        self.neighbours = Neighbours(effort=effort, estimator=self.estimator, sources=self.sources)
+        self._fastest: Verdict | None = None
+
+    @property
+    def spent(self) -> Spent:
+        """So far."""
+        return Spent(
+            groupings=len(self.sources.groupings.seen),
+            estimated=self.estimator.num_estimated,
+            simulated=self.judge.num_simulated,
+            computations=self.judge.num_computations,
+        )
+
+    # Closed form.
+
+    def price(self, sources: Sequence[Source]) -> list[Estimate]:
+        """The best of what comes from these sources, polished."""
+        for source in sources:
+            self.sources.price(source)
+        self._polish()
+        return self.estimates.finalists(self.effort.finalists)
+
+    def _polish(self) -> None:
+        """Better levels and orders for the best estimates."""
+        for estimate in self.estimates.finalists(self.effort.polished):
+            best = estimate
+            for _ in range(_POLISHING_STEPS):
+                found = [
+                    near
+                    for each in self.neighbours.promising_swaps(best)
+                    for near in self.estimator.best(each)
+                ]
+                if self.effort.keeps_all:
+                    for near in found:
+                        self.estimates.add(near)
+                better = min(found, key=lambda each: (each.iteration_s, each.layers), default=best)
+                if better.iteration_s > 0.999 * best.iteration_s:
+                    break
+                best = better
+                self.estimates.add(best)
+
+    # Simulation.
+
+    def fit(self, estimate: Estimate | None, best_s: float) -> Fitted | None:
+        """Simulate, and ask for more free memory where it does not fit, a few times.
+
+        First a part of the batch; the whole of it only where that may be faster than `best_s`.
+        """
+        for _ in range(_FIT_TRIES):
+            if estimate is None:
+                return None
+            preview = self.judge.preview(estimate)
+            if preview is not None and not preview.fits:
+                estimate = self._reserved(estimate, preview.overflow_bytes)
+                continue
+            if preview is not None and preview.iteration_s > _PROMISING * best_s:
+                return None
+            verdict = self.judge.judge(estimate)
+            if verdict is None:
+                estimate = self._reserved(estimate, self.judge.builder.missing_bytes(estimate))
+                continue
+            if verdict.fits:
+                self._keep(verdict)
+                return Fitted(estimate=estimate, verdict=replace(verdict, result=None))
+            estimate = self._reserved(estimate, verdict.overflow_bytes)
+        return None
+
+    def _keep(self, verdict: Verdict) -> None:
+        """A simulation holds every task of it, so only one is kept."""
+        least_s = self._fastest.iteration_s if self._fastest else math.inf
+        if verdict.iteration_s < least_s:
+            self._fastest = verdict
+
+    def simulation_of(self, plan: Plan) -> SimulationResult | None:
+        """The simulation of the fastest plan that fitted, if it is this one."""
+        if self._fastest is None or self._fastest.plan != plan:
+            return None
+        return self._fastest.result
+
+    def _reserved(self, estimate: Estimate, overflow: Sequence[int]) -> Estimate | None:
+        """The same with more memory left free in the groups that have too little."""
+        outline = estimate.outline
+        before = outline.reserves or (0,) * len(outline.teams)
+        step = max(1, min(self.inputs.capacities_bytes) // 200)
+        more = [
+            over + _believed_bytes(stage, team) if over > 0 else 0
+            for over, stage, team in zip(overflow, estimate.stages, outline.teams, strict=True)
+        ]
+        nowhere = not any(more)
+        reserves = tuple(
+            reserve + each + step if each or nowhere else reserve
+            for reserve, each in zip(before, more, strict=True)
+        )
+        return self.estimator.estimate(replace(outline, reserves=reserves), estimate.layers)
+
+
+def _believed_bytes(stage: StagePrice, team: Team) -> int:
+    """What the closed form took to be free on each GPU, where all of a team are equal.
+
+    With less than that as a reserve it would give the same settings again.
+    """
+    return int(stage.free_bytes) // len(team.ranks) if len(team.cells) == 1 else 0
+
+
+@dataclass(frozen=True)
+class Price:
+    """See `Worker.price`."""
+
+    sources: tuple[Source, ...]
+
+    def run(self, worker: Worker) -> list[Estimate]:
+        """Do it."""
+        return worker.price(self.sources)
+
+
+@dataclass(frozen=True)
+class Look:
+    """See `Judge.preview`."""
+
+    estimate: Estimate
+
+    def run(self, worker: Worker) -> Preview | None:
+        """Do it."""
+        return worker.judge.preview(self.estimate)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """See `Worker.fit`."""
+
+    estimate: Estimate
+    best_s: float
+
+    def run(self, worker: Worker) -> Fitted | None:
+        """Do it."""
+        return worker.fit(self.estimate, self.best_s)
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """See `Worker.simulation_of`."""
+
+    plan: Plan
+
+    def run(self, worker: Worker) -> SimulationResult | None:
+        """Do it."""
+        return worker.simulation_of(self.plan)
