@@ -192,6 +192,11 @@ OPTIONS = {
     "a rank without a factor": ((*SIMULATE, "--slow-rank", "3"), ["--slow-rank 3=1.3"]),
     "a factor of nothing": ((*SIMULATE, "--slow-rank", "3=0"), ['"3=0"', "above 0"]),
     "no number": ((*SIMULATE, "--slow-rank", "3=nan"), ['"3=nan"', "above 0"]),
+    "two factors of a rank": (
+        (*SIMULATE, "--slow-rank", "3=2", "--slow-rank", "3=4"),
+        ['"3" 2 times', "one factor for each"],
+    ),
+    "a link that is not there": ((*SIMULATE, "--slow-link", "x=2"), ["--slow-link", "nic0:out"]),
     "a kind that is not there": ((*SIMULATE, "--slow-kind", "T4=2"), ["one of A6000, V100-16"]),
     "jitter below 0": ((*SIMULATE, "--jitter", "-1"), ["--jitter: found -1.0"]),
     "no jitter": ((*SIMULATE, "--jitter", "nan"), ["--jitter: found nan"]),

@@ -1,6 +1,7 @@
 """`zorse simulate`."""
 
 import json
+import re
 
 import pytest
 
@@ -76,6 +77,18 @@ def test_a_slow_rank_slows_the_iteration(run):
         "0 to 2",
         "4 to 7",
     ]
+
+
+def test_a_slow_link_slows_what_crosses_it(run):
+    def iteration_s(*more):
+        result = run("--model", "model.yaml", "--json", *more)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["iteration_s"]
+
+    names = re.findall(r"\S+/nic0:out", run("--slow-link", "x=2", "--model", "model.yaml").output)
+    usual_s = iteration_s()
+    slow_s = max(iteration_s("--slow-link", f"{name.strip(',.')}=50") for name in names)
+    assert slow_s > 1.01 * usual_s
 
 
 def test_jitter_is_drawn_from_the_seed(run):

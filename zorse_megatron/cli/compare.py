@@ -29,7 +29,7 @@ from zorse_megatron.cli.options import (
     Profiles,
     SeqLength,
 )
-from zorse_megatron.cli.perturbed import perturbation_of
+from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, perturbation_of
 from zorse_megatron.cli.priced import needed_batch_size, usual_dtype
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import Problem
@@ -63,14 +63,10 @@ def compare(  # noqa: PLR0917
     quick: Annotated[
         bool, typer.Option("--quick", help="Only stock on all GPUs, and ours.")
     ] = False,
-    jitter: Annotated[
-        float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the random spread.")] = 0,
-    slow_rank: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK=FACTOR", help="A GPU that takes so many times as long."),
-    ] = None,
+    jitter: Jitter = 0.0,
+    seed: Seed = 0,
+    slow_rank: SlowRank = None,
+    slow_kind: SlowKind = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare stock Megatron with the plans of all strategies, on an emulated cluster."""
@@ -85,7 +81,7 @@ def compare(  # noqa: PLR0917
         batch, machines = needed_batch_size(workload), load_cluster(cluster)
         _refuse(machines, out)
         perturbation = perturbation_of(
-            machines, jitter=jitter, seed=seed, slow_rank=slow_rank or [], slow_kind=[]
+            machines, jitter=jitter, seed=seed, slow_rank=slow_rank, slow_kind=slow_kind
         )
         known = joined([load_profile(path) for path in profile]) if profile else None
         workload = dataclasses.replace(

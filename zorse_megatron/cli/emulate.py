@@ -24,7 +24,15 @@ from zorse_megatron.cli.options import (
     Model,
     Profiles,
 )
-from zorse_megatron.cli.perturbed import link_names, perturbation_of
+from zorse_megatron.cli.perturbed import (
+    Jitter,
+    Seed,
+    SlowKind,
+    SlowLink,
+    SlowRank,
+    link_names,
+    perturbation_of,
+)
 from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
@@ -55,26 +63,11 @@ def emulate(  # noqa: PLR0917
     iterations: Annotated[
         int, typer.Option(min=2, max=1000, help="Iterations to train; the first does not count.")
     ] = 4,
-    jitter: Annotated[
-        float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the random spread.")] = 0,
-    slow_rank: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK=FACTOR", help="A rank that takes so many times as long."),
-    ] = None,
-    slow_kind: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KIND=FACTOR", help="The same for all GPUs of a kind."),
-    ] = None,
-    slow_link: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LINK=FACTOR",
-            help="The same for a link, such as new/nic0:out, the way out of node new's first "
-            "adapter; an unknown name is answered with names that there are.",
-        ),
-    ] = None,
+    jitter: Jitter = 0.0,
+    seed: Seed = 0,
+    slow_rank: SlowRank = None,
+    slow_kind: SlowKind = None,
+    slow_link: SlowLink = None,
     dilation: Annotated[
         float | None,
         typer.Option(
@@ -95,9 +88,9 @@ def emulate(  # noqa: PLR0917
             prices.cluster,
             jitter=jitter,
             seed=seed,
-            slow_rank=slow_rank or [],
-            slow_kind=slow_kind or [],
-            slow_link=slow_link or [],
+            slow_rank=slow_rank,
+            slow_kind=slow_kind,
+            slow_link=slow_link,
             known_links=link_names(prices.inputs.comm, plan.world_size),
         )
         predicted = simulated(plan, prices, source=str(path))

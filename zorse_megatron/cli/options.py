@@ -71,7 +71,15 @@ def factors(texts: Sequence[str]) -> dict[str, float]:
 
 
 def factor_problems(texts: Sequence[str], option: str) -> Iterator[Problem]:
-    """Yield every text that is something else."""
+    """Yield every text that is something else, and every key that has two factors."""
+    keys = [pair[0] for text in texts if (pair := _factor(text)) is not None]
+    for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
+        yield Problem(
+            where=option,
+            found=f'"{key}" {keys.count(key)} times',
+            expected="one factor for each",
+            remedy="Leave out all but one.",
+        )
     for text in texts:
         if _factor(text) is None:
             yield Problem(

@@ -3,7 +3,9 @@
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import factor_problems, factors
@@ -13,6 +15,27 @@ from zorse_megatron.schema.cluster import Cluster
 if TYPE_CHECKING:
     from zorse_megatron.costs.interface import CommCost
     from zorse_megatron.simulate.perturb import Perturbation
+
+Jitter = Annotated[
+    float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
+]
+Seed = Annotated[int, typer.Option(help="Of the random spread.")]
+SlowRank = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RANK=FACTOR", help="A rank that takes so many times as long."),
+]
+SlowKind = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KIND=FACTOR", help="The same for all GPUs of a kind."),
+]
+SlowLink = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LINK=FACTOR",
+        help="The same for a link, such as new/nic0:out, the way out of node new's first adapter; "
+        "an unknown name is answered with names that there are.",
+    ),
+]
 
 _NAMED_LINKS = 6  # of those that there are, in an error
 
@@ -28,9 +51,9 @@ def perturbation_of(
     *,
     jitter: float,
     seed: int,
-    slow_rank: Sequence[str],
-    slow_kind: Sequence[str],
-    slow_link: Sequence[str] = (),
+    slow_rank: Sequence[str] | None,
+    slow_kind: Sequence[str] | None,
+    slow_link: Sequence[str] | None = None,
     known_links: Collection[str] = (),
 ) -> "Perturbation":
     """Read what is to differ from the prices. Raises CommandError with all that cannot be.
@@ -39,7 +62,11 @@ def perturbation_of(
     """
     from zorse_megatron.simulate.perturb import Perturbation
 
-    texts = {"--slow-rank": slow_rank, "--slow-kind": slow_kind, "--slow-link": slow_link}
+    texts = {
+        "--slow-rank": slow_rank or (),
+        "--slow-kind": slow_kind or (),
+        "--slow-link": slow_link or (),
+    }
     ranks, kinds, links = map(factors, texts.values())
     problems = [
         *(problem for option, each in texts.items() for problem in factor_problems(each, option)),

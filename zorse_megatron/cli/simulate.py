@@ -21,7 +21,15 @@ from zorse_megatron.cli.options import (
     Profiles,
     refuse_unwritable,
 )
-from zorse_megatron.cli.perturbed import perturbation_of
+from zorse_megatron.cli.perturbed import (
+    Jitter,
+    Seed,
+    SlowKind,
+    SlowLink,
+    SlowRank,
+    link_names,
+    perturbation_of,
+)
 from zorse_megatron.cli.pictures import Pictures, refuse_other_formats, save_pictures
 from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
@@ -53,18 +61,11 @@ def simulate(  # noqa: PLR0917
     topology: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw the cluster, groups in colours.")
     ] = None,
-    jitter: Annotated[
-        float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the random spread.")] = 0,
-    slow_rank: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK=FACTOR", help="A rank that takes so many times as long."),
-    ] = None,
-    slow_kind: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KIND=FACTOR", help="The same for all GPUs of a kind."),
-    ] = None,
+    jitter: Jitter = 0.0,
+    seed: Seed = 0,
+    slow_rank: SlowRank = None,
+    slow_kind: SlowKind = None,
+    slow_link: SlowLink = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate one iteration of a plan: time, tokens/s, and each rank's time and memory."""
@@ -79,8 +80,11 @@ def simulate(  # noqa: PLR0917
             prices.cluster,
             jitter=jitter,
             seed=seed,
-            slow_rank=slow_rank or [],
-            slow_kind=slow_kind or [],
+            slow_rank=slow_rank,
+            slow_kind=slow_kind,
+            slow_link=slow_link,
+            # Of all pairs of GPUs: that takes long where these are many.
+            known_links=link_names(prices.inputs.comm, plan.world_size) if slow_link else (),
         )
         result = simulated(plan, prices, source=str(path), perturbation=perturbation)
         written = save_pictures(pictures, plan, prices, result, title=_title(path, result))
