@@ -81,6 +81,11 @@ def test_wrong_top_level(value):
         (["chunks", 0, "layers"], [0], "2 integers"),
         (["chunks", 0, "layers"], [0, 2, 5], "exactly 2 entries"),
         (["chunks", 0, "layers", 1], 5.0, "an integer"),
+        (["chunks", 0, "hop"], {"latency": -0.1, "load": 1}, "at least 0"),
+        (["chunks", 0, "hop"], {"latency": 1, "load": 1}, "a number less than 1"),
+        (["chunks", 0, "hop"], {"latency": 0, "load": -1}, "at least 0"),
+        (["chunks", 0, "hop"], {"latency": 0, "load": float("inf")}, "a finite number"),
+        (["chunks", 0, "hop"], {"latency": float("nan"), "load": 0}, "a finite number"),
         (["schedule", "parameters"], {"depth": [1]}, "a finite number, true or false, or a string"),
         (["schedule", "parameters"], {"depth": float("nan")}, "a finite number"),
         (["predictions"], {"iteration_s": 0}, "greater than 0"),
@@ -141,7 +146,7 @@ def test_unknown_key_with_suggestion(path, suggestion):
 
 def test_unknown_key_like_no_other():
     problem = only_problem(spoil(["chunks", 0, "x"], 1))
-    assert problem.expected == "only the keys group, layers"
+    assert problem.expected == "only the keys group, layers, hop"
     assert problem.remedy.startswith("Remove it.")
 
 
@@ -150,6 +155,7 @@ def _objects():
     optional = {
         "groups[0].recompute": (["groups", 0, "recompute"], {"mode": "full"}),
         "groups[0].offload": (["groups", 0, "offload"], {}),
+        "chunks[0].hop": (["chunks", 0, "hop"], {"latency": 0, "load": 0}),
         "cluster": (["cluster"], {}),
         "predictions": (["predictions"], {}),
     }

@@ -343,3 +343,23 @@ def test_a_type_that_a_kind_of_gpu_does_not_have():
     assert first.where == "plan.json: groups[1].compute_dtype"
     assert first.found == '"bf16" on V100-16, without units for it'
     assert second.found == '"bf16" on T4, without units for it'
+
+
+# Hops
+
+
+def test_a_hop_behind_the_last_chunk_or_within_a_group():
+    plan = good()
+    plan["chunks"][1]["group"] = 0
+    plan["groups"].pop(1)
+    plan["chunks"][2]["group"] = 1
+    for replica, rank in zip(plan["groups"][1]["replicas"], (2, 3), strict=True):
+        replica["ranks"] = [rank]
+    plan["schedule"] = {"name": "interleaved"}
+    for chunk in plan["chunks"]:
+        chunk["hop"] = {"latency": 0.1, "load": 2}
+    first, second = problems(plan)
+    assert first.where == "plan.json: chunks[0].hop"
+    assert first.found == "a hop to chunks[1] of the same group 0"
+    assert second.where == "plan.json: chunks[2].hop"
+    assert second.found == "a hop behind the last chunk"

@@ -21,6 +21,7 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GradientWire = Literal["bf16", "fp16"]
 ParameterValue = int | FiniteFloat | bool | str
@@ -100,6 +101,19 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Hop:
+    """How long messages are on their way to the next chunk, and gradients back.
+
+    In parts of the time in which a group computes its part of the global batch.
+    """
+
+    latency: Part
+    """From when a message has left what it shares with others to its arrival."""
+    load: Weight
+    """How long all samples together occupy what the messages of one direction share."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Chunk:
     """Consecutive layers held by one group."""
 
@@ -107,6 +121,8 @@ class Chunk:
     """Number of the group that holds the layers."""
     layers: tuple[int, int]
     """[first, stop): the first transformer layer and the one after the last, counted from 0."""
+    hop: Hop | None = None
+    """How long the way to the next chunk is, where that counts; absent: it takes no time."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -31,6 +31,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "literal_error": "{expected}",
     "greater_than": "a number greater than {gt}",
+    "less_than": "a number less than {lt}",
     "greater_than_equal": "a number of at least {ge}",
     "less_than_equal": "a number of at most {le}",
     "string_too_short": "a string that is not empty",

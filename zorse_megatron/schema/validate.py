@@ -32,6 +32,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _ranks,
         _layers,
         _chunk_groups,
+        _hops,
         _batch,
         _shard_weights,
         _recompute,
@@ -140,6 +141,23 @@ def _chunk_groups(plan: Plan) -> Iterator[Problem]:
                 found="a group without a chunk",
                 expected="at least one chunk for every group",
                 remedy=f'Add a chunk with "group": {group_index}, or remove the group.',
+            )
+
+
+def _hops(plan: Plan) -> Iterator[Problem]:
+    """Hops are between chunks of two groups."""
+    for index, chunk in enumerate(plan.chunks):
+        if chunk.hop is None:
+            continue
+        is_last = index == len(plan.chunks) - 1
+        if is_last or plan.chunks[index + 1].group == chunk.group:
+            yield Problem(
+                where=f"chunks[{index}].hop",
+                found="a hop behind the last chunk"
+                if is_last
+                else f"a hop to chunks[{index + 1}] of the same group {chunk.group}",
+                expected="a hop only to a chunk of another group",
+                remedy="Remove it: nothing is sent there.",
             )
 
 
