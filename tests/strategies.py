@@ -3,11 +3,12 @@
 `plans()` draws what the rules allow and people rarely write by hand: groups whose ranks are not in
 order, groups that are not in model order, replicas of one group with different micro-batch sizes
 and counts, replicas without micro-batches, replicas without a shard, groups with more in flight
-than they need. It shrinks towards one rank that holds all layers and runs the batch in one
-micro-batch.
+than they need, hops that are fast, slow or not known. It shrinks towards one rank that holds all
+layers and runs the batch in one micro-batch.
 """
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from zorse_megatron.schema.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
+    Hop,
     ModelFingerprint,
     Offload,
     Plan,
@@ -80,8 +82,8 @@ def plans(
     if plan.schedule.name == "breadth_first":
         return plan
     extra = st.none() | st.integers(1, batch)
-    more = tuple(dataclasses.replace(group, extra_in_flight=draw(extra)) for group in groups)
-    return dataclasses.replace(plan, groups=more)
+    more = tuple(replace(group, extra_in_flight=draw(extra)) for group in groups)
+    return replace(plan, groups=more)
 
 
 @st.composite
@@ -109,7 +111,7 @@ def lowerable_plans(
     )
     may_offload_parameters = parameters_setting(plan) != RESIDENT
     groups = tuple(_with_moves(draw, group, may_offload_parameters) for group in plan.groups)
-    return dataclasses.replace(plan, groups=groups)
+    return replace(plan, groups=groups)
 
 
 def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Group:
@@ -121,7 +123,7 @@ def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Gro
         optimizer_state=draw(st.booleans()),
         activations=is_full and draw(st.booleans()),
     )
-    return dataclasses.replace(group, recompute=recompute, offload=offload)
+    return replace(group, recompute=recompute, offload=offload)
 
 
 def _schedule(draw: DrawFn, names: tuple[str, ...], with_parameters: bool) -> Schedule:
@@ -218,7 +220,18 @@ def _chunks(
     for group, extra in zip(owners, extras, strict=True):
         chunks.append(Chunk(group=group, layers=(first, first + 1 + extra)))
         first += 1 + extra
-    return tuple(chunks)
+    return with_random_hops(draw, chunks)
+
+
+def with_random_hops(draw: DrawFn, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """The chunks, with hops between some of those of different groups."""
+    part = st.sampled_from([0.0, 0.25]) | st.floats(0, 0.9)
+    hops = st.none() | st.builds(Hop, latency=part, load=part | st.floats(0.9, 3))
+    found = [
+        replace(chunk, hop=draw(hops)) if chunk.group != after.group else chunk
+        for chunk, after in pairwise(chunks)
+    ]
+    return (*found, chunks[-1])
 
 
 def _parts(draw: DrawFn, total: int, count: int) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.strategies import with_random_hops
 from tests.unit.chunked_plans import ministages, with_owners
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import run
@@ -104,7 +105,8 @@ def equal_plans(draw):
     for number, group in enumerate(plan.groups):
         for index, rank in enumerate(group.ranks):
             kinds[rank] = "xyz"[(number + index // mixed) % 3] if mixed else "xyz"[number]
-    return draw(schedules(plan)), kinds
+    plan = draw(schedules(plan))
+    return dataclasses.replace(plan, chunks=with_random_hops(draw, plan.chunks)), kinds
 
 
 COMPUTE = FakeCompute(factors={"y": 1.7, "z": 0.4}, step_per_parameter_s=0.01, head_s=0.3)

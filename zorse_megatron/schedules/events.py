@@ -3,14 +3,14 @@
 Time in a play is exact, in integers of no meaning outside of it. It is the plan's own hypothesis
 that the work is balanced: every group takes one unit for its part of the batch, each of its chunks
 in proportion to its layers, and a replica with n micro-batches 1/n of that for each, one third of
-it forward. Communication takes no time.
+it forward. Communication takes no time, but where the plan says how long (see `hops`).
 """
 
 import math
 from dataclasses import dataclass
 
 from zorse_megatron.schedules.actions import Action
-from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.schedules.samples import MicroBatch, Piece
 from zorse_megatron.schema.plan import Plan
 
 
@@ -23,6 +23,17 @@ class Event:
     chunk: int
     forward: bool
     micro_batch: MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """Messages that arrive together, having been sent together over one hop."""
+
+    chunk: int
+    """Where they arrive."""
+    forward: bool
+    """Whether they are activations."""
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

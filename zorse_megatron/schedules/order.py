@@ -15,9 +15,9 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zorse_megatron.schedules.events import BACKWARD_COST, Event, forward_costs
+from zorse_megatron.schedules.events import BACKWARD_COST, Arrival, Event, forward_costs
 from zorse_megatron.schedules.links import Links
-from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey
+from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey, Piece
 from zorse_megatron.schema.plan import Plan
 
 Worker = tuple[int, int]
@@ -97,6 +97,9 @@ class _Worker:
 class Pipeline:
     """A plan's chunks and replicas, played forward in time."""
 
+    resolution = 1
+    """By how much the unit of time is finer than that of `forward_costs`."""
+
     def __init__(self, plan: Plan, links: Links, policy: Policy, *, forward_only: bool) -> None:
         self.links = links
         self.policy = policy
@@ -111,7 +114,7 @@ class Pipeline:
                 worker = _Worker(
                     key=(group, replica),
                     queue=queue,
-                    costs={chunk: costs[chunk][replica] for chunk in chunks},
+                    costs={chunk: self.resolution * costs[chunk][replica] for chunk in chunks},
                     limit=policy.limits[group, replica],
                 )
                 self._prepare(worker, policy.window)
@@ -120,6 +123,8 @@ class Pipeline:
         """Group -> its place where several start at once: those nearest to the loss first."""
         self.changed = set(self.workers)
         """Workers that something happened to: only these can have become able to start."""
+        self.running: list[tuple[int, int, int, Event | Arrival]] = []
+        """What goes on, by when it ends."""
         self.missing: list[dict[tuple[bool, MicroBatchKey], int]] = self._dependencies()
         """Chunk -> (forward?, micro-batch) -> how many inputs have not been computed yet."""
 
@@ -144,8 +149,7 @@ class Pipeline:
 
     def play(self) -> Iterator[Event]:
         """Yield all events by start time. Complexity: O(events x log events)."""
-        running: list[tuple[int, int, int, Event]] = []
-        now = 0
+        running, now = self.running, 0
         remaining = sum(len(w.forwards) + len(w.backwards) for w in self.workers.values())
         while remaining or running:
             for event in self._startable(now):
@@ -200,7 +204,8 @@ class Pipeline:
             return False
         return not self.missing[work.chunk].get((work.forward, work.micro_batch.key), 0)
 
-    def _finish(self, event: Event) -> None:
+    def _finish(self, event: Event | Arrival) -> None:
+        assert isinstance(event, Event), "without hops nothing is on its way"
         group = self.links.groups[event.chunk]
         worker = self.workers[group, event.micro_batch.replica]
         worker.busy = False
@@ -209,14 +214,16 @@ class Pipeline:
         if event.forward:
             if event.chunk < self.links.last:
                 for piece in self.links.links[event.chunk].by_source[key]:
-                    self._arrived(event.chunk + 1, piece.target, forward=True)
+                    self._pass_on(event.chunk + 1, piece, forward=True)
             return
         worker.in_flight -= 1
         if event.chunk > 0:
             for piece in self.links.links[event.chunk - 1].by_target[key]:
-                self._arrived(event.chunk - 1, piece.source, forward=False)
+                self._pass_on(event.chunk - 1, piece, forward=False)
 
-    def _arrived(self, chunk: int, micro_batch: MicroBatch, *, forward: bool) -> None:
+    def _pass_on(self, chunk: int, piece: Piece, *, forward: bool) -> None:
+        """Give a chunk what another one computed for it."""
+        micro_batch = piece.target if forward else piece.source
         self.missing[chunk][forward, micro_batch.key] -= 1
         self.changed.add((self.links.groups[chunk], micro_batch.replica))
 
