@@ -47,7 +47,8 @@ def least_that_fits(seed: int, schedule: str, num_chunks: int) -> tuple[Inputs, 
 def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks, monkeypatch):
     monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", GRAIN)
     inputs, estimate = least_that_fits(seed, schedule, num_chunks)
-    plan = Builder(inputs, Estimator(inputs).stages).plan(estimate)
+    estimator = Estimator(inputs)
+    plan = Builder(inputs, estimator.stages, estimator.flight).plan(estimate)
     assert plan is not None
     (group,) = plan.groups
     assert group.offload == Offload(optimizer_state=True)

@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zorse_megatron.planner.flight import Flight
+from zorse_megatron.planner.hops import with_hops
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.jobs import Job, Settings
-from zorse_megatron.planner.microbatch import Share, WorkerClass, best_split
+from zorse_megatron.planner.microbatch import Split, WorkerClass, best_split
 from zorse_megatron.planner.outline import Estimate, parts_of
 from zorse_megatron.planner.stage import StagePrice, Stages
 from zorse_megatron.planner.water import water_fill
@@ -27,10 +29,11 @@ _MANY_UNITS = 100  # where shares are smaller, bytes
 class Builder:
     """Makes plans of estimates."""
 
-    def __init__(self, inputs: Inputs, stages: Stages) -> None:
+    def __init__(self, inputs: Inputs, stages: Stages, flight: Flight) -> None:
         self.inputs = inputs
         self.stages = stages
-        self._splits: dict[tuple[object, ...], tuple[tuple[Share, ...], ...] | None] = {}
+        self.flight = flight
+        self._splits: dict[tuple[object, ...], Split | None] = {}
 
     def plan(self, estimate: Estimate) -> Plan | None:
         """The plan; None where state does not fit with exact micro-batches."""
@@ -57,13 +60,19 @@ class Builder:
             global_batch_size=self.inputs.global_batch_size,
             model=self.inputs.model,
             groups=tuple(groups),
-            chunks=chunks_of(estimate.layers, estimate.outline.num_chunks),
+            chunks=self._chunks(estimate),
             schedule=Schedule(name=estimate.outline.schedule),  # type: ignore[arg-type]
             cluster=self.inputs.cluster,
         )
 
+    def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
+        chunks = chunks_of(estimate.layers, estimate.outline.num_chunks)
+        rows = zip(estimate.jobs, estimate.stages, strict=True)
+        busy_s = max(self._split(job, stage).time_s for job, stage in rows)
+        return with_hops(chunks, estimate.jobs, self.flight.networks, busy_s)
+
     def _bare_group(self, job: Job, stage: StagePrice) -> Group:
-        shares = self._split(job, stage)
+        shares = self._split(job, stage).shares
         replicas = [
             Replica(
                 ranks=(rank,),
@@ -82,7 +91,7 @@ class Builder:
             compute_dtype=self.inputs.dtype_of(job.team.ranks),
         )
 
-    def _split(self, job: Job, stage: StagePrice) -> tuple[tuple[Share, ...], ...]:
+    def _split(self, job: Job, stage: StagePrice) -> Split:
         key = (job.key, stage.settings)
         if key not in self._splits:
             classes = []
@@ -93,11 +102,10 @@ class Builder:
                     passes = self.stages.passes(replace(job, sizes=sizes), stage.settings)
                     times[size] = passes[index].both_s
                 classes.append(WorkerClass(count=len(cell.ranks), times_s=times))
-            split = best_split(self.inputs.global_batch_size, classes)
-            self._splits[key] = None if split is None else split.shares
-        shares = self._splits[key]
-        assert shares is not None, "every cell may run micro-batches of one sample"
-        return shares
+            self._splits[key] = best_split(self.inputs.global_batch_size, classes)
+        split = self._splits[key]
+        assert split is not None, "every cell may run micro-batches of one sample"
+        return split
 
     def missing_bytes(self, estimate: Estimate) -> tuple[int, ...]:
         """For each group, what its GPUs lack with exact micro-batches; 0 where all fits."""

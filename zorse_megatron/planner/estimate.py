@@ -278,13 +278,16 @@ class Estimator:
 
         A receive is started two computations early, so a message hides behind those only: in
         1f1b behind a forward and a backward, in breadth_first behind two of its own kind. Groups
-        in step send all at once.
+        in step send all at once. Where the plan says how long a hop is, nobody stops for it: the
+        order has something else to do, as far as windows and links allow.
         """
         found = [0.0] * len(jobs)
         for at, hop in enumerate(hops):
             source, target = at % len(jobs), (at + 1) % len(jobs)
             for sender, receiver, forward in ((source, target, True), (target, source, False)):
                 job, stage = jobs[receiver], stages[receiver]
+                if job.place.slow_before if forward else job.place.slow_behind:
+                    continue
                 message_s = self.flight.message_s(jobs[sender], job, hop)
                 own_kind = job.place.schedule == "breadth_first"
                 if own_kind and any(

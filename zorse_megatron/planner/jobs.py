@@ -31,6 +31,10 @@ class Place:
     """Samples in flight between forwards and backwards, once for each chunk (not breadth_first)."""
     schedule: str = "1f1b"
     num_chunks: int = 1
+    slow_before: bool = False
+    """Whether the hop from the group before is given in the plan (see `hops`)."""
+    slow_behind: bool = False
+    """Whether that to the group behind is."""
 
 
 @dataclass(frozen=True)

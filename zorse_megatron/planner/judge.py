@@ -67,7 +67,7 @@ class Judge:
     def __init__(self, inputs: Inputs, estimator: Estimator) -> None:
         self.inputs = inputs
         self.estimator = estimator
-        self.builder = Builder(inputs, estimator.stages)
+        self.builder = Builder(inputs, estimator.stages, estimator.flight)
         self.num_simulated = 0
         self.num_computations = 0
         """Forwards and backwards simulated so far: the search's budget is counted in them."""

@@ -1,0 +1,53 @@
+"""Plans say how long messages are on their way where that counts, and only there."""
+
+import dataclasses
+
+import pytest
+
+from tests.unit.planner_cases import simulated
+from tests.unit.test_planner_search import lab
+from zorse_megatron.planner.inputs import Inputs, SearchSpace
+from zorse_megatron.planner.search import find_plan
+from zorse_megatron.schema.plan import Plan
+
+REGIONS = """
+name: regions
+nodes:
+  - {name: west, gpus: 1 x A100-40, nics: 100 Gb/s, region: west}
+  - {name: east, gpus: 1 x A100-40, nics: 100 Gb/s, region: east}
+between_regions:
+  - {regions: [west, east], bandwidth: 5 Gb/s, latency: 60 ms}
+"""
+ONE_NODE = "nodes:\n  - {name: all, gpus: 4 x A100-40, link: NVSwitch 220 GB/s, nics: 100 Gb/s}\n"
+
+
+def pipelines(schedule: str) -> SearchSpace:
+    return SearchSpace(schedules=(schedule,), recompute=("none",), max_micro_batch_size=1)
+
+
+def without_hops(plan: Plan) -> Plan:
+    chunks = tuple(dataclasses.replace(chunk, hop=None) for chunk in plan.chunks)
+    return dataclasses.replace(plan, chunks=chunks)
+
+
+def found(cluster: str, schedule: str) -> tuple[Inputs, Plan]:
+    inputs = lab(cluster, batch=64, space=pipelines(schedule))
+    return inputs, find_plan(inputs).plan
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_the_hop_between_regions_is_that_of_the_network(schedule):
+    inputs, plan = found(REGIONS, schedule)
+    hops = [chunk.hop for chunk in plan.chunks]
+    assert hops[-1] is None and hops[0] is not None
+    busy_s = max(usage.busy_s for usage in simulated(inputs, plan).usage)
+    # What the simulator counts as busy also has the optimizer step.
+    assert hops[0].latency == pytest.approx(0.06 / busy_s, rel=0.1)
+    sample_s = inputs.memory.boundary_bytes(1) * 8 / 5e9
+    assert hops[0].load == pytest.approx(64 * sample_s / busy_s, rel=0.1)
+
+
+def test_there_is_none_on_a_fast_network_nor_under_breadth_first():
+    for cluster, schedule in ((ONE_NODE, "1f1b"), (REGIONS, "breadth_first")):
+        _, plan = found(cluster, schedule)
+        assert plan == without_hops(plan)
