@@ -116,6 +116,10 @@ def fits(inputs: Inputs, result: SimulationResult) -> bool:
     return all(peak <= capacity for peak, capacity in pairs)
 
 
+class TooManyPlansError(Exception):
+    """Trying all of them takes too long."""
+
+
 def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> float | None:
     """Iteration of the best 1f1b plan that is faster than `below_s`; None where there is none.
 
@@ -124,7 +128,9 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
     time of its slowest replica, and before its first forward and behind its last backward a
     micro-batch passes all groups before it; and all backwards of a replica come behind its first
     forward and the passage of that micro-batch through all other groups. At most `most_simulated`
-    plans are simulated, those with the lowest bounds first; raises RuntimeError if there are more.
+    plans are simulated, those with the lowest bounds first.
+
+    Raises TooManyPlansError if there are more.
     """
     rows = sorted(_bounded(inputs, below_s), key=lambda row: row[0])
     best, count = below_s, 0
@@ -136,7 +142,7 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
             continue
         count += 1
         if count > most_simulated:
-            raise RuntimeError(f"more than {most_simulated} plans to simulate")
+            raise TooManyPlansError(f"more than {most_simulated} plans to simulate")
         result = simulated(inputs, plan)
         if fits(inputs, result):
             best = min(best, result.iteration_s)

@@ -47,6 +47,8 @@ class Effort:
     """The best so many verdicts are followed by the local search."""
     tries: int = 10
     """Neighbours of a verdict that are simulated, at most."""
+    hopeless: float = 1.03
+    """Finalists whose estimate is so many times the best simulated iteration are not simulated."""
     tolerance: float = 1.1
     """Neighbours whose estimate is so much longer are not simulated."""
 
@@ -70,10 +72,18 @@ class Effort:
                 layouts=4,
                 followed=12,
                 tries=60,
+                hopeless=1.2,
                 tolerance=1.35,
             )
         if inputs.world_size <= 16:
-            return cls(listed=250, priced=60, widened=16, finalists=30, computations=60_000)
+            return cls(
+                listed=250,
+                priced=60,
+                widened=16,
+                finalists=30,
+                computations=60_000,
+                hopeless=1.15,
+            )
         if inputs.world_size <= 32:
             return cls(listed=250, priced=40, widened=14, finalists=30, computations=150_000)
         if inputs.world_size <= 256:

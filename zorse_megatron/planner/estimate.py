@@ -1,7 +1,8 @@
 """How long an iteration of a plan takes, in closed form, and the best layers for its groups.
 
 1f1b, with groups j = 0, 1, ... in model order: busy_j of the slowest replica, passage_j of one
-micro-batch (forward and backward), hop_j to the next group, and the window W_j of samples that
+micro-batch (forward and backward; the mean over samples, because what fills and drains hardly ever
+is what the slowest replica has), hop_j to the next group, and the window W_j of samples that
 `schedules.one_f_one_b` lets group j have in flight, extra ones for time on the way included:
 
     iteration = max(busy_j, loop_j, busiest link) + passages and hops of all but the slowest + tail
@@ -76,7 +77,7 @@ class _Seat:
         stage = self.stages.price(job)
         if stage is None:
             return _Row(job=job, stage=None, price=None, window=0.0)
-        passage_s = (stage.forward_s + stage.backward_s) / job.num_chunks
+        passage_s = stage.mean_passage_s / job.num_chunks
         price = Price(busy_s=stage.busy_s, passage_s=passage_s)
         return _Row(job=job, stage=stage, price=price, window=self._window(job))
 
@@ -230,8 +231,7 @@ class Estimator:
             loops += self._pair_loops(jobs, stages, hop_s, windows)
         link_s = self.networks.busiest_link_s(hops) * chunks
         passages = [
-            (stage.forward_s + stage.backward_s) / job.num_chunks
-            for stage, job in zip(stages, jobs, strict=True)
+            stage.mean_passage_s / job.num_chunks for stage, job in zip(stages, jobs, strict=True)
         ]
         slowest = max(range(len(stages)), key=lambda index: stages[index].busy_s)
         fill_s = sum(passages) - passages[slowest] + 2 * sum(hop_s)

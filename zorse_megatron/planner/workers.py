@@ -132,6 +132,9 @@ def _process_for(inputs: Inputs, effort: Effort) -> Iterator[subprocess.Popen[by
             yield process
         finally:
             process.kill()  # it waits for more, unless this process is being stopped
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # of what it has not read
+                process.stdin.close()
 
 
 def _send(process: subprocess.Popen[bytes], message: object) -> None:

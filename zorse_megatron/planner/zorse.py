@@ -14,8 +14,6 @@ from zorse_megatron.planner.outline import Estimate
 from zorse_megatron.planner.worker import Fit, HandOver, Look, Price
 from zorse_megatron.planner.workers import Workers, workers_for
 
-_HOPELESS = 1.03  # estimates so much longer than a simulated iteration are not simulated
-
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -96,13 +94,12 @@ class ZorseSearch:
                 ranked.append((value_s, number, estimate))
             if self._computations > budget:
                 break
-        # The closed form leaves out some of the waiting, so it is hardly ever too long.
+        # The closed form leaves out some of the waiting, so it is hardly ever much too long.
         waiting = sorted(ranked, key=lambda row: row[:2])
         while waiting and not (self.verdicts and self._computations > 1.5 * budget):
             self._fit([estimate for _, _, estimate in waiting[: self.workers.number]])
-            waiting = [
-                row for row in waiting[self.workers.number :] if row[0] < _HOPELESS * self._best_s
-            ]
+            limit_s = self.effort.hopeless * self._best_s
+            waiting = [row for row in waiting[self.workers.number :] if row[0] < limit_s]
 
     def _fit(self, estimates: Iterable[Estimate]) -> list[Verdict]:
         """Simulate as many as there are workers; returns those that fit."""
