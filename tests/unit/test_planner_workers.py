@@ -113,7 +113,7 @@ def test_what_does_not_fit_gets_other_settings_at_once(monkeypatch):
 
     monkeypatch.setattr(worker.judge, "judge", simulated)
     monkeypatch.setattr(worker.judge, "preview", lambda estimate: None)
-    fitted = worker.fit(start, float("inf"))
+    fitted = worker.fit(start, float("inf"), refits=1)
     assert fitted is not None and len(tried) == 2
     assert fitted.estimate.stages[0].settings != start.stages[0].settings
     assert [s.settings for s in fitted.estimate.stages[1:]] == [

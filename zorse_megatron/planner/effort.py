@@ -45,6 +45,8 @@ class Effort:
     """Ways to deal out layers that are kept of each outline."""
     followed: int = 6
     """The best so many verdicts are followed by the local search."""
+    refits: int = 3
+    """How often a neighbour that does not fit is built again with more memory left free."""
     tries: int = 10
     """Neighbours of a verdict that are simulated, at most."""
     hopeless: float = 1.03
@@ -92,8 +94,9 @@ class Effort:
                 priced=24,
                 widened=8,
                 finalists=24,
-                computations=110_000,
-                finalists_part=0.43,
+                computations=70_000,
+                finalists_part=0.4,
+                refits=0,
                 polished=4,
             )
         if inputs.world_size <= 2048:

@@ -22,7 +22,6 @@ from zorse_megatron.simulate.result import SimulationResult
 
 _POLISHING_STEPS = 6
 _PROMISING = 1.005  # previews so much longer than a simulated iteration are left at that
-_FIT_TRIES = 4
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -127,12 +126,12 @@ class Worker:
 
     # Simulation.
 
-    def fit(self, estimate: Estimate | None, best_s: float) -> Fitted | None:
+    def fit(self, estimate: Estimate | None, best_s: float, *, refits: int) -> Fitted | None:
         """Simulate, and ask for more free memory where it does not fit, a few times.
 
         First a part of the batch; the whole of it only where that may be faster than `best_s`.
         """
-        for _ in range(_FIT_TRIES):
+        for _ in range(1 + refits):
             if estimate is None:
                 return None
             preview = self.judge.preview(estimate)
@@ -216,10 +215,11 @@ class Fit:
 
     estimate: Estimate
     best_s: float
+    refits: int
 
     def run(self, worker: Worker) -> Fitted | None:
         """Do it."""
-        return worker.fit(self.estimate, self.best_s)
+        return worker.fit(self.estimate, self.best_s, refits=self.refits)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from zorse_megatron.planner.outcome import Progress
 from zorse_megatron.planner.worker import Spent, Task, Worker
 from zorse_megatron.processors import num_processors
 
-_ALONE_UP_TO = 32  # GPUs; a search of so few is done sooner than a process has started
+_ALONE_UP_TO = 16  # GPUs; a search of so few is done sooner than a process has started
 
 T = TypeVar("T")
 

@@ -14,6 +14,8 @@ from zorse_megatron.planner.outline import Estimate
 from zorse_megatron.planner.worker import Fit, HandOver, Look, Price
 from zorse_megatron.planner.workers import Workers, workers_for
 
+_REFITS = 3  # of a finalist; see `Effort.refits`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -97,14 +99,16 @@ class ZorseSearch:
         # The closed form leaves out some of the waiting, so it is hardly ever much too long.
         waiting = sorted(ranked, key=lambda row: row[:2])
         while waiting and not (self.verdicts and self._computations > 1.5 * budget):
-            self._fit([estimate for _, _, estimate in waiting[: self.workers.number]])
+            self._fit(
+                [estimate for _, _, estimate in waiting[: self.workers.number]], refits=_REFITS
+            )
             limit_s = self.effort.hopeless * self._best_s
             waiting = [row for row in waiting[self.workers.number :] if row[0] < limit_s]
 
-    def _fit(self, estimates: Iterable[Estimate]) -> list[Verdict]:
+    def _fit(self, estimates: Iterable[Estimate], *, refits: int) -> list[Verdict]:
         """Simulate as many as there are workers; returns those that fit."""
         best_s, new = self._best_s, []
-        for fitted in self.workers.do([Fit(estimate, best_s) for estimate in estimates]):
+        for fitted in self.workers.do([Fit(estimate, best_s, refits) for estimate in estimates]):
             if fitted is not None:
                 new.append(fitted.verdict)
                 self.verdicts.setdefault(key_of(fitted.estimate), fitted.verdict)
@@ -149,5 +153,6 @@ class ZorseSearch:
         for some in batched(hopeful, self.workers.number):
             if self._computations >= self.effort.computations:
                 return
-            if any(new.iteration_s < 0.998 * verdict.iteration_s for new in self._fit(some)):
+            found_now = self._fit(some, refits=self.effort.refits)
+            if any(new.iteration_s < 0.998 * verdict.iteration_s for new in found_now):
                 return  # go on from there
