@@ -196,6 +196,7 @@ OPTIONS = {
         (*SIMULATE, "--slow-rank", "3=2", "--slow-rank", "3=4"),
         ['"3" 2 times', "one factor for each"],
     ),
+    "a rank with a zero before": ((*SIMULATE, "--slow-rank", "03=2"), ['"03"', "from 0 to 7"]),
     "a link that is not there": ((*SIMULATE, "--slow-link", "x=2"), ["--slow-link", "nic0:out"]),
     "a kind that is not there": ((*SIMULATE, "--slow-kind", "T4=2"), ["one of A6000, V100-16"]),
     "jitter below 0": ((*SIMULATE, "--jitter", "-1"), ["--jitter: found -1.0"]),

@@ -6,9 +6,14 @@ import pytest
 
 from tests.unit.planner_cases import simulated
 from tests.unit.test_planner_search import lab
+from zorse_megatron.planner.estimate import Estimator
 from zorse_megatron.planner.inputs import Inputs, SearchSpace
+from zorse_megatron.planner.judge import Judge
+from zorse_megatron.planner.outline import Outline
 from zorse_megatron.planner.search import find_plan
+from zorse_megatron.planner.teams import Teams
 from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.validate import problems_of
 
 REGIONS = """
 name: regions
@@ -51,3 +56,17 @@ def test_there_is_none_on_a_fast_network_nor_under_breadth_first():
     for cluster, schedule in ((ONE_NODE, "1f1b"), (REGIONS, "breadth_first")):
         _, plan = found(cluster, schedule)
         assert plan == without_hops(plan)
+
+
+@pytest.mark.parametrize("first", [1, 11, 21])
+def test_there_is_none_between_chunks_of_one_group(first):
+    """A group with one of the 22 layers is left out of a turn."""
+    inputs = lab(REGIONS, batch=8, space=pipelines("interleaved"))
+    judge = Judge(inputs, Estimator(inputs))
+    teams = tuple(Teams(inputs).of((rank,)) for rank in (0, 1))
+    outline = Outline(teams=teams, levels=(1, 1), schedule="interleaved", num_chunks=2)
+    estimate = judge.estimator.estimate(outline, (first, 22 - first))
+    assert estimate is not None
+    plan = judge.builder.plan(estimate)
+    assert plan is not None and any(chunk.hop for chunk in plan.chunks)
+    assert list(problems_of(plan)) == []

@@ -50,10 +50,19 @@ def test_one_processor_finds_what_two_find(monkeypatch):
         assert all(other.result is None for other in found.verdicts[1:])
 
 
-def test_no_plan_is_found_twice(monkeypatch):
-    verdicts = found_with(monkeypatch, processors=1).verdicts
+@pytest.mark.parametrize("batch", [3, 64])
+def test_no_plan_is_found_twice(monkeypatch, batch):
+    """With few samples several estimates come to the same plan."""
+    monkeypatch.setattr(module, "num_processors", lambda: 1)
+    verdicts = search(lab(CLUSTER, batch=batch), nothing).verdicts
     plans = [(v.plan.groups, v.plan.chunks, v.plan.schedule) for v in verdicts]
-    assert all(plans.count(plan) == 1 for plan in plans)
+    assert len(plans) > 1 and all(plans.count(plan) == 1 for plan in plans)
+
+
+def test_the_second_process_imports_nothing_from_where_it_starts(monkeypatch, tmp_path):
+    (tmp_path / "random.py").write_text("raise SystemExit('the wrong module')\n")
+    monkeypatch.chdir(tmp_path)
+    assert found_with(monkeypatch, processors=2).verdicts
 
 
 @pytest.mark.parametrize("processors", [1, 2])

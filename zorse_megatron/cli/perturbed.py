@@ -97,7 +97,7 @@ def _unknown(ranks: Iterable[str], kinds: Iterable[str], cluster: Cluster) -> It
     """Yield the ranks and kinds that the cluster does not have."""
     highest = cluster.world_size - 1
     for key in ranks:
-        if not (key.isdecimal() and len(key) < 10 and int(key) <= highest):
+        if not (key.isdecimal() and len(key) < 10 and str(int(key)) == key and int(key) <= highest):
             yield Problem(
                 where="--slow-rank",
                 found=f'"{key}"',

@@ -19,12 +19,15 @@ def with_hops(
 
     `jobs`: of each group. `busy_s`: how long the slowest group computes.
     """
+    pairs = [(chunk.group, after.group) for chunk, after in pairwise(chunks)]
     found: dict[tuple[int, int], Hop | None] = {}
-    for pair in {(chunk.group, after.group) for chunk, after in pairwise(chunks)}:
+    for pair in set(pairs):
         source, target = (jobs[group] for group in pair)
         slow = source.place.slow_behind or target.place.slow_before
-        found[pair] = _hop(source, target, networks, busy_s) if slow else None
-    hops = [found[chunk.group, after.group] for chunk, after in pairwise(chunks)]
+        # A group with fewer layers than chunks is left out of a turn: two of another one meet.
+        if slow and pair[0] != pair[1]:
+            found[pair] = _hop(source, target, networks, busy_s)
+    hops = [found.get(pair) for pair in pairs]
     return tuple(replace(chunk, hop=hop) for chunk, hop in zip(chunks, [*hops, None], strict=True))
 
 

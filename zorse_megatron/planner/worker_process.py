@@ -1,5 +1,6 @@
 """A worker in a process of its own: tasks on standard input, answers on standard output."""
 
+import os
 import pickle
 import signal
 import sys
@@ -20,9 +21,12 @@ def main() -> None:
         except EOFError:
             return
         answer = task.run(worker)
-        with no_collection():
-            pickle.dump((answer, worker.spent), sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+        try:
+            with no_collection():
+                pickle.dump((answer, worker.spent), sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os._exit(1)  # nobody waits for it any more
 
 
 if __name__ == "__main__":

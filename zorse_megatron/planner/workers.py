@@ -7,6 +7,7 @@ threads, such as a progress bar's, may never end, and `multiprocessing` would im
 main module again.
 """
 
+import os
 import pickle
 import subprocess
 import sys
@@ -125,8 +126,12 @@ class _There:
 
 @contextmanager
 def _process_for(inputs: Inputs, effort: Effort) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "zorse_megatron.planner.worker_process"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    # It imports what this process does: nothing from the directory that it happens to start in.
+    command = [sys.executable, "-P", "-m", "zorse_megatron.planner.worker_process"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
         try:
             _send(process, (inputs, effort))
             yield process

@@ -51,6 +51,9 @@ class ZorseSearch:
         self.effort = effort
         self.report = on_progress
         self.verdicts: dict[object, Verdict] = {}
+        """Each plan once: several estimates may come to the same one."""
+        self.fitted: set[object] = set()
+        """Keys of the estimates that have been simulated and fit."""
 
     def run(self) -> list[Verdict]:
         """All verdicts that fit, fastest first; empty where nothing does."""
@@ -110,8 +113,10 @@ class ZorseSearch:
         best_s, new = self._best_s, []
         for fitted in self.workers.do([Fit(estimate, best_s, refits) for estimate in estimates]):
             if fitted is not None:
+                plan = fitted.verdict.plan
                 new.append(fitted.verdict)
-                self.verdicts.setdefault(key_of(fitted.estimate), fitted.verdict)
+                self.fitted.add(key_of(fitted.estimate))
+                self.verdicts.setdefault((plan.groups, plan.chunks, plan.schedule), fitted.verdict)
         return new
 
     # Local search.
@@ -142,7 +147,7 @@ class ZorseSearch:
         found: dict[object, Estimate] = {}
         for estimate in self.workers.first.neighbours.around(verdict):
             key = key_of(estimate)
-            if key not in self.verdicts and key not in found:
+            if key not in self.fitted and key not in found:
                 found[key] = estimate
         ranked = sorted(found.values(), key=lambda each: (each.iteration_s, each.layers))
         hopeful = [
