@@ -7,6 +7,7 @@ steps in fp32.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.strategies import plans
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan import Hop, Plan
 
 MAX_LOSS_DIFFERENCE = 2e-5
 MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4
@@ -129,6 +131,16 @@ def test_follows_stock_with_other_flags(layout: str, more: tuple[str, ...], corp
 def test_any_plan_follows_stock(plan: Plan, corpus: Path) -> None:
     flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5")
     assert_equal_runs(plan_run(plan, flags), stock_run(flags))
+
+
+def test_slow_messages_change_the_order_alone(corpus: Path) -> None:
+    plan = LAYOUTS["2|1|2"]
+    hops = (Hop(latency=0.2, load=0.5), Hop(latency=0.1, load=1.5), None)
+    chunks = tuple(replace(chunk, hop=hop) for chunk, hop in zip(plan.chunks, hops, strict=True))
+    slow = replace(plan, chunks=chunks)
+    assert lower_plan(slow) != lower_plan(plan)
+    flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5", steps=10)
+    assert_equal_runs(plan_run(slow, flags), stock_run(flags))
 
 
 @pytest.mark.parametrize("layout", ["1|2", "1|1|1|1", "4"])
