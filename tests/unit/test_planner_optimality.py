@@ -1,8 +1,8 @@
 """On small clusters the search finds what trying everything finds.
 
-ZORSE_OPTIMALITY_CASES is the number of random clusters, with up to 4 GPUs and 8 layers; without it
-a few smaller ones are tried. Where so many plans can be faster that trying them takes too long, a
-case is left undecided, and counted.
+ZORSE_OPTIMALITY_CASES is the number of random clusters, with up to 6 GPUs and 12 layers, or as
+many as ZORSE_OPTIMALITY_SIZE says, such as 4x8; without it a few smaller ones are tried. A case
+with more plans that can be faster than are tried is undecided, and counts as missed.
 """
 
 import os
@@ -15,9 +15,9 @@ from zorse_megatron.planner.search import find_plan
 
 _WANTED = os.environ.get("ZORSE_OPTIMALITY_CASES")
 CASES = int(_WANTED or 24)
-LARGER = {"most_gpus": 4, "most_layers": 8}
-SIZE = LARGER if _WANTED else {"most_gpus": 4, "most_layers": 6}
-MOST_SIMULATED = 1500
+GPUS, LAYERS = os.environ.get("ZORSE_OPTIMALITY_SIZE", "6x12" if _WANTED else "4x6").split("x")
+SIZE = {"most_gpus": int(GPUS), "most_layers": int(LAYERS)}
+MOST_SIMULATED = 20_000
 
 
 def excess(seed, size):
@@ -42,12 +42,11 @@ def test_plans_are_within_two_percent_of_the_best():
             undecided.append(seed)
     missed = {seed: ratio for seed, ratio in ratios.items() if ratio > 1.0}
     print(f"undecided {undecided}, not within 2 %: {missed}")
-    assert len(undecided) <= 0.1 * CASES, undecided
     assert max(ratios.values()) <= 1.05, missed
-    assert len(missed) <= 0.05 * CASES, missed
+    assert len(missed) + len(undecided) <= 0.05 * CASES, (missed, undecided)
 
 
 @pytest.mark.parametrize("seed", [56, 116, 257])
 def test_a_group_of_unequal_gpus_is_found_where_it_is_best(seed):
     """These were missed by 7 to 10 % while its slowest GPU was taken to fill the pipeline."""
-    assert excess(seed, LARGER) == 1.0
+    assert excess(seed, {"most_gpus": 4, "most_layers": 8}) == 1.0

@@ -128,7 +128,19 @@ def _covers(prices: LinePrices, ceiling_s: float) -> bool:
 def _least_passages(prices: LinePrices, ceilings_s: Sequence[float]) -> Iterator[Cut | None]:
     """For each ceiling pieces and layers with the least sum of passages, none busier than that.
 
-    A piece takes as many layers as the ceiling allows, or one less. O(units^2 * layers) for each.
+    A piece takes as many layers as the ceiling allows, or one less; where nothing comes of that,
+    any number. None where no pieces hold all layers.
+    """
+    found = _cuts(prices, ceilings_s, most_fewer=1)
+    for ceiling_s, cut in zip(ceilings_s, found, strict=True):
+        yield cut or next(_cuts(prices, [ceiling_s], most_fewer=prices.num_layers - 1))
+
+
+def _cuts(
+    prices: LinePrices, ceilings_s: Sequence[float], *, most_fewer: int
+) -> Iterator[Cut | None]:
+    """The same, with pieces of up to so many layers fewer. Each O(units^2 * layers * most_fewer).
+
     Arrays: [ceiling, start, layers], for all ceilings at once.
     """
     count, total = prices.num_units, prices.num_layers
@@ -142,10 +154,9 @@ def _least_passages(prices: LinePrices, ceilings_s: Sequence[float]) -> Iterator
         starts = np.flatnonzero(most[:, :stop, stop].any(axis=0))
         if not starts.size:
             continue
-        starts = np.concatenate([starts, starts])
-        held = most[:, starts, stop]
-        held[:, len(starts) // 2 :] -= 1
-        held = np.maximum(0, held)
+        fewer = np.repeat(np.arange(most_fewer + 1), len(starts))
+        starts = np.tile(starts, most_fewer + 1)
+        held = np.maximum(0, most[:, starts, stop] - fewer)
         before = layers - held[..., None]
         possible = (held > 0)[..., None] & (before >= 0)
         sums_before = sums[each[..., None], starts[:, None], np.maximum(before, 0)]
