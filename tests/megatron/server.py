@@ -6,13 +6,16 @@ Started by `launch.MegatronServer`; ends when stdin closes. It must stay single-
 fork copies locks that other threads hold and not the threads.
 """
 
+import argparse
 import atexit
 import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import resource
 import runpy
 import select
@@ -27,6 +30,8 @@ from typing import Any, NoReturn
 POLL_S = 0.01
 # Between the request for tracebacks and the end.
 GRACE_FOR_TRACEBACKS_S = 1.0
+# What a run imports of this project, most of it late: after the plan and Megatron's flags are read.
+RUN_PACKAGES = ("schema", "schedules", "runtime", "adapter")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,10 +41,37 @@ def preload() -> None:
 
     if cpu_mode.needed():
         cpu_mode.enable()
-    import megatron.core.models.mimo  # stock imports these two in every run
-    import megatron.core.tokenizers.text  # noqa: F401
+    # Stock imports these in every run.
+    import megatron.core.models.mimo
+    import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
 
-    import zorse_megatron.adapter.gpt_entry  # noqa: F401
+    import zorse_megatron.pretrain  # noqa: F401
+
+    for name in RUN_PACKAGES:
+        package = importlib.import_module(f"zorse_megatron.{name}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    remember_help_texts()
+
+
+def remember_help_texts() -> None:
+    """Let ranks build Megatron's parser without reading the help texts from its sources again.
+
+    Stock parses the source of every config class for the texts of `--help`, each time it builds a
+    parser: three times and 1 s of CPU in every rank. What is remembered is what it found itself.
+    """
+    from megatron.training import argument_utils, arguments
+
+    stock = argument_utils.ArgumentGroupFactory._get_field_docstrings
+    found: dict[type, dict[str, str]] = {}
+
+    def remembered(factory: Any, source: type) -> dict[str, str]:
+        if source not in found:
+            found[source] = stock(factory, source)
+        return dict(found[source])
+
+    argument_utils.ArgumentGroupFactory._get_field_docstrings = remembered
+    arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
 def free_port() -> int:
