@@ -35,10 +35,21 @@ def preload() -> None:
     from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
-    import megatron.core.models.mimo  # stock imports these two in every run
-    import megatron.core.tokenizers.text  # noqa: F401
+    # Stock imports these two in every run.
+    import megatron.core.models.mimo
+    import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
 
-    import zorse_megatron.adapter.gpt_entry  # noqa: F401
+    # What a rank imports late, once it has its plan and its flags.
+    import zorse_megatron.adapter.emulation_records
+    import zorse_megatron.adapter.gpt_entry
+    import zorse_megatron.adapter.metrics
+    import zorse_megatron.adapter.training
+    import zorse_megatron.emulate.host_seams
+    import zorse_megatron.emulate.memory_cap
+    import zorse_megatron.emulate.model_sizes
+    import zorse_megatron.emulate.seams
+    import zorse_megatron.emulate.switchboard
+    import zorse_megatron.pretrain  # noqa: F401
 
 
 def _free_port() -> int:
