@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON312) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): some minutes the first time ..."
 	@$(BIN)/python -m pip install --quiet torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --editable '.[dev,train,plots]'
 	@touch $@
 
 demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and compare (2 to 5 minutes)

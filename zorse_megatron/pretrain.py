@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from zorse_megatron.errors import FlagError, Problem, ZorseError
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
 from zorse_megatron.measure.ranks_env import node_name, rank_place
@@ -209,6 +210,7 @@ def run(argv: Sequence[str]) -> None:
         refuse_unsupported(plan, str(command.plan))
         if cluster is not None:
             refuse_other_cluster(plan, cluster, str(command.plan))
+    refuse_without("train", what="training")
     from zorse_megatron.adapter import cpu_mode
 
     megatron_flags = list(command.megatron)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zorse_megatron.planner import balance, water
+from zorse_megatron.planner import balance, batches, water
 from zorse_megatron.planner.balance import deal
 from zorse_megatron.planner.layers import Price, best_layouts
 from zorse_megatron.planner.water import water_fill
@@ -74,7 +74,7 @@ def test_the_largest_share_is_as_small_as_can_be(rooms, total):
     assert total == 0 or sum(min(room, lower) for room in free) < total
 
 
-@pytest.mark.parametrize("module", [balance, water], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [balance, batches, water], ids=lambda module: module.__name__)
 def test_docstrings(module):
     import doctest
 

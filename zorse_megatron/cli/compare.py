@@ -33,6 +33,7 @@ from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, pertu
 from zorse_megatron.cli.priced import needed_batch_size, usual_dtype
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import Problem
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.profile import Profile
@@ -71,6 +72,7 @@ def compare(  # noqa: PLR0917
 ) -> None:
     """Compare stock Megatron with the plans of all strategies, on an emulated cluster."""
     with reported_errors(as_json=as_json):
+        refuse_without("train", "plots", what="zorse compare")
         workload = workload_of(
             model=model,
             flags=training_flags(context),

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.extras import missing_extra
 from zorse_megatron.schema.json_text import layout
 
 _WIDTH_IN_FILES = 120
@@ -54,7 +55,11 @@ def plain_problems(problems: Sequence[Problem]) -> list[dict[str, str]]:
 def reported_errors(*, to_stderr: bool = True, as_json: bool = False) -> Iterator[None]:
     """Turn a ZorseError into its list of problems and exit code 1."""
     try:
-        yield
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            absent = missing_extra(error)
+            raise absent or error from error
     except ZorseError as error:
         if as_json:
             print_json({"ok": False, "problems": plain_problems(error.problems)})

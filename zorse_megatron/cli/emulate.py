@@ -37,6 +37,7 @@ from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import Problem
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.load import load_plan
 from zorse_megatron.schema.plan import Plan
@@ -79,6 +80,7 @@ def emulate(  # noqa: PLR0917
 ) -> None:
     """Train under a plan on the emulated cluster, on this machine's CPU."""
     with reported_errors(as_json=as_json):
+        refuse_without("train", what="zorse emulate")
         plan = load_plan(path)
         refuse_unsupported(plan, str(path))
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)

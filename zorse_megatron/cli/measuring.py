@@ -10,6 +10,7 @@ import typer
 
 from zorse_megatron.cli.console import reported_errors
 from zorse_megatron.cli.progress import OnProgress, progress_bar
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.measure.ranks_env import RankPlace, rank_place
 
 Again = Annotated[
@@ -33,6 +34,7 @@ def as_ranks(
     Errors end every rank with its message and exit code 1, or 3 where another rank is gone.
     """
     with reported_errors():
+        refuse_without("train", what=f"measuring ({title})")
         place = rank_place(os.environ, socket.gethostname())
         # Here and not above: other commands start without torch.
         from zorse_megatron.measure.job import measuring_job

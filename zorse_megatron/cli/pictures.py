@@ -9,6 +9,7 @@ from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.priced import Priced
 from zorse_megatron.cli.simulated import capacities_bytes
 from zorse_megatron.errors import Problem
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.schema.plan import Plan
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ def refuse_other_formats(pictures: Pictures) -> None:
     ]
     if problems:
         raise CommandError("the results could not be written", problems)
+
+
+def refuse_without_matplotlib(pictures: Pictures) -> None:
+    """Stop before the work where a picture is wanted that could not be drawn. Not the trace."""
+    wanted = [
+        option
+        for option, path in pictures.by_option().items()
+        if path is not None and option != "--trace"
+    ]
+    if wanted:
+        refuse_without("plots", what=" and ".join(wanted))
 
 
 def save_pictures(

@@ -30,7 +30,12 @@ from zorse_megatron.cli.perturbed import (
     link_names,
     perturbation_of,
 )
-from zorse_megatron.cli.pictures import Pictures, refuse_other_formats, save_pictures
+from zorse_megatron.cli.pictures import (
+    Pictures,
+    refuse_other_formats,
+    refuse_without_matplotlib,
+    save_pictures,
+)
 from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
@@ -72,6 +77,7 @@ def simulate(  # noqa: PLR0917
     pictures = Pictures(timeline=timeline, memory=memory, trace=trace, topology=topology)
     with reported_errors(as_json=as_json):
         refuse_other_formats(pictures)
+        refuse_without_matplotlib(pictures)
         refuse_unwritable(pictures.by_option(), inputs=[path, cluster, *(profile or ())])
         plan = load_plan(path)
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)

@@ -26,6 +26,7 @@ from zorse_megatron.demo.report import (
     write_json,
 )
 from zorse_megatron.errors import ZorseError
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import Plan
 
@@ -46,9 +47,10 @@ def main(
     console = Console(highlight=False)
     started_s = time.monotonic()
     try:
+        refuse_without("train", "plots", what="the demo")
         _demo(output.resolve(), console, iterations)
     except ZorseError as error:
-        console.print(str(error), style="bold red", markup=False)
+        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(f"Done in {time.monotonic() - started_s:.0f} s.")
 

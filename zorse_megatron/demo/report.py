@@ -1,4 +1,7 @@
-"""What the demo leaves behind: a table, two figures and a file for programs."""
+"""What the demo leaves behind: a table, two figures and a file for programs.
+
+matplotlib is imported to draw only, so that its absence can be told before the demo runs.
+"""
 
 import json
 import math
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -17,13 +20,14 @@ from zorse_megatron.demo.compare import (
     Iteration,
     rows_to_show,
 )
-from zorse_megatron.plots.curves import Curve, draw_curves
-from zorse_megatron.plots.gantt import draw_gantt
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
 from zorse_megatron.processors import num_processors
 from zorse_megatron.schema.load import dump_plan, fingerprint
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.trace import load_trace
+
+if TYPE_CHECKING:
+    from zorse_megatron.plots.curves import Curve
 
 STOCK_LABEL = "stock Megatron, one process"
 
@@ -55,6 +59,8 @@ def loss_table(comparison: Comparison, *, every: int = 5) -> Table:
 
 def draw_loss(path: Path, comparison: Comparison, plan: Plan) -> Path:
     """Draw both loss curves and their difference."""
+    from zorse_megatron.plots.curves import draw_curves
+
     return draw_curves(
         path,
         first=_curve(STOCK_LABEL, comparison.stock.iterations),
@@ -67,6 +73,8 @@ def draw_loss(path: Path, comparison: Comparison, plan: Plan) -> Path:
 
 def draw_timeline(path: Path, trace_directory: Path, plan: Plan) -> Path:
     """Draw the fastest iteration from the traces."""
+    from zorse_megatron.plots.gantt import draw_gantt
+
     traces = dict(load_trace(file) for file in sorted(trace_directory.glob("trace-rank*.json")))
     step = fastest_step(traces)
     iteration = training_steps(traces).index(step) + 1
@@ -109,7 +117,9 @@ def write_json(
     return path
 
 
-def _curve(label: str, run: Sequence[Iteration]) -> Curve:
+def _curve(label: str, run: Sequence[Iteration]) -> "Curve":
+    from zorse_megatron.plots.curves import Curve
+
     return Curve(
         label=label,
         iterations=[iteration.iteration for iteration in run],

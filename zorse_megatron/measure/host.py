@@ -37,7 +37,7 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """What the processor calls itself; "CPU" where it does not."""
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return f"CPU {re.sub(r'\s+', ' ', match[1].strip())}" if match else "CPU"
+    return f"CPU {' '.join(match[1].split())}" if match else "CPU"
 
 
 def nics(system: Path = Path("/sys")) -> tuple[SeenNic, ...]:

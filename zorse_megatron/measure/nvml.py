@@ -16,7 +16,7 @@ def load_nvml() -> Any:
     try:
         import pynvml
     except ImportError as error:
-        raise _error("no package nvidia-ml-py", "Install it: pip install nvidia-ml-py.") from error
+        raise _error("no package nvidia-ml-py", "Run: pip install nvidia-ml-py.") from error
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import batched
 
+from zorse_megatron.planner.batches import batched
 from zorse_megatron.planner.effort import Effort
 from zorse_megatron.planner.estimates import Estimates, key_of
 from zorse_megatron.planner.inputs import Inputs

@@ -14,6 +14,7 @@ Groupings that differ by a swap of identical nodes, switches or GPUs are one can
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice, product
+from typing import TypeVar
 
 from zorse_megatron.topology.grouping import Grouping, normalised
 from zorse_megatron.topology.mergers import Merger, mergers_of
@@ -25,6 +26,7 @@ from zorse_megatron.topology.symmetry import Symmetry
 # Combinations of (parts of each pool) that are listed for one way of merging the pools.
 _MOST_COMBINATIONS = 4096
 _EVERY_TURN_BELOW = 8  # groups; with 8 to 15 every second turn, with 16 to 23 every fifth, ...
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def _is_new(candidate: Candidate, symmetry: Symmetry, seen: set[int]) -> bool:
     return True
 
 
-def _at_periods[Item](sources: Sequence[tuple[int, Iterator[Item]]]) -> Iterator[Item]:
+def _at_periods(sources: Sequence[tuple[int, Iterator[_Item]]]) -> Iterator[_Item]:
     """One item in turn of each source whose turn it is: a period of 2 is every second turn."""
     waiting = list(sources)
     for turn in count():

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from zorse_megatron.topology.grouping import hardware_key
 from zorse_megatron.topology.spec import TopologySpec
 
 # Up to so many parts every number is tried; beyond, numbers a third to a half apart.
 _EVERY_NUMBER_UP_TO = 8
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def spread(highest: int) -> list[int]:
     return numbers
 
 
-def _runs[Item](items: Sequence[Item], parts: int) -> list[tuple[Item, ...]]:
+def _runs(items: Sequence[_Item], parts: int) -> list[tuple[_Item, ...]]:
     """Consecutive runs whose lengths differ by one at most, longer ones first."""
     length, longer = divmod(len(items), parts)
     runs, start = [], 0
