@@ -1,7 +1,7 @@
 """What the light install leaves out, and which of the package's extras brings it.
 
-`pip install zorse-megatron` plans; `[train]` trains, `[plots]` draws. Commands say before their work
-what they lack, with the extra's name.
+`pip install zorse-megatron` plans; `[train]` trains, `[plots]` draws. Commands say before their
+work what they lack, with the extra's name.
 """
 
 import importlib.util
