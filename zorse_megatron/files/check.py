@@ -114,6 +114,6 @@ def _folder_problem(where: str, found: str) -> Problem:
     return Problem(
         where=where,
         found=found,
-        expected="a directory that takes files, or nothing yet",
+        expected="a directory, or nothing, where files can be made",
         remedy="Choose another path.",
     )
