@@ -16,7 +16,6 @@ from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed, set_jit_fusion_options
 
 from zorse_megatron.adapter.data_parallel import UnevenDistributedDataParallel
-from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.parameter_checkpoint import owned_entries
 from zorse_megatron.adapter.process_groups import PipelinePosition, at_chunk
@@ -43,7 +42,7 @@ def build_one_by_one(
         wrapped = []
         for chunk in session.chunks:
             there = at_chunk(pg_collection, chunk, session.num_chunks)
-            with stage_of_chunk(chunk, session.num_chunks):
+            with session.stages.at_chunk(chunk):
                 wrapped += stock(build_model_func, transformer_config, there, *args, **kwargs)
         if get_args().perform_initialization:
             _set_initial_weights(session, model_config, wrapped)
@@ -100,7 +99,7 @@ def _sharded_state_dict(
     **kwargs: Any,
 ) -> Any:
     """Stock's, which looks up a chunk's first layer by the process-wide stage."""
-    with stage_of_chunk(chunk, session.num_chunks):
+    with session.stages.at_chunk(chunk):
         found = stock(*args, **kwargs)
     return owned_entries(wrapped, found, is_mixed=session.is_mixed)
 

@@ -1,8 +1,9 @@
 """What the actions of a list mean for a Megatron model: stock's own forward and backward steps."""
 
 import contextlib
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +17,11 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from zorse_megatron.adapter.global_groups import stage_of_chunk
 from zorse_megatron.adapter.loss_report import with_token_counts
 from zorse_megatron.adapter.memory_probes import KeptActivations
 from zorse_megatron.adapter.process_groups import at_chunk
+from zorse_megatron.adapter.sample_readers import by_samples, one_sequence
+from zorse_megatron.adapter.stages import Stages
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.schedules.actions import Action, Kind
@@ -39,18 +41,22 @@ class StepInputs:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
+    are_packed: bool = False
+    """Whether the samples of a micro-batch are one long sequence."""
 
 
 def iterator_per_chunk(
-    iterator: Iterator[Any] | None, chunks: tuple[int, ...], num_chunks: int
+    iterator: Iterator[Any] | None, chunks: tuple[int, ...], readers: Container[int]
 ) -> dict[int, Iterator[Any] | None]:
-    """Let the first and the last chunk read the same micro-batches where a rank holds both."""
-    ends = sorted({0, num_chunks - 1} & set(chunks))
-    if iterator is None or len(ends) < 2:
+    """Let each chunk of `readers` that a rank holds read the same micro-batches."""
+    mine = [chunk for chunk in chunks if chunk in readers]
+    if iterator is None or len(mine) < 2:
         return dict.fromkeys(chunks, iterator)
     # Not the iterator itself: stock's has no __iter__ that tee could call.
-    first, last = itertools.tee(next(iterator) for _ in itertools.count())
-    return {**dict.fromkeys(chunks), ends[0]: first, ends[1]: last}
+    copies = itertools.tee((next(iterator) for _ in itertools.count()), len(mine))
+    # Scripts change a batch to what its stage needs.
+    own = {chunk: map(copy.copy, each) for chunk, each in zip(mine, copies, strict=True)}
+    return {**dict.fromkeys(chunks), **own}
 
 
 @dataclass(kw_only=True)
@@ -63,8 +69,7 @@ class MegatronChunkRunner:
     inputs: StepInputs
     collection: ProcessGroupCollection
     num_micro_batches: int
-    num_chunks: int
-    """Of the whole model."""
+    stages: Stages
     tied: TiedEmbedding | None
     activations: ActivationOffload | None = None
     """Where activations wait, if the group offloads them."""
@@ -89,14 +94,16 @@ class MegatronChunkRunner:
         self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
     ) -> torch.Tensor | None:
         """See `runtime.executor.ChunkRunner`; stock's `schedules.forward_step`."""
-        inputs, is_last = self.inputs, chunk == self.num_chunks - 1
+        inputs, is_last = self.inputs, chunk == self.stages.num_chunks - 1
         if not inputs.forward_only:
             self._hold_back_gradient_sync(chunk)
         if activation is not None:
+            if inputs.are_packed:
+                activation = one_sequence(activation)
             activation.requires_grad_(not inputs.forward_only)
         first = micro_batch.index == 0
         step = inputs.forward_step_func
-        with self._at(chunk), self._offloading(chunk, micro_batch):
+        with self.stages.at_chunk(chunk), self._offloading(chunk, micro_batch):
             output, num_tokens = forward_step(
                 with_token_counts(step) if is_last else step,
                 inputs.data_iterators[chunk],
@@ -112,15 +119,17 @@ class MegatronChunkRunner:
                 is_last_stage=is_last,
             )
         self.num_tokens += num_tokens.to(self.num_tokens.device)
-        if inputs.forward_only:
-            return None if is_last else output.detach()
-        self.saved[chunk, micro_batch.index] = (activation, output)
+        if not inputs.forward_only:
+            self.saved[chunk, micro_batch.index] = (activation, output)
         if is_last:
             return None
         # The alias keeps the data until it has been used; stock's deallocation then only leaves
         # the graph behind.
         alias = output.detach()
-        deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
+        if inputs.are_packed:
+            alias = by_samples(alias, micro_batch.size)
+        if not inputs.forward_only:
+            deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
         return alias
 
     def backward(
@@ -142,8 +151,12 @@ class MegatronChunkRunner:
             self.activations.wait_until_back((chunk, micro_batch.index))
         # Counts what is computed again.
         counting = contextlib.nullcontext() if self.kept is None else self.kept.counting()
+        is_packed = self.inputs.are_packed
+        if is_packed and gradient is not None:
+            gradient = one_sequence(gradient)
         with counting:
-            return backward_step(activation, output, gradient, self.inputs.config)
+            given = backward_step(activation, output, gradient, self.inputs.config)
+        return by_samples(given, micro_batch.size) if is_packed and given is not None else given
 
     def reduce(self, chunk: int) -> None:
         """Sum gradients over the group: the DDP wrapper's reduce-scatter into uneven shards.
@@ -207,12 +220,6 @@ class MegatronChunkRunner:
         """Let the shard of a sharded chunk's parameters wait in the host."""
         self.inputs.models[chunk].shards.offload()
 
-    def _at(self, chunk: int) -> AbstractContextManager[None]:
-        """Stock asks the process-wide state which stage it is on; with one chunk that is set."""
-        if len(self.inputs.models) == 1:
-            return contextlib.nullcontext()
-        return stage_of_chunk(chunk, self.num_chunks)
-
     def _offloading(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Send what this forward keeps to the host, unless its backward comes next."""
         if self.inputs.forward_only:
@@ -248,11 +255,11 @@ class MegatronChunkRunner:
 
         Stock would broadcast that along a pipeline group that a plan does not have (see `scale`).
         """
-        with self._at(chunk):
+        with self.stages.at_chunk(chunk):
             self.inputs.config.finalize_model_grads_func(
                 [self.inputs.models[chunk]],
                 None,
-                pg_collection=at_chunk(self.collection, chunk, self.num_chunks),
+                pg_collection=at_chunk(self.collection, chunk, self.stages.num_chunks),
             )
 
     def _hold_back_gradient_sync(self, chunk: int) -> None:

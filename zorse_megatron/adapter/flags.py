@@ -16,6 +16,7 @@ from zorse_megatron.adapter.compute_dtype import (
     is_mixed,
     job_dtype,
 )
+from zorse_megatron.adapter.stages import layout_of
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.plan import Plan
@@ -65,7 +66,6 @@ REFUSALS = (
     _off("use_megatron_fsdp", _NOT_YET),
     _off("hybrid_context_parallel", _NOT_YET),
     _off("perform_rl_step", _NOT_YET),
-    _off("sft", _NOT_YET),
     _off("fp8", _NOT_YET),
     _off("fp4", _NOT_YET),
     _off("optimizer_cpu_offload", _NOT_YET),
@@ -96,7 +96,6 @@ REFUSALS = (
     _off("use_sharp", _NOT_YET),
     _off("save_dgrads_interval", _NOT_YET),
     _off("init_model_with_meta_device", _NOT_YET),
-    _off("dataloader_inter_document_masking", _NOT_YET),
     _off("full_validation", _NOT_YET),
     _off("multiple_validation_sets", _NOT_YET),
     _off("skip_train", _NOT_YET),
@@ -148,7 +147,6 @@ def problems_of(args: Namespace, plan: Plan, *, world_size: int) -> list[Problem
             )
     problems += _stage_problems(args, plan)
     problems += _checkpoint_problems(args)
-    problems += _mask_problems(args, plan)
     problems += _hash_problems(args, plan)
     problems += _recompute_problems(args, plan)
     problems += _wire_problems(args, plan)
@@ -183,21 +181,6 @@ def _stage_problems(args: Namespace, plan: Plan) -> list[Problem]:
             found=f"{stages}",
             expected=f"no such flag, or {len(plan.chunks)}, the plan's number of chunks",
             remedy=_DECIDED,
-        )
-    ]
-
-
-def _mask_problems(args: Namespace, plan: Plan) -> list[Problem]:
-    """Ranks of middle chunks read no data, hence no attention mask, in stock as under a plan."""
-    if not args.reset_attention_mask or len(plan.chunks) <= 2:
-        return []
-    return [
-        Problem(
-            where="--reset-attention-mask",
-            found=f"it with {len(plan.chunks)} chunks",
-            expected="at most two chunks with it",
-            remedy="Layers of the middle chunks would attend across documents; remove the flag, or "
-            "use a plan of one or two groups.",
         )
     ]
 
@@ -364,12 +347,6 @@ def _model_problem(where: str, value: object, planned: object, field: str) -> Pr
     )
 
 
-def layout_of(plan: Plan) -> str:
-    """The chunks as Megatron writes them (`--pipeline-model-parallel-layout`)."""
-    stages = [f"t*{stop - first}" for first, stop in (chunk.layers for chunk in plan.chunks)]
-    return "E" + "|".join(stages) + "L"
-
-
 def fit_to_plan(args: Namespace, plan: Plan, *, world_size: int) -> list[str]:
     """Check parsed arguments and set what the plan decides. Returns notes for the user.
 
@@ -382,7 +359,7 @@ def fit_to_plan(args: Namespace, plan: Plan, *, world_size: int) -> list[str]:
     args.global_batch_size = plan.global_batch_size
     args.micro_batch_size = args.micro_batch_size or 1
     args.pipeline_model_parallel_size = len(plan.chunks)
-    args.pipeline_model_parallel_layout = layout_of(plan) if len(plan.chunks) > 1 else None
+    args.pipeline_model_parallel_layout = layout_of(plan)
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         notes.append(

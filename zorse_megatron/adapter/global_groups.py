@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from zorse_megatron.adapter.process_groups import PipelinePosition, PlanGroups
+from zorse_megatron.adapter.process_groups import PlanGroups
 from zorse_megatron.errors import Problem, SeamError
 
 _ALONE = (
@@ -93,33 +93,23 @@ def fill(groups: PlanGroups, *, rank: int, group_ranks: list[int]) -> None:
 @contextmanager
 def one_data_parallel_rank() -> Iterator[None]:
     """Within the block, stock sees rank 0 of 1 in data parallelism: the global sample order."""
-    with _presented("_MPU_DATA_PARALLEL_RANK", 0):
+    with presented(parallel_state, "_MPU_DATA_PARALLEL_RANK", 0):
         yield
 
 
 @contextmanager
 def first_stage() -> Iterator[None]:
     """Within the block, stock sees this rank on the first pipeline stage."""
-    with _presented("_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0):
+    with presented(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0):
         yield
 
 
 @contextmanager
-def stage_of_chunk(chunk: int, num_chunks: int) -> Iterator[None]:
-    """Within the block, stock sees this rank on the pipeline stage that is the chunk."""
-    with (
-        _presented("_MPU_PIPELINE_MODEL_PARALLEL_RANK", chunk),
-        _presented("_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", num_chunks),
-        _presented("_PIPELINE_MODEL_PARALLEL_GROUP", PipelinePosition(chunk, num_chunks)),
-    ):
-        yield
-
-
-@contextmanager
-def _presented(name: str, value: Any) -> Iterator[None]:
-    before = getattr(parallel_state, name)
-    setattr(parallel_state, name, value)
+def presented(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the block, whoever reads `owner.name` finds `value`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(parallel_state, name, before)
+        setattr(owner, name, before)

@@ -15,8 +15,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, print_rank_0
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training import get_args, print_rank_0, utils
+from megatron.training.utils import get_blend_and_blend_per_split
 
 # Tensors, and None for what this rank has no use for.
 Batch = dict[str, Any]
@@ -68,7 +68,7 @@ def is_dataset_built_on_rank(vp_stage: int | None = None) -> bool:
     """Whether this rank reads data: tensor-parallel rank 0 of the first and the last stage."""
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
-    return bool(is_first_or_last_pipeline_stage(vp_stage))
+    return bool(utils.is_first_or_last_pipeline_stage(vp_stage))
 
 
 def train_valid_test_datasets_provider(
@@ -95,7 +95,7 @@ train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-de
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
     """Return this rank's share of the next microbatch; all None on a middle stage."""
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not utils.is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
     args = get_args()
     tp_rank = parallel_state.get_tensor_model_parallel_rank()

@@ -8,6 +8,7 @@ from typing import Any
 from zorse_megatron.adapter.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.flags import fit_to_plan
 from zorse_megatron.adapter.rebind import Rebinding
+from zorse_megatron.adapter.sample_readers import with_middle_chunks
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
 from zorse_megatron.log import say
 from zorse_megatron.schema.plan import Plan
@@ -95,7 +96,15 @@ def entry_records(make_pretrain: Callable[[Any], Any]) -> list[Rebinding]:
             ),
             why="an unmodified script passes no process groups; they are made from the plan here",
             delete_when="scripts pass pg_collection themselves",
-        )
+        ),
+        _record(
+            target="megatron.training.utils:is_first_or_last_pipeline_stage",
+            make=with_middle_chunks,
+            parameters=("vp_stage",),
+            why="scripts read samples on the first and the last stage only; with "
+            "--reset-attention-mask layers in between would attend across documents",
+            delete_when="stock sends attention masks and packing to middle stages",
+        ),
     ]
 
 
@@ -108,6 +117,7 @@ def training_records(
     make_loader: Callable[[Any], Any],
     make_datasets: Callable[[Any], Any],
     make_save: Callable[[Any], Any],
+    make_sequence_count: Callable[[Any], Any] | None,
     tell_last_rank: Callable[[Any], Any] | None,
 ) -> list[Rebinding]:
     """Hooks into the training loop; applied when `pretrain` is called."""
@@ -116,6 +126,7 @@ def training_records(
         *_step_records(make_optimizer, forward_backward),
         *_data_records(make_loader, make_datasets),
         *_saving_records(make_save),
+        *(() if make_sequence_count is None else _counting_records(make_sequence_count)),
         *(() if tell_last_rank is None else _telling_records(tell_last_rank)),
     ]
 
@@ -215,6 +226,19 @@ def _saving_records(make_save: Callable[[Any], Any]) -> list[Rebinding]:
             make=make_save,
             why="a tied embedding of which a rank has two copies must be saved once",
             delete_when="stock's parallel save gives copies of a tensor on one rank to one writer",
+        )
+    ]
+
+
+def _counting_records(make_sequence_count: Callable[[Any], Any]) -> list[Rebinding]:
+    return [
+        _record(
+            target=f"{_LOOP}:consume_seqlen_stats_in_iteration",
+            make=make_sequence_count,
+            parameters=(),
+            why="stock adds up lengths of packed sequences over the world, and divides by a number "
+            "of stages that counted them; ranks without micro-batches would not take part",
+            delete_when="stock sums over one data-parallel group, with every rank",
         )
     ]
 

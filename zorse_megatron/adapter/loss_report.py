@@ -79,6 +79,20 @@ class IdleReplicaLosses:
         return names[0]
 
 
+def whole_group_losses(
+    losses: list[dict[str, torch.Tensor]], group: dist.ProcessGroup
+) -> list[dict[str, torch.Tensor]]:
+    """Return one entry with the sums and counts of all replicas of `group`; a collective call.
+
+    Stock's `evaluate` averages means of micro-batches, then of ranks, for `--sft`: a mean over
+    unequal parts. From this entry it makes the mean over all tokens.
+    """
+    sums = {name: torch.stack([each[name] for each in losses]).sum(dim=0) for name in losses[0]}
+    for total in sums.values():
+        dist.all_reduce(total, group=group)
+    return [sums]
+
+
 def tell_last_rank(
     function: Callable[..., Any], *, source: int, target: int, rank: int
 ) -> Callable[..., Any]:

@@ -20,13 +20,14 @@ from zorse_megatron.adapter.chunk_runner import (
 from zorse_megatron.adapter.compute_dtype import is_mixed, torch_dtype
 from zorse_megatron.adapter.exact_values import start_from_main
 from zorse_megatron.adapter.gradient_wire import wire_of
-from zorse_megatron.adapter.loss_report import IdleReplicaLosses
+from zorse_megatron.adapter.loss_report import IdleReplicaLosses, whole_group_losses
 from zorse_megatron.adapter.memory_probes import KeptActivations
 from zorse_megatron.adapter.process_groups import (
     PlanGroups,
     collection_of,
     shard_weights_by_group_rank,
 )
+from zorse_megatron.adapter.sample_readers import SampleKind
 from zorse_megatron.adapter.session_memory import (
     before_first_step,
     make_ledger,
@@ -34,6 +35,7 @@ from zorse_megatron.adapter.session_memory import (
     watch_logits,
 )
 from zorse_megatron.adapter.shard_update import Update
+from zorse_megatron.adapter.stages import stages_for
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
@@ -63,6 +65,7 @@ class PlanSession:
     groups: PlanGroups
     tied_embeddings: bool
     sequence_length: int
+    samples: SampleKind
     dtypes: tuple[ComputeDtype, ...]
     """Group -> the type that it computes in."""
     update: Update = "auto"
@@ -83,6 +86,7 @@ class PlanSession:
         self.evaluation = lower_plan(self.plan, forward_only=True, early_receives=early)
         check_executable(self.training, blocking=not early)
         check_executable(self.evaluation, blocking=not early)
+        self.stages = stages_for(self.plan)
         self.micro_batches = replica_micro_batches(self.plan, self.rank)
         self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))
         self.holds_last_chunk = self.num_chunks - 1 in self.chunks
@@ -118,6 +122,12 @@ class PlanSession:
     def is_mixed(self) -> bool:
         """Whether the plan says in which type groups compute."""
         return is_mixed(self.plan)
+
+    @property
+    def readers(self) -> range | tuple[int, int]:
+        """The chunks that read samples."""
+        last = self.num_chunks - 1
+        return range(self.num_chunks) if self.samples.every_chunk_reads else (0, last)
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
@@ -163,18 +173,19 @@ class PlanSession:
             self._settle(models)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
-            data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.num_chunks),
+            data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.readers),
             models=chunk_models,
             config=config,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
+            are_packed=self.samples.are_packed,
         )
         self.runner = MegatronChunkRunner(
             inputs=inputs,
             collection=self.collection,
             num_micro_batches=len(self.micro_batches),
-            num_chunks=self.num_chunks,
+            stages=self.stages,
             tied=self.tied,
             activations=self.activations,
             kept=self.kept,
@@ -188,7 +199,10 @@ class PlanSession:
         if timers is not None:
             timers("forward-backward").stop()
         if self.holds_last_chunk and not collect_non_loss_data:
-            return self.idle_losses.complete(self.runner.losses)
+            losses = self.idle_losses.complete(self.runner.losses)
+            if forward_only and self.samples.means_are_averaged:
+                return whole_group_losses(losses, self.groups.group)
+            return losses
         return self.runner.losses
 
     def before_first_step(self) -> AbstractContextManager[None]:

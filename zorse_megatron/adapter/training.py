@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import get_args
+from megatron.training import get_args, training
 
 from zorse_megatron.adapter import global_groups, rebind
 from zorse_megatron.adapter.activate import PlanRun
@@ -29,6 +29,7 @@ from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.process_groups import create_groups
 from zorse_megatron.adapter.recompute import set_recompute
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
+from zorse_megatron.adapter.sample_readers import counting_each_chunk, sample_kind
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.shard_update import choose_update, say_update
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
@@ -62,6 +63,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         groups=groups,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_length=args.seq_length,
+        samples=sample_kind(args),
         dtypes=compute_dtypes(run.plan, args.zorse_job_dtype),
         update=run.update,
         trace_directory=run.trace_directory,
@@ -135,8 +137,8 @@ def _configure(cfg: Any, session: PlanSession) -> None:
     # The user's flag is kept in args: it decides the format of checkpoints.
     cfg.ddp.use_distributed_optimizer = True
     cfg.ddp.overlap_param_gather = False
-    # From here on stock's stages are the groups (see `stages_of`), also in checkpoints.
-    get_args().pipeline_model_parallel_size = session.groups.num_stages
+    # Also in checkpoints.
+    session.stages.show_groups()
     group = session.plan.groups[session.plan.group_of_rank(session.rank)]
     if group.recompute is not None:
         set_recompute(cfg.model.transformer, group.recompute)
@@ -161,6 +163,14 @@ def _session_records(session: PlanSession, model_config: Any) -> list[rebind.Reb
         ),
         make_datasets=partial(datasets_on_rank_0, rank=session.rank),
         make_save=_save_once,
+        make_sequence_count=partial(
+            counting_each_chunk,
+            loop=training,
+            num_chunks=session.num_chunks,
+            device=session.device,
+        )
+        if session.samples.are_packed
+        else None,
         tell_last_rank=None
         if last_rank in knows
         else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
