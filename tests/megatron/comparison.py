@@ -1,4 +1,7 @@
-"""Runs of stock Megatron and of plans on the same command, and how far they are apart."""
+"""Runs of stock Megatron and of plans on the same command, and how far they are apart.
+
+The command is NVIDIA's own `pretrain_gpt.py` where that is there, else the built-in entry.
+"""
 
 import dataclasses
 import functools
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 
 from tests.megatron.launch import run_ranks
+from tests.megatron.upstream import SCRIPT
 from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import (
     Chunk,
@@ -57,13 +61,14 @@ def run_recorded(
     *,
     timeout_s: float = 120,
     entry: str = "tests.megatron.recording_entry",
+    script: Sequence[str] = SCRIPT,
     env: Mapping[str, str] | None = None,
 ) -> Recorded:
     """Run `zorse_megatron.pretrain` with `flags` and read what it recorded."""
     with tempfile.TemporaryDirectory() as scratch:
         record = Path(scratch, "record")
         result = run_ranks(
-            list(flags),
+            [*script, *flags],
             world_size,
             entry=entry,
             timeout_s=timeout_s,
@@ -89,9 +94,9 @@ def _copies(record: Path, kind: str, world_size: int) -> dict[str, list[torch.Te
 
 
 @functools.cache
-def stock_run(flags: tuple[str, ...], world_size: int = 1) -> Recorded:
+def stock_run(flags: tuple[str, ...], world_size: int = 1, **options: Any) -> Recorded:
     """A stock run of the command; one for each command in a test session."""
-    return run_recorded(flags, world_size)
+    return run_recorded(flags, world_size, **options)
 
 
 def plan_run(plan: Plan, flags: Sequence[str], **options: Any) -> Recorded:

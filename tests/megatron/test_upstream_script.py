@@ -1,0 +1,165 @@
+"""NVIDIA's own `pretrain_gpt.py`, unmodified: what is special about it.
+
+That plans follow stock with it is shown by the other tests, which run it too (see `comparison`).
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron.comparison import (
+    GLOBAL_BATCH_SIZE,
+    LAYOUTS,
+    Recorded,
+    plan_run,
+    run_recorded,
+    stock_run,
+)
+from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host, with_settings
+from tests.megatron.test_exactness import (
+    MASKED,
+    MAX_LOSS_DIFFERENCE,
+    UNTIED,
+    assert_equal_runs,
+    evaluations,
+    flags_for,
+)
+from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, needs_upstream
+from tests.unit.test_patches import apply
+from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan import Plan, Schedule
+
+pytestmark = needs_upstream
+
+EVALUATED = ("--eval-interval", "2", "--eval-iters", "2")
+
+
+def assert_same_bits(run: Recorded, other: Recorded) -> None:
+    assert run.losses == other.losses and len(run.losses) > 0
+    assert run.grad_norms == other.grad_norms
+    assert evaluations(run.outputs) == evaluations(other.outputs)
+    for name, copies in run.final.items():
+        assert torch.equal(copies[0], other.final[name][0]), name
+
+
+@pytest.mark.parametrize("plan", [None, TWO_BY_TWO], ids=["stock", "plan"])
+def test_computes_what_the_built_in_entry_computes(plan: Plan | None, corpus: Path) -> None:
+    flags = flags_for(corpus, *MASKED, *EVALUATED, "--clip-grad", "0.5", steps=4)
+    if plan is None:
+        assert_same_bits(stock_run(flags), stock_run(flags, script=()))
+    else:
+        assert_same_bits(plan_run(plan, flags), plan_run(plan, flags, script=()))
+
+
+def test_takes_our_flags_with_the_patch(corpus: Path, tmp_path: Path) -> None:
+    """Started by itself, as `torchrun pretrain_gpt.py` would; from a copy, patched."""
+    for file in DIRECTORY.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    apply(tmp_path)
+    flags = flags_for(corpus, *MASKED, *EVALUATED, steps=2)
+    save_plan(TWO_BY_TWO, tmp_path / "plan.json")
+    patched = run_recorded(
+        [*flags, "--zorse-plan", str(tmp_path / "plan.json")],
+        TWO_BY_TWO.world_size,
+        entry="tests.megatron.patched_entry",
+        script=(),
+        env={"ZORSE_TEST_SCRIPT": str(tmp_path / PRETRAIN_GPT.name)},
+    )
+    assert_same_bits(patched, plan_run(TWO_BY_TWO, flags))
+
+
+MIDDLE_CHUNKS = {
+    "three groups": LAYOUTS["2|1|2"],
+    "several chunks": TWO_BY_TWO,
+    "interleaved, all in the host": with_settings(
+        in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved")
+    ),
+    "idle at the end": LAYOUTS["2|3, idle at the end"],
+}
+
+
+@pytest.mark.parametrize("name", ["three groups", "interleaved, all in the host"])
+def test_layers_in_the_middle_know_where_documents_end(name: str, corpus: Path) -> None:
+    # Attention that matters from the start.
+    masks = ("--reset-attention-mask", "--reset-position-ids", "--init-method-std", "0.2")
+    flags = flags_for(corpus, *UNTIED, *MASKED, *masks, *EVALUATED, steps=4)
+    reference, run = stock_run(flags), plan_run(MIDDLE_CHUNKS[name], flags)
+    assert_equal_runs(run, reference)
+    expected = evaluations(reference.outputs)
+    assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
+    across = tuple(flag for flag in flags if flag != masks[0])
+    difference = abs(stock_run(across).losses[0] - reference.losses[0])
+    assert difference > 100 * MAX_LOSS_DIFFERENCE, "masks must matter"
+
+
+PACKED = {"entry": "tests.megatron.packed_entry"}
+
+
+@pytest.mark.parametrize("name", ["several chunks", "idle at the end"])
+def test_trains_on_packed_documents(name: str, corpus: Path) -> None:
+    """Several packed samples in a micro-batch, which is one sequence to the layers."""
+    packed = ("--dataloader-inter-document-masking", "--position-embedding-type", "rope")
+    flags = flags_for(corpus, *UNTIED, *MASKED, *packed, *EVALUATED, steps=4)
+    reference, run = stock_run(flags, **PACKED), plan_run(MIDDLE_CHUNKS[name], flags, **PACKED)
+    assert_equal_runs(run, reference)
+    expected = evaluations(reference.outputs)
+    assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
+
+
+def write_conversations(path: Path, count: int = 200) -> None:
+    """Conversations of different lengths, one to three in a line."""
+    lines = []
+    for number in range(count):
+        messages = []
+        for part in range(1 + number % 3):
+            words = " ".join(f"w{(number * 7 + i * part) % 40}" for i in range(2 + number % 6))
+            messages += [
+                {"role": "system", "content": f"w{part}"},
+                {"role": "user", "content": words},
+                {"role": "assistant", "content": words[::-1].replace("w", " w")},
+            ]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines))
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A word-level tokenizer as Hugging Face stores them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<pad>", "<eos>", *(f"w{i}" for i in range(40)), *map(str, range(10))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        chat_template=template,
+    ).save_pretrained(directory)
+
+
+def test_fine_tunes_on_conversations(tmp_path: Path) -> None:
+    plan = MIDDLE_CHUNKS["interleaved, all in the host"]
+    write_conversations(tmp_path / "talk.jsonl")
+    write_tokenizer(tmp_path / "tokenizer")
+    tuned = (
+        *("--sft", "--sft-tokenizer-prompt-format", "default", "--tokenizer-type", "SFTTokenizer"),
+        *("--tokenizer-model", str(tmp_path / "tokenizer"), "--position-embedding-type", "rope"),
+        *("--no-create-attention-mask-in-dataloader",),
+    )
+    flags = flags_for(tmp_path / "talk.jsonl", *UNTIED, *tuned, *EVALUATED, steps=4)
+    # Stock's evaluation averages means of micro-batches; a plan takes the mean of the batch, as
+    # stock does with one micro-batch.
+    size = flags.index("--micro-batch-size") + 1
+    whole = (*flags[:size], str(GLOBAL_BATCH_SIZE), *flags[size + 1 :])
+    reference, run = stock_run(whole, **PACKED), plan_run(plan, flags, **PACKED)
+    assert_equal_runs(run, reference)
+    expected = evaluations(reference.outputs)
+    assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
