@@ -1,6 +1,7 @@
 """Malformed and absurd cluster files: each gives one clear message, all at once and with a line."""
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from zorse_megatron.errors import ClusterError
 from zorse_megatron.schema.cluster_yaml import load_cluster, parse_cluster
 
 NODE = "gpus: 4 x T4, nics: 10 Gb/s"
+LIKE = "gpu_kinds: [{{name: Z1, like: {}}}]\nnodes: [{{gpus: 4 x Z1}}]"
 
 
 def problems(text):
@@ -39,7 +41,18 @@ ONE_PROBLEM = {
         '"A1000-40", which is not a known kind of GPU',
         "a well-known kind or one of gpu_kinds",
     ),
-    "ambiguous kind": ("nodes: [{gpus: 4 x A100}]", "gpus[0].kind", '"A100"', "a well-known kind"),
+    "ambiguous kind": (
+        "nodes: [{gpus: 4 x A100}]",
+        "gpus[0].kind",
+        '"A100", which does not say which one',
+        "one of A100-80 (80 GB at 2.0 TB/s, nvswitch), A100-40 (40 GB at 1.6 TB/s, nvswitch)",
+    ),
+    "ambiguous bandwidth": (
+        "nodes: [{gpus: 4 x T4, link: pcie 6 gb/s}]",
+        "line 1: nodes[0].link.bandwidth",
+        '"6 gb/s"',
+        "6 GB/s or 6 Gb/s",
+    ),
     "unknown instance": (
         "nodes: [p4d.24xlage]",
         "line 1: nodes[0].instance",
@@ -264,3 +277,61 @@ between_regions: {draw("[]")}
     for problem in problems(text):
         assert problem.where.startswith("c.yaml: ")
         assert all(dataclasses.astuple(problem))
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("H100", ["H100-80", "H100-NVL", "H100-PCIE-80"]),
+        ("nvidia h100", ["H100-80", "H100-NVL", "H100-PCIE-80"]),
+        ("A100 PCIe", ["A100-80", "A100-40"]),
+        ("Tesla V100", ["V100-32", "V100-16", "V100-PCIE-32", "V100-PCIE-16"]),
+        ("V100-SXM2", ["V100-32", "V100-16"]),
+        ("RTX 6000", ["RTX6000-Ada"]),
+    ],
+)
+def test_a_model_of_several_kinds_is_asked_for(name, kinds):
+    (problem,) = problems(f"nodes: [{{gpus: 4 x {name}}}]")
+    assert re.findall(r"(\S+) \(", problem.expected) == kinds
+    assert problem.remedy.startswith("Say which one")
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("MI300X", "AMD"),
+        ("AMD Instinct MI250X", "AMD"),
+        ("Radeon RX 7900 XTX", "AMD"),
+        ("W6800", "AMD"),
+        ("Gaudi3", "Intel"),
+        ("TPU v5e", "TPU"),
+        ("trn1", "AWS"),
+    ],
+)
+@pytest.mark.parametrize("form", ["nodes: [{{gpus: 4 x {}}}]", LIKE])
+def test_what_is_not_nvidias_is_refused_by_name(name, whose, form):
+    (problem,) = problems(form.format(name))
+    assert name in problem.found and whose in problem.found
+    assert problem.expected == "GPUs of NVIDIA"
+    assert "CUDA" in problem.remedy
+
+
+def test_what_is_described_may_have_any_name():
+    described = (
+        "{name: MI300X, memory: 192GB, memory_bandwidth: 5.3 TB/s, peak: {float32: 163 TFLOPS}}"
+    )
+    assert not list(problems(f"gpu_kinds: [{described}]\nnodes: [{{gpus: 4 x MI300X}}]"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Tesla T4", "T4"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA H100 80GB HBM3", "H100-80"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+    ],
+)
+def test_names_of_drivers_are_known(name, kind):
+    (node,) = parse_cluster(f"nodes: [{{gpus: 4 x {name}}}]".encode()).nodes
+    assert node.gpu_kinds == (kind,) * 4

@@ -1,9 +1,13 @@
 """Ranks that are not where the plan means them to be are named; others never are."""
 
+import doctest
+from types import ModuleType
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zorse_megatron.schema import device_names, gpu_names, presets
 from zorse_megatron.schema.device_names import kind_of_device
 from zorse_megatron.schema.placement import Found, placement_problems, unchecked_kinds
 from zorse_megatron.schema.presets import GPU_KINDS
@@ -18,7 +22,17 @@ NAMES = {
     "NVIDIA A100 80GB PCIe": "A100-80",
     "NVIDIA H100 80GB HBM3": "H100-80",
     "NVIDIA H100 NVL": "H100-NVL",
+    "NVIDIA H100 PCIe": "H100-PCIE-80",
     "NVIDIA H200": "H200",
+    "NVIDIA H20": "H20",
+    "NVIDIA B200": "B200",
+    "NVIDIA A40": "A40",
+    "NVIDIA A30": "A30",
+    "NVIDIA A10": "A10",
+    "NVIDIA L40": "L40",
+    "NVIDIA RTX 6000 Ada Generation": "RTX6000-Ada",
+    "NVIDIA GeForce RTX 5090": "RTX5090",
+    "Tesla V100-PCIE-32GB": "V100-PCIE-32",
     "NVIDIA GH200 480GB": "GH200-96",
     "NVIDIA L40S": "L40S",
     "NVIDIA L4": "L4",
@@ -35,12 +49,26 @@ NAMES = {
     "Tesla P40": "P40",
     "AMD Radeon PRO W6800": "W6800",
 }
-OTHERS = ["NVIDIA B200", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA A10", ""]
+OTHERS = [
+    "NVIDIA B300",
+    "NVIDIA H20-3e",
+    "NVIDIA H200 NVL",
+    "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    "NVIDIA GeForce RTX 5090 D",
+    "NVIDIA RTX 6000",
+    "",
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), NAMES.items())
 def test_names_of_drivers(name: str, kind: str) -> None:
     assert kind_of_device(name) == kind
+
+
+@pytest.mark.parametrize("module", [device_names, gpu_names, presets], ids=lambda m: m.__name__)
+def test_docstrings(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted and not results.failed
 
 
 def test_every_well_known_kind_has_a_drivers_name() -> None:

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from pydantic_core import PydanticCustomError
 
 from zorse_megatron.schema import quantities
-from zorse_megatron.schema.quantities import BANDWIDTH, COMPUTE_RATE, LATENCY, MEMORY_SIZE
+from zorse_megatron.schema.quantities import (
+    BANDWIDTH,
+    COMPUTE_RATE,
+    LATENCY,
+    MEMORY_SIZE,
+    NETWORK_BANDWIDTH,
+)
 
 
 def test_examples():
@@ -33,6 +39,18 @@ def test_examples():
         (LATENCY, 0, 0.0),
         (COMPUTE_RATE, "312 TFLOP/s", 312e12),
         (COMPUTE_RATE, "35TFLOPS", 35e12),
+        (MEMORY_SIZE, "80gb", 80e9),
+        (MEMORY_SIZE, "80 GIB", 80 * 2**30),
+        (LATENCY, "5 US", 5e-6),
+        (COMPUTE_RATE, "35 tflops", 35e12),
+        (NETWORK_BANDWIDTH, "100 gb/s", 12.5e9),
+        (NETWORK_BANDWIDTH, "100gbps", 12.5e9),
+        (NETWORK_BANDWIDTH, "100 Gb/S", 12.5e9),
+        (NETWORK_BANDWIDTH, "100 gB/s", 100e9),
+        (NETWORK_BANDWIDTH, "100 GBIT/S", 12.5e9),
+        (BANDWIDTH, "100 Gb/S", 12.5e9),
+        (BANDWIDTH, "100 gB/s", 100e9),
+        (BANDWIDTH, "100 gbit/s", 12.5e9),
     ],
 )
 def test_values(quantity, text, value):
@@ -54,6 +72,11 @@ def test_values(quantity, text, value):
         (BANDWIDTH, 10**4000, "1 kB/s to 1 PB/s"),
         (BANDWIDTH, True, "such as"),
         (BANDWIDTH, ["50 Gb/s"], "such as"),
+        (BANDWIDTH, "100 gb/s", "100 GB/s or 100 Gb/s: whether gb/s is bytes or bits"),
+        (BANDWIDTH, "100 gbps", "100 GBps or 100 Gbps"),
+        (BANDWIDTH, "100 GB/S", "100 GB/s or 100 Gb/s"),
+        (NETWORK_BANDWIDTH, "100 GB/S", "100 GB/s or 100 Gb/s"),
+        (NETWORK_BANDWIDTH, "100 GBPS", "100 GBps or 100 Gbps"),
         (LATENCY, "3 h", "with its unit"),
         (LATENCY, 5000, "0 to 100 s"),
         (COMPUTE_RATE, 312, "1 GFLOP/s"),

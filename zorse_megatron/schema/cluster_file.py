@@ -11,7 +11,13 @@ from pydantic.dataclasses import dataclass
 
 from zorse_megatron.schema.gpu import LinkType
 from zorse_megatron.schema.plan import Positive
-from zorse_megatron.schema.quantities import Bytes, BytesPerSecond, FlopsPerSecond, Seconds
+from zorse_megatron.schema.quantities import (
+    Bytes,
+    BytesPerSecond,
+    FlopsPerSecond,
+    NetworkBytesPerSecond,
+    Seconds,
+)
 
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -74,7 +80,7 @@ class LinkEntry:
 class NicsEntry:
     """The network adapters of a node."""
 
-    bandwidth: BytesPerSecond
+    bandwidth: NetworkBytesPerSecond
     """Of one adapter, one way."""
     count: Positive = 1
     """How many; all GPUs of the node share them."""
@@ -112,7 +118,7 @@ class NodesEntry:
 class UplinkEntry:
     """From a switch to the one above."""
 
-    bandwidth: BytesPerSecond
+    bandwidth: NetworkBytesPerSecond
     """All lines up together, one way; shared by all that is below."""
     to: Name | None = None
     """The switch above; left out: the core of the region, which never limits."""
@@ -136,7 +142,7 @@ class SwitchEntry:
 class RegionLinkEntry:
     """The connection between regions."""
 
-    bandwidth: BytesPerSecond
+    bandwidth: NetworkBytesPerSecond
     """One way, shared by all traffic between the two regions."""
     latency: Seconds
     """One way."""

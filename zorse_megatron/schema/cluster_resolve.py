@@ -12,9 +12,10 @@ from zorse_megatron.schema.cluster_file import (
     NodesEntry,
     SwitchEntry,
 )
+from zorse_megatron.schema.device_names import kind_of_device
 from zorse_megatron.schema.gpu import GpuKind, LinkType, PeakFlops
 from zorse_megatron.schema.instances import INSTANCES, Instance
-from zorse_megatron.schema.presets import GPU_KINDS, canonical_kind
+from zorse_megatron.schema.presets import GPU_KINDS
 
 # What a transfer waits before its first byte arrives, where the file does not say. Of the order
 # that NCCL's own model of its links assumes (NVLink and PCIe some us) and that data-centre Ethernet
@@ -42,7 +43,7 @@ def region_of(file: ClusterFile, switch: SwitchEntry) -> str:
 def kind_name(file: ClusterFile, name: str) -> str:
     """Return the name under which a kind is known, whatever its spelling."""
     own = {entry.name for entry in file.gpu_kinds}
-    return name if name in own else canonical_kind(name)
+    return name if name in own else kind_of_device(name)
 
 
 def kinds_of(file: ClusterFile) -> dict[str, GpuKind]:
@@ -80,7 +81,7 @@ def resolved(file: ClusterFile) -> Cluster:
 
 def _kind(entry: GpuKindEntry) -> GpuKind:
     """Put the values of the file over those of the well-known kind."""
-    base = GPU_KINDS.get(canonical_kind(entry.like or entry.name))
+    base = GPU_KINDS.get(kind_of_device(entry.like or entry.name))
     peak = entry.peak
     rates = {
         f"{dtype}_flops_per_s": (peak and getattr(peak, dtype))

@@ -7,13 +7,16 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster_file import ClusterFile, GpuKindEntry, NodesEntry
 from zorse_megatron.schema.cluster_network_rules import network_problems
 from zorse_megatron.schema.cluster_resolve import gpu_kinds_in, kind_name, kinds_of, slowest_link
+from zorse_megatron.schema.device_names import kind_of_device
+from zorse_megatron.schema.gpu_names import is_foreign, unknown_kind
 from zorse_megatron.schema.instances import INSTANCES
-from zorse_megatron.schema.presets import GPU_KINDS, canonical_kind
+from zorse_megatron.schema.presets import GPU_KINDS
 from zorse_megatron.schema.suggest import did_you_mean
 
 # Far above any cluster there is; a count with a digit too many must not fill the memory.
 MAX_GPUS = 1_000_000
 _MAX_GPUS_PER_NODE = 256
+_WELL_KNOWN = tuple(name for name in GPU_KINDS if not is_foreign(name))
 
 
 def problems_of(file: ClusterFile) -> Iterator[Problem]:
@@ -29,21 +32,22 @@ def problems_of(file: ClusterFile) -> Iterator[Problem]:
 
 def _known_kinds(file: ClusterFile) -> dict[str, None]:
     """Return the names that nodes may use, those of the file first."""
-    return dict.fromkeys([*(entry.name for entry in file.gpu_kinds), *GPU_KINDS])
+    own = [entry.name for entry in file.gpu_kinds]
+    return dict.fromkeys([*own, *_WELL_KNOWN])
+
+
+def _may_be_used(file: ClusterFile, name: str) -> bool:
+    return kind_name(file, name) in _known_kinds(file)
 
 
 def _gpu_kinds(file: ClusterFile) -> Iterator[Problem]:
     yield from repeated((entry.name for entry in file.gpu_kinds), "gpu_kinds", "kind")
     for index, entry in enumerate(file.gpu_kinds):
         where = f"gpu_kinds[{index}]"
-        if entry.like is not None and canonical_kind(entry.like) not in GPU_KINDS:
-            yield Problem(
-                where=f"{where}.like",
-                found=f'"{entry.like}", which is not a well-known kind of GPU',
-                expected="a kind that gives the values that are left out",
-                remedy=did_you_mean(entry.like, GPU_KINDS),
-            )
-        elif entry.like is None and canonical_kind(entry.name) not in GPU_KINDS:
+        if entry.like is not None and kind_of_device(entry.like) not in _WELL_KNOWN:
+            expected = "a kind that gives the values that are left out"
+            yield unknown_kind(entry.like, f"{where}.like", _WELL_KNOWN, expected=expected)
+        elif entry.like is None and kind_of_device(entry.name) not in GPU_KINDS:
             yield from _incomplete_kind(entry, where)
 
 
@@ -56,7 +60,7 @@ def _incomplete_kind(entry: GpuKindEntry, where: str) -> Iterator[Problem]:
             where=where,
             found=f'kind "{entry.name}" without {", ".join(absent)}',
             expected="every value of a kind that is not well known",
-            remedy=f'Add them, or add "like" with the closest of {", ".join(GPU_KINDS)}.',
+            remedy=f'Add them, or add "like" with the closest of {", ".join(_WELL_KNOWN)}.',
         )
 
 
@@ -77,13 +81,12 @@ def _node(file: ClusterFile, node: NodesEntry, where: str) -> Iterator[Problem]:
             remedy="Say what is in it, such as gpus: 8 x A100-40.",
         )
     for index, entry in enumerate(node.gpus or ()):
-        if kind_name(file, entry.kind) not in _known_kinds(file):
-            yield Problem(
-                where=f"{where}.gpus[{index}].kind",
-                found=f'"{entry.kind}", which is not a known kind of GPU',
+        if not _may_be_used(file, entry.kind):
+            yield unknown_kind(
+                entry.kind,
+                f"{where}.gpus[{index}].kind",
+                _known_kinds(file),
                 expected="a well-known kind or one of gpu_kinds",
-                remedy=did_you_mean(entry.kind, _known_kinds(file))
-                + " Or describe it under gpu_kinds.",
             )
 
 
@@ -106,7 +109,7 @@ def _is_known(file: ClusterFile, node: NodesEntry) -> bool:
     if node.gpus is None:
         return node.instance in INSTANCES
     return gpus_in(node) <= _MAX_GPUS_PER_NODE and all(
-        kind_name(file, entry.kind) in _known_kinds(file) for entry in node.gpus
+        _may_be_used(file, entry.kind) for entry in node.gpus
     )
 
 

@@ -1,10 +1,14 @@
 """Quantities as people write them: `80GiB`, `50 Gb/s`, `220 GB/s`, `5 us`, `312 TFLOP/s`.
 
 A text needs a unit. A plain number is one of the SI base unit (bytes, bytes per second, seconds,
-operations per second); ranges of what exists catch the number whose unit was forgotten. In rates a
-small b is a bit and a capital B a byte, as on the data sheets of networks and of links.
+operations per second); ranges of what exists catch the number whose unit was forgotten.
+
+Letters may be of any case but where it tells bits from bytes: `b` is a bit and `B` a byte, as on
+data sheets, if not all letters have one case. `100 gb/s` has: of a network it means bits, in which
+all networks are sold; of anything else, and in capitals, it could be either, and is refused.
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -51,6 +55,8 @@ class Quantity:
     lowest: float
     highest: float
     range_in_words: str
+    small_letters_are_bits: bool = False
+    """What `gb/s` is: bits, or not to be told."""
 
     def parse(self, value: Any) -> float:
         """Return the value in the base unit. Raises PydanticCustomError with what is expected."""
@@ -68,14 +74,36 @@ class Quantity:
         match = _NUMBER_AND_UNIT.fullmatch(value)
         unit = (match[2] or "") if match else ""
         unit = "us" if unit in ("µs", "μs") else unit
-        if match is None or unit not in self.units:
+        factors = self._factors(unit)
+        if match is None or not factors:
             raise self._error(f"a {self.name} with its unit, such as {self.examples}")
+        if len(factors) > 1:
+            asked = " or ".join(f"{match[1]} {each}" for each in factors.values())
+            raise self._error(f"{asked}: whether {unit} is bytes or bits, its letters do not say")
         # In decimals, so that 50 us is 5e-05 and not the float next to it.
-        return float(Decimal(match[1].replace("_", "")) * Decimal(repr(self.units[unit])))
+        (factor,) = factors
+        return float(Decimal(match[1].replace("_", "")) * Decimal(repr(factor)))
+
+    def _factors(self, unit: str) -> dict[float, str]:
+        """What a unit may mean: no factor, one or two, and the spelling that has it for sure."""
+        if unit in self.units:
+            return {self.units[unit]: unit}
+        alike = [each for each in self.units if each.lower() == unit.lower()]
+        letters = [sign for sign in unit if sign.isalpha()]
+        is_mixed = len({sign.isupper() for sign in letters}) > 1
+        if is_mixed or (self.small_letters_are_bits and unit.islower()):
+            alike = [each for each in alike if _byte_sign(each) == _byte_sign(unit)]
+        found = {self.units[each]: each for each in reversed(alike)}
+        return {factor: found[factor] for factor in sorted(found, reverse=True)}
 
     def _error(self, expected: str) -> PydanticCustomError:
         # The message goes through str.format, so braces must not come from outside.
         return PydanticCustomError(QUANTITY_ERROR, "{expected}", {"expected": expected})
+
+
+def _byte_sign(unit: str) -> str:
+    """B or b, as the unit has it; "" without one."""
+    return next((sign for sign in unit if sign in "bB"), "")
 
 
 MEMORY_SIZE = Quantity(
@@ -96,6 +124,7 @@ BANDWIDTH = Quantity(
     highest=1e15,
     range_in_words="1 kB/s to 1 PB/s",
 )
+NETWORK_BANDWIDTH = dataclasses.replace(BANDWIDTH, small_letters_are_bits=True)
 LATENCY = Quantity(
     name="latency",
     base_unit="seconds",
@@ -122,6 +151,7 @@ def _whole_bytes(value: Any) -> int:
 
 Bytes = Annotated[int, BeforeValidator(_whole_bytes)]
 BytesPerSecond = Annotated[float, BeforeValidator(BANDWIDTH.parse)]
+NetworkBytesPerSecond = Annotated[float, BeforeValidator(NETWORK_BANDWIDTH.parse)]
 Seconds = Annotated[float, BeforeValidator(LATENCY.parse)]
 FlopsPerSecond = Annotated[float, BeforeValidator(COMPUTE_RATE.parse)]
 
