@@ -3,16 +3,20 @@
 After a change of what is printed: `python -m tests.unit.test_cli_docs` writes the outputs anew.
 """
 
+import pickle
 import re
 import shlex
 import shutil
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
+from zorse_megatron.planner import replan as replan_module
+from zorse_megatron.planner import search as search_module
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "cli.md"
@@ -21,10 +25,27 @@ BLOCK = re.compile(r"^( *)```\n\1(zorse [^\n]*)\n(.*?)^\1```", re.DOTALL | re.MU
 CLOCK = re.compile(r"\bin [\d.]+ s:")
 
 
+@contextmanager
+def each_search_once():
+    """Several commands search for the same plan: the second time the first answer will do."""
+    search, found = search_module.find_plan, {}
+
+    def find_plan(inputs, **options):
+        key = pickle.dumps((inputs.kinds, inputs.global_batch_size, options.get("strategy")))
+        if key not in found:
+            found[key] = search(inputs, **options)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (search_module, replan_module):
+            patch.setattr(module, "find_plan", find_plan)
+        yield
+
+
 def outputs():
     """Run all commands, in the order of the document and in one directory: (command, output)."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    with TemporaryDirectory() as directory, chdir(directory):
+    with TemporaryDirectory() as directory, chdir(directory), each_search_once():
         shutil.copy(ROOT / "examples" / "two-node-lab.yaml", "cluster.yaml")
         for match in BLOCK.finditer(text):
             result = CliRunner().invoke(app, shlex.split(match[2])[1:])

@@ -14,9 +14,11 @@ from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner import explain as explain_module
 from zorse_megatron.planner import inputs as inputs_module
+from zorse_megatron.planner import replan as replan_module
 from zorse_megatron.planner import search as search_module
 from zorse_megatron.planner.explain import Explanation, GroupLoad, Headroom
 from zorse_megatron.planner.outcome import Considered, Outcome, Progress, Rejected
+from zorse_megatron.planner.replan import OneMore, Replans
 from zorse_megatron.planner.search import NoPlanError
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schema.load import load_plan, parse_plan
@@ -59,6 +61,7 @@ class Search:
             iteration_s=slowness * result.iteration_s,
             tokens_per_s=result.tokens_per_s / slowness,
             bound_s=0.5 * result.iteration_s,
+            recomputing_bound_s=0.6 * result.iteration_s,
             peak_memory_fraction=0.5,
             extrapolated=False,
             rejected=(Rejected(what="one group", why="12 % slower", iteration_s=1.0),),
@@ -69,7 +72,7 @@ class Search:
         )
 
 
-def fake_explanation(inputs, plan):
+def fake_explanation(inputs, plan, replans=None):
     headroom = [
         Headroom(rank=rank, kind=kind, capacity_bytes=capacity, peak_bytes=10**9)
         for rank, (kind, capacity) in enumerate(
@@ -83,6 +86,7 @@ def fake_explanation(inputs, plan):
         iteration_s=1.0,
         tokens_per_s=1.0,
         bound_s=0.9,
+        recomputing_bound_s=0.95,
         efficiency=0.9,
         limited_by="compute",
         bottleneck_group=1,
@@ -90,9 +94,14 @@ def fake_explanation(inputs, plan):
         loads=(load,),
         headroom=tuple(headroom),
         alternatives=(),
-        one_more=(),
+        replans=replans,
         sentences=("A first sentence.", "A second one."),
     )
+
+
+def fake_replan(inputs, *, found_s=None, on_progress=None):
+    more = OneMore(kind="A6000", node="new", iteration_s=0.8, speedup=1.25)
+    return Replans(again_s=found_s or 1.0, one_more=(more,))
 
 
 @pytest.fixture
@@ -105,6 +114,7 @@ def search(monkeypatch):
     stand_in = Search()
     monkeypatch.setattr(search_module, "find_plan", stand_in)
     monkeypatch.setattr(explain_module, "explain", fake_explanation)
+    monkeypatch.setattr(replan_module, "replan", fake_replan)
     return stand_in
 
 
@@ -134,7 +144,8 @@ def test_the_prediction_of_a_plan_too_large_to_explain(run, search, monkeypatch)
     monkeypatch.setattr(plan_module, "_EXPLAIN_UP_TO_RANKS", 7)
     result = run(*PLAN)
     assert "A first sentence." not in result.stdout
-    assert "(efficiency 0.50)." in result.stdout
+    assert "50 % of a rate that no plan exceeds." in result.stdout
+    assert "No plan takes less than " in result.stdout
     assert "The fullest GPU is rank " in result.stdout
 
 
@@ -209,21 +220,21 @@ def test_compare_plans(run, search):
     result = run(*COMPARE)
     assert result.exit_code == 0, result.output
     rows = {row[0]: row[1:] for row in cells(result.stdout)}
-    assert list(rows) == ["zorse", "stock", "zorse-paper", "cephalo"]
-    assert [rows[name][2] for name in ("zorse", "stock", "zorse-paper")] == [
-        "2.00 x",
-        "1.00 x",
-        "1.33 x",
-    ]
-    assert rows["zorse"][3:] == ["0.50", "50 %", "2", "none"]
+    everybody = ["zorse", "stock, all GPUs", "stock, best GPUs", "zorse-paper", "cephalo"]
+    assert list(rows) == everybody
+    assert rows["stock, all GPUs"][2] == "1.00 x"
+    assert rows["zorse"][4:] == ["50 %", "2", "none"]
     assert rows["cephalo"][0] == "no plan"
     assert "cephalo: no plan: rank 4 (V100-16): found 1" in result.stdout
+    assert "stock, best GPUs: 4 A6000: PP " in result.stdout
 
 
 def test_compare_plans_json(run, search):
     answer = json.loads(run(*COMPARE, "--json").stdout)
     rows = {row["strategy"]: row for row in answer["plans"]}
-    assert rows["zorse"]["against_stock"] == pytest.approx(STOCK_SPEED)
+    stock = rows["stock, all GPUs"]
+    expected = stock["iteration_s"] / rows["zorse"]["iteration_s"]
+    assert rows["zorse"]["against_stock"] == pytest.approx(expected)
     assert rows["cephalo"] == {
         "strategy": "cephalo",
         "feasible": False,
@@ -251,6 +262,8 @@ def test_explain(run, search):
 def test_explain_json(run, search):
     answer = json.loads(run(*EXPLAIN, "--json").stdout)
     assert answer["limited_by"] == "compute"
+    assert answer["replans"]["one_more"][0]["speedup"] == 1.25
+    assert "replans" not in json.loads(run(*EXPLAIN, "--no-replan", "--json").stdout)
     assert answer["headroom"][7]["rank"] == 7
 
 
@@ -277,7 +290,7 @@ def test_a_plan_in_types_of_its_own_is_priced_alike_by_all_commands(run):
         simulated = json.loads(run("simulate", *files, *told, "--json").stdout)
         assert simulated["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
         assert simulated["fits_in_memory"] is True
-    explained = json.loads(run("explain", *files, "--json").stdout)
+    explained = json.loads(run("explain", *files, "--no-replan", "--json").stdout)
     assert explained["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
     checked = run("check", "own.json", "cluster.yaml", "model.yaml")
     assert checked.exit_code == 0, checked.output

@@ -16,27 +16,16 @@ from zorse_megatron.emulate.contestants import (
     STOCK,
     Contestant,
     contestants,
-    faster_nodes,
-    part_of,
-    stock_on_all,
 )
 from zorse_megatron.emulate.report import HEADINGS, Report
 from zorse_megatron.emulate.run import EmulatedRun, System
 from zorse_megatron.emulate.self_test import SelfTest
-from zorse_megatron.emulate.stock_grids import (
-    Grid,
-    best_grid,
-    flags_of_grid,
-    grids,
-    plan_of_grid,
-    stages_of,
-)
+from zorse_megatron.emulate.stock_flags import flags_of_grid
 from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.planner.stock_grids import Grid
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.simulate.framework import STOCK_1F1B
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
@@ -54,7 +43,7 @@ def make(cluster, batch=16):
 
 
 def test_everybody_on_a_cluster_of_two_kinds():
-    found = {each.name: each for each in contestants(CLUSTER, make, quick=False)}
+    found = {each.name: each for each in contestants(make(CLUSTER), quick=False)}
     assert list(found) == [STOCK, BEST_GPUS, "zorse-paper", "cephalo", OURS]
     best = found[BEST_GPUS]
     assert best.layout.startswith("4 A6000: PP ")
@@ -63,46 +52,8 @@ def test_everybody_on_a_cluster_of_two_kinds():
     for each in found.values():
         assert (each.system is None) == bool(each.reason)
         assert each.system is None or each.predicted_s > 0
-    quick = contestants(CLUSTER, make, quick=True)
+    quick = contestants(make(CLUSTER), quick=True)
     assert [each.name for each in quick] == [STOCK, OURS]
-
-
-def test_parts_of_a_cluster_keep_their_kinds_and_count_ranks_anew():
-    (only,) = faster_nodes(CLUSTER, make(CLUSTER))
-    assert only == (0,)
-    part = part_of(CLUSTER, (1,))
-    assert (part.world_size, set(part.kinds)) == (4, {"V100-16"})
-    assert list(part.nodes[0].ranks) == [0, 1, 2, 3]
-
-
-def test_stock_that_fits_nowhere_is_tried_with_least_memory():
-    small = dataclasses.replace(make(CLUSTER), capacities_bytes=(2**30,) * 8)
-    found = stock_on_all(small)
-    assert found.predicted_s is None
-    assert found.layout.endswith("PP 8 DP 1, micro-batches of 1, recompute full")
-
-
-def test_stages_may_count_embedding_and_head_as_layers():
-    assert stages_of(8, 4) == ((2, 2, 2, 2), (False, False))
-    assert stages_of(26, 4) == ((6, 7, 7, 6), (True, True))
-    assert stages_of(7, 4) == ((2, 2, 2, 1), (False, True))
-    assert stages_of(26, 1) == ((26,), (False, False))
-    assert stages_of(26, 8) is None
-    assert stages_of(2, 4) is None  # the first stage would have none
-
-
-def test_the_best_grid_is_the_fastest_that_fits():
-    inputs = make(CLUSTER)
-    every = []
-    for grid in grids(inputs):
-        plan = plan_of_grid(inputs, grid)
-        priced = simulate_plan(inputs, plan, framework=STOCK_1F1B)
-        peaks = zip(priced.peak_memory_bytes, inputs.capacities_bytes, strict=True)
-        if all(peak <= capacity for peak, capacity in peaks):
-            every.append((priced.iteration_s, grid))
-    best = best_grid(inputs)
-    assert (best.iteration_s, best.grid) == min(every, key=lambda each: each[0])
-    assert len({grid.width for _, grid in every}) > 2
 
 
 def test_flags_of_a_grid():
@@ -177,6 +128,8 @@ def test_rows():
 def test_without_stock_there_is_no_speedup():
     results = [result(STOCK, 0.0, out_of_memory="CUDA out of memory"), result(OURS, 2.0)]
     assert [row.speedup_vs_stock for row in rows_of(results, make(CLUSTER))] == [None, None]
+    fewer = [results[0], result(BEST_GPUS, 3.0), results[1]]
+    assert [row.speedup_vs_stock for row in rows_of(fewer, make(CLUSTER))] == [None, 1.0, 1.5]
 
 
 def test_files(tmp_path):

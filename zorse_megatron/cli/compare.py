@@ -1,6 +1,7 @@
 """`zorse compare`: stock Megatron, the strategies and ours, trained on one emulated cluster."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,6 @@ from rich.text import Text
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
     CommandError,
-    failure_as_json,
     print_json,
     print_plain,
     print_table,
@@ -34,8 +34,6 @@ from zorse_megatron.cli.priced import needed_batch_size, usual_dtype
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
-from zorse_megatron.files.check import folder_problems
-from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.profile import Profile
@@ -92,26 +90,13 @@ def compare(  # noqa: PLR0917
             workload, global_batch_size=batch, dtype=workload.dtype or usual_dtype(machines)
         )
         report = _compared(machines, workload, known, perturbation, iterations, quick)
-        written, lost = _saved(report, out)
+        written = report.save(out)
     if as_json:
         from zorse_megatron.emulate.comparison import as_json as plain
 
-        answer = {"ok": True, "rows": plain(report.rows), "written": list(map(str, written))}
-        print_json(answer | failure_as_json(lost))
-    else:
-        _print(report, written)
-    if lost is not None:
-        if not as_json:
-            print_plain(str(lost), to_stderr=True)
-        raise typer.Exit(1)
-
-
-def _saved(report: "Report", out: Path) -> tuple[Sequence[Path], NotWritten | None]:
-    """Write the files; what was measured is shown also where they cannot be written."""
-    try:
-        return report.save(out), None
-    except NotWritten as error:
-        return [], error
+        print_json({"ok": True, "rows": plain(report.rows), "written": list(map(str, written))})
+        return
+    _print(report, written)
 
 
 def _compared(  # noqa: PLR0917
@@ -126,18 +111,15 @@ def _compared(  # noqa: PLR0917
     from zorse_megatron.emulate.report import Report
     from zorse_megatron.planner.inputs import make_inputs
 
-    def make(machines: Cluster) -> "Inputs":
-        assert workload.dtype is not None and workload.global_batch_size is not None
-        return make_inputs(
-            machines,
-            workload.model,
-            profile,
-            global_batch_size=workload.global_batch_size,
-            dtype=workload.dtype,
-        )
-
-    inputs = make(cluster)
-    found = contestants(cluster, make, quick=quick)
+    assert workload.dtype is not None and workload.global_batch_size is not None
+    inputs = make_inputs(
+        cluster,
+        workload.model,
+        profile,
+        global_batch_size=workload.global_batch_size,
+        dtype=workload.dtype,
+    )
+    found = contestants(inputs, quick=quick)
     results = _trained(found, inputs, workload, perturbation, iterations)
     title = (
         f"{workload.model.name} on {cluster.name or 'the cluster'}: {inputs.world_size} emulated "
@@ -190,11 +172,28 @@ def _refuse(cluster: Cluster, out: Path) -> None:
                 remedy="Describe a smaller cluster of the same kinds.",
             )
         )
-    from zorse_megatron.emulate.report import FILES
-
-    problems += folder_problems("--out", out, FILES)
+    if why := _why_not_writable(out):
+        problems.append(
+            Problem(
+                where=f"--out {out}",
+                found=why,
+                expected="a directory, or nothing",
+                remedy="Choose another path.",
+            )
+        )
     if problems:
         raise CommandError("the comparison cannot be made", problems)
+
+
+def _why_not_writable(out: Path) -> str | None:
+    """Make the directory, so that nothing is trained whose results would then be lost."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        return "a file"
+    except OSError as error:
+        return f"no directory that can be made ({error.strerror})"
+    return None if os.access(out, os.W_OK | os.X_OK) else "no permission to write there"
 
 
 def _print(report: "Report", written: Sequence[Path]) -> None:
@@ -210,5 +209,4 @@ def _print(report: "Report", written: Sequence[Path]) -> None:
         print_plain(f"{name}: {layout}")
     for note in report.notes:
         print_plain(f"note: {note}")
-    if written:
-        print_plain(f"written: {', '.join(map(str, written))}")
+    print_plain(f"written: {', '.join(map(str, written))}")

@@ -1,6 +1,7 @@
 """`zorse compare-plans`: what each strategy makes of the same cluster and model."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,15 +32,25 @@ from zorse_megatron.schema.plan import Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome, Strategy
+    from zorse_megatron.planner.stock_best import StockLayout
+
+STOCK = "stock, all GPUs"
+BEST_GPUS = "stock, best GPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One strategy: its plan, or why it has none."""
+    """One row: a strategy's plan or stock Megatron itself, or why there is none."""
 
     strategy: str
-    outcome: "Outcome | None"
-    reason: str
+    reason: str = ""
+    outcome: "Outcome | None" = None
+    stock: "StockLayout | None" = None
+
+    @property
+    def found(self) -> "Outcome | StockLayout | None":
+        """Whichever there is."""
+        return self.outcome or self.stock
 
 
 def compare_plans(  # noqa: PLR0917
@@ -76,24 +87,41 @@ def compare_plans(  # noqa: PLR0917
             global_batch_size=needed_batch_size(workload),
             margin=margin,
         )
-        rows = [_row(prices, each, shows_progress=not as_json) for each in strategies]
+        rows = [
+            row for each in strategies for row in _rows(prices, each, shows_progress=not as_json)
+        ]
     if as_json:
-        print_json({"ok": True, "dtype": prices.dtype, "plans": _as_json(rows)})
+        print_json({"ok": True, "dtype": prices.dtype, "plans": _as_json(prices, rows)})
     else:
         _print(prices, rows)
-    if not any(row.outcome for row in rows):
+    if not any(row.found for row in rows):
         raise typer.Exit(1)
 
 
-def _row(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> _Row:
+def _rows(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> Iterator[_Row]:
     from zorse_megatron.planner.search import NoPlanError, find_plan
 
+    if strategy == "stock":
+        yield from _stock_rows(prices)
+        return
     try:
         with progress_bar(wanted=shows_progress, title=strategy) as on_progress:
             outcome = find_plan(prices.inputs, strategy=strategy, on_progress=on_progress)
     except NoPlanError as error:
-        return _Row(strategy=strategy, outcome=None, reason=_reason(error))
-    return _Row(strategy=strategy, outcome=outcome, reason="")
+        yield _Row(strategy=strategy, reason=_reason(error))
+        return
+    yield _Row(strategy=strategy, outcome=outcome)
+
+
+def _stock_rows(prices: Priced) -> Iterator[_Row]:
+    """Stock Megatron as `zorse compare` trains it: on all GPUs, and on the best of them."""
+    from zorse_megatron.planner import stock_best
+
+    for name, found in (
+        (STOCK, stock_best.stock_on_all(prices.inputs)),
+        (BEST_GPUS, stock_best.stock_on_best(prices.inputs)),
+    ):
+        yield _Row(strategy=name, reason=found.reason, stock=found.fitting)
 
 
 def _reason(error: ZorseError) -> str:
@@ -105,63 +133,92 @@ def _print(prices: Priced, rows: list[_Row]) -> None:
     table = Table(*headings, "Groups", "Recompute")
     stock = _stock_tokens_per_s(rows)
     for row in rows:
-        outcome = row.outcome
-        if outcome is None:
+        if row.found is None:
             table.add_row(row.strategy, "no plan")
             continue
         cells = [
             row.strategy,
-            f"{outcome.iteration_s:.4g} s",
-            f"{outcome.tokens_per_s:,.0f}",
-            f"{outcome.tokens_per_s / stock:.2f} x" if stock else "-",
-            f"{outcome.efficiency:.2f}",
-            f"{100 * outcome.peak_memory_fraction:.0f} %",
-            str(outcome.num_groups),
-            recompute_of(outcome.plan),
+            f"{row.found.iteration_s:.4g} s",
+            f"{row.found.tokens_per_s:,.0f}",
+            f"{row.found.tokens_per_s / stock:.2f} x" if stock else "-",
+            f"{_bound_s(prices) / row.found.iteration_s:.2f}",
+            f"{100 * _fullest(row):.0f} %",
+            str(_num_groups(row)),
+            _recompute(row),
         ]
         table.add_row(*map(Text, cells))
     print_table(table)
     for row in rows:
-        if row.outcome is None:
+        if row.found is None:
             print_plain(f"{row.strategy}: no plan: {row.reason}")
-        else:
-            cannot = not_trainable_yet(row.outcome.plan)
-            if cannot:
-                print_plain(f"note: {row.strategy}: {cannot}")
+        elif row.stock is not None:
+            print_plain(f"{row.strategy}: {row.stock.words}")
+        elif row.outcome is not None and (cannot := not_trainable_yet(row.outcome.plan)):
+            print_plain(f"note: {row.strategy}: {cannot}")
     for note in prices.notes:
         print_plain(f"note: {note}")
 
 
-def _as_json(rows: list[_Row]) -> list[dict[str, Any]]:
+def _as_json(prices: Priced, rows: list[_Row]) -> list[dict[str, Any]]:
     stock = _stock_tokens_per_s(rows)
     answers = []
     for row in rows:
-        outcome = row.outcome
-        if outcome is None:
+        if row.found is None:
             answers.append({"strategy": row.strategy, "feasible": False, "reason": row.reason})
             continue
-        answers.append(
-            {
-                "strategy": row.strategy,
-                "feasible": True,
-                "iteration_s": outcome.iteration_s,
-                "tokens_per_s": outcome.tokens_per_s,
-                "against_stock": outcome.tokens_per_s / stock if stock else None,
-                "bound_s": outcome.bound_s,
-                "efficiency": outcome.efficiency,
-                "peak_memory_fraction": outcome.peak_memory_fraction,
-                "plan_time_s": outcome.plan_time_s,
-                "num_groups": outcome.num_groups,
-                "recompute": recompute_of(outcome.plan),
-                "can_be_trained": not_trainable_yet(outcome.plan) is None,
-            }
-        )
+        answer = {
+            "strategy": row.strategy,
+            "feasible": True,
+            "iteration_s": row.found.iteration_s,
+            "tokens_per_s": row.found.tokens_per_s,
+            "against_stock": row.found.tokens_per_s / stock if stock else None,
+            "bound_s": _bound_s(prices),
+            "efficiency": _bound_s(prices) / row.found.iteration_s,
+            "peak_memory_fraction": _fullest(row),
+            "num_groups": _num_groups(row),
+            "recompute": _recompute(row),
+        }
+        if row.outcome is not None:
+            answer["recomputing_bound_s"] = row.outcome.recomputing_bound_s
+            answer["plan_time_s"] = row.outcome.plan_time_s
+            answer["can_be_trained"] = not_trainable_yet(row.outcome.plan) is None
+        elif row.stock is not None:
+            answer |= {"layout": row.stock.words, "ranks": list(row.stock.ranks)}
+        answers.append(answer)
     return answers
 
 
+def _bound_s(prices: Priced) -> float:
+    from zorse_megatron.planner.bound import lower_bound_s
+
+    return lower_bound_s(prices.inputs)
+
+
+def _fullest(row: _Row) -> float:
+    if row.stock is not None:
+        return row.stock.fullest
+    assert row.outcome is not None
+    return row.outcome.peak_memory_fraction
+
+
+def _num_groups(row: _Row) -> int:
+    if row.stock is not None:
+        return len(row.stock.grid.layers)
+    assert row.outcome is not None
+    return row.outcome.num_groups
+
+
+def _recompute(row: _Row) -> str:
+    if row.stock is not None:
+        return row.stock.grid.mode
+    assert row.outcome is not None
+    return recompute_of(row.outcome.plan)
+
+
 def _stock_tokens_per_s(rows: list[_Row]) -> float | None:
-    outcomes = [row.outcome for row in rows if row.strategy == "stock" and row.outcome]
-    return outcomes[0].tokens_per_s if outcomes else None
+    """On all GPUs; on the best of them where it does not fit on all."""
+    rates = {row.strategy: row.stock.tokens_per_s for row in rows if row.stock is not None}
+    return rates.get(STOCK) or rates.get(BEST_GPUS)
 
 
 def recompute_of(plan: Plan) -> str:

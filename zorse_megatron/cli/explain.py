@@ -19,7 +19,8 @@ from zorse_megatron.cli.options import (
     Model,
     Profiles,
 )
-from zorse_megatron.cli.priced import priced_for_plan
+from zorse_megatron.cli.priced import Priced, priced_for_plan
+from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.schema.load import load_plan
@@ -29,6 +30,7 @@ from zorse_megatron.schema.strict import plain
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.explain import Explanation, Headroom
+    from zorse_megatron.planner.replan import Replans
 
 
 def explain(  # noqa: PLR0917
@@ -39,6 +41,13 @@ def explain(  # noqa: PLR0917
     profile: Profiles = None,
     dtype: DtypeName = None,
     margin: Margin = DEFAULT_MARGIN,
+    replans: Annotated[
+        bool,
+        typer.Option(
+            "--replan/--no-replan",
+            help="Whether to search again: for these GPUs, and with one more of each kind.",
+        ),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: what limits it, what was rejected and why, headroom, what would help."""
@@ -51,7 +60,8 @@ def explain(  # noqa: PLR0917
         prices = priced_for_plan(
             plan, cluster, workload, profile or [], source=str(path), margin=margin
         )
-        explanation = explained(prices.inputs, plan)
+        searched = _replans(prices, shows_progress=not as_json) if replans else None
+        explanation = explained(prices.inputs, plan, searched)
     if as_json:
         notes = list(prices.notes)
         print_json({"ok": True, **plain(explanation), "dtype": prices.dtype, "notes": notes})
@@ -62,6 +72,18 @@ def explain(  # noqa: PLR0917
     print_table(_headroom(plan, explanation))
     for note in prices.notes:
         print_plain(f"note: {note}")
+
+
+def _replans(prices: Priced, *, shows_progress: bool) -> "Replans | None":
+    """Search again; None where there is no plan, as a plan that does not fit is explained too."""
+    from zorse_megatron.planner.errors import NoPlanError
+    from zorse_megatron.planner.replan import replan
+
+    with progress_bar(wanted=shows_progress) as on_progress:
+        try:
+            return replan(prices.inputs, on_progress=on_progress)
+        except NoPlanError:
+            return None
 
 
 def _loads(plan: Plan, explanation: "Explanation") -> Table:

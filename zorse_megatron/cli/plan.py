@@ -8,7 +8,6 @@ import typer
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
     CommandError,
-    failure_as_json,
     gib,
     print_json,
     print_plain,
@@ -24,17 +23,16 @@ from zorse_megatron.cli.options import (
     Model,
     Profiles,
     SeqLength,
+    refuse_unwritable,
 )
 from zorse_megatron.cli.plan_table import plan_line, print_plan
 from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
 from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import PlanError, Problem
-from zorse_megatron.files.check import refuse_unwritable
-from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.load import dump_plan, save_plan
+from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import GradientWire, Plan
 from zorse_megatron.schema.strict import plain
 from zorse_megatron.schema.suggest import did_you_mean
@@ -74,7 +72,7 @@ def plan(  # noqa: PLR0917
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
     with reported_errors(as_json=as_json):
-        refuse_unwritable({"--out": out}, inputs=[cluster, model, *(profile or ())])
+        refuse_unwritable({"--out": out}, inputs=[cluster, *(profile or ())])
         wanted = strategy_named(strategy)
         workload = workload_of(
             model=model,
@@ -94,28 +92,12 @@ def plan(  # noqa: PLR0917
         )
         outcome = _found(prices, wanted, shows_progress=not as_json)
         sentences = _reasons(prices, outcome.plan)
-        lost = _not_saved(outcome.plan, out)
-    written = out if lost is None else lost.kept
-    if as_json:
-        print_json(_as_json(prices, outcome, sentences, written) | failure_as_json(lost))
-    else:
-        _print(prices, outcome, sentences, written)
-    if lost is not None:
-        if not as_json:
-            print_plain(str(lost), to_stderr=True)
-            if lost.kept is None:  # it took a search to find
-                print_plain(dump_plan(outcome.plan).rstrip())
-        raise typer.Exit(1)
-
-
-def _not_saved(found: Plan, out: Path | None) -> NotWritten | None:
-    """Write the plan; return why it could not be, for it is shown in any case."""
-    try:
         if out is not None:
-            save_plan(found, out)
-    except NotWritten as error:
-        return error
-    return None
+            save_plan(outcome.plan, out)
+    if as_json:
+        print_json(_as_json(prices, outcome, sentences, out))
+    else:
+        _print(prices, outcome, sentences, out)
 
 
 def strategy_named(name: str) -> "Strategy":
@@ -189,23 +171,24 @@ def _print(
         f"considered in {outcome.plan_time_s:.1f} s: {counts.groupings} groupings, "
         f"{counts.estimated} plans estimated, {counts.simulated} simulated"
     )
-    rejected = dict.fromkeys(f"{each.what}: {each.why}" for each in outcome.rejected)
-    for each in list(rejected)[:_MAX_REJECTED]:
-        print_plain(f"not taken: {each}")
+    for each in outcome.rejected[:_MAX_REJECTED]:
+        print_plain(f"not taken: {each.what}: {each.why}")
     for note in _notes(prices, outcome):
         print_plain(f"note: {note}")
     if out is not None:
         print_plain(f"written: {out}")
 
 
-def _prediction(prices: Priced, outcome: "Outcome") -> tuple[str, str]:
+def _prediction(prices: Priced, outcome: "Outcome") -> tuple[str, ...]:
     """Time and memory of a plan that is too large to be explained beside the search."""
+    from zorse_megatron.planner.explain import bound_sentence
+
     peaks, capacities = _peaks(outcome), prices.inputs.capacities_bytes
     rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
     return (
-        f"An iteration takes {outcome.iteration_s:.4g} s, {outcome.tokens_per_s:,.0f} tokens/s; "
-        f"with every layer recomputed it cannot take less than {outcome.bound_s:.4g} s "
-        f"(efficiency {outcome.efficiency:.2f}).",
+        f"An iteration takes {outcome.iteration_s:.4g} s, {outcome.tokens_per_s:,.0f} tokens/s, "
+        f"{100 * outcome.efficiency:.0f} % of a rate that no plan exceeds.",
+        bound_sentence(outcome.bound_s, outcome.recomputing_bound_s),
         f"The fullest GPU is rank {rank} ({prices.inputs.kinds[rank]}): {gib(peaks[rank])} of "
         f"{gib(capacities[rank])} that may be filled.",
     )
@@ -240,6 +223,7 @@ def _as_json(
         "iteration_s": outcome.iteration_s,
         "tokens_per_s": outcome.tokens_per_s,
         "bound_s": outcome.bound_s,
+        "recomputing_bound_s": outcome.recomputing_bound_s,
         "efficiency": outcome.efficiency,
         "peak_memory_fraction": outcome.peak_memory_fraction,
         "memory_margin": outcome.margin,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zorse_megatron.emulate.contestants import STOCK, Contestant
+from zorse_megatron.emulate.contestants import BEST_GPUS, STOCK, Contestant
 from zorse_megatron.emulate.run import EmulatedRun
 from zorse_megatron.planner.inputs import Inputs
 
@@ -47,7 +47,8 @@ def rows_of(results: Sequence[Result], inputs: Inputs) -> list[Row]:
     """Compute the rows, in the order of the results."""
     tokens = inputs.global_batch_size * inputs.sequence_length
     alone = aggregate_tokens_per_s(inputs)
-    stock_s = next((_measured_s(r) for r in results if r.contestant.name == STOCK), None)
+    measured = {result.contestant.name: _measured_s(result) for result in results}
+    stock_s = measured.get(STOCK) or measured.get(BEST_GPUS)
     return [_row(result, tokens=tokens, alone=alone, stock_s=stock_s) for result in results]
 
 

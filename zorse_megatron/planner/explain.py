@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zorse_megatron.planner.bound import best_layers_per_s, lower_bound_s
+from zorse_megatron.planner.bound import plan_bound_s
 from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.replan import Replans
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.words import members
 from zorse_megatron.schema.plan import Plan, Replica
@@ -18,6 +19,7 @@ from zorse_megatron.simulate.result import SimulationResult
 
 Limit = Literal["compute", "imbalance and bubbles", "communication"]
 _GIB = 2**30
+_FASTER = 1.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +52,6 @@ class GroupLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneMore:
-    """What one more GPU of a kind would bring."""
-
-    kind: str
-    iteration_s: float
-    """Estimated, with the new GPU in the group where it helps most."""
-    speedup: float
-    """Iterations per second over those of today."""
-    group: int
-    """Where it helps most."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Alternative:
     """A change of the plan, and what it would do."""
 
@@ -79,7 +68,11 @@ class Explanation:
     iteration_s: float
     tokens_per_s: float
     bound_s: float
+    """No plan that fits can be faster than this."""
+    recomputing_bound_s: float
+    """No plan that recomputes every layer can be faster than this."""
     efficiency: float
+    """bound_s / iteration_s."""
     limited_by: Limit
     bottleneck_group: int
     """The group that is busy for the largest share of the iteration."""
@@ -89,18 +82,19 @@ class Explanation:
     headroom: tuple[Headroom, ...]
     """By rank."""
     alternatives: tuple[Alternative, ...]
-    one_more: tuple[OneMore, ...]
-    """By gain, largest first."""
+    replans: Replans | None
+    """None: no other search was made."""
     sentences: tuple[str, ...]
     """All of it in plain words."""
 
 
-def explain(inputs: Inputs, plan: Plan) -> Explanation:
+def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Explanation:
     """Explain a plan on the cluster of `inputs`.
 
     The plan is simulated, and so are its alternatives: every group without recomputation, all of
-    it recomputed, a layer moved away from the busiest group. Raises PlanError or SimulationError
-    where it cannot be simulated, ValueError where the plan is for another number of GPUs.
+    it recomputed, a layer moved away from the busiest group. `replans`: see `replan`. Raises
+    PlanError or SimulationError where it cannot be simulated, ValueError where the plan is for
+    another number of GPUs.
     """
     if plan.world_size != inputs.world_size:
         raise ValueError(
@@ -111,11 +105,12 @@ def explain(inputs: Inputs, plan: Plan) -> Explanation:
     loads = tuple(_loads(inputs, plan, result))
     path = _path(result.critical_path, result.iteration_s)
     bottleneck = max(loads, key=lambda load: load.busy).group
-    bound_s = lower_bound_s(inputs)
+    bound_s = plan_bound_s(inputs, plan)
     unworded = Explanation(
         iteration_s=result.iteration_s,
         tokens_per_s=result.tokens_per_s,
         bound_s=bound_s,
+        recomputing_bound_s=plan_bound_s(inputs, plan, recomputing=True),
         efficiency=bound_s / result.iteration_s,
         limited_by=_limit(loads, path),
         bottleneck_group=bottleneck,
@@ -123,7 +118,7 @@ def explain(inputs: Inputs, plan: Plan) -> Explanation:
         loads=loads,
         headroom=_headroom(inputs, result),
         alternatives=tuple(_alternatives(inputs, plan, result, bottleneck)),
-        one_more=_one_more(inputs, plan, result, loads),
+        replans=replans,
         sentences=(),
     )
     return replace(unworded, sentences=tuple(_sentences(inputs, plan, unworded)))
@@ -236,39 +231,12 @@ def _with(plan: Plan, chunks: Sequence[object]) -> Plan:
     return replace(plan, chunks=tuple(chunks))  # type: ignore[arg-type]
 
 
-def _one_more(
-    inputs: Inputs, plan: Plan, result: SimulationResult, loads: Sequence[GroupLoad]
-) -> tuple[OneMore, ...]:
-    """A new GPU takes its part of its group's samples; the busiest group then sets the pace.
-
-    What is not computation stays as it is. Layers are not dealt out again, so this is what the
-    same plan would gain; planning the larger cluster can only find more.
-    """
-    found = []
-    busiest = max(loads, key=lambda load: load.busy)
-    for kind in dict.fromkeys(inputs.kinds):
-        own = best_layers_per_s(inputs, kind)
-        speed = sum(best_layers_per_s(inputs, k) * count for k, count in busiest.kinds)
-        others = [load.busy for load in loads if load.group != busiest.group]
-        after = max([busiest.busy * speed / (speed + own), *others])
-        iteration_s = result.iteration_s * (1 - busiest.busy + after)
-        found.append(
-            OneMore(
-                kind=kind,
-                iteration_s=iteration_s,
-                speedup=result.iteration_s / iteration_s,
-                group=busiest.group,
-            )
-        )
-    return tuple(sorted(found, key=lambda each: (each.iteration_s, each.kind)))
-
-
 def _sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     yield (
-        f"An iteration takes {found.iteration_s:.3f} s, {found.tokens_per_s:,.0f} tokens/s; with "
-        f"every layer recomputed it cannot take less than {found.bound_s:.3f} s "
-        f"({100 * found.efficiency:.0f} % of that rate)."
+        f"An iteration takes {found.iteration_s:.3f} s, {found.tokens_per_s:,.0f} tokens/s, "
+        f"{100 * found.efficiency:.0f} % of a rate that no plan exceeds."
     )
+    yield bound_sentence(found.bound_s, found.recomputing_bound_s)
     load = found.loads[found.bottleneck_group]
     group = plan.groups[found.bottleneck_group]
     yield (
@@ -288,10 +256,39 @@ def _sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
         yield f"{len(idle)} GPUs only hold state (ranks {ranks})."
     for other in found.alternatives:
         yield f"Instead: {other.what}: {other.why_not}."
-    for more in found.one_more:
+    yield from _replanned(found)
+
+
+def bound_sentence(bound_s: float, recomputing_bound_s: float) -> str:
+    """Say what no plan can beat."""
+    return (
+        f"No plan takes less than {bound_s:.3f} s, and none that recomputes every layer less than "
+        f"{recomputing_bound_s:.3f} s: the work over the rates of all GPUs, nobody ever waiting."
+    )
+
+
+def _replanned(found: Explanation) -> Iterator[str]:
+    if found.replans is None:
+        return
+    again_s = found.replans.again_s
+    if again_s < 0.995 * found.iteration_s:
         yield (
-            f"One more {more.kind} in group {more.group}: {100 * (more.speedup - 1):.1f} % faster."
+            f"Planned again, the same GPUs take {again_s:.3f} s: "
+            f"{100 * (found.iteration_s / again_s - 1):.1f} % faster than this plan."
         )
+    for more in found.replans.one_more:
+        gain = f"{more.iteration_s:.3f} s, {faster(more.speedup)}"
+        told = gain if more.speedup >= _FASTER else faster(more.speedup)
+        yield f"One more {more.kind} in node {more.node}, planned again: {told}."
+
+
+def faster(speedup: float) -> str:
+    """Say how much faster; less than a thousandth is nothing.
+
+    >>> faster(1.236), faster(1.0002)
+    ('23.6 % faster', 'no faster')
+    """
+    return f"{100 * (speedup - 1):.1f} % faster" if speedup >= _FASTER else "no faster"
 
 
 def _only_holds(replica: Replica) -> bool:

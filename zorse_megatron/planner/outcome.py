@@ -58,13 +58,15 @@ class Outcome:
     iteration_s: float
     tokens_per_s: float
     bound_s: float
+    """No plan that fits can be faster than this."""
+    recomputing_bound_s: float
     """No plan that recomputes every layer can be faster than this."""
     peak_memory_fraction: float
     """Highest peak of any rank over what its GPU may be filled to."""
     extrapolated: bool
     """Whether iteration_s was extrapolated from a shorter batch."""
     rejected: tuple[Rejected, ...]
-    """The best of what was not taken, fastest first."""
+    """The best of each other structure (schedule, groups, chunks) that fits, fastest first."""
     considered: Considered
     plan_time_s: float
     """How long the search took, by the clock; nothing else depends on it."""
@@ -75,7 +77,7 @@ class Outcome:
 
     @property
     def efficiency(self) -> float:
-        """bound_s / iteration_s; above 1 where less is recomputed than the bound assumes."""
+        """bound_s / iteration_s: the share of a rate that no plan exceeds; 1 at most."""
         return self.bound_s / self.iteration_s
 
     @property

@@ -21,9 +21,10 @@ from zorse_megatron.planner.outcome import (
 )
 from zorse_megatron.planner.shortage import no_plan
 from zorse_megatron.planner.stock import stock_plans
+from zorse_megatron.planner.stock_best import stock_on_all
 from zorse_megatron.planner.teams import Teams
 from zorse_megatron.planner.wire import with_narrow_wire
-from zorse_megatron.planner.words import in_words
+from zorse_megatron.planner.words import in_words, structure
 from zorse_megatron.planner.zorse import search as search_all
 from zorse_megatron.planner.zorse_paper import zorse_paper_plans
 from zorse_megatron.schema.plan import Predictions
@@ -57,7 +58,7 @@ def find_plan(
     started_s = time.perf_counter()
     search = _searched(inputs, strategy, on_progress or (lambda progress: None))
     if not search.verdicts:
-        raise no_plan(inputs) if strategy == "zorse" else _no_baseline(strategy)
+        raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
     best = with_narrow_wire(search.judge, search.verdicts[0])
     result = best.result or search.judge.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
@@ -74,6 +75,7 @@ def find_plan(
         iteration_s=best.iteration_s,
         tokens_per_s=tokens_per_s,
         bound_s=lower_bound_s(inputs),
+        recomputing_bound_s=lower_bound_s(inputs, recomputing=True),
         peak_memory_fraction=max(
             peak / capacity
             for peak, capacity in zip(best.peaks_bytes, inputs.capacities_bytes, strict=True)
@@ -126,16 +128,19 @@ def _searched(
 
 
 _LIMITS = {
-    "stock": "as many GPUs in every stage as divide the batch, and as many layers",
+    "stock": "an even layout over all GPUs that fits",
     "zorse-paper": "groups, equal shards and one micro-batch size",
     "cephalo": "one group of all GPUs that gathers layer by layer",
 }
 
 
-def _no_baseline(strategy: Strategy) -> NoPlanError:
+def _no_baseline(inputs: Inputs, strategy: Strategy) -> NoPlanError:
+    found = "no plan that fits"
+    if strategy == "stock":
+        found += f" ({stock_on_all(inputs).reason or 'under this runtime'})"
     problem = Problem(
         where=f"strategy {strategy}",
-        found="no plan that fits",
+        found=found,
         expected=_LIMITS[strategy],
         remedy="The strategy zorse has no such restriction.",
     )
@@ -143,8 +148,14 @@ def _no_baseline(strategy: Strategy) -> NoPlanError:
 
 
 def _rejected(inputs: Inputs, search: _Searched) -> Iterator[Rejected]:
+    """The fastest of each structure; what differs from it in layers or sizes alone says no more."""
     best = search.verdicts[0]
-    for verdict in search.verdicts[1 : 1 + _REJECTED]:
+    told = {structure(best.plan, inputs.kinds)}
+    for verdict in search.verdicts[1:]:
+        looks = structure(verdict.plan, inputs.kinds)
+        if looks in told or len(told) > _REJECTED:
+            continue
+        told.add(looks)
         slower = 100 * (verdict.iteration_s / best.iteration_s - 1)
         yield Rejected(
             what=in_words(verdict.plan, inputs.kinds),

@@ -17,6 +17,13 @@ def in_words(plan: Plan, kinds: Sequence[str]) -> str:
     return f"{plan.schedule.name}; " + "; ".join(parts)
 
 
+def structure(plan: Plan, kinds: Sequence[str]) -> tuple[object, ...]:
+    """Equal for plans that differ in layers, sizes, recomputation or shares alone."""
+    chunks = Counter(chunk.group for chunk in plan.chunks)
+    groups = [(members(group, kinds), chunks[number]) for number, group in enumerate(plan.groups)]
+    return plan.schedule.name, *groups
+
+
 def members(group: Group, kinds: Sequence[str]) -> str:
     """How many GPUs of which kinds a group has."""
     counts = Counter(kinds[rank] for rank in group.ranks)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.files.write import write_text
 from zorse_megatron.runtime.host_budget import HOST_REMEDIES
 from zorse_megatron.runtime.host_memory import HostMemoryFull
 from zorse_megatron.schedules.actions import Action
@@ -124,18 +123,15 @@ class MemoryLedger:
 
     def save(self, directory: Path) -> Path:
         """Write `memory-rank<rank>.json` and return its path."""
-        path = directory / memory_name(self.rank)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"memory-rank{self.rank}.json"
         peaks = {category: asdict(peak) for category, peak in self.peaks.items()}
         content = {"rank": self.rank, "peaks": peaks, "at_peak_bytes": self.at_peak}
-        return write_text(path, json.dumps(content, indent=2) + "\n", parents=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        return path
 
     def _peak_bytes(self, category: str) -> int:
         return self.peaks[category].num_bytes if category in self.peaks else -1
-
-
-def memory_name(rank: int) -> str:
-    """The name of a rank's file."""
-    return f"memory-rank{rank}.json"
 
 
 def out_of_host_memory(

@@ -8,21 +8,19 @@ writing a layout by hand.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.planner.jobs import Job, Place, Settings
+from zorse_megatron.planner.stage import Stages
+from zorse_megatron.planner.teams import Team, Teams
 from zorse_megatron.schema.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
-from zorse_megatron.simulate.framework import STOCK_1F1B
 
 _SIZES = (1, 2, 4, 8, 16)
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
-# Stock's default: buckets of so many parameters (`DistributedDataParallel.__init__`).
-_BUCKET_PARAMETERS = 40_000_000
-_TINY_LAYER_PARAMETERS = 12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +47,13 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PricedGrid:
-    """A layout, by the simulator."""
+class Outlook:
+    """What the closed form says of a layout."""
 
     grid: Grid
     iteration_s: float
     fullest: float
-    """Highest peak of a rank over what its GPU may hold; it fits up to 1."""
-
-
-def best_grid(inputs: Inputs) -> PricedGrid | None:
-    """The fastest that fits; if none does, the one that comes closest. None: no grid at all."""
-    priced = [_priced(inputs, grid) for grid in grids(inputs)]
-    fitting = [each for each in priced if each.fullest <= 1]
-    if fitting:
-        return min(fitting, key=lambda each: each.iteration_s)
-    return min(priced, key=lambda each: each.fullest, default=None)
+    """Memory of the fullest rank over what its GPU may hold."""
 
 
 def grids(inputs: Inputs) -> Iterator[Grid]:
@@ -76,7 +65,7 @@ def grids(inputs: Inputs) -> Iterator[Grid]:
         if inputs.world_size % stages or batch % width or split is None:
             continue
         for size, mode in itertools.product(_SIZES, _MODES):
-            if batch % (width * size) == 0:
+            if mode in inputs.space.recompute and batch % (width * size) == 0:
                 yield Grid(
                     layers=split[0],
                     counts_ends=split[1],
@@ -104,9 +93,29 @@ def stages_of(num_layers: int, stages: int) -> tuple[tuple[int, ...], tuple[bool
     return None
 
 
+def no_grid(inputs: Inputs) -> str:
+    """Say why GPUs, layers and batch cannot be divided evenly."""
+    world, batch = inputs.world_size, inputs.global_batch_size
+    stages = [s for s in range(1, world + 1) if world % s == 0]
+    even = [s for s in stages if stages_of(inputs.num_layers, s) is not None]
+    widths = ", ".join(f"{world // s} (PP {s})" for s in even)
+    return (
+        f"divisibility: {world} GPUs make {_listed(stages)} stages, of which {inputs.num_layers} "
+        f"layers can be split evenly into {_listed(even)}; data parallelism would then be "
+        f"{widths}, and none of these divides a batch of {batch}"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
 def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
     """The same layout as a plan, for the simulator."""
     count = inputs.global_batch_size // (grid.width * grid.micro_batch_size)
+    # Stock knows one type for the whole job.
+    one_type = inputs.dtype_of(range(inputs.world_size))
     groups, chunks, first = [], [], 0
     for stage, layers in enumerate(grid.layers):
         ranks = range(stage * grid.width, (stage + 1) * grid.width)
@@ -119,7 +128,8 @@ def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
             )
             for rank in ranks
         )
-        groups.append(Group(replicas=replicas, recompute=Recompute(mode=grid.mode)))
+        recompute = None if grid.mode == "none" else Recompute(mode=grid.mode)
+        groups.append(Group(replicas=replicas, recompute=recompute, compute_dtype=one_type))
         chunks.append(Chunk(group=stage, layers=(first, first + layers)))
         first += layers
     return Plan(
@@ -133,34 +143,47 @@ def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
     )
 
 
-def flags_of_grid(inputs: Inputs, grid: Grid) -> tuple[str, ...]:
-    """Megatron's flags, with those that hide communication behind computation.
+class GridPrices:
+    """Prices layouts in closed form."""
 
-    Buckets of gradients are cut where those of the real model would be.
-    """
-    scale = _TINY_LAYER_PARAMETERS / inputs.memory.layer_parameters()
-    flags = [
-        *("--pipeline-model-parallel-size", str(len(grid.layers))),
-        *("--micro-batch-size", str(grid.micro_batch_size)),
-        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-        *("--ddp-bucket-size", str(max(1, round(_BUCKET_PARAMETERS * scale)))),
-    ]
-    if grid.counts_ends[0]:
-        flags.append("--account-for-embedding-in-pipeline-split")
-    if grid.counts_ends[1]:
-        flags.append("--account-for-loss-in-pipeline-split")
-    if grid.mode == "selective":
-        flags += ["--recompute-granularity", "selective"]
-    elif grid.mode == "full":
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
-        flags += ["--recompute-num-layers", "1"]
-    return tuple(flags)
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.stages = Stages(inputs)
 
+    @cached_property
+    def _teams(self) -> Teams:
+        return Teams(self.inputs)
 
-def _priced(inputs: Inputs, grid: Grid) -> PricedGrid:
-    result = simulate_plan(inputs, plan_of_grid(inputs, grid), framework=STOCK_1F1B)
-    fullest = max(
-        peak / capacity
-        for peak, capacity in zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True)
-    )
-    return PricedGrid(grid=grid, iteration_s=result.iteration_s, fullest=fullest)
+    def outlooks(self) -> list[Outlook]:
+        """All layouts: first those that fit, fastest first; then the others, least full first."""
+        found = [self._outlook(grid) for grid in grids(self.inputs)]
+        return sorted(
+            found, key=lambda each: (max(1.0, each.fullest), each.iteration_s, each.fullest)
+        )
+
+    def _outlook(self, grid: Grid) -> Outlook:
+        """Slowest stage and time to fill; memory of the fullest rank."""
+        width, size = grid.width, grid.micro_batch_size
+        count = self.inputs.global_batch_size // (width * size)
+        busy_s = fill_s = fullest = 0.0
+        for at, layers in enumerate(grid.layers):
+            team = self._teams.of(tuple(range(at * width, (at + 1) * width)))
+            settings = Settings(mode=grid.mode, recomputed=0 if grid.mode == "none" else layers)
+            job = self._job(team, grid, at)
+            share = self.stages.memory.shared_bytes(job, settings) / width
+            need = share + self.stages.memory.local_bytes(job, settings, size, count)
+            fullest = max(fullest, need / min(cell.capacity_bytes for cell in team.cells))
+            both_s = max(passes.both_s for passes in self.stages.passes(job, settings))
+            busy_s = max(busy_s, count * both_s)
+            fill_s += both_s
+        return Outlook(grid=grid, iteration_s=busy_s + fill_s, fullest=fullest)
+
+    @staticmethod
+    def _job(team: Team, grid: Grid, at: int) -> Job:
+        stages = len(grid.layers)
+        place = Place(
+            is_first=at == 0,
+            is_last=at == stages - 1,
+            window=float((stages - at) * grid.width * grid.micro_batch_size),
+        )
+        return Job(team, grid.layers[at], (grid.micro_batch_size,) * len(team.cells), place)

@@ -1,0 +1,119 @@
+"""What stock Megatron is: its even layouts, on all GPUs and on the best of them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli_samples import runner_in
+from zorse_megatron.cli.priced import priced
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.emulate import contestants as contestants_module
+from zorse_megatron.emulate.contestants import BEST_GPUS, STOCK, Contestant, contestants
+from zorse_megatron.planner.errors import NoPlanError
+from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.search import find_plan
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.planner.stock_best import stock_on_all, stock_on_best, subsets
+from zorse_megatron.planner.stock_grids import grids, plan_of_grid, stages_of
+from zorse_megatron.schema.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.simulate.framework import STOCK_1F1B
+
+CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
+MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
+FILES = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
+COMPARE = ("compare-plans", *FILES, "--strategy", "stock", "--json")
+
+
+def make(cluster=CLUSTER, batch=16, layers=8):
+    return make_inputs(
+        cluster,
+        dataclasses.replace(MODEL, num_layers=layers),
+        None,
+        global_batch_size=batch,
+        dtype="float16",
+        space=SearchSpace(offload=False),
+    )
+
+
+def three_nodes(gpus):
+    text = "\n".join(f"  - {{name: n{n}, gpus: {g}, nics: 25 Gb/s}}" for n, g in enumerate(gpus))
+    return parse_cluster(f"nodes:\n{text}".encode())
+
+
+def test_stages_may_count_embedding_and_head_as_layers():
+    assert stages_of(8, 4) == ((2, 2, 2, 2), (False, False))
+    assert stages_of(26, 4) == ((6, 7, 7, 6), (True, True))
+    assert stages_of(7, 4) == ((2, 2, 2, 1), (False, True))
+    assert stages_of(26, 1) == ((26,), (False, False))
+    assert stages_of(26, 8) is None
+    assert stages_of(2, 4) is None  # the first stage would have none
+
+
+@pytest.mark.parametrize("layers", [8, 10])
+def test_the_best_layout_is_the_fastest_that_fits(layers):
+    inputs = make(layers=layers)
+    every = []
+    for grid in grids(inputs):
+        plan = plan_of_grid(inputs, grid)
+        priced = simulate_plan(inputs, plan, framework=STOCK_1F1B)
+        peaks = zip(priced.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+        if all(peak <= capacity for peak, capacity in peaks):
+            every.append((priced.iteration_s, grid))
+    best = stock_on_all(inputs).fitting
+    assert (best.iteration_s, best.grid) == min(every, key=lambda each: each[0])
+    assert len({grid.width for _, grid in every}) > 1
+
+
+def test_memory_is_told_from_divisibility():
+    small = dataclasses.replace(make(), capacities_bytes=(2**30,) * 8)
+    found = stock_on_all(small)
+    assert found.fitting is None
+    assert found.layout.words.endswith("PP 8 DP 1, micro-batches of 1, recompute full")
+    assert found.reason.startswith("memory: PP 8 DP 1")
+    assert "of 1.0 GiB on rank " in found.reason
+    odd = stock_on_all(make(batch=7, layers=9))
+    assert odd.layout is None
+    assert odd.reason == (
+        "divisibility: 8 GPUs make 1, 2, 4 or 8 stages, of which 9 layers can be split evenly into "
+        "1 or 2; data parallelism would then be 8 (PP 1), 4 (PP 2), and none of these divides a "
+        "batch of 7"
+    )
+    with pytest.raises(NoPlanError, match="divisibility: 8 GPUs make"):
+        find_plan(make(batch=7, layers=9), strategy="stock")
+
+
+def test_subsets_of_the_gpus_are_tried():
+    seven = make(three_nodes(["2 x A100-40", "4 x A10G", "1 x T4"]))
+    tried = set(subsets(seven))
+    assert {(0, 1), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3), (2, 3, 4, 5), (0, 1, 6)} <= tried
+    assert tuple(range(7)) not in tried
+    assert stock_on_all(make(three_nodes(["2 x A100-40", "4 x A10G", "1 x T4"]), batch=15)).reason
+    assert stock_on_best(seven).fitting is not None
+    # Two fast GPUs with a slow one far behind: stock is faster without it.
+    slow = make(three_nodes(["2 x A100-40", "2 x T4"]))
+    alone = stock_on_best(slow).fitting
+    assert alone.ranks == (0, 1)
+    assert alone.iteration_s < stock_on_all(slow).layout.iteration_s
+    only = make(three_nodes(["2 x A100-40"]))
+    assert alone.iteration_s == stock_on_all(only).layout.iteration_s
+
+
+def test_compare_and_compare_plans_agree(tmp_path, monkeypatch):
+    """The same layouts and times, for the cluster and model of the command's tests."""
+    run = runner_in(tmp_path, monkeypatch)
+    answer = run(*COMPARE)
+    assert answer.exit_code == 0, answer.output
+    told = {row["strategy"]: row for row in json.loads(answer.stdout)["plans"]}
+    skipped = Contestant(name="-", layout="-", system=None, predicted_s=None)
+    monkeypatch.setattr(contestants_module, "_ours", lambda inputs: skipped)
+    monkeypatch.setattr(contestants_module, "_by_strategy", lambda inputs, strategy: skipped)
+    workload = workload_of(model="model.yaml", flags=None)
+    inputs = priced(load_cluster("cluster.yaml"), workload, [], global_batch_size=16).inputs
+    trained = {each.name: each for each in contestants(inputs, quick=False)}
+    for name in (STOCK, BEST_GPUS):
+        assert told[name]["layout"] == trained[name].layout
+        assert told[name]["iteration_s"] == trained[name].predicted_s
+        assert tuple(told[name]["ranks"]) == trained[name].system.gpus

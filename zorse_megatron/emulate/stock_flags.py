@@ -1,0 +1,33 @@
+"""Megatron's flags for an even layout of stock, on the tiny model that is trained in emulation."""
+
+from zorse_megatron.emulate.tiny import HIDDEN_SIZE
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.stock_grids import Grid
+
+# Stock's default: buckets of so many parameters (`DistributedDataParallel.__init__`).
+_BUCKET_PARAMETERS = 40_000_000
+_TINY_LAYER_PARAMETERS = 12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE
+
+
+def flags_of_grid(inputs: Inputs, grid: Grid) -> tuple[str, ...]:
+    """Megatron's flags, with those that hide communication behind computation.
+
+    Buckets of gradients are cut where those of the real model would be.
+    """
+    scale = _TINY_LAYER_PARAMETERS / inputs.memory.layer_parameters()
+    flags = [
+        *("--pipeline-model-parallel-size", str(len(grid.layers))),
+        *("--micro-batch-size", str(grid.micro_batch_size)),
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        *("--ddp-bucket-size", str(max(1, round(_BUCKET_PARAMETERS * scale)))),
+    ]
+    if grid.counts_ends[0]:
+        flags.append("--account-for-embedding-in-pipeline-split")
+    if grid.counts_ends[1]:
+        flags.append("--account-for-loss-in-pipeline-split")
+    if grid.mode == "selective":
+        flags += ["--recompute-granularity", "selective"]
+    elif grid.mode == "full":
+        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+        flags += ["--recompute-num-layers", "1"]
+    return tuple(flags)
