@@ -116,6 +116,8 @@ def _memory(
     plan: Plan, cluster: Cluster, workload: Workload, profiles: Sequence[Path], source: str
 ) -> str:
     """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
+    from zorse_megatron.planner.host_need import host_needs, host_sentences
+
     prices = priced_on(plan, cluster, workload, profiles)
     result = simulated(plan, prices, source=source)
     problems = list(memory_problems(plan, result, cluster, source))
@@ -125,7 +127,8 @@ def _memory(
     peak, capacity = result.peak_memory_bytes[rank], capacities_bytes(cluster)[rank]
     return (
         f"at most {100 * share:.0f} % of a GPU: rank {rank} ({cluster.gpu_kinds[rank]}) with "
-        f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, prices)}"
+        f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, prices)}. "
+        + " ".join(host_sentences(host_needs(prices.inputs, result)))
     )
 
 

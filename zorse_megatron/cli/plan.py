@@ -44,6 +44,8 @@ _MAX_REJECTED = 5
 _MAX_REASONS = 3
 # Beyond it, explaining takes as long as searching; `zorse explain` still does it.
 _EXPLAIN_UP_TO_RANKS = 512
+# Beyond it, looking for what would fit takes longer than the search that found nothing.
+_SAY_WHAT_FITS_UP_TO_RANKS = 128
 
 
 def plan(  # noqa: PLR0917
@@ -144,10 +146,24 @@ def not_trainable_yet(found: Plan) -> str | None:
 
 
 def _found(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
+    """Search. Raises NoPlanError that also says what would fit."""
+    from zorse_megatron.planner.errors import NoPlanError
     from zorse_megatron.planner.search import find_plan
 
     with progress_bar(wanted=shows_progress) as on_progress:
-        return find_plan(prices.inputs, strategy=strategy, on_progress=on_progress)
+        try:
+            return find_plan(prices.inputs, strategy=strategy, on_progress=on_progress)
+        except NoPlanError as error:
+            if strategy != "zorse" or prices.inputs.world_size > _SAY_WHAT_FITS_UP_TO_RANKS:
+                raise
+            raise error.with_problem(_what_fits(prices)) from None
+
+
+def _what_fits(prices: Priced) -> Problem:
+    from zorse_megatron.planner.what_fits import fits_problem, what_fits
+
+    model, batch = prices.workload.model, prices.inputs.global_batch_size
+    return fits_problem(what_fits(prices.inputs_for, model, batch), model, batch)
 
 
 def _reasons(prices: Priced, found: Plan) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.plan import GradientWire, Plan
+from zorse_megatron.schema.profile import Profile
 from zorse_megatron.schema.profile_load import joined, load_profile
 
 if TYPE_CHECKING:
@@ -30,6 +32,21 @@ class Priced:
     inputs: "Inputs"
     notes: tuple[str, ...]
     """For people: what was chosen for them, and what the prices rest on."""
+    profile: Profile | None = None
+
+    def inputs_for(self, model: ModelShape, global_batch_size: int) -> "Inputs":
+        """The same for another model and batch."""
+        from zorse_megatron.planner.inputs import make_inputs
+
+        return make_inputs(
+            self.cluster,
+            model,
+            self.profile,
+            global_batch_size=global_batch_size,
+            dtype=self.dtype,
+            memory_margin=self.inputs.memory_margin,
+            space=self.inputs.space,
+        )
 
 
 def priced(
@@ -63,7 +80,12 @@ def priced(
     elif dtype == "auto":
         notes.insert(0, "every group computes in its own type, as its compute_dtype says")
     return Priced(
-        cluster=cluster, workload=workload, dtype=dtype, inputs=inputs, notes=tuple(notes)
+        cluster=cluster,
+        workload=workload,
+        dtype=dtype,
+        inputs=inputs,
+        notes=tuple(notes),
+        profile=profile,
     )
 
 

@@ -1,6 +1,6 @@
 """Why there is no plan."""
 
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.errors import Problem, ZorseError
 
 
 class PlannerInputError(ZorseError):
@@ -16,3 +16,11 @@ class NoPlanError(ZorseError):
     """Of that, on each GPU of `gpu_kinds`."""
     gpu_kinds: tuple[str, ...] = ()
     """The kinds that need it."""
+
+    def with_problem(self, problem: Problem) -> "NoPlanError":
+        """The same error with one more thing to say."""
+        error = NoPlanError(self.title, [*self.problems, problem])
+        error.missing_bytes = self.missing_bytes
+        error.bytes_per_gpu = self.bytes_per_gpu
+        error.gpu_kinds = self.gpu_kinds
+        return error

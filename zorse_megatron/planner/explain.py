@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zorse_megatron.planner.bound import plan_bound_s
+from zorse_megatron.planner.host_need import HostNeed, host_needs, host_sentences
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.replan import Replans
 from zorse_megatron.planner.simulate_plan import simulate_plan
@@ -81,6 +82,8 @@ class Explanation:
     loads: tuple[GroupLoad, ...]
     headroom: tuple[Headroom, ...]
     """By rank."""
+    host: tuple[HostNeed, ...]
+    """Nodes in whose host memory something waits."""
     alternatives: tuple[Alternative, ...]
     replans: Replans | None
     """None: no other search was made."""
@@ -117,6 +120,7 @@ def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Expla
         critical_path=path,
         loads=loads,
         headroom=_headroom(inputs, result),
+        host=host_needs(inputs, result),
         alternatives=tuple(_alternatives(inputs, plan, result, bottleneck)),
         replans=replans,
         sentences=(),
@@ -250,6 +254,7 @@ def _sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
         f"Least memory is left on rank {tightest.rank} ({tightest.kind}): "
         f"{tightest.free_bytes / _GIB:.2f} of {tightest.capacity_bytes / _GIB:.2f} GiB."
     )
+    yield from host_sentences(found.host)
     idle = [replica for each in plan.groups for replica in each.replicas if _only_holds(replica)]
     if idle:
         ranks = ", ".join(str(replica.ranks[0]) for replica in idle[:8])

@@ -1,0 +1,99 @@
+"""Where nothing fits, the true cause is told, and what would fit; host memory always."""
+
+import dataclasses
+
+import pytest
+
+from zorse_megatron.planner.errors import NoPlanError
+from zorse_megatron.planner.explain import explain
+from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.search import find_plan
+from zorse_megatron.planner.shortage import fitting, no_plan
+from zorse_megatron.planner.what_fits import fits_problem, what_fits
+from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.simulate.host_memory import host_bytes
+
+CLUSTER = """
+gpu_kinds:
+  - {name: small, like: T4, memory: MEMORY}
+nodes:
+  - {name: one, gpus: 2 x small, host_memory: HOST}
+"""
+MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512, num_layers=8)
+GIB = 2**30
+QUICK = SearchSpace(schedules=("1f1b",))
+
+
+def small(*, memory="16GB", host="64GiB", model=MODEL, batch=4):
+    cluster = CLUSTER.replace("MEMORY", memory).replace("HOST", host)
+    return make_inputs(
+        parse_cluster(cluster.encode()),
+        model,
+        None,
+        global_batch_size=batch,
+        dtype="float16",
+        space=QUICK,
+    )
+
+
+def test_host_memory_is_told_as_host_memory():
+    """With optimizer state in the host a plan fits; without it the GPUs are too small."""
+    fits = fitting(small(memory="4GB"))
+    assert fits is not None and fits.plan.groups[0].offload.optimizer_state
+    needed = sum(host_bytes(fits.result, rank).get("optimizer state", 0) for rank in (0, 1))
+    assert needed > 1.2 * GIB
+    error = no_plan(small(memory="4GB", host="1GiB"))
+    (problem,) = error.problems
+    assert problem.where == "host memory of node one"
+    assert problem.found == "1.0 GiB"
+    assert f"{needed / GIB:.1f} GiB for what has to wait there (optimizer state" in problem.expected
+    with pytest.raises(NoPlanError, match="host memory of node one"):
+        find_plan(small(memory="4GB", host="1GiB"))
+
+
+def test_the_total_is_told_by_category():
+    inputs = small(memory="1GB", host="1GiB")
+    gpu, total = no_plan(inputs).problems
+    assert gpu.where.startswith("GPU memory of small (2 GPUs")
+    assert total.where == "memory of all 2 GPUs together"
+    assert total.found == f"{sum(inputs.capacities_bytes) / GIB:.1f} GiB"
+    whole, _, parts = total.expected.partition(" GiB for that plan: ")
+    rows = dict(part.rsplit(" ", 1) for part in parts.split(", "))
+    assert {"parameters", "gradients", "activations", "logits"} <= set(rows)
+    assert sum(map(float, rows.values())) == pytest.approx(float(whole), abs=0.05 * len(rows))
+    # Parameters and gradients of what each GPU holds: 6 bytes in all.
+    held = sum(map(float, (rows["parameters"], rows["gradients"])))
+    assert held >= 0.95 * 6 * MODEL.num_parameters / GIB
+
+
+def test_what_would_fit_fits_and_the_asked_does_not():
+    asked = dataclasses.replace(MODEL, seq_length=32768)
+
+    def make(model, batch):
+        return small(memory="6GB", host="1GiB", model=model, batch=batch)
+
+    assert fitting(make(asked, 4)) is None
+    found = what_fits(make, asked, 4)
+    assert found.sequence_length is not None and 512 <= found.sequence_length < 32768
+    shorter = dataclasses.replace(asked, seq_length=found.sequence_length)
+    plan = find_plan(make(shorter, 4))  # raises where nothing fits
+    assert plan.peak_memory_fraction <= 1
+    longer = dataclasses.replace(asked, seq_length=found.sequence_length + 32768 // 64)
+    assert fitting(make(longer, 4)) is None
+    problem = fits_problem(found, asked, 4)
+    assert f"sequences of at most {found.sequence_length} tokens" in problem.expected
+    if found.num_layers is None:
+        assert "layers" not in problem.expected
+    else:
+        fewer = dataclasses.replace(asked, num_layers=found.num_layers)
+        assert fitting(make(fewer, 4)) is not None
+
+
+def test_host_memory_is_always_told():
+    inputs = small(memory="4GB")
+    told = " ".join(explain(inputs, fitting(inputs).plan).sentences)
+    assert "In host memory wait " in told and "of 64.0 GiB in node one (optimizer state" in told
+    roomy = small()
+    told = " ".join(explain(roomy, fitting(roomy).plan).sentences)
+    assert "Nothing waits in host memory." in told

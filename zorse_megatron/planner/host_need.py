@@ -1,0 +1,70 @@
+"""What a plan needs of each node's host memory, against what the node has."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.simulate.host_memory import host_bytes
+from zorse_megatron.simulate.result import SimulationResult
+
+_GIB = 2**30
+_MOST_TOLD = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNeed:
+    """One node's host memory."""
+
+    node: str
+    by_category_bytes: tuple[tuple[str, int], ...]
+    """(category, bytes that wait there at most), largest first."""
+    has_bytes: int | None
+    """None where the cluster does not say."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All categories."""
+        return sum(count for _, count in self.by_category_bytes)
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        parts = ", ".join(f"{name} {n / _GIB:.1f}" for name, n in self.by_category_bytes)
+        has = "a size not told" if self.has_bytes is None else f"{self.has_bytes / _GIB:.1f} GiB"
+        return f"{self.num_bytes / _GIB:.1f} GiB of {has} in node {self.node} ({parts})"
+
+
+def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[HostNeed, ...]:
+    """Nodes in whose memory something waits, in the order of ranks.
+
+    torch rounds blocks of pinned memory up to powers of two, so a run on GPUs may take up to twice
+    as much.
+    """
+    found = []
+    for node, spec in enumerate(inputs.spec.nodes):
+        ranks = inputs.spec.ranks_of(node)
+        total: Counter[str] = Counter()
+        for rank in ranks:
+            total.update(host_bytes(result, rank))
+        if total.total():
+            parts = [inputs.host_bytes[rank] for rank in ranks]
+            known = [part for part in parts if part is not None]
+            has = sum(known) if len(known) == len(parts) else None
+            rows = tuple((name, count) for name, count in total.most_common() if count)
+            found.append(HostNeed(node=spec.name, by_category_bytes=rows, has_bytes=has))
+    return tuple(found)
+
+
+def host_sentences(needs: Sequence[HostNeed]) -> Iterator[str]:
+    """Always something: that nothing waits there, too."""
+    if not needs:
+        yield "Nothing waits in host memory."
+        return
+    listed = "; ".join(need.words for need in needs[:_MOST_TOLD])
+    more = f"; {len(needs) - _MOST_TOLD} more nodes" if len(needs) > _MOST_TOLD else ""
+    yield f"In host memory wait {listed}{more}."
+    for need in needs:
+        if need.has_bytes is not None and need.num_bytes > need.has_bytes:
+            missing = (need.num_bytes - need.has_bytes) / _GIB
+            yield f"That is {missing:.1f} GiB more than the host of node {need.node} has."

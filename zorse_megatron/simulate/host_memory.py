@@ -1,0 +1,56 @@
+"""What waits in host memory, by rank: the other side of what the plan's offload settings free."""
+
+from collections.abc import Mapping
+
+from zorse_megatron.schedules.actions import COMPUTE, Kind
+from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.simulate.timeline import Timeline
+
+STATE, ACTIVATIONS, PARAMETERS = "optimizer state", "activations", "parameters"
+
+
+def host_bytes(result: SimulationResult, rank: int) -> Mapping[str, int]:
+    """Category -> bytes of a rank that wait in the host at most; empty where nothing does."""
+    timeline = result.timeline
+    stand_in = result.stands_in[rank]
+    offload = timeline.sizes.group(stand_in).offload
+    if offload is None:
+        return {}
+    found = {}
+    if offload.optimizer_state:
+        found[STATE] = _state_bytes(timeline, stand_in)
+    if offload.activations:
+        found[ACTIVATIONS] = _activation_bytes(timeline, stand_in)
+    if offload.parameters:
+        sizes = timeline.sizes
+        found[PARAMETERS] = sum(
+            sizes.memory_of(chunk).parameter_bytes(sizes.shards[chunk][stand_in])
+            for chunk in sizes.chunks(stand_in)
+        )
+    return found
+
+
+def _state_bytes(timeline: Timeline, rank: int) -> int:
+    sizes = timeline.sizes
+    return sum(
+        sizes.memory_of(chunk).state_bytes(sizes.shards[chunk][rank])
+        for chunk in sizes.chunks(rank)
+    )
+
+
+def _activation_bytes(timeline: Timeline, rank: int) -> int:
+    """The most at one time. What its own backward follows at once stays on the GPU."""
+    actions = [a for a in timeline.program.tracks[rank].actions if a.kind in COMPUTE]
+    away: set[tuple[int | None, int | None]] = set()
+    now = most = 0
+    for number, action in enumerate(actions):
+        key = action.chunk, action.micro_batch
+        kept = timeline.sizes.kept_bytes(rank, action.chunk or 0)
+        behind = actions[number + 1] if number + 1 < len(actions) else None
+        if action.kind is Kind.BACKWARD:
+            now -= kept if key in away else 0
+        elif behind is None or (behind.chunk, behind.micro_batch) != key:
+            away.add(key)
+            now += kept
+            most = max(most, now)
+    return most
