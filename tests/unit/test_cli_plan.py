@@ -228,7 +228,7 @@ def test_compare_plans(run, search):
     assert rows["zorse"][4:] == ["50 %", "2", "none"]
     assert rows["cephalo"][0] == "no plan"
     assert "cephalo: no plan: rank 4 (V100-16): found 1" in result.stdout
-    assert re.search(r"stock, best GPUs: \d A6000: PP ", result.stdout)
+    assert re.search(r"\nstock, best GPUs: \d \S+: PP \d DP ", result.stdout)
 
 
 def test_compare_plans_json(run, search):
