@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron.upstream import PRETRAIN_GPT, needs_upstream
+
 ROOT = Path(__file__).parents[2]
 PATCH = ROOT / "patches" / "core_v0.19.0" / "pretrain_gpt.patch"
 CHECK = ROOT / "scripts" / "check_patches.py"
-CHECKOUT = os.environ.get("ZORSE_MEGATRON_CHECKOUT")
 MARK = "the stock script runs"
 STAND_IN = f"\nimport sys\nprint({MARK!r}, sys.argv[1:], __name__)\n"
 
@@ -84,11 +85,9 @@ def test_with_our_flags_we_take_over_before_the_script_goes_on(checkout):
     assert MARK not in answer.stdout
 
 
-@pytest.mark.skipif(
-    CHECKOUT is None, reason="ZORSE_MEGATRON_CHECKOUT names no checkout of core_v0.19.0"
-)
+@needs_upstream
 def test_applies_to_upstream(tmp_path):
-    shutil.copy(Path(CHECKOUT) / "pretrain_gpt.py", tmp_path)
+    shutil.copy(PRETRAIN_GPT, tmp_path)
     assert check(tmp_path).returncode == 0
     apply(tmp_path)
     compile((tmp_path / "pretrain_gpt.py").read_text(encoding="utf-8"), "pretrain_gpt.py", "exec")
