@@ -60,6 +60,10 @@ class FlagError(ZorseError):
     """The command's flags do not fit the plan."""
 
 
+class OutputError(ZorseError):
+    """A file cannot be written."""
+
+
 class SeamError(ZorseError):
     """A place in Megatron that we hook into is not as we know it."""
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zorse_megatron.files.write import write_text
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -20,6 +22,11 @@ class Span:
     start_s: float
     end_s: float
     waited_s: float = 0.0
+
+
+def trace_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"trace-rank{rank}.json"
 
 
 class Trace:
@@ -59,10 +66,9 @@ class Trace:
 
     def save(self, directory: Path, *, rank: int) -> Path:
         """Write `trace-rank<rank>.json` and return its path."""
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"trace-rank{rank}.json"
-        path.write_text(json.dumps({"rank": rank, "spans": [asdict(s) for s in self.spans]}))
-        return path
+        path = directory / trace_name(rank)
+        spans = [asdict(span) for span in self.spans]
+        return write_text(path, json.dumps({"rank": rank, "spans": spans}), parents=True)
 
 
 def load_trace(path: Path) -> tuple[int, tuple[Span, ...]]:

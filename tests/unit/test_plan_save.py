@@ -7,6 +7,7 @@ from hypothesis import given
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load
 from zorse_megatron.errors import PlanError
+from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schema.load import (
     dump_plan,
     fingerprint,
@@ -128,8 +129,11 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", no_space)
-    with pytest.raises(OSError, match="No space"):
-        save_plan(dataclasses.replace(load(good()), predictions=Predictions()), path)
+    new = dataclasses.replace(load(good()), predictions=Predictions())
+    with pytest.raises(NotWritten, match="No space") as caught:
+        save_plan(new, path)
+    assert caught.value.kept.read_text() == dump_plan(new)
+    caught.value.kept.unlink()
     assert path.read_text() == dump_plan(load(good()))
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 

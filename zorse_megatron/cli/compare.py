@@ -1,7 +1,6 @@
 """`zorse compare`: stock Megatron, the strategies and ours, trained on one emulated cluster."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +13,7 @@ from rich.text import Text
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
     CommandError,
+    failure_as_json,
     print_json,
     print_plain,
     print_table,
@@ -34,6 +34,8 @@ from zorse_megatron.cli.priced import needed_batch_size, usual_dtype
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.check import folder_problems
+from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.profile import Profile
@@ -90,13 +92,26 @@ def compare(  # noqa: PLR0917
             workload, global_batch_size=batch, dtype=workload.dtype or usual_dtype(machines)
         )
         report = _compared(machines, workload, known, perturbation, iterations, quick)
-        written = report.save(out)
+        written, lost = _saved(report, out)
     if as_json:
         from zorse_megatron.emulate.comparison import as_json as plain
 
-        print_json({"ok": True, "rows": plain(report.rows), "written": list(map(str, written))})
-        return
-    _print(report, written)
+        answer = {"ok": True, "rows": plain(report.rows), "written": list(map(str, written))}
+        print_json(answer | failure_as_json(lost))
+    else:
+        _print(report, written)
+    if lost is not None:
+        if not as_json:
+            print_plain(str(lost), to_stderr=True)
+        raise typer.Exit(1)
+
+
+def _saved(report: "Report", out: Path) -> tuple[Sequence[Path], NotWritten | None]:
+    """Write the files; what was measured is shown also where they cannot be written."""
+    try:
+        return report.save(out), None
+    except NotWritten as error:
+        return [], error
 
 
 def _compared(  # noqa: PLR0917
@@ -172,28 +187,11 @@ def _refuse(cluster: Cluster, out: Path) -> None:
                 remedy="Describe a smaller cluster of the same kinds.",
             )
         )
-    if why := _why_not_writable(out):
-        problems.append(
-            Problem(
-                where=f"--out {out}",
-                found=why,
-                expected="a directory, or nothing",
-                remedy="Choose another path.",
-            )
-        )
+    from zorse_megatron.emulate.report import FILES
+
+    problems += folder_problems("--out", out, FILES)
     if problems:
         raise CommandError("the comparison cannot be made", problems)
-
-
-def _why_not_writable(out: Path) -> str | None:
-    """Make the directory, so that nothing is trained whose results would then be lost."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        return "a file"
-    except OSError as error:
-        return f"no directory that can be made ({error.strerror})"
-    return None if os.access(out, os.W_OK | os.X_OK) else "no permission to write there"
 
 
 def _print(report: "Report", written: Sequence[Path]) -> None:
@@ -209,4 +207,5 @@ def _print(report: "Report", written: Sequence[Path]) -> None:
         print_plain(f"{name}: {layout}")
     for note in report.notes:
         print_plain(f"note: {note}")
-    print_plain(f"written: {', '.join(map(str, written))}")
+    if written:
+        print_plain(f"written: {', '.join(map(str, written))}")

@@ -51,6 +51,11 @@ def plain_problems(problems: Sequence[Problem]) -> list[dict[str, str]]:
     return [dataclasses.asdict(problem) for problem in problems]
 
 
+def failure_as_json(error: ZorseError | None) -> dict[str, Any]:
+    """What a failure adds to the answer for programs; nothing if there was none."""
+    return {} if error is None else {"ok": False, "problems": plain_problems(error.problems)}
+
+
 @contextmanager
 def reported_errors(*, to_stderr: bool = True, as_json: bool = False) -> Iterator[None]:
     """Turn a ZorseError into its list of problems and exit code 1."""
@@ -62,7 +67,7 @@ def reported_errors(*, to_stderr: bool = True, as_json: bool = False) -> Iterato
             raise absent or error from error
     except ZorseError as error:
         if as_json:
-            print_json({"ok": False, "problems": plain_problems(error.problems)})
+            print_json(failure_as_json(error))
         else:
             print_plain(str(error), to_stderr=to_stderr)
         raise typer.Exit(1) from error

@@ -7,7 +7,8 @@ import typer
 
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
 from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
-from zorse_megatron.cli.options import AsJson, refuse_unwritable
+from zorse_megatron.cli.options import AsJson
+from zorse_megatron.files.check import refuse_unwritable
 
 if TYPE_CHECKING:
     from zorse_megatron.measure.discover import Discovered
@@ -47,7 +48,8 @@ def discover(  # noqa: PLR0917
     """
     profile = profile or output.with_name("profile.json")
     with reported_errors():
-        refuse_unwritable({"--output": output, "--profile": profile})
+        # Both are read back, by this command or a later run of it.
+        refuse_unwritable({"--output": output, "--profile": profile}, may_be_stream=False)
     with as_ranks(rank_timeout, "discover", messages_on_gpu=True) as (place, show):
         from zorse_megatron.measure.discover import Discovery
         from zorse_megatron.measure.discover import discover as measure

@@ -17,6 +17,8 @@ from zorse_megatron.cli.launch_options import (
 )
 from zorse_megatron.cli.options import ClusterFile
 from zorse_megatron.errors import FlagError
+from zorse_megatron.files.write import write_text
+from zorse_megatron.launch.as_written import refuse_edited, with_checksum
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
 from zorse_megatron.launch.components import components_of, refuse_odd_names
 from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
@@ -37,6 +39,9 @@ def launch(  # noqa: PLR0917
         Path | None,
         typer.Option("--slurm", metavar="FILE", help="Write the batch script of a Slurm job."),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Of Slurm: replace FILE even if it was edited by hand.")
+    ] = False,
     torchrun: Annotated[
         bool, typer.Option("--torchrun", help="Print the torchrun line of each node.")
     ] = False,
@@ -99,11 +104,14 @@ def launch(  # noqa: PLR0917
                 python=python, names_nodes=node_names, more=sbatch_options_of(sbatch or [])
             )
             title = _title(plan, path, there)
-            lines = batch_script(components, training, options, title=title)
+            lines = with_checksum(batch_script(components, training, options, title=title))
+        if slurm is not None:
+            if not force:
+                refuse_edited(slurm, lines)
+            write_text(slurm, lines)
     if slurm is None:
         print_plain(lines.rstrip())
         return
-    slurm.write_text(lines, encoding="utf-8")
     print_plain(f"wrote {slurm}: sbatch {shlex.quote(str(slurm))}")
     if not training.resumes:
         print_plain("note: the command has no --save, so the job is not requeued after a failure")

@@ -8,11 +8,12 @@ from pathlib import Path
 import typer
 
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.options import is_given, unwritable_problems
+from zorse_megatron.cli.options import is_given
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.check import unwritable_problems
 from zorse_megatron.launch.batch_script import OWN_OPTIONS
 
-_OF_SLURM = ("partition", "sbatch", "python")
+_OF_SLURM = ("force", "partition", "sbatch", "python")
 _OF_TORCHRUN = ("master_addr", "master_port")
 _LONG_OPTION = re.compile(r"([a-z][a-z0-9-]*)(=[^\n]*)?")
 

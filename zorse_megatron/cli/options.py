@@ -111,39 +111,6 @@ def checked_share(value: float, option: str) -> float:
     raise CommandError("the command cannot be run", [problem])
 
 
-def refuse_unwritable(paths: dict[str, Path | None], *, inputs: Sequence[Path] = ()) -> None:
-    """Stop before the work if a file could not be written after it. Option -> path.
-
-    `inputs`: files that the command reads, which none of them may replace.
-    """
-    problems = list(unwritable_problems(paths, inputs=inputs))
-    if problems:
-        raise CommandError("the results could not be written", problems)
-
-
-def unwritable_problems(
-    paths: dict[str, Path | None], *, inputs: Sequence[Path] = ()
-) -> Iterator[Problem]:
-    """Yield what `refuse_unwritable` stops for."""
-    for option, path in paths.items():
-        if path is None:
-            continue
-        if path.is_dir():
-            found = "a directory"
-        elif not path.parent.is_dir():
-            found = f"no directory {path.parent}"
-        elif path.exists() and any(each.exists() and path.samefile(each) for each in inputs):
-            found = "a file that this command reads"
-        else:
-            continue
-        yield Problem(
-            where=f"{option} {path}",
-            found=found,
-            expected="a file of its own, in a directory that exists",
-            remedy="Make the directory, or choose another path.",
-        )
-
-
 def is_given(context: typer.Context, name: str) -> bool:
     """Whether the command line itself has an option, by its parameter's name."""
     source = context.get_parameter_source(name)

@@ -8,6 +8,7 @@ import typer
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
     CommandError,
+    failure_as_json,
     gib,
     print_json,
     print_plain,
@@ -23,16 +24,17 @@ from zorse_megatron.cli.options import (
     Model,
     Profiles,
     SeqLength,
-    refuse_unwritable,
 )
 from zorse_megatron.cli.plan_table import plan_line, print_plan
 from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
 from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.load import dump_plan, save_plan
 from zorse_megatron.schema.plan import GradientWire, Plan
 from zorse_megatron.schema.strict import plain
 from zorse_megatron.schema.suggest import did_you_mean
@@ -74,7 +76,7 @@ def plan(  # noqa: PLR0917
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
     with reported_errors(as_json=as_json):
-        refuse_unwritable({"--out": out}, inputs=[cluster, *(profile or ())])
+        refuse_unwritable({"--out": out}, inputs=[cluster, model, *(profile or ())])
         wanted = strategy_named(strategy)
         workload = workload_of(
             model=model,
@@ -94,12 +96,28 @@ def plan(  # noqa: PLR0917
         )
         outcome = _found(prices, wanted, shows_progress=not as_json)
         sentences = _reasons(prices, outcome.plan)
-        if out is not None:
-            save_plan(outcome.plan, out)
+        lost = _not_saved(outcome.plan, out)
+    written = out if lost is None else lost.kept
     if as_json:
-        print_json(_as_json(prices, outcome, sentences, out))
+        print_json(_as_json(prices, outcome, sentences, written) | failure_as_json(lost))
     else:
-        _print(prices, outcome, sentences, out)
+        _print(prices, outcome, sentences, written)
+    if lost is not None:
+        if not as_json:
+            print_plain(str(lost), to_stderr=True)
+            if lost.kept is None:  # it took a search to find
+                print_plain(dump_plan(outcome.plan).rstrip())
+        raise typer.Exit(1)
+
+
+def _not_saved(found: Plan, out: Path | None) -> NotWritten | None:
+    """Write the plan; return why it could not be, for it is shown in any case."""
+    try:
+        if out is not None:
+            save_plan(found, out)
+    except NotWritten as error:
+        return error
+    return None
 
 
 def strategy_named(name: str) -> "Strategy":

@@ -14,6 +14,7 @@ from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.console import print_plain, reported_errors
 from zorse_megatron.cli.profile_measure import measure_profile
 from zorse_megatron.costs.curve import Replaced, fit_curve
+from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.json_text import layout
 from zorse_megatron.schema.model_yaml import load_model
@@ -45,6 +46,7 @@ def import_profile(  # noqa: PLR0917
 ) -> None:
     """Make a profile from CSV tables of measurements."""
     with reported_errors():
+        refuse_unwritable({"--out": out}, inputs=[*tables, *(model or ())])
         shapes = {shape.name: shape for shape in map(load_model, model or [])}
         settings = Settings(
             origin=origin, dtype=_dtype(dtype), seq_length=seq_length, models=shapes

@@ -8,9 +8,10 @@ import typer
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import CommandError, print_json, print_plain, reported_errors
 from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
-from zorse_megatron.cli.options import AsJson, ClusterFile, refuse_unwritable
+from zorse_megatron.cli.options import AsJson, ClusterFile
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.measure.layer_flags import split_script
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def measure_profile(  # noqa: PLR0917
     measured on one rank; micro-batches double until memory or a limit is reached.
     """
     with reported_errors():
-        refuse_unwritable({"--output": output})
+        refuse_unwritable({"--output": output}, inputs=[cluster], may_be_stream=False)
         workload, (script, flags) = _workload(context)
     with as_ranks(rank_timeout, "profile", messages_on_gpu=False) as (place, show):
         from zorse_megatron.measure.profile_run import ProfileRun

@@ -19,7 +19,6 @@ from zorse_megatron.cli.options import (
     DtypeName,
     Model,
     Profiles,
-    refuse_unwritable,
 )
 from zorse_megatron.cli.perturbed import (
     Jitter,
@@ -40,6 +39,7 @@ from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.schema.load import load_plan
 from zorse_megatron.schema.plan import Plan
 
@@ -78,7 +78,8 @@ def simulate(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         refuse_other_formats(pictures)
         refuse_without_matplotlib(pictures)
-        refuse_unwritable(pictures.by_option(), inputs=[path, cluster, *(profile or ())])
+        inputs = [path, cluster, model, *(profile or ())]
+        refuse_unwritable(pictures.by_option(), inputs=inputs)
         plan = load_plan(path)
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
         prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))

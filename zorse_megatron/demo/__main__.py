@@ -27,6 +27,7 @@ from zorse_megatron.demo.report import (
 )
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.stdout import one_line_if_not_printed
 from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import Plan
 
@@ -165,4 +166,5 @@ def _short(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with one_line_if_not_printed():
+        typer.run(main)

@@ -20,6 +20,7 @@ from zorse_megatron.demo.compare import (
     Iteration,
     rows_to_show,
 )
+from zorse_megatron.files.write import write_text
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
 from zorse_megatron.processors import num_processors
 from zorse_megatron.schema.load import dump_plan, fingerprint
@@ -113,8 +114,7 @@ def write_json(
         "validation_losses": {name: dict(run.validation_losses) for name, run in runs.items()},
         "iterations": {name: list(map(asdict, run.iterations)) for name, run in runs.items()},
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return path
+    return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def _curve(label: str, run: Sequence[Iteration]) -> "Curve":

@@ -10,9 +10,12 @@ from typing import Any
 
 from zorse_megatron.emulate.comparison import Result, Row, as_json, rows_of
 from zorse_megatron.emulate.contestants import OURS
+from zorse_megatron.files.write import write_text
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.plots.contest import Bar, Panel, draw_bars, draw_panels
 
+FILES = ("compare.json", "bars.png", "timeline.png", "compare.html")
+"""What `Report.save` writes; no timeline where nothing ran."""
 HEADINGS = (
     "System",
     "Layout",
@@ -60,15 +63,13 @@ class Report:
 
     def save(self, directory: Path) -> list[Path]:
         """Write all files; returns their paths."""
-        directory.mkdir(parents=True, exist_ok=True)
-        values = directory / "compare.json"
-        values.write_text(json.dumps(as_json(self.rows), indent=2) + "\n")
-        pictures = [draw_bars(directory / "bars.png", self._bars(), title=self.title)]
+        values, bars, timeline, page = (directory / name for name in FILES)
+        write_text(values, json.dumps(as_json(self.rows), indent=2) + "\n", parents=True)
+        pictures = [draw_bars(bars, self._bars(), title=self.title)]
         if panels := self._panels():
             title = "One iteration, on one scale"
-            pictures.append(draw_panels(directory / "timeline.png", panels, title=title))
-        page = directory / "compare.html"
-        page.write_text(self._page(pictures), encoding="utf-8")
+            pictures.append(draw_panels(timeline, panels, title=title))
+        write_text(page, self._page(pictures))
         return [values, *pictures, page]
 
     def _bars(self) -> list[Bar]:

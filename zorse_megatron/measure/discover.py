@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.files.write import write_bytes, write_text
 from zorse_megatron.measure.cluster_text import MeasuredKind, cluster_text, kinds_in
 from zorse_megatron.measure.device_probe import measured_kind
 from zorse_megatron.measure.device_ranks import seen_ranks
@@ -26,7 +27,6 @@ from zorse_megatron.measure.ranks_env import RankPlace
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.profile import Profile, Source, Transfers
 from zorse_megatron.schema.profile_load import save_profile
-from zorse_megatron.schema.strict import write_file
 
 SOURCE = "zorse discover"
 
@@ -172,6 +172,6 @@ def _write(
     save_profile(profile, wanted.profile)
     if wanted.cluster.exists():
         old = wanted.cluster.with_name(f"{wanted.cluster.name}.old")
-        wanted.cluster.replace(old)
+        write_bytes(old, wanted.cluster.read_bytes())
         notes.append(f"the cluster file that was there is now {old}")
-    write_file(wanted.cluster, text)
+    write_text(wanted.cluster, text)

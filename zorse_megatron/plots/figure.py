@@ -1,9 +1,12 @@
 """What all figures share: a canvas without a window, and one way to save it."""
 
+import io
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from zorse_megatron.files.write import write_bytes
 
 DOTS_PER_INCH = 150
 TEXT = "#222222"
@@ -19,7 +22,7 @@ def new_figure(*, width_inches: float, height_inches: float) -> Figure:
 
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write the figure as PNG and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = io.BytesIO()
     # No version of matplotlib in the file: equal figures are equal files.
-    figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
-    return path
+    figure.savefig(picture, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+    return write_bytes(path, picture.getvalue(), parents=True)

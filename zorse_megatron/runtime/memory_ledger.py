@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.files.write import write_text
 from zorse_megatron.runtime.host_budget import HOST_REMEDIES
 from zorse_megatron.runtime.host_memory import HostMemoryFull
 from zorse_megatron.schedules.actions import Action
@@ -123,15 +124,18 @@ class MemoryLedger:
 
     def save(self, directory: Path) -> Path:
         """Write `memory-rank<rank>.json` and return its path."""
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"memory-rank{self.rank}.json"
+        path = directory / memory_name(self.rank)
         peaks = {category: asdict(peak) for category, peak in self.peaks.items()}
         content = {"rank": self.rank, "peaks": peaks, "at_peak_bytes": self.at_peak}
-        path.write_text(json.dumps(content, indent=2) + "\n")
-        return path
+        return write_text(path, json.dumps(content, indent=2) + "\n", parents=True)
 
     def _peak_bytes(self, category: str) -> int:
         return self.peaks[category].num_bytes if category in self.peaks else -1
+
+
+def memory_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"memory-rank{rank}.json"
 
 
 def out_of_host_memory(

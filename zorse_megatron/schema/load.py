@@ -5,10 +5,11 @@ import hashlib
 from pathlib import Path
 
 from zorse_megatron.errors import PlanError
+from zorse_megatron.files.write import write_text
 from zorse_megatron.schema.file_kind import FileKind
 from zorse_megatron.schema.json_text import layout, read_json
 from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.strict import built, check_version, plain, read_file, write_file
+from zorse_megatron.schema.strict import built, check_version, plain, read_file
 from zorse_megatron.schema.validate import problems_of
 
 SCHEMA_VERSION = 1
@@ -42,12 +43,13 @@ def dump_plan(plan: Plan) -> str:
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan to a file: all of it or nothing, even if the machine stops half way.
 
-    Raises PlanError for a plan that `load_plan` would not take back.
+    Raises PlanError for a plan that `load_plan` would not take back, NotWritten for a path that
+    takes no file.
     """
     problems = problems_of(plan)
     if problems:
         raise PlanError(f"the plan for {path} cannot be used", problems)
-    write_file(path, dump_plan(plan))
+    write_text(path, dump_plan(plan))
 
 
 def fingerprint(plan: Plan) -> str:

@@ -6,10 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ProfileError
+from zorse_megatron.files.write import write_text
 from zorse_megatron.schema.file_kind import FileKind
 from zorse_megatron.schema.json_text import layout, read_json
 from zorse_megatron.schema.profile import Profile, ProfiledModel, Source, Times, Transfers
-from zorse_megatron.schema.strict import built, check_version, plain, read_file, write_file
+from zorse_megatron.schema.strict import built, check_version, plain, read_file
 from zorse_megatron.schema.suggest import did_you_mean
 
 PROFILE_VERSION = 1
@@ -41,11 +42,14 @@ def dump_profile(profile: Profile) -> str:
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Write a profile to a file. Raises ProfileError for one that would not load again."""
+    """Write a profile to a file.
+
+    Raises ProfileError for one that would not load again, NotWritten for a path that takes no file.
+    """
     problems = list(problems_of(profile))
     if problems:
         raise ProfileError(f"the profile for {path} cannot be used", problems)
-    write_file(path, dump_profile(profile))
+    write_text(path, dump_profile(profile))
 
 
 def joined(profiles: Sequence[Profile]) -> Profile:

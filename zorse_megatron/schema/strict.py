@@ -1,4 +1,4 @@
-"""From plain values to the classes of a file, strictly; and files on disk.
+"""From the bytes of a file to plain values to its classes, strictly.
 
 Plan, cluster, model and profile files all come through here, so that each reports all of its
 problems at once and says where they are in the same way.
@@ -6,7 +6,6 @@ problems at once and says where they are in the same way.
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -34,21 +33,6 @@ def read_file(path: str | Path, kind: FileKind) -> bytes:
             remedy="Check the path, and that every rank can read it.",
         )
         raise kind.error(f"cannot read {path}", [problem]) from error
-
-
-def write_file(path: str | Path, text: str) -> None:
-    """Write a text file: all of it or nothing, even if the machine stops half way."""
-    path = Path(path)
-    # In the same directory, because a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def built(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zorse_megatron.files.write import write_text
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
@@ -39,9 +40,7 @@ def save_chrome_trace(
     path: Path, result: SimulationResult, ranks: Iterable[int] | None = None
 ) -> Path:
     """Write the trace and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome_trace(result, ranks)), encoding="utf-8")
-    return path
+    return write_text(path, json.dumps(chrome_trace(result, ranks)), parents=True)
 
 
 def _rank_events(result: SimulationResult, rank: int, shown: set[int]) -> Iterator[Event]:
