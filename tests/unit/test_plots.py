@@ -5,9 +5,11 @@ import dataclasses
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.path import Path as MatplotlibPath
 
 from tests.unit.fake_trace import ACTION_S, fake_spans
 from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.plots import gantt
 from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
 from zorse_megatron.plots.curves import Curve, draw_curves
 from zorse_megatron.plots.gantt import draw_gantt
@@ -36,6 +38,21 @@ def test_gantt_shows_each_kind_of_action(tmp_path):
     colours = colours_of(path)
     for kind in ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#8C2D04", "#B3A100"):
         assert rgb(kind) in colours
+
+
+def test_gantt_draws_the_bars_of_a_row_at_once(tmp_path, monkeypatch):
+    """An artist for each bar takes minutes where there are thousands; every bar is drawn still."""
+    figures = []
+    monkeypatch.setattr(gantt, "save_figure", lambda figure, path: figures.append(figure) or path)
+    spans = fake_spans(PLAN)
+    draw_gantt(tmp_path / "t.png", plan=PLAN, spans=spans, title="t")
+    (axes,) = figures[0].axes
+    drawn = [patch.get_path() for patch in axes.patches]
+    rectangles = sum(int((path.codes == MatplotlibPath.MOVETO).sum()) for path in drawn)
+    of_ranks = [span for of_rank in spans.values() for span in of_rank]
+    assert rectangles == len(of_ranks) + sum(span.waited_s > 0 for span in of_ranks)
+    looks = 1 + len({look for look in gantt._LOOKS.values()})
+    assert len(axes.patches) + len(axes.collections) <= looks * len(spans)
 
 
 def test_gantt_wants_every_rank(tmp_path):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
 
 from zorse_megatron.plots.figure import TEXT, new_figure, save_figure
 from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Kind, parse_action
@@ -74,7 +75,8 @@ def draw_gantt(
     bars = _Bars(axes, [spans[rank] for rank in rows])
     for row, rank in enumerate(rows):
         for span in spans[rank]:
-            bars.draw(row, span)
+            bars.add(row, span)
+    bars.draw()
     _draw_groups(axes, plan, rows)
     axes.set_xlim(0, bars.whole_ms)
     axes.set_ylim(len(rows) - 0.45, -0.55)  # the first rank on top
@@ -90,49 +92,67 @@ def draw_gantt(
 
 
 class _Bars:
-    """Draws spans as bars, and knows which looks the legend needs."""
+    """Collects spans as bars, and draws those of one row and look at once.
+
+    Each call of `broken_barh` makes an artist, and matplotlib lays out and draws each by itself:
+    one for each bar takes minutes where there are thousands.
+    """
 
     def __init__(self, axes: Axes, spans: Sequence[Sequence[Span]]) -> None:
         self.axes = axes
-        self.used: set[_Look] = set()
+        self.bars: dict[tuple[int, _Look], list[tuple[float, float]]] = {}
         self.origin_s = min(span.start_s for of_rank in spans for span in of_rank)
         end_s = max(span.end_s for of_rank in spans for span in of_rank)
         self.whole_ms = (end_s - self.origin_s) * _MS
 
-    def draw(self, row: int, span: Span) -> None:
-        """Draw the wait of a span and then its work."""
+    def add(self, row: int, span: Span) -> None:
+        """Add the wait of a span and then its work."""
         action = parse_action(span.action)
         start_ms = (span.start_s - self.origin_s) * _MS
         waited_ms = span.waited_s * _MS
         work_ms = (span.end_s - span.start_s) * _MS - waited_ms
         if waited_ms > 0:
-            self._bar(row, start_ms, waited_ms, _WAIT)
-        self._bar(row, start_ms + waited_ms, work_ms, _LOOKS[action.kind])
+            self._add(row, _WAIT, start_ms, waited_ms)
+        self._add(row, _LOOKS[action.kind], start_ms + waited_ms, work_ms)
         is_wide = work_ms > self.whole_ms * _WIDE_ENOUGH_FOR_NUMBER
         if action.kind in COMPUTE and is_wide:
             middle_ms = start_ms + waited_ms + work_ms / 2
             number = str(action.micro_batch)
             self.axes.text(middle_ms, row, number, ha="center", va="center", fontsize=7, color=TEXT)
 
+    def draw(self) -> None:
+        """Draw what was added."""
+        for (row, look), bars in self.bars.items():
+            outline = Outline.make_compound_path(*(_rectangle(row, *bar) for bar in bars))
+            self.axes.add_patch(
+                PathPatch(
+                    outline,
+                    facecolor=look.colour,
+                    hatch=look.hatch,
+                    edgecolor=_EDGE if look.hatch else "white",
+                    # An edge would hide the narrow bars of transfers.
+                    linewidth=0 if look is _TRANSFER else 0.3,
+                )
+            )
+
     def legend(self) -> list[Patch]:
         """One entry for each look in use."""
-        looks = [look for look in dict.fromkeys([*_LOOKS.values(), _WAIT]) if look in self.used]
+        used = {look for _, look in self.bars}
+        looks = [look for look in dict.fromkeys([*_LOOKS.values(), _WAIT]) if look in used]
         return [
             Patch(facecolor=look.colour, hatch=look.hatch, edgecolor=_EDGE, label=look.label)
             for look in looks
         ]
 
-    def _bar(self, row: int, start_ms: float, width_ms: float, look: _Look) -> None:
-        self.used.add(look)
-        self.axes.broken_barh(
-            [(start_ms, width_ms)],
-            (row - _BAR_HEIGHT / 2, _BAR_HEIGHT),
-            facecolor=look.colour,
-            hatch=look.hatch,
-            edgecolor=_EDGE if look.hatch else "white",
-            # An edge would hide the narrow bars of transfers.
-            linewidth=0 if look is _TRANSFER else 0.3,
-        )
+    def _add(self, row: int, look: _Look, start_ms: float, width_ms: float) -> None:
+        self.bars.setdefault((row, look), []).append((start_ms, width_ms))
+
+
+def _rectangle(row: int, start_ms: float, width_ms: float) -> Outline:
+    low, high = row - _BAR_HEIGHT / 2, row + _BAR_HEIGHT / 2
+    end_ms = start_ms + width_ms
+    corners = [(start_ms, low), (start_ms, high), (end_ms, high), (end_ms, low), (start_ms, low)]
+    return Outline(corners, closed=True)
 
 
 def _draw_groups(axes: Axes, plan: Plan, rows: Sequence[int]) -> None:
