@@ -74,3 +74,7 @@ class LaunchError(ZorseError):
 
 class RankFailure(ZorseError):
     """A rank died or did not answer in time."""
+
+
+class CheckpointError(ZorseError):
+    """No checkpoint can be loaded as the command says."""

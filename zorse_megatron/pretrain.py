@@ -13,6 +13,7 @@ which node each rank is to be on; tasks of srun take their rank from it.
 `--zorse-trace DIR` writes what each rank executed, and when; `--zorse-memory DIR` what its memory
 held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-host-memory-limit GB` says what all ranks of a node together may keep in host memory.
+`--zorse-damaged-checkpoint skip` goes on from an older checkpoint where the latest is not whole.
 `--zorse-metrics FILE` appends one line of JSON per iteration, with loss and gradient norm in full
 precision; it needs no plan.
 """
@@ -42,8 +43,10 @@ _NEED_PLAN = (
     "--zorse-memory-limit",
     "--zorse-host-memory-limit",
     "--zorse-update",
+    "--zorse-damaged-checkpoint",
 )
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
+_STOP, _SKIP = "stop", "skip"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,7 @@ class Command:
     memory_limit_bytes: int | None
     host_memory_limit_bytes: int | None
     update: Literal["auto", "stock", "fused"]
+    skips_damaged: bool
     megatron: tuple[str, ...]
 
 
@@ -95,6 +99,7 @@ def split_command(argv: Sequence[str]) -> Command:
         for flag in ("--zorse-memory-limit", "--zorse-host-memory-limit")
     )
     update = _update(ours["--zorse-update"], problems)
+    skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
@@ -108,6 +113,7 @@ def split_command(argv: Sequence[str]) -> Command:
         memory_limit_bytes=limit_bytes,
         host_memory_limit_bytes=host_limit_bytes,
         update=update,
+        skips_damaged=skips_damaged,
         megatron=tuple(megatron),
     )
 
@@ -147,6 +153,21 @@ def _update(text: str | None, problems: list[Problem]) -> Literal["auto", "stock
         )
     )
     return "auto"
+
+
+def _skips(text: str | None, problems: list[Problem]) -> bool:
+    """Read what a damaged checkpoint leads to; notes a problem with anything else."""
+    if text not in (None, _STOP, _SKIP):
+        problems.append(
+            Problem(
+                where="--zorse-damaged-checkpoint",
+                found=f"{text!r}",
+                expected=f"{_STOP} or {_SKIP}",
+                remedy=f"{_SKIP} goes on from the newest checkpoint that is whole; without it, the "
+                "job stops and says which one that is.",
+            )
+        )
+    return text == _SKIP
 
 
 def _unknown_flag(flag: str, ours: dict[str, str | None]) -> Problem:
@@ -229,6 +250,7 @@ def run(argv: Sequence[str]) -> None:
             memory_limit_bytes=command.memory_limit_bytes,
             host_memory_limit_bytes=command.host_memory_limit_bytes,
             update=command.update,
+            skips_damaged=command.skips_damaged,
         )
     activate(plan_run)
     if command.metrics is not None:

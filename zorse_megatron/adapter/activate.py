@@ -33,6 +33,8 @@ class PlanRun:
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None
     host_memory_limit_bytes: int | None = None
+    skips_damaged: bool = False
+    """Go on from an older checkpoint where the latest is damaged."""
 
 
 def activate(run: PlanRun | None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from zorse_megatron.adapter.checkpoint_check import check_at_a_look, load_of
 from zorse_megatron.adapter.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.flags import fit_to_plan
 from zorse_megatron.adapter.rebind import Rebinding
@@ -28,6 +29,10 @@ def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
             args = stock(extra_args_provider, ignore_unknown_args)
             for note in fit_to_plan(args, plan, world_size=world_size):
                 say(note)
+            # Stock reads the checkpoint's arguments before there are groups of ranks.
+            load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
+            if load is not None:
+                check_at_a_look(load)
             say(
                 f"Megatron's own lines count one rank per chunk: its 'world size' below is "
                 f"{len(plan.chunks)}, this job has {world_size} ranks"

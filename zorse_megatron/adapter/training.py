@@ -14,6 +14,8 @@ from zorse_megatron.adapter import global_groups, rebind
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
+from zorse_megatron.adapter.checkpoint_check import LOAD_RECORDS, check_before_load, load_of
+from zorse_megatron.adapter.checkpoint_manifest import MANIFEST_RECORDS
 from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
 from zorse_megatron.adapter.compute_dtype import (
     check_device,
@@ -44,7 +46,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
 
     `stock_pretrain` has the script's own arguments bound; `cfg` is its config container. Raises
     FlagError when the model of the flags is not the plan's, PlanError when ranks read different
-    plans or are on other GPUs than planned.
+    plans or are on other GPUs than planned, CheckpointError when no checkpoint can be loaded.
     """
     args = get_args()
     problems = model_problems(args, run.plan)
@@ -72,7 +74,10 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         host_memory_limit_bytes=run.host_memory_limit_bytes,
     )
     _configure(cfg, session)
+    load = load_of(args, skips_damaged=run.skips_damaged)
     with rebind.applied(_records(session, cfg.model)), watched(session):
+        if load is not None:
+            check_before_load(load)
         return stock_pretrain(pg_collection=session.collection, skip_model_parallel_init=True)
 
 
@@ -145,7 +150,8 @@ def _configure(cfg: Any, session: PlanSession) -> None:
 
 
 def _records(session: PlanSession, model_config: Any) -> list[rebind.Rebinding]:
-    return [*CHECKPOINT_RECORDS, *_session_records(session, model_config)]
+    of_checkpoints = [*CHECKPOINT_RECORDS, *MANIFEST_RECORDS, *LOAD_RECORDS]
+    return [*of_checkpoints, *_session_records(session, model_config)]
 
 
 def _session_records(session: PlanSession, model_config: Any) -> list[rebind.Rebinding]:

@@ -11,6 +11,7 @@ from zorse_megatron import __version__
 from zorse_megatron.cli.actions import actions
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.check import check
+from zorse_megatron.cli.checkpoint import checkpoint
 from zorse_megatron.cli.compare import compare
 from zorse_megatron.cli.compare_plans import compare_plans
 from zorse_megatron.cli.discover import discover
@@ -47,6 +48,7 @@ app.command(cls=TakesTrainingFlags)(launch)
 app.command()(actions)
 app.command()(schema)
 app.add_typer(profile, name="profile")
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:

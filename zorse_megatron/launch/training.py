@@ -8,6 +8,7 @@ from itertools import pairwise
 from zorse_megatron.errors import LaunchError, Problem
 
 MODULE = "zorse_megatron.pretrain"
+_DAMAGED = "--zorse-damaged-checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> Trai
             ours += ["--load", saves]
         if "--exit-signal-handler" not in given:
             ours.append("--exit-signal-handler")
+        if _value(given, _DAMAGED) is None:
+            ours += [_DAMAGED, "skip"]
     return Training(words=(*given, *ours), resumes=saves is not None)
 
 

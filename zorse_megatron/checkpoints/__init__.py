@@ -1,0 +1,1 @@
+"""Checkpoint folders: which there are, which are whole, which one training goes on from."""

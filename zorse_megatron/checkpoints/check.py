@@ -1,0 +1,192 @@
+"""Is a checkpoint whole? At a look, by names and sizes; or read to the end, by checksums."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from zorse_megatron.checkpoints.folder import Checkpoint
+from zorse_megatron.checkpoints.manifest import (
+    RESTORE,
+    FileRecord,
+    Manifest,
+    ManifestError,
+    read_manifest,
+)
+from zorse_megatron.checkpoints.metadata import METADATA, MetadataError, least_bytes
+from zorse_megatron.errors import Problem
+
+LAST_OF_STOCK = "metadata.json"
+"""The file that stock writes last: a folder without it was cut short."""
+_OTHER_FORMAT = "mp_rank_*"
+
+
+class State(Enum):
+    """What is known of a checkpoint."""
+
+    WHOLE = "whole"
+    UNVERIFIED = "unverified"
+    """Complete as far as sizes tell; no manifest says more."""
+    DAMAGED = "damaged"
+    CUT_SHORT = "cut short"
+    """Its save did not come to its end."""
+    OTHER_FORMAT = "of another format"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What names and sizes say of a checkpoint."""
+
+    checkpoint: Checkpoint
+    state: State
+    problems: tuple[Problem, ...] = ()
+    manifest: Manifest | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """File -> bytes, as found."""
+    is_read: bool = False
+    """Whether the content of its files has been compared with the manifest, too."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether training could go on from it."""
+        return self.state in (State.WHOLE, State.UNVERIFIED)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all of its files."""
+        return sum(self.sizes.values())
+
+
+def look_at(checkpoint: Checkpoint) -> Look:
+    """Compare the names and sizes of a checkpoint's files with what they must be.
+
+    Reads the manifest or `.metadata`, and no other file. Raises OSError for what it may not read.
+    """
+    folder = checkpoint.folder
+    if not folder.is_dir():
+        problem = _problem(folder, "no such folder", "the folder of a checkpoint", RESTORE)
+        return Look(checkpoint=checkpoint, state=State.DAMAGED, problems=(problem,))
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    try:
+        manifest = read_manifest(folder)
+    except ManifestError as error:
+        return Look(
+            checkpoint=checkpoint, state=State.DAMAGED, problems=(error.problem,), sizes=sizes
+        )
+    if manifest is not None:
+        problems = size_problems(folder, manifest, sizes)
+        listed = {name: size for name, size in sizes.items() if name in manifest.files}
+        state = State.DAMAGED if problems else State.WHOLE
+        return Look(
+            checkpoint=checkpoint, state=state, problems=problems, manifest=manifest, sizes=listed
+        )
+    state, problems = _without_manifest(folder, sizes)
+    return Look(checkpoint=checkpoint, state=state, problems=problems, sizes=sizes)
+
+
+def size_problems(
+    folder: Path, manifest: Manifest, sizes: Mapping[str, int]
+) -> tuple[Problem, ...]:
+    """What is missing or has another size; `sizes`: file -> bytes, as found."""
+    problems = []
+    for name, record in manifest.files.items():
+        if name not in sizes:
+            problems.append(_missing(folder / name, manifest.name))
+        elif record.num_bytes not in (None, sizes[name]):
+            problems.append(
+                _problem(
+                    folder / name,
+                    f"{sizes[name]} bytes",
+                    f"{record.num_bytes} bytes, as {manifest.name} says",
+                    RESTORE,
+                )
+            )
+    return tuple(problems)
+
+
+def content_problem(
+    folder: Path, name: str, manifest: Manifest, found: FileRecord | None
+) -> Problem | None:
+    """Compare what has been read of a file (None: it is missing) with the manifest."""
+    expected = manifest.files[name]
+    if found is None:
+        return _missing(folder / name, manifest.name)
+    if found.checksum == expected.checksum:
+        return None
+    return _problem(
+        folder / name,
+        f"{manifest.algorithm} {found.checksum}",
+        f"{expected.checksum}, as {manifest.name} says: its bytes have changed since they were "
+        "saved",
+        RESTORE,
+    )
+
+
+def shares(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
+    """Deal files out to `count` readers so that all have about the same bytes to read."""
+    dealt: list[list[str]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        dealt[least].append(name)
+        loads[least] += sizes[name]
+    return tuple(map(tuple, dealt))
+
+
+def _without_manifest(folder: Path, sizes: Mapping[str, int]) -> tuple[State, tuple[Problem, ...]]:
+    """A checkpoint of stock's, or one whose save ended before its manifest."""
+    if LAST_OF_STOCK not in sizes:
+        if any(folder.glob(_OTHER_FORMAT)):
+            return State.OTHER_FORMAT, (_other_format(folder),)
+        found = f"no {LAST_OF_STOCK}, which is written last: the save was cut short"
+        problem = _problem(folder, found, "a checkpoint that was saved to its end", _GO_BACK)
+        return State.CUT_SHORT, (problem,)
+    problems = tuple(_structure_problems(folder, sizes))
+    return (State.DAMAGED if problems else State.UNVERIFIED), problems
+
+
+def _structure_problems(folder: Path, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    path = folder / LAST_OF_STOCK
+    try:
+        backend = json.loads(path.read_bytes())["sharded_backend"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        backend = None
+    if not isinstance(backend, str):
+        yield _problem(path, "no JSON with sharded_backend", "what Megatron writes", RESTORE)
+    if METADATA not in sizes:
+        yield _missing(folder / METADATA, LAST_OF_STOCK)
+        return
+    try:
+        least = least_bytes(folder)
+    except MetadataError as error:
+        yield _problem(
+            folder / METADATA, f"no description of tensors ({error})", "one of torch's", RESTORE
+        )
+        return
+    for name, num_bytes in sorted(least.items()):
+        if name not in sizes:
+            yield _missing(folder / name, METADATA)
+        elif sizes[name] < num_bytes:
+            expected = f"at least {num_bytes} bytes, as {METADATA} says"
+            yield _problem(folder / name, f"{sizes[name]} bytes", expected, RESTORE)
+
+
+_GO_BACK = "Its folder may be removed."
+
+
+def _missing(path: Path, listed_in: str) -> Problem:
+    return _problem(path, "no such file", f"it, as {listed_in} lists it", RESTORE)
+
+
+def _other_format(folder: Path) -> Problem:
+    return _problem(
+        folder,
+        "a checkpoint in Megatron's old torch format",
+        "one in torch_dist, which a plan can read",
+        "Convert it with stock Megatron and --ckpt-convert-format torch_dist.",
+    )
+
+
+def _problem(where: Path, found: str, expected: str, remedy: str) -> Problem:
+    return Problem(where=str(where), found=found, expected=expected, remedy=remedy)

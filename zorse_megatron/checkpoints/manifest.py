@@ -1,0 +1,192 @@
+"""The manifest of a checkpoint: name, size and checksum of each of its files.
+
+It is the last file of a save, written before the tracker file names the checkpoint, and put in
+place in one step: a folder that has one was saved to its end. Stock Megatron does not read it.
+Where there is none, stock's own `integrity.json` is (`--verify-integrity`, SHA-256, no sizes).
+
+The checksum is XXH3 with 128 bits: it is for damage, not for forgery, and costs less than reading.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from zorse_megatron.errors import Problem
+
+MANIFEST = "zorse-manifest.json"
+STOCK_MANIFEST = "integrity.json"
+_VERSION = 1
+_XXH3 = "xxh3_128"
+_ALGORITHMS: dict[str, Callable[[], Any]] = {_XXH3: xxhash.xxh3_128, "sha256": hashlib.sha256}
+_PIECE_BYTES = 1 << 22
+_LARGEST_MANIFEST_BYTES = 1 << 28
+RESTORE = "Restore it from a copy."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What a file must be."""
+
+    checksum: str
+    num_bytes: int | None = None
+    """None: not known, from stock's manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The files of one checkpoint, by their names in its folder."""
+
+    files: Mapping[str, FileRecord]
+    algorithm: str = _XXH3
+    name: str = MANIFEST
+
+
+class ManifestError(ValueError):
+    """A manifest that says nothing: `problem` tells why."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+class Hashing:
+    """The checksum of one file, in pieces, so that others need not wait for all of it."""
+
+    def __init__(self, path: Path, algorithm: str = _XXH3) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self._sum = _ALGORITHMS[algorithm]()
+
+    def pieces(self) -> Iterator[int]:
+        """Read the file, and yield the size of each piece once it is counted in, in bytes.
+
+        Raises OSError.
+        """
+        with self.path.open("rb", buffering=0) as file:
+            buffer = memoryview(bytearray(_PIECE_BYTES))
+            while count := file.readinto(buffer):
+                self._sum.update(buffer[:count])
+                self.num_bytes += count
+                yield count
+
+    def record(self) -> FileRecord:
+        """Return what has been read."""
+        return FileRecord(checksum=self._sum.hexdigest(), num_bytes=self.num_bytes)
+
+
+def file_record(path: Path, algorithm: str = _XXH3) -> FileRecord:
+    """Read a whole file. Raises OSError."""
+    hashing = Hashing(path, algorithm)
+    for _ in hashing.pieces():
+        pass
+    return hashing.record()
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Put the manifest of a complete checkpoint in place, all of it or nothing. Raises OSError."""
+    value = {
+        "version": _VERSION,
+        "algorithm": _XXH3,
+        "files": {
+            name: {"bytes": record.num_bytes, "checksum": record.checksum}
+            for name, record in sorted(files.items())
+        },
+    }
+    write_atomically(folder / MANIFEST, json.dumps(value, indent=1) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file of which nobody, also after a crash, sees a part. Raises OSError."""
+    draft = path.with_name(f".{path.name}.tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint, ours or stock's; None where there is none.
+
+    Raises ManifestError for one that cannot be read as such, OSError.
+    """
+    for name, parse in ((MANIFEST, _parse), (STOCK_MANIFEST, _parse_stock)):
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                data = file.read(_LARGEST_MANIFEST_BYTES + 1)
+        except FileNotFoundError:
+            continue
+        try:
+            manifest = parse(json.loads(data))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ManifestError(_bad_manifest(path, error)) from error
+        return manifest
+    return None
+
+
+def _parse(value: Any) -> Manifest:
+    if value["version"] != _VERSION:
+        raise ValueError(f"version {value['version']!r}, not {_VERSION}")
+    files = {
+        _checked_name(name): FileRecord(
+            checksum=_checked(str, record["checksum"]), num_bytes=_checked(int, record["bytes"])
+        )
+        for name, record in value["files"].items()
+    }
+    return _complete(Manifest(files=files, algorithm=_known(value["algorithm"])))
+
+
+def _parse_stock(value: Any) -> Manifest:
+    """Source of the layout: `save_integrity_manifest` in `dist_checkpointing.validation`."""
+    files = {
+        _checked_name(name): FileRecord(checksum=_checked(str, checksum))
+        for name, checksum in value["files"].items()
+    }
+    algorithm = _known(value["algorithm"])
+    return _complete(Manifest(files=files, algorithm=algorithm, name=STOCK_MANIFEST))
+
+
+def _complete(manifest: Manifest) -> Manifest:
+    if not manifest.files:
+        raise ValueError("no files")
+    return manifest
+
+
+def _known(algorithm: Any) -> str:
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"the unknown algorithm {algorithm!r}")
+    return str(algorithm)
+
+
+def _checked(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} where a {kind.__name__} belongs")
+    return value
+
+
+def _checked_name(name: str) -> str:
+    if not name or "/" in name or name in (".", "..") or "\0" in name:
+        raise ValueError(f"the file name {name!r}")
+    return name
+
+
+def _bad_manifest(path: Path, error: Exception) -> Problem:
+    text = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return Problem(
+        where=str(path),
+        found=f"no manifest that can be read ({text})",
+        expected="the sizes and checksums of the checkpoint's files",
+        remedy=RESTORE,
+    )
