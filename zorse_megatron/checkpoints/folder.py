@@ -14,6 +14,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _LONGEST_QUOTE = 40
 _LARGEST_TRACKER_BYTES = 4096
 
@@ -77,7 +78,7 @@ def read_tracker(root: Path) -> Tracker:
     names = None
     if text == _RELEASE:
         names = Checkpoint(root=root, iteration=0, is_release=True)
-    elif text.isascii() and text.isdigit():
+    elif _NUMBER.fullmatch(text):
         names = Checkpoint(root=root, iteration=int(text))
     quoted = "".join(each if each.isprintable() else "?" for each in text[:_LONGEST_QUOTE])
     return Tracker(path=path, exists=True, names=names, text=quoted)

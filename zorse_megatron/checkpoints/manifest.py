@@ -90,15 +90,22 @@ def file_record(path: Path, algorithm: str = _XXH3) -> FileRecord:
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Put the manifest of a complete checkpoint in place, all of it or nothing. Raises OSError."""
+    listed = {
+        name: {"bytes": record.num_bytes, "checksum": record.checksum}
+        for name, record in sorted(files.items())
+    }
     value = {
         "version": _VERSION,
         "algorithm": _XXH3,
-        "files": {
-            name: {"bytes": record.num_bytes, "checksum": record.checksum}
-            for name, record in sorted(files.items())
-        },
+        "files": listed,
+        "checksum_of_files": _checksum(listed),
     }
     write_atomically(folder / MANIFEST, json.dumps(value, indent=1) + "\n")
+
+
+def _checksum(listed: Any) -> str:
+    """Of the list itself, so that its own damage is not taken for that of a file."""
+    return str(xxhash.xxh3_128(json.dumps(listed, sort_keys=True).encode()).hexdigest())
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -145,6 +152,8 @@ def _parse(value: Any) -> Manifest:
         )
         for name, record in value["files"].items()
     }
+    if value["checksum_of_files"] != _checksum(value["files"]):
+        raise ValueError("its own checksum is another one")
     return _complete(Manifest(files=files, algorithm=_known(value["algorithm"])))
 
 
@@ -188,5 +197,5 @@ def _bad_manifest(path: Path, error: Exception) -> Problem:
         where=str(path),
         found=f"no manifest that can be read ({text})",
         expected="the sizes and checksums of the checkpoint's files",
-        remedy=RESTORE,
+        remedy="Restore it from a copy. Without it, the checkpoint is loaded unverified.",
     )
