@@ -26,6 +26,10 @@ PYTHON=python
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
 GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
 
+# What the latest checkpoint is, before and after.
+latest() { cat -- checkpoints/latest_checkpointed_iteration.txt 2>/dev/null; }
+before=$(latest)
+
 # Local ranks count GPUs as the cluster file does, and not the fastest one first.
 export CUDA_DEVICE_ORDER=PCI_BUS_ID
 
@@ -45,7 +49,8 @@ srun --het-group=0,1 --mpi=none --distribution=block --kill-on-bad-exit=0 --wait
     --save-interval 100 \
     --zorse-plan plan.json \
     --load checkpoints \
-    --exit-signal-handler &
+    --exit-signal-handler \
+    --zorse-damaged-checkpoint skip &
 srun_pid=$!
 
 # Before the time limit Slurm sends USR1 to this script; TERM lets the ranks save and end.
@@ -57,13 +62,20 @@ while :; do
     kill -0 "$srun_pid" 2>/dev/null || break    # else a signal has ended the wait
 done
 
-# Status 2 is bad input, which another start does not change.
+# Status 2 is bad input, which another start does not change. A job that is stopped starts again as
+# often as it takes, as long as it has saved something each time.
 restarts=${SLURM_RESTART_COUNT:-0}
-if [[ $stopped ]] || { ((status != 0 && status != 2)) && ((restarts < MAX_RESTARTS)); }; then
+saved=
+[[ $(latest) == "$before" ]] || saved=1
+if ((status != 2)) && { [[ $stopped && $saved ]] ||
+    { { [[ $stopped ]] || ((status != 0)); } && ((restarts < MAX_RESTARTS)); }; }; then
     echo "status $status after $restarts restarts: back into the queue"
     scontrol requeue "$SLURM_JOB_ID" && exit "$status"
     echo "zorse: error: Slurm does not take the job back, so it ends here and is not done."
     echo "Submit it again: it goes on from its last checkpoint."
     ((status != 0)) || status=1    # after a save it is 0, and the job would seem COMPLETED
+elif [[ $stopped ]] && ((status == 0)); then
+    echo "zorse: error: stopped after $restarts restarts before it has saved anything: it ends."
+    status=1
 fi
 exit "$status"

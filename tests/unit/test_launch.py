@@ -25,7 +25,9 @@ from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import parse_cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
-TRAINING = Training(words=("pretrain_gpt.py", "--num-layers", "4", "--save", "a b"), resumes=True)
+TRAINING = Training(
+    words=("pretrain_gpt.py", "--num-layers", "4", "--save", "a b"), resumes=True, save="a b"
+)
 KINDS = ("A100-40", "T4", "L4")
 
 
@@ -200,12 +202,14 @@ def test_torchruns_ranks_stay_as_they_are() -> None:
 def test_a_command_that_saves_goes_on_from_there() -> None:
     found = training_of(["x.py", "--save", "d"], plan="p", cluster="c")
     more = ("--zorse-plan", "p", "--zorse-cluster", "c", "--load", "d", "--exit-signal-handler")
-    assert found.words == ("x.py", "--save", "d", *more)
-    assert found.resumes
+    skips = ("--zorse-damaged-checkpoint", "skip")
+    assert found.words == ("x.py", "--save", "d", *more, *skips)
+    assert found.resumes and found.save == "d"
 
 
 def test_what_the_command_says_already_is_not_said_twice() -> None:
-    given = ["--save=d", "--load=d", "--exit-signal-handler"]
+    damaged = "--zorse-damaged-checkpoint=stop"
+    given = ["--save=d", "--load=d", "--exit-signal-handler", damaged]
     assert training_of(given, plan="p", cluster=None).words == (*given, "--zorse-plan", "p")
 
 
@@ -249,8 +253,11 @@ for _ in {1..600}; do sleep 0.1; done""",
 }
 
 
-def started_job(directory: Path, commands: dict[str, str]) -> "subprocess.Popen[str]":
+def started_job(
+    directory: Path, commands: dict[str, str], **variables: str
+) -> "subprocess.Popen[str]":
     """The script, with these lines of shell instead of Slurm's commands."""
+    (directory / "a b").mkdir()
     for name, lines in commands.items():
         (directory / name).write_text(f"#!/bin/bash\n{lines}\n")
         (directory / name).chmod(0o755)
@@ -258,7 +265,7 @@ def started_job(directory: Path, commands: dict[str, str]) -> "subprocess.Popen[
     return subprocess.Popen(
         ["bash", "train.sh"],
         cwd=directory,
-        env={"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+        env={"PATH": f"{directory}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -278,6 +285,30 @@ def test_a_job_that_cannot_go_back_into_the_queue_has_not_completed(
     assert "status 0 after 0 restarts: back into the queue\nasked requeue 7\n" in said
     assert job.returncode == (0 if takes_it_back else 1)
     assert ("Slurm does not take the job back" in said) is not takes_it_back
+
+
+@pytest.mark.parametrize(
+    ("at_the_end", "restarts", "goes_on"),
+    [
+        ("echo 8 >'a b/latest_checkpointed_iteration.txt'", 20, True),
+        ("true", 19, True),
+        ("true", 20, False),
+        ("exit 2", 0, False),
+    ],
+    ids=["it saves", "not yet too often", "too often for nothing", "bad input"],
+)
+def test_a_job_that_is_stopped_before_it_saves_does_not_go_on_for_ever(
+    at_the_end: str, restarts: int, goes_on: bool, tmp_path: Path
+) -> None:
+    (srun := dict(COMMANDS))["srun"] = COMMANDS["srun"].replace("exit 0", f"{at_the_end}; exit 0")
+    commands = {**srun, "scontrol": "echo asked $*"}
+    with started_job(tmp_path, commands, SLURM_RESTART_COUNT=str(restarts)) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "started\n"
+        job.send_signal(signal.SIGUSR1)
+        said = job.stdout.read()
+    assert ("asked requeue 7" in said) is goes_on
+    assert (job.returncode == 0) is goes_on, said
 
 
 @pytest.mark.parametrize("status", [0, 2, 9])

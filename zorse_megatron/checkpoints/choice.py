@@ -6,7 +6,7 @@ in `megatron.training.checkpointing`. Stock reads the tracker files itself, so t
 older checkpoint is to set the tracker back to it. No checkpoint is deleted or changed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,8 +94,8 @@ class Chooser:
         return self._go_back(root, look.problems, below=below, is_asked_for=bool(step))
 
     def _without_tracker(self, tracker: Tracker, root: Path) -> "Look | Lost | None":
-        others = list(self._usable(root, below=None))
-        if others:
+        other, _ = self._newest_usable(root, below=None)
+        if other is not None:
             return self._go_back(root, [bad_tracker(tracker)], below=None)
         if incomplete := checkpoints_in(root):
             listed = ", ".join(str(each.iteration) for each in incomplete)
@@ -114,9 +114,10 @@ class Chooser:
         is_asked_for: bool = False,
     ) -> "Look | Lost":
         """Set the tracker back to the newest whole checkpoint; or stop."""
-        other = next(self._usable(root, below=below), None)
+        other, passed = self._newest_usable(root, below=below)
         if is_asked_for or not self.load.skips_damaged:
             raise CheckpointError(TITLE, _with_way_out(problems, root, other, self.load))
+        problems = (*problems, *passed)
         if other is None:
             return Lost(root=root, problems=_with_way_out(problems, root, None, self.load))
         set_tracker(other.checkpoint)
@@ -126,12 +127,18 @@ class Chooser:
         )
         return other
 
-    def _usable(self, root: Path, *, below: int | None) -> Iterator[Look]:
+    def _newest_usable(
+        self, root: Path, *, below: int | None
+    ) -> tuple[Look | None, tuple[Problem, ...]]:
+        """The newest checkpoint that training could go on from; and why not a newer one."""
+        passed: list[Problem] = []
         for checkpoint in checkpoints_in(root):
             if below is None or checkpoint.iteration < below:
                 look = self._look(checkpoint)
                 if look.is_usable:
-                    yield look
+                    return look, tuple(passed)
+                passed += look.problems
+        return None, tuple(passed)
 
     def _look(self, checkpoint: Checkpoint) -> Look:
         if checkpoint in self.rejected:

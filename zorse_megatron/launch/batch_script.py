@@ -7,7 +7,9 @@ tasks out component by component, and in blocks to the nodes of each.
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from zorse_megatron.checkpoints.folder import TRACKER
 from zorse_megatron.launch.components import Component
 from zorse_megatron.launch.torchrun_lines import described
 from zorse_megatron.launch.training import MODULE, Training
@@ -17,6 +19,11 @@ _OF_SRUN_TOO = "cpus-per-task="
 _PARAMETERS = """\
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
 GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
+"""
+_LATEST = """\
+# What the latest checkpoint is, before and after.
+latest() {{ cat -- {tracker} 2>/dev/null; }}
+before=$(latest)
 """
 _RANKS = """\
 # Local ranks count GPUs as the cluster file does, and not the fastest one first.
@@ -34,14 +41,21 @@ while :; do
     kill -0 "$srun_pid" 2>/dev/null || break    # else a signal has ended the wait
 done
 
-# Status 2 is bad input, which another start does not change.
+# Status 2 is bad input, which another start does not change. A job that is stopped starts again as
+# often as it takes, as long as it has saved something each time.
 restarts=${SLURM_RESTART_COUNT:-0}
-if [[ $stopped ]] || { ((status != 0 && status != 2)) && ((restarts < MAX_RESTARTS)); }; then
+saved=
+[[ $(latest) == "$before" ]] || saved=1
+if ((status != 2)) && { [[ $stopped && $saved ]] ||
+    { { [[ $stopped ]] || ((status != 0)); } && ((restarts < MAX_RESTARTS)); }; }; then
     echo "status $status after $restarts restarts: back into the queue"
     scontrol requeue "$SLURM_JOB_ID" && exit "$status"
     echo "zorse: error: Slurm does not take the job back, so it ends here and is not done."
     echo "Submit it again: it goes on from its last checkpoint."
     ((status != 0)) || status=1    # after a save it is 0, and the job would seem COMPLETED
+elif [[ $stopped ]] && ((status == 0)); then
+    echo "zorse: error: stopped after $restarts restarts before it has saved anything: it ends."
+    status=1
 fi
 exit "$status"
 """
@@ -102,10 +116,15 @@ def batch_script(
         "",
         f"PYTHON={shlex.quote(options.python)}",
         _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
+        *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
         _RANKS,
         _srun(components, training, options),
     ]
     return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
+
+
+def _tracker(training: Training) -> str:
+    return shlex.quote(str(Path(training.save or ".", TRACKER)))
 
 
 def _without_restarts(parameters: str) -> str:

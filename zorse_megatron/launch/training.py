@@ -18,6 +18,8 @@ class Training:
     words: tuple[str, ...]
     resumes: bool
     """Whether it goes on from its own checkpoint when it is started again."""
+    save: str | None = None
+    """The folder of its checkpoints."""
 
     def lines(self) -> list[str]:
         """Return the words for a shell: the script, then each flag with its values."""
@@ -50,7 +52,7 @@ def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> Trai
             ours.append("--exit-signal-handler")
         if _value(given, _DAMAGED) is None:
             ours += [_DAMAGED, "skip"]
-    return Training(words=(*given, *ours), resumes=saves is not None)
+    return Training(words=(*given, *ours), resumes=saves is not None, save=saves)
 
 
 def _problems(given: Sequence[str]) -> Iterator[Problem]:
