@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains under plan.json (plan 41ed355ef2ccf125) on the GPUs of two-node lab.
 # Written by zorse launch; submit it with sbatch, from the directory of its files.
-# checksum 9ce148ce95603f9b
+# checksum 85a7ba348440cfd5
 #   component 0: ranks 0 to 3, 4 A6000
 #   component 1: ranks 4 to 7, 4 V100-16
 #SBATCH --job-name=zorse

@@ -18,6 +18,7 @@ from zorse_megatron.adapter.rebind import Rebinding
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
 from zorse_megatron.checkpoints.check import LAST_OF_STOCK
 from zorse_megatron.checkpoints.manifest import MANIFEST, FileRecord, Manifest, write_manifest
+from zorse_megatron.files.write import NotWritten
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -46,7 +47,7 @@ def _open_again(folder: Path) -> None:
 def write_together(folder: Path) -> None:
     """Write the manifest of a checkpoint whose files are complete; a collective call.
 
-    Raises OSError on every rank if one cannot read what it has written.
+    Raises OSError on every rank if one cannot read what it has written, or there is no room.
     """
     rank = dist.get_rank()
     mine = [path.name for path in folder.iterdir() if path.is_file() and _writer(path.name) == rank]
@@ -54,7 +55,23 @@ def write_together(folder: Path) -> None:
     files: dict[str, FileRecord] = {}
     for each in gathered(records):
         files |= each
-    on_rank_0(partial(write_manifest, folder, files))
+    failure = on_rank_0(partial(_write, folder, files))
+    if failure is not None:
+        raise OSError(*failure)
+
+
+def _write(folder: Path, files: dict[str, FileRecord]) -> tuple[Any, ...] | None:
+    """Write the manifest; returns what kept it from being written, for all ranks."""
+    try:
+        write_manifest(folder, files)
+    except NotWritten as error:
+        cause = error.__cause__
+        return (
+            getattr(cause, "errno", None),
+            getattr(cause, "strerror", None),
+            str(folder / MANIFEST),
+        )
+    return None
 
 
 def _writer(name: str) -> int | None:

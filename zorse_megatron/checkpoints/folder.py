@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.checkpoints.manifest import write_atomically
+from zorse_megatron.files.write import write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
@@ -85,5 +85,5 @@ def read_tracker(root: Path) -> Tracker:
 
 
 def set_tracker(checkpoint: Checkpoint) -> None:
-    """Make a checkpoint the one from which training goes on. Raises OSError."""
-    write_atomically(checkpoint.root / TRACKER, str(checkpoint.iteration))
+    """Make a checkpoint the one from which training goes on. Raises NotWritten."""
+    write_text(checkpoint.root / TRACKER, str(checkpoint.iteration))

@@ -9,7 +9,6 @@ The checksum is XXH3 with 128 bits: it is for damage, not for forgery, and costs
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import xxhash
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.write import write_text
 
 MANIFEST = "zorse-manifest.json"
 STOCK_MANIFEST = "integrity.json"
@@ -89,7 +89,7 @@ def file_record(path: Path, algorithm: str = _XXH3) -> FileRecord:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Put the manifest of a complete checkpoint in place, all of it or nothing. Raises OSError."""
+    """Put the manifest of a complete checkpoint in place. Raises NotWritten."""
     listed = {
         name: {"bytes": record.num_bytes, "checksum": record.checksum}
         for name, record in sorted(files.items())
@@ -100,27 +100,12 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
         "files": listed,
         "checksum_of_files": _checksum(listed),
     }
-    write_atomically(folder / MANIFEST, json.dumps(value, indent=1) + "\n")
+    write_text(folder / MANIFEST, json.dumps(value, indent=1) + "\n")
 
 
 def _checksum(listed: Any) -> str:
     """Of the list itself, so that its own damage is not taken for that of a file."""
     return str(xxhash.xxh3_128(json.dumps(listed, sort_keys=True).encode()).hexdigest())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file of which nobody, also after a crash, sees a part. Raises OSError."""
-    draft = path.with_name(f".{path.name}.tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
