@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from zorse_megatron.adapter.checkpoint_check import LOAD_RECORDS
+from zorse_megatron.adapter.checkpoint_manifest import MANIFEST_RECORDS
 from zorse_megatron.adapter.cpu_flags import _REFUSED
 from zorse_megatron.adapter.flags import REFUSALS, flag_of
 from zorse_megatron.adapter.hooks import argument_records, entry_records, training_records
@@ -35,6 +37,7 @@ NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
 NOT_OURS |= {"compare.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
 NOT_OURS |= {"offload.json"}
+NOT_OURS |= {"zorse-manifest.json", "metadata.json", "integrity.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 # Where this repository stands in a command that is run elsewhere.
 ELSEWHERE = "/path/to/zorse-megatron/"
@@ -93,6 +96,7 @@ def our_flags():
         "profile import",
         "profile measure",
         "profile show",
+        "checkpoint verify",
     ]
     helps = [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
     helps += [help_of(sys.executable, str(path)) for path in sorted(ROOT.glob("scripts/*.py"))]
@@ -106,6 +110,7 @@ def our_flags():
         "--zorse-memory-limit",
         "--zorse-host-memory-limit",
         "--zorse-update",
+        "--zorse-damaged-checkpoint",
     }
 
 
@@ -222,6 +227,8 @@ def test_the_list_of_hooks_is_complete():
     records = [
         *argument_records(demo_plan(), world_size=5),
         *entry_records(unused),
+        *MANIFEST_RECORDS,
+        *LOAD_RECORDS,
         *training_records(**dict.fromkeys(signature(training_records).parameters, unused)),
     ]
     listed = set(re.findall(r"`(megatron[\w.]*:\w+)`", text_of("docs/how-it-works.md")))
