@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from zorse_megatron.errors import Problem, ZorseError
 
 PACKAGE = "zorse-megatron"
-MODULES: Mapping[str, tuple[str, ...]] = {"train": ("torch", "megatron"), "plots": ("matplotlib",)}
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "train": ("torch", "megatron"),
+    "plots": ("matplotlib", "jinja2"),
+}
 """Extra -> the top-level modules that it brings and that are imported by name."""
 TRAINS_FROM = (3, 12)
 """The first Python that megatron-core 0.19 takes (its Requires-Python)."""

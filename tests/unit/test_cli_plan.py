@@ -3,13 +3,17 @@
 The search is a stand-in here, so that its answers are known; at the end the real one runs once.
 """
 
+import base64
 import dataclasses
+import io
 import json
 import re
 
+import matplotlib.image
 import pytest
 
 from tests.unit.cli_samples import FLAGS, cells, lab_plan, runner_in
+from zorse_megatron import extras
 from zorse_megatron.cli import plan as plan_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
@@ -158,6 +162,46 @@ def test_plan_writes_a_plan_with_predictions(run, search):
     assert written.predictions.iteration_s > 0
     assert len(written.predictions.peak_memory_bytes) == 8
     assert run("check", "new.json", "cluster.yaml", "model.yaml").exit_code == 0
+
+
+def test_the_page_has_everything_in_it(run, search, tmp_path):
+    text = (tmp_path / "cluster.yaml").read_text()
+    (tmp_path / "cluster.yaml").write_text(
+        "name: <lab> & co\n" + re.sub(r"name: .*\n", "", text, count=1)
+    )
+    result = run(*PLAN, "--html", "page.html")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == "written: page.html"
+    page = (tmp_path / "page.html").read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 2
+    for picture in pictures:
+        pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(picture)))
+        assert min(pixels.shape[:2]) > 300
+        assert len({tuple(pixel) for pixel in pixels[::9, ::9].reshape(-1, 4).tolist()}) > 5
+    bare = re.sub(r'src="data:[^"]+"', "", page)
+    assert not re.search(r"src=|href=|@import|url\(", bare)  # nothing is loaded from elsewhere
+    assert "on &lt;lab&gt; &amp; co</h1>" in page
+    for expected in (
+        "A second one.",
+        "one more A6000 in node new",
+        "25.0 % faster",
+        "12 % slower",
+        "a note of the search",
+    ):
+        assert expected in page, expected
+    told = json.loads(run(*COMPARE, "--json", "--strategy", "stock").stdout)["plans"]
+    for row in told:
+        assert row["layout"] in page
+        assert f"{row['tokens_per_s']:,.0f}" in page
+
+
+def test_a_page_without_its_extra_is_refused_before_the_search(run, search, monkeypatch):
+    monkeypatch.setattr(extras, "_is_there", lambda module: module != "jinja2")
+    result = run(*PLAN, "--html", "page.html")
+    assert result.exit_code == 1
+    assert "pip install 'zorse-megatron[plots]'" in result.stderr
+    assert not search.inputs
 
 
 def test_plan_json(run, search):

@@ -23,6 +23,7 @@ from zorse_megatron.emulate.self_test import SelfTest
 from zorse_megatron.emulate.stock_flags import flags_of_grid
 from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.stock_best import stock_on_best
 from zorse_megatron.planner.stock_grids import Grid
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.model_presets import MODELS
@@ -46,8 +47,9 @@ def test_everybody_on_a_cluster_of_two_kinds():
     found = {each.name: each for each in contestants(make(CLUSTER), quick=False)}
     assert list(found) == [STOCK, BEST_GPUS, "zorse-paper", "cephalo", OURS]
     best = found[BEST_GPUS]
-    assert best.layout.startswith("4 A6000: PP ")
-    assert best.system.gpus == (0, 1, 2, 3)  # the faster node
+    expected = stock_on_best(make(CLUSTER)).fitting
+    assert best.layout == expected.words
+    assert best.system.gpus == expected.ranks
     assert found[OURS].system.plan.world_size == 8
     for each in found.values():
         assert (each.system is None) == bool(each.reason)

@@ -30,8 +30,9 @@ from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
 from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.check import refuse_unwritable
-from zorse_megatron.files.write import NotWritten
+from zorse_megatron.files.write import NotWritten, write_text
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.load import dump_plan, save_plan
@@ -72,11 +73,21 @@ def plan(  # noqa: PLR0917
     out: Annotated[
         Path | None, typer.Option(metavar="PLAN", help="The plan file to write.")
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HTML",
+            help="A page to write about the plan: timeline, memory, stock at its best, what one "
+            "more GPU brings. Searches again for each kind of GPU.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
     with reported_errors(as_json=as_json):
-        refuse_unwritable({"--out": out}, inputs=[cluster, model, *(profile or ())])
+        refuse_unwritable({"--out": out, "--html": html}, inputs=[cluster, model, *(profile or ())])
+        if html is not None:
+            refuse_without("plots", what="zorse plan --html")
         wanted = strategy_named(strategy)
         workload = workload_of(
             model=model,
@@ -108,6 +119,19 @@ def plan(  # noqa: PLR0917
             if lost.kept is None:  # it took a search to find
                 print_plain(dump_plan(outcome.plan).rstrip())
         raise typer.Exit(1)
+    if html is not None:
+        with reported_errors():  # on stderr: the plan's JSON has been printed
+            _write_page(prices, outcome, html, shows_progress=not as_json)
+        if not as_json:
+            print_plain(f"written: {html}")
+
+
+def _write_page(prices: Priced, outcome: "Outcome", path: Path, *, shows_progress: bool) -> None:
+    """Behind the plan, which is written and shown by then."""
+    from zorse_megatron.cli.plan_page import plan_page
+
+    notes = _notes(prices, outcome)
+    write_text(path, plan_page(prices, outcome, notes, shows_progress=shows_progress))
 
 
 def _not_saved(found: Plan, out: Path | None) -> NotWritten | None:

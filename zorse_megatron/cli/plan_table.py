@@ -59,7 +59,7 @@ def _summary(plan: Plan, index: int) -> dict[str, Any]:
 def _table(plan: Plan) -> Table:
     """One row for each run of equal replicas, so that a group of 100 equal ranks is one row."""
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
-    has_settings = any(map(_settings, plan.groups))
+    has_settings = any(map(memory_saved_by, plan.groups))
     headings = ["Group", "Layers", "Ranks", "Micro-batches", "Shard"]
     headings[2:2] = ["GPU"] * (kinds is not None)
     has_types = any(group.compute_dtype for group in plan.groups)
@@ -74,7 +74,7 @@ def _table(plan: Plan) -> Table:
         layers = [plan.chunks[chunk].layers for chunk in plan.chunks_of_group(index)]
         head = [f"{index} {group.name or ''}".strip(), ", ".join(spell([span]) for span in layers)]
         settings: list[str] = [group.compute_dtype or "as told"] * has_types
-        settings += [_settings(group)] * has_settings
+        settings += [memory_saved_by(group)] * has_settings
         for run in runs[index]:
             gpu = [_kinds_of(run[0], kinds)] if kinds is not None else []
             cells = [*head, *gpu, *_cells(group, run), *settings]
@@ -95,7 +95,7 @@ def _kinds_of(replica: Replica, kinds: Sequence[str] | None) -> str:
     return ", ".join(dict.fromkeys(kinds[rank] for rank in replica.ranks)) if kinds else ""
 
 
-def _settings(group: Group) -> str:
+def memory_saved_by(group: Group) -> str:
     """Recomputation and offload of a group; empty where there is none."""
     said = []
     recompute, offload = group.recompute, group.offload

@@ -1,0 +1,215 @@
+"""`zorse plan --html`: the plan, why it is that one, stock's best and replans on one page."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from zorse_megatron.cli.console import gib
+from zorse_megatron.cli.plan_table import memory_saved_by, plan_line
+from zorse_megatron.cli.priced import Priced
+from zorse_megatron.cli.progress import progress_bar
+from zorse_megatron.cli.simulated import capacities_bytes, simulated, types_of
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.spans import spell
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.explain import Explanation
+    from zorse_megatron.planner.outcome import Outcome
+    from zorse_megatron.planner.replan import Replans
+    from zorse_megatron.planner.stock_best import Stock
+    from zorse_megatron.plots.plan_page import Card, ContestRow, Picture, PlanPage, ReplanRow
+
+_HEADINGS = (
+    *("Group", "GPUs", "Layers", "Micro-batches", "Memory saved by"),
+    *("Busy", "Communication", "Waiting"),
+)
+
+
+def plan_page(
+    prices: Priced, outcome: "Outcome", notes: Sequence[str], *, shows_progress: bool
+) -> str:
+    """Return the page. Searches once more for each kind of GPU, below 256 of them."""
+    from zorse_megatron.planner.explain import explain
+    from zorse_megatron.planner.replan import replan
+    from zorse_megatron.planner.stock_best import stock_on_all, stock_on_best
+
+    with progress_bar(wanted=shows_progress, title="page") as on_progress:
+        replans = replan(prices.inputs, found_s=outcome.iteration_s, on_progress=on_progress)
+    stocks = (
+        ("Stock Megatron, all GPUs", stock_on_all(prices.inputs)),
+        ("Stock Megatron, its best GPUs", stock_on_best(prices.inputs)),
+    )
+    explanation = explain(prices.inputs, outcome.plan)
+    page = _page(prices, outcome, explanation, replans, stocks, notes)
+    return page.html()
+
+
+def _page(  # noqa: PLR0917
+    prices: Priced,
+    outcome: "Outcome",
+    explanation: "Explanation",
+    replans: "Replans | None",
+    stocks: Sequence[tuple[str, "Stock"]],
+    notes: Sequence[str],
+) -> "PlanPage":
+    from zorse_megatron.planner.replan import MOST_GPUS
+    from zorse_megatron.plots.plan_page import PlanPage
+
+    plan, inputs, counts = outcome.plan, prices.inputs, outcome.considered
+    return PlanPage(
+        title=f"{prices.workload.model.name} on {prices.cluster.name or 'the cluster'}",
+        subtitle=(
+            f"{_gpus(inputs.kinds)}; {inputs.global_batch_size} samples of "
+            f"{inputs.sequence_length:,} tokens an iteration, {types_of(plan, prices)}"
+        ),
+        cards=tuple(_cards(prices, outcome, explanation, stocks)),
+        contest=tuple(_contest(outcome, prices, stocks)),
+        plan_line=plan_line(plan),
+        group_headings=_HEADINGS,
+        groups=tuple(_groups(plan, explanation)),
+        reasons=explanation.sentences,
+        pictures=tuple(_pictures(prices, plan)),
+        replans=tuple(_replan_rows(replans)),
+        no_replans=(
+            f"Not planned again: from {MOST_GPUS} GPUs on, each search takes too long."
+            if replans is None
+            else "No larger cluster has a plan that fits."
+        ),
+        rejected=tuple((each.what, each.why) for each in outcome.rejected),
+        considered=(
+            f"The best of each other structure, of {counts.groupings:,} groupings, "
+            f"{counts.estimated:,} plans estimated and {counts.simulated:,} simulated."
+        ),
+        notes=notes,
+        footer=(
+            "Predicted by zorse-megatron's simulator, which plays the lists of actions that the "
+            "ranks execute. Not measured."
+        ),
+    )
+
+
+def _gpus(kinds: Sequence[str]) -> str:
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+
+
+def _cards(
+    prices: Priced,
+    outcome: "Outcome",
+    explanation: "Explanation",
+    stocks: Sequence[tuple[str, "Stock"]],
+) -> Iterator["Card"]:
+    from zorse_megatron.plots.plan_page import Card
+
+    yield Card(
+        label="One iteration",
+        value=f"{outcome.iteration_s:.4g} s",
+        note=f"{outcome.tokens_per_s:,.0f} tokens/s",
+    )
+    fitting = [stock.fitting for _, stock in stocks if stock.fitting is not None]
+    best_s = min((each.iteration_s for each in fitting), default=None)
+    yield Card(
+        label="Against stock at its best",
+        value="-" if best_s is None else f"{best_s / outcome.iteration_s:.2f} x",
+        note="no layout of stock fits" if best_s is None else f"it takes {best_s:.4g} s",
+    )
+    yield Card(
+        label="Of a rate that no plan exceeds",
+        value=f"{100 * outcome.bound_s / outcome.iteration_s:.0f} %",
+        note=f"no plan takes less than {outcome.bound_s:.4g} s",
+    )
+    tightest = min(explanation.headroom, key=lambda each: each.free_bytes)
+    yield Card(
+        label="Fullest GPU",
+        value=f"{100 * outcome.peak_memory_fraction:.0f} %",
+        note=f"{gib(tightest.free_bytes)} left on rank {tightest.rank} ({tightest.kind})",
+    )
+
+
+def _contest(
+    outcome: "Outcome", prices: Priced, stocks: Sequence[tuple[str, "Stock"]]
+) -> Iterator["ContestRow"]:
+    from zorse_megatron.plots.plan_page import ContestRow
+
+    rates = [stock.fitting.tokens_per_s for _, stock in stocks if stock.fitting is not None]
+    most = max(outcome.tokens_per_s, *rates, 1.0)
+    groups = len(outcome.plan.groups)
+    yield ContestRow(
+        name="This plan",
+        layout=f"{_gpus(prices.inputs.kinds)}: {groups} group{'s' * (groups != 1)}, "
+        f"{outcome.plan.schedule.name}",
+        iteration=f"{outcome.iteration_s:.4g} s",
+        tokens=f"{outcome.tokens_per_s:,.0f}",
+        percent=round(100 * outcome.tokens_per_s / most, 1),
+        is_ours=True,
+    )
+    for name, stock in stocks:
+        layout = stock.fitting
+        if layout is None:
+            yield ContestRow(name=name, layout="", reason=stock.reason)
+            continue
+        yield ContestRow(
+            name=name,
+            layout=layout.words,
+            iteration=f"{layout.iteration_s:.4g} s",
+            tokens=f"{layout.tokens_per_s:,.0f}",
+            percent=round(100 * layout.tokens_per_s / most, 1),
+        )
+
+
+def _groups(plan: Plan, explanation: "Explanation") -> Iterator[tuple[str, ...]]:
+    for load in explanation.loads:
+        group = plan.groups[load.group]
+        runs = dict.fromkeys(
+            f"{each.num_microbatches} x {each.micro_batch_size}" for each in group.replicas
+        )
+        layers = spell([plan.chunks[chunk].layers for chunk in plan.chunks_of_group(load.group)])
+        yield (
+            f"{load.group} {group.name or ''}".strip(),
+            ", ".join(f"{count} {kind}" for kind, count in load.kinds),
+            f"{load.num_layers}: {layers}",
+            f"{', '.join(runs)} samples",
+            memory_saved_by(group) or "nothing",
+            *(f"{100 * share:.0f} %" for share in (load.busy, load.communication, load.waiting)),
+        )
+
+
+def _pictures(prices: Priced, plan: Plan) -> Iterator["Picture"]:
+    from zorse_megatron.plots.memory import draw_memory
+    from zorse_megatron.plots.plan_page import Picture
+    from zorse_megatron.plots.timeline import draw_timeline
+
+    result = simulated(plan, prices, source="the plan")
+    with TemporaryDirectory(prefix="zorse-page-") as directory:
+        timeline = draw_timeline(
+            Path(directory) / "timeline.png", plan=plan, result=result, title=""
+        )
+        yield Picture(
+            title="One iteration",
+            hint="What each GPU does, and when: the very actions that its rank executes.",
+            png=timeline.read_bytes(),
+        )
+        memory = draw_memory(
+            Path(directory) / "memory.png",
+            plan=plan,
+            result=result,
+            capacity_bytes=capacities_bytes(prices.cluster),
+            title="",
+        )
+        yield Picture(
+            title="Memory",
+            hint="What each GPU holds at its peak, against what it has.",
+            png=memory.read_bytes(),
+        )
+
+
+def _replan_rows(replans: "Replans | None") -> Iterator["ReplanRow"]:
+    from zorse_megatron.planner.explain import faster
+    from zorse_megatron.plots.plan_page import ReplanRow
+
+    for more in replans.one_more if replans else ():
+        yield ReplanRow(
+            what=f"one more {more.kind} in node {more.node}",
+            iteration=f"{more.iteration_s:.3f} s",
+            gain=faster(more.speedup),
+        )
