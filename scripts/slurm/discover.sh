@@ -22,6 +22,6 @@ if [[ ${SLURM_HET_SIZE:-} ]]; then
     step+=("--het-group=0-$((SLURM_HET_SIZE - 1))")
 fi
 "${step[@]}" "$PYTHON" -m zorse_megatron discover \
-    --output "$CLUSTER" --profile "$PROFILE" "${DISCOVER[@]}"
+    --out "$CLUSTER" --profile "$PROFILE" "${DISCOVER[@]}"
 "${step[@]}" "$PYTHON" -m zorse_megatron profile measure \
-    --cluster "$CLUSTER" --output "$PROFILE" "${MEASURE[@]}" -- "${TRAINING[@]}"
+    --cluster "$CLUSTER" --out "$PROFILE" "${MEASURE[@]}" -- "${TRAINING[@]}"

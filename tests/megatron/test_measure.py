@@ -37,12 +37,12 @@ def zorse(*words: str, death: str = "", grace_s: float = 30) -> RunResult:
 
 
 def discover(work: Path, *, death: str = "") -> RunResult:
-    output = ("--output", str(work / "cluster.yaml"), "--largest-mb", "0.1", "--json")
+    output = ("--out", str(work / "cluster.yaml"), "--largest-mb", "0.1", "--json")
     return zorse("discover", *output, *patience(death), death=death)
 
 
 def measure(work: Path, *, death: str = "") -> RunResult:
-    files = ("--cluster", str(work / "cluster.yaml"), "--output", str(work / "profile.json"))
+    files = ("--cluster", str(work / "cluster.yaml"), "--out", str(work / "profile.json"))
     words = (*files, "--max-micro-batch", "2", "--json", *patience(death), "--", *TRAINING)
     return zorse("profile", "measure", *words, death=death)
 
@@ -148,7 +148,7 @@ def test_the_planner_makes_a_plan_of_both_files(work: Path) -> None:
 def test_ranks_that_are_not_the_cluster_are_told(work: Path, tmp_path: Path) -> None:
     other = tmp_path / "cluster.yaml"
     other.write_text((work / "cluster.yaml").read_text().replace("cpu-1", "cpu-9"))
-    files = ("--cluster", str(other), "--output", str(tmp_path / "profile.json"))
+    files = ("--cluster", str(other), "--out", str(tmp_path / "profile.json"))
     result = zorse("profile", "measure", *files, "--", *TRAINING)
     for code, output in zip(result.returncodes, result.outputs, strict=True):
         assert code == 1, output
@@ -157,7 +157,7 @@ def test_ranks_that_are_not_the_cluster_are_told(work: Path, tmp_path: Path) -> 
 
 
 def test_flags_that_megatron_refuses_stop_all_ranks_with_its_words(work: Path) -> None:
-    files = ("--cluster", str(work / "cluster.yaml"), "--output", str(work / "refused.json"))
+    files = ("--cluster", str(work / "cluster.yaml"), "--out", str(work / "refused.json"))
     flags = (*TRAINING, "--fp8-format", "hybrid")
     result = zorse("profile", "measure", *files, "--", *flags)
     assert all(code in (1, LOST_RANK) for code in result.returncodes)

@@ -31,7 +31,7 @@ def test_a_model_that_makes_no_sense_is_refused() -> None:
 
 
 def test_results_must_have_a_place(tmp_path: Path) -> None:
-    output = ("--output", str(tmp_path / "no" / "such" / "file"))
+    output = ("--out", str(tmp_path / "no" / "such" / "file"))
     assert "found no directory" in refusal("discover", *output)
     words = ("profile", "measure", "--cluster", "cluster.yaml", *output, "--", *FLAGS)
     assert "found no directory" in refusal(*words)
@@ -39,12 +39,12 @@ def test_results_must_have_a_place(tmp_path: Path) -> None:
 
 def test_one_process_of_a_job_of_many_is_told_of_srun(tmp_path: Path) -> None:
     shell = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}
-    found = refusal("discover", "--output", str(tmp_path / "cluster.yaml"), env=shell)
+    found = refusal("discover", "--out", str(tmp_path / "cluster.yaml"), env=shell)
     assert "the processes were not started as a job" in found
     assert "Put srun in front of the command" in found
 
 
 def test_half_an_environment_is_refused_with_every_variable(tmp_path: Path) -> None:
-    found = refusal("discover", "--output", str(tmp_path / "cluster.yaml"), env={"RANK": "0"})
+    found = refusal("discover", "--out", str(tmp_path / "cluster.yaml"), env={"RANK": "0"})
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         assert name in found

@@ -44,7 +44,7 @@ OUTPUTS = {
     "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launch.load_plan"),
     "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.compare._compared"),
     "import": (("profile", "import", "table.csv", "--out"), "zorse_megatron.cli.profile.read_file"),
-    "discover": (("discover", "--output"), "zorse_megatron.cli.discover.as_ranks"),
+    "discover": (("discover", "--out"), "zorse_megatron.cli.discover.as_ranks"),
 }
 
 
@@ -72,9 +72,7 @@ def test_two_outputs_to_one_path(run, tmp_path):
             f"--memory {other if other != './a.png' else 'a.png'}: found the file of --timeline",
         )
     assert not (tmp_path / "a.png").exists()
-    told(
-        run("discover", "--output", "a.json", "--profile", "./a.json"), "found the file of --output"
-    )
+    told(run("discover", "--out", "a.json", "--profile", "./a.json"), "found the file of --out")
 
 
 def test_nothing_that_a_command_reads_is_replaced(run, tmp_path):

@@ -15,6 +15,7 @@ from zorse_megatron.errors import ZorseError
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.file_kind import FileKind
 from zorse_megatron.schema.load import PLAN_FILE, parse_plan
 from zorse_megatron.schema.model import ModelShape
@@ -116,13 +117,14 @@ def _line(content: Content | None) -> str:
         case Plan():
             return plan_line(content)
         case Cluster():
-            nodes = f"{len(content.nodes)} node{'s'[: len(content.nodes) > 1]}"
+            nodes = number_of(len(content.nodes), "node")
+            gpus = number_of(content.world_size, "GPU")
             name = f" {content.name}" if content.name else ""
-            return f"cluster{name}: {content.world_size} GPUs on {nodes}: {_gpus(content)}"
+            return f"cluster{name}: {gpus} on {nodes}: {_gpus(content)}"
         case ModelShape():
             return (
                 f"model {content.name}: {content.num_parameters / 1e9:.2f} billion parameters, "
-                f"{content.num_layers} layers, hidden size {content.hidden_size}, "
+                f"{number_of(content.num_layers, 'layer')}, hidden size {content.hidden_size}, "
                 f"sequence length {content.seq_length}"
             )
         case Profile():

@@ -1,6 +1,7 @@
 """What the commands print, and how they fail."""
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,9 +37,9 @@ def print_plain(text: str, *, to_stderr: bool = False) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table; into a file or a pipe with room for long rows."""
-    console = Console()
-    Console(width=None if console.is_terminal else _WIDTH_IN_FILES).print(table)
+    """Print a table; into a file or a pipe with room for long rows, or as COLUMNS says."""
+    is_said = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    Console(width=None if is_said else _WIDTH_IN_FILES).print(table)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from zorse_megatron.cli.console import print_json, print_plain, reported_errors
 from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
 from zorse_megatron.cli.options import AsJson
 from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.schema.counted import number_of
 
 if TYPE_CHECKING:
     from zorse_megatron.measure.discover import Discovered
@@ -19,7 +20,7 @@ _TIME_LIMIT_S = 2.0
 
 def discover(  # noqa: PLR0917
     output: Annotated[
-        Path, typer.Option("--output", metavar="YAML", help="The cluster file to write.")
+        Path, typer.Option("--out", metavar="YAML", help="The cluster file to write.")
     ] = Path("cluster.yaml"),
     profile: Annotated[
         Path | None,
@@ -47,10 +48,10 @@ def discover(  # noqa: PLR0917
     Start it with srun or torchrun. Without GPUs it measures CPU ranks.
     """
     profile = profile or output.with_name("profile.json")
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         # Both are read back, by this command or a later run of it.
-        refuse_unwritable({"--output": output, "--profile": profile}, may_be_stream=False)
-    with as_ranks(rank_timeout, "discover", messages_on_gpu=True) as (place, show):
+        refuse_unwritable({"--out": output, "--profile": profile}, may_be_stream=False)
+    with as_ranks(rank_timeout, "discover", messages_on_gpu=True, as_json=as_json) as (place, show):
         from zorse_megatron.measure.discover import Discovery
         from zorse_megatron.measure.discover import discover as measure
 
@@ -73,6 +74,7 @@ def _say(output: Path, profile: Path, found: "Discovered", *, as_json: bool) -> 
     if as_json:
         print_json(
             {
+                "ok": True,
                 "cluster": str(output),
                 "profile": str(profile),
                 "nodes": len(found.nodes),
@@ -85,7 +87,8 @@ def _say(output: Path, profile: Path, found: "Discovered", *, as_json: bool) -> 
         )
         return
     print_plain(
-        f"{output}: {len(found.nodes)} nodes with {ranks} ranks, {found.num_measured} measurements"
+        f"{output}: {number_of(len(found.nodes), 'node')} with {number_of(ranks, 'rank')}, "
+        f"{number_of(found.num_measured, 'measurement')}"
     )
     for kind in kinds:
         count = sum(node.kind == kind for node in found.nodes)

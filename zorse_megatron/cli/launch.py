@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
-from zorse_megatron.cli.console import print_plain, reported_errors
+from zorse_megatron.cli.console import print_json, print_plain, reported_errors
 from zorse_megatron.cli.fits import model_problems, workload_in_flags
 from zorse_megatron.cli.launch_options import (
     partitions_of,
     refuse_odd_options,
     sbatch_options_of,
 )
-from zorse_megatron.cli.options import ClusterFile
+from zorse_megatron.cli.options import AsJson, ClusterFile
 from zorse_megatron.errors import FlagError
 from zorse_megatron.files.write import write_text
 from zorse_megatron.launch.as_written import refuse_edited, with_checksum
@@ -74,9 +74,10 @@ def launch(  # noqa: PLR0917
     master_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Of torchrun: a free port of the first node.")
     ] = DEFAULT_PORT,
+    as_json: AsJson = False,
 ) -> None:
     """Write what starts the plan's ranks on the right GPUs of the cluster."""
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         refuse_odd_options(
             context,
             slurm=slurm,
@@ -109,6 +110,11 @@ def launch(  # noqa: PLR0917
             if not force:
                 refuse_edited(slurm, lines)
             write_text(slurm, lines)
+    if as_json:
+        written = None if slurm is None else str(slurm)
+        told = lines if slurm is None else None
+        print_json({"ok": True, "written": written, "lines": told, "resumes": training.resumes})
+        return
     if slurm is None:
         print_plain(lines.rstrip())
         return

@@ -3,7 +3,7 @@
 `emulate` and `compare` start processes that do.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from zorse_megatron.cli.actions import actions
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.check import check
 from zorse_megatron.cli.checkpoint import checkpoint
+from zorse_megatron.cli.commands import Commands
 from zorse_megatron.cli.compare import compare
 from zorse_megatron.cli.compare_plans import compare_plans
 from zorse_megatron.cli.discover import discover
@@ -22,20 +23,9 @@ from zorse_megatron.cli.plan import plan
 from zorse_megatron.cli.profile import profile
 from zorse_megatron.cli.schema import schema
 from zorse_megatron.cli.simulate import simulate
-from zorse_megatron.files.stdout import one_line_if_not_printed
-
-
-class Commands(typer.Typer):
-    """All commands; a stdout that takes no more ends them with one line."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command that the arguments name."""
-        with one_line_if_not_printed():
-            return super().__call__(*args, **kwargs)
-
 
 # What goes wrong on our side is reported with a plain traceback, without everybody's variables.
-app = Commands(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(discover)
 app.command(cls=TakesTrainingFlags)(plan)
 app.command(cls=TakesTrainingFlags)(explain)

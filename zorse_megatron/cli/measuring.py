@@ -27,13 +27,15 @@ DEFAULT_RANK_TIMEOUT_S = 60.0
 
 @contextmanager
 def as_ranks(
-    rank_timeout_s: float, title: str, *, messages_on_gpu: bool
+    rank_timeout_s: float, title: str, *, messages_on_gpu: bool, as_json: bool
 ) -> Iterator[tuple[RankPlace, OnProgress]]:
     """Run the block on every rank of the job; yields this rank, and what shows progress.
 
     Errors end every rank with its message and exit code 1, or 3 where another rank is gone.
     """
-    with reported_errors():
+    # One answer for programs: the other ranks complain in words.
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    with reported_errors(as_json=as_json and is_first):
         refuse_without("train", what=f"measuring ({title})")
         place = rank_place(os.environ, socket.gethostname())
         # Here and not above: other commands start without torch.

@@ -35,6 +35,7 @@ from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.files.write import NotWritten, write_text
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.load import dump_plan, save_plan
 from zorse_megatron.schema.plan import GradientWire, Plan
 from zorse_megatron.schema.strict import plain
@@ -226,8 +227,8 @@ def _print(
         print_plain(sentence)
     counts = outcome.considered
     print_plain(
-        f"considered in {outcome.plan_time_s:.1f} s: {counts.groupings} groupings, "
-        f"{counts.estimated} plans estimated, {counts.simulated} simulated"
+        f"considered in {outcome.plan_time_s:.1f} s: {number_of(counts.groupings, 'grouping')}, "
+        f"{number_of(counts.estimated, 'plan')} estimated, {counts.simulated} simulated"
     )
     for each in outcome.rejected[:_MAX_REJECTED]:
         print_plain(f"not taken: {each.what}: {each.why}")

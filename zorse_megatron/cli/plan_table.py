@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.console import print_table
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.load import fingerprint
 from zorse_megatron.schema.plan import Group, Plan, Replica
 from zorse_megatron.schema.spans import spans_of, spell
@@ -16,9 +17,11 @@ from zorse_megatron.schema.spans import spans_of, spell
 def plan_line(plan: Plan) -> str:
     """The plan in one line."""
     return (
-        f"plan {fingerprint(plan)}: {plan.world_size} ranks, "
-        f"{len(plan.groups)} groups, {len(plan.chunks)} chunks, {plan.model.num_layers} layers, "
-        f"{plan.global_batch_size} samples per iteration, schedule {plan.schedule.name}"
+        f"plan {fingerprint(plan)}: {number_of(plan.world_size, 'rank')}, "
+        f"{number_of(len(plan.groups), 'group')}, {number_of(len(plan.chunks), 'chunk')}, "
+        f"{number_of(plan.model.num_layers, 'layer')}, "
+        f"{number_of(plan.global_batch_size, 'sample')} per iteration, "
+        f"schedule {plan.schedule.name}"
     )
 
 
@@ -100,7 +103,7 @@ def memory_saved_by(group: Group) -> str:
     said = []
     recompute, offload = group.recompute, group.offload
     if recompute is not None and recompute.mode != "none":
-        some = f" of {recompute.num_layers} layers" if recompute.num_layers else ""
+        some = f" of {number_of(recompute.num_layers, 'layer')}" if recompute.num_layers else ""
         said.append(f"{recompute.mode} recompute{some}")
     if offload is not None:
         said += [

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
-from zorse_megatron.cli.console import print_plain, reported_errors
+from zorse_megatron.cli.console import print_plain, print_table, reported_errors
 from zorse_megatron.cli.profile_measure import measure_profile
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.json_text import layout
 from zorse_megatron.schema.model_yaml import load_model
@@ -45,7 +45,7 @@ def import_profile(  # noqa: PLR0917
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Make a profile from CSV tables of measurements."""
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         refuse_unwritable({"--out": out}, inputs=[*tables, *(model or ())])
         shapes = {shape.name: shape for shape in map(load_model, model or [])}
         settings = Settings(
@@ -56,15 +56,18 @@ def import_profile(  # noqa: PLR0917
         save_profile(imported.profile, out)
     summary = _summary(imported.profile)
     if as_json:
-        typer.echo(layout({"profile": str(out), "notes": list(imported.notes), **summary}))
+        typer.echo(
+            layout({"ok": True, "profile": str(out), "notes": list(imported.notes), **summary})
+        )
         return
     print_plain(f"{out}: {counts_of(imported.profile)}")
     for note in imported.notes:
         print_plain(f"note: {note}")
     count = len(summary["not_believed"])
     if count:
-        points = f"{count} point{'s'[: count > 1]}"
-        print_plain(f"note: {points} will not be believed; zorse profile show lists them")
+        print_plain(
+            f"note: {number_of(count, 'point')} will not be believed; zorse profile show lists them"
+        )
 
 
 @profile.command()
@@ -73,18 +76,18 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Say what a profile contains, and which of its points will not be believed."""
-    with reported_errors():
+    with reported_errors(as_json=as_json):
         loaded = load_profile(path)
     summary = _summary(loaded)
     if as_json:
-        typer.echo(layout(summary))
+        typer.echo(layout({"ok": True, **summary}))
         return
     print_plain(f"{path}: {counts_of(loaded)}")
     grid = Grid("GPU", "Models", "Sequence lengths", "Dtypes", "Series", "Points")
     for kind, facts in summary["gpu_kinds"].items():
         cells = [", ".join(map(str, facts[key])) for key in ("models", "seq_lengths", "dtypes")]
         grid.add_row(*map(Text, [kind, *cells, str(facts["series"]), str(facts["points"])]))
-    Console().print(grid)
+    print_table(grid)
     for entry in summary["not_believed"]:
         print_plain(_sentence(entry))
 
@@ -101,9 +104,11 @@ def _dtype(name: str) -> Dtype:
 def counts_of(loaded: Profile) -> str:
     messages = f", {len(loaded.transfers)} series of messages" if loaded.transfers else ""
     return (
-        f"{len(loaded.times)} series of times on {len(loaded.gpu_kinds())} kinds of GPU, "
-        f"{len(loaded.updates)} optimizer steps, {len(loaded.memory)} memory entries, "
-        f"{len(loaded.links)} links{messages}"
+        f"{len(loaded.times)} series of times on "
+        f"{number_of(len(loaded.gpu_kinds()), 'kind of GPU', 'kinds of GPU')}, "
+        f"{number_of(len(loaded.updates), 'optimizer step')}, "
+        f"{number_of(len(loaded.memory), 'memory entry', 'memory entries')}, "
+        f"{number_of(len(loaded.links), 'link')}{messages}"
     )
 
 

@@ -26,7 +26,7 @@ def measure_profile(  # noqa: PLR0917
     cluster: ClusterFile,
     output: Annotated[
         Path,
-        typer.Option("--output", metavar="JSON", help="The profile to write, or to add to."),
+        typer.Option("--out", metavar="JSON", help="The profile to write, or to add to."),
     ] = Path("profile.json"),
     max_micro_batch: Annotated[
         int, typer.Option(min=1, max=65536, help="No larger micro-batches.")
@@ -44,10 +44,10 @@ def measure_profile(  # noqa: PLR0917
     Start it with srun or torchrun, one rank for each GPU of the cluster file. Each kind of GPU is
     measured on one rank; micro-batches double until memory or a limit is reached.
     """
-    with reported_errors():
-        refuse_unwritable({"--output": output}, inputs=[cluster], may_be_stream=False)
+    with reported_errors(as_json=as_json):
+        refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
         workload, (script, flags) = _workload(context)
-    with as_ranks(rank_timeout, "profile", messages_on_gpu=False) as (place, show):
+    with as_ranks(rank_timeout, "profile", messages_on_gpu=False, as_json=as_json) as (place, show):
         from zorse_megatron.measure.profile_run import ProfileRun
         from zorse_megatron.measure.profile_run import measure_profile as measure
 
@@ -96,6 +96,7 @@ def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
     if as_json:
         print_json(
             {
+                "ok": True,
                 "profile": str(output),
                 "measured": found.num_measured,
                 "measured_kinds": list(found.measured_kinds),

@@ -40,6 +40,7 @@ from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.load import load_plan
 from zorse_megatron.schema.plan import Plan
 
@@ -109,9 +110,10 @@ def simulate(  # noqa: PLR0917
 
 
 def _print(path: Path, plan: Plan, prices: Priced, result: "SimulationResult") -> None:
+    samples = number_of(plan.global_batch_size, "sample")
     print_plain(
         f"{path}: one iteration takes {result.iteration_s:.4g} s: {result.tokens_per_s:,.0f} "
-        f"tokens/s ({plan.global_batch_size} samples of {prices.inputs.sequence_length} tokens, "
+        f"tokens/s ({samples} of {prices.inputs.sequence_length} tokens, "
         f"{types_of(plan, prices)})"
     )
     print_table(rank_table(plan, result, prices.cluster))

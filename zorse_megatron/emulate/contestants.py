@@ -11,6 +11,7 @@ from zorse_megatron.planner.search import NoPlanError, find_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.stock_best import Stock, stock_on_all, stock_on_best
 from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.plan import Plan
 
 STOCK = "stock, all GPUs"
@@ -87,7 +88,7 @@ def _planned(name: str, inputs: Inputs, plan: Plan) -> Contestant:
     gpus = tuple(range(plan.world_size))
     return Contestant(
         name=name,
-        layout=f"groups of {groups}, {len(plan.chunks)} chunks, {plan.schedule.name}",
+        layout=f"groups of {groups}, {number_of(len(plan.chunks), 'chunk')}, {plan.schedule.name}",
         system=System(name=name, gpus=gpus, plan=plan),
         predicted_s=simulate_plan(inputs, plan).iteration_s,
     )

@@ -12,6 +12,7 @@ from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.replan import Replans
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.words import members
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.plan import Plan, Replica
 from zorse_megatron.schema.validate import problems_of
 from zorse_megatron.simulate.critical_path import CriticalStep
@@ -245,7 +246,7 @@ def _sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     group = plan.groups[found.bottleneck_group]
     yield (
         f"It is limited by {found.limited_by}: group {load.group} ({members(group, inputs.kinds)}) "
-        f"computes {100 * load.busy:.0f} % of the time, with {load.num_layers} layers."
+        f"computes {100 * load.busy:.0f} % of the time, with {number_of(load.num_layers, 'layer')}."
     )
     told = ", ".join(f"{name} {100 * share:.0f} %" for name, share in found.critical_path[:4])
     yield f"On the critical path: {told}."

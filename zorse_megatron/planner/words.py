@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.plan import Group, Plan
 
 
@@ -13,7 +14,9 @@ def in_words(plan: Plan, kinds: Sequence[str]) -> str:
         layers = sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number)
         chunks = len(plan.chunks_of_group(number))
         split = f" in {chunks} chunks" if chunks > 1 else ""
-        parts.append(f"{members(group, kinds)}: {layers} layers{split}{_settings(group)}")
+        parts.append(
+            f"{members(group, kinds)}: {number_of(layers, 'layer')}{split}{_settings(group)}"
+        )
     return f"{plan.schedule.name}; " + "; ".join(parts)
 
 

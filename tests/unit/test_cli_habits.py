@@ -1,0 +1,144 @@
+"""Habits of the command line: help, completion, one name per option, JSON, colours, plurals."""
+
+import doctest
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.table import Table
+from typer.main import get_command
+
+from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+from zorse_megatron.cli.console import print_plain, print_table
+from zorse_megatron.cli.main import app
+from zorse_megatron.schema import counted
+
+WITHOUT_JSON = {"actions", "schema"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return runner_in(tmp_path, monkeypatch)
+
+
+def commands(group=None, path=()):
+    """All commands: words -> command."""
+    for name, command in (group or get_command(app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def options(command):
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+COMMANDS = dict(commands())
+IN_JSON = [words for words in COMMANDS if words[-1] not in WITHOUT_JSON]
+
+
+@pytest.mark.parametrize("words", [(), ("profile",), *COMMANDS], ids=" ".join)
+def test_h_is_help(words, run):
+    short, long = run(*words, "-h"), run(*words, "--help")
+    assert short.exit_code == 0 and "Usage: " in short.stdout
+    assert short.stdout == long.stdout
+
+
+def test_what_is_written_is_out_everywhere(run):
+    for words, command in COMMANDS.items():
+        assert "--output" not in options(command), words
+    assert "--out" in options(COMMANDS["discover",])
+    # The name that some commands had is still read.
+    for name in ("--out", "--output"):
+        said = run("discover", name, "/proc/x").output
+        assert "--out /proc/x: found a directory that takes no file" in said
+
+
+@pytest.mark.parametrize("words", IN_JSON, ids=" ".join)
+def test_options_that_cannot_be_read_are_json_too(words, run):
+    assert "--json" in options(COMMANDS[words])
+    result = run(*words, "--no-such-option", "--json")
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 2
+    assert answer["ok"] is False
+    (problem,) = answer["problems"]
+    assert "--no-such-option" in problem["found"]
+    assert problem["remedy"] == f"Run: {problem['where']} --help."
+    # Behind -- it is the training command's, and without it people are told.
+    assert not run(*words, "--no-such-option", "--", "--json").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("launch", "none.json", "--cluster", "cluster.yaml", "--torchrun"),
+        ("profile", "show", "none.json"),
+        ("profile", "import", "none.csv", "--out", "p.json"),
+        ("profile", "measure", "--cluster", "cluster.yaml"),
+        ("discover", "--out", "/proc/x"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_problems_are_json(arguments, run):
+    result = run(*arguments, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["problems"]
+    assert not result.stderr
+
+
+def test_launch_answers_in_json(run):
+    given = ("launch", "plan.json", "--cluster", "cluster.yaml", "--json")
+    lines = json.loads(run(*given, "--torchrun", "--", *FLAGS).stdout)
+    assert lines["ok"] and "torchrun" in lines["lines"] and lines["written"] is None
+    job = json.loads(run(*given, "--slurm", "job.sh", "--", *FLAGS).stdout)
+    assert job == {"ok": True, "written": "job.sh", "lines": None, "resumes": False}
+
+
+def test_completion():
+    environment = {"_ZORSE_COMPLETE": "complete_bash", "COMP_WORDS": "zorse dis", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "zorse_megatron"]
+    completed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | environment
+    )
+    assert completed.stdout.split() == ["discover"]
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 120), ("60", 60), ("x", 120)])
+def test_tables_are_as_wide_as_columns_says(columns, width, monkeypatch, capsys):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    table = Table("A")
+    table.add_row("word " * 100)
+    print_table(table)
+    assert max(map(len, capsys.readouterr().out.splitlines())) in range(width - 5, width + 1)
+
+
+def test_no_color(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_plain("[red]text[/red]")
+    print_table(Table("A", style="red", header_style="green"))
+    assert not re.search(r"\x1b\[[0-9;]*3\d", capsys.readouterr().out)
+
+
+def test_one_of_a_thing_has_no_s():
+    results = doctest.testmod(counted)
+    assert results.attempted and not results.failed
+
+
+def test_a_plan_of_one_of_each(run, tmp_path):
+    plan = lab_plan()
+    one = {"ranks": [0], "micro_batch_size": 1, "num_microbatches": 1, "shard_weight": 1}
+    plan["groups"] = [plan["groups"][0] | {"replicas": [one]}]
+    plan["chunks"] = [{"group": 0, "layers": [0, 1]}]
+    plan["global_batch_size"] = plan["model"]["num_layers"] = 1
+    del plan["cluster"]
+    (tmp_path / "one.json").write_text(json.dumps(plan))
+    (line, *_) = run("check", "one.json").stdout.splitlines()
+    assert "1 rank, 1 group, 1 chunk, 1 layer, 1 sample per iteration" in line

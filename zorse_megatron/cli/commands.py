@@ -1,0 +1,64 @@
+"""What all commands have in common: habits of the command line, and usage errors as JSON."""
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from zorse_megatron.cli.console import print_json
+from zorse_megatron.files.stdout import one_line_if_not_printed
+
+_WANTS_JSON = "zorse_megatron.wants_json"
+USAGE = 2
+"""Exit status for options that cannot be read."""
+# The base of typer's errors is click's UsageError, of click itself or of the copy that typer has.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_OTHER_NAMES = {"output": "out"}
+
+SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda name: _OTHER_NAMES.get(name, name),
+}
+"""Of every command: `-h`, and `--output` for `--out` without a line in the help."""
+
+
+class AnswersInJson(TyperGroup):
+    """A group whose commands tell usage errors as JSON, too, where they are given `--json`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remember whether `--json` is among the words before `--`."""
+        ours = args[: args.index("--")] if "--" in args else args
+        ctx.meta[_WANTS_JSON] = "--json" in ours
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            if not ctx.meta.get(_WANTS_JSON):
+                raise
+            print_json({"ok": False, "problems": [_problem(error)]})
+            raise typer.Exit(USAGE) from error
+
+
+class Commands(typer.Typer):
+    """All commands; a stdout that takes no more ends them with one line."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(cls=AnswersInJson, context_settings=SETTINGS, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command that the arguments name."""
+        with one_line_if_not_printed():
+            return super().__call__(*args, **kwargs)
+
+
+def _problem(error: Any) -> dict[str, str]:
+    command = error.ctx.command_path if error.ctx is not None else "zorse"
+    return {
+        "where": command,
+        "found": error.format_message(),
+        "expected": "options and arguments as in its help",
+        "remedy": f"Run: {command} --help.",
+    }
