@@ -222,7 +222,10 @@ def run(argv: Sequence[str]) -> None:
         if place is not None:
             os.environ.update(torch_environment(place, environment, cluster))
     if command.plan is not None:
-        # The plan is checked before torch and Megatron are imported: bad input fails in a second.
+        # Plan and flags are checked before torch and Megatron are imported: bad input fails in a
+        # second.
+        from zorse_megatron.flags.command import read_command
+        from zorse_megatron.flags.judge import refuse_misfit
         from zorse_megatron.schedules.refusals import refuse_unsupported
         from zorse_megatron.schema.load import load_plan
         from zorse_megatron.schema.placement import refuse_other_cluster
@@ -231,6 +234,12 @@ def run(argv: Sequence[str]) -> None:
         refuse_unsupported(plan, str(command.plan))
         if cluster is not None:
             refuse_other_cluster(plan, cluster, str(command.plan))
+        refuse_misfit(
+            read_command([*([str(command.script)] if command.script else []), *command.megatron]),
+            plan,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            kinds=None if cluster is None else cluster.kinds,
+        )
     refuse_without("train", what="training")
     from zorse_megatron.adapter import cpu_mode
 

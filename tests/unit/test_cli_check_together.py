@@ -140,9 +140,13 @@ def test_flags_of_the_training_command(run):
 @pytest.mark.parametrize(
     ("flag", "value", "found"),
     [
-        ("--global-batch-size", "17", "global_batch_size: found 16, while the training command"),
-        ("--hidden-size", "2048", "model.hidden_size: found 1024, while the model has 2048"),
-        ("--num-layers", "x", '--num-layers: found "x"; expected a positive integer'),
+        ("--global-batch-size", "17", "--global-batch-size: found 17; expected 16, the plan"),
+        (
+            "--hidden-size",
+            "2048",
+            "--hidden-size: found 2048; expected 1024, as the",
+        ),
+        ("--num-layers", "x", '--num-layers: found "x"; expected an integer'),
     ],
 )
 def test_flags_that_do_not_fit(run, flag, value, found):

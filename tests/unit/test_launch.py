@@ -386,7 +386,7 @@ def test_the_command_prints_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--slurm", "x.sh", "--partition", "a\nb", "--", *FLAGS], "in one word"),
         (["--torchrun", "--", *FLAGS, "--save"], '--save: found "" behind it'),
         (["--torchrun"], "found no training command"),
-        (["--torchrun", "--", *FLAGS, "--num-layers", "9"], "while the model has 9"),
+        (["--torchrun", "--", *FLAGS, "--num-layers", "9"], "--num-layers: found 9; expected 8"),
         (["--slurm", "x.sh", "--sbatch", "-t 3", "--", *FLAGS], "one long option of sbatch"),
         (["--slurm", "x.sh", "--sbatch", "time 3", "--", *FLAGS], "one long option of sbatch"),
         (["--slurm", "x.sh", "--sbatch", "nodes=2", "--", *FLAGS], "lines, as --nodes does"),

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.measure.layer_flags import single_layer_flags, split_script
 from zorse_megatron.measure.layer_request import (
     LayerRequest,
@@ -26,7 +27,6 @@ from zorse_megatron.measure.profile_parts import (
     with_step,
     without_series,
 )
-from zorse_megatron.schema.megatron_flags import shape_from_flags
 from zorse_megatron.schema.profile import Profile, Source
 from zorse_megatron.schema.profile_load import dump_profile, parse_profile, save_profile
 

@@ -3,8 +3,8 @@ import re
 import shlex
 from pathlib import Path
 
-from zorse_megatron.schema import megatron_flags
-from zorse_megatron.schema.megatron_flags import dtype_from_flags, shape_from_flags
+from zorse_megatron.flags import shape as megatron_flags
+from zorse_megatron.flags.shape import dtype_from_flags, shape_from_flags
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.model_presets import MODELS
 

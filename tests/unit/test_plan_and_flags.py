@@ -5,8 +5,8 @@ from argparse import Namespace
 
 import pytest
 
-from zorse_megatron.adapter.flags import model_problems
 from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.flags.fit import model_problems
 
 NUM_HEADS = 4
 

@@ -6,8 +6,8 @@ from argparse import Namespace
 import pytest
 
 from tests.unit.plan_samples import good, load
-from zorse_megatron.adapter.flags import problems_of
 from zorse_megatron.errors import FlagError
+from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.pretrain import split_command
 
 PLAN = load(good())
@@ -28,7 +28,7 @@ def problems(wire, groups_in=(None, None, None), **flags):
     ]
     groups[1] = dataclasses.replace(groups[1], gradient_wire=wire)
     args = Command(**flags)
-    return problems_of(args, dataclasses.replace(PLAN, groups=tuple(groups)), world_size=5)
+    return command_problems(args, dataclasses.replace(PLAN, groups=tuple(groups)))
 
 
 KEPT_IN_FP32 = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True}

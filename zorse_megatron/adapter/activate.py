@@ -50,7 +50,8 @@ def activate(run: PlanRun | None) -> None:
     from zorse_megatron.adapter.hooks import argument_records, entry_records
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    rebind.apply(argument_records(run.plan, world_size=world_size))
+    kinds = None if run.cluster is None else run.cluster.kinds
+    rebind.apply(argument_records(run.plan, world_size=world_size, kinds=kinds))
     rebind.apply(entry_records(partial(_pretrain_under_plan, run)))
     say(
         f"plan {fingerprint(run.plan)}: {run.plan.world_size} ranks in groups of "

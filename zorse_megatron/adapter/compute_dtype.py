@@ -7,13 +7,13 @@ the whole job a loss scale: the gradients that reach it come from the loss throu
 """
 
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
 from zorse_megatron.schema.plan import ComputeDtype, Plan
 
 _TORCH: dict[ComputeDtype, torch.dtype] = {
@@ -21,42 +21,11 @@ _TORCH: dict[ComputeDtype, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
-# Each presumes one type for the whole job: (argument, value it must have).
-_ONE_TYPE = ("fp16_lm_cross_entropy", "fp32_residual_connection", "grad_reduce_in_bf16")
-
-
-def is_mixed(plan: Plan) -> bool:
-    """Whether the plan says in which type groups compute."""
-    return any(group.compute_dtype is not None for group in plan.groups)
-
-
-def job_dtype(args: Namespace) -> ComputeDtype:
-    """What the command says; on parsed arguments that `set_compute_dtype` has not changed."""
-    if args.fp16:
-        return "fp16"
-    return "bf16" if args.bf16 else "fp32"
-
-
-def compute_dtypes(plan: Plan, job: ComputeDtype) -> tuple[ComputeDtype, ...]:
-    """Group -> the type that it computes in."""
-    return tuple(group.compute_dtype or job for group in plan.groups)
 
 
 def torch_dtype(name: ComputeDtype) -> torch.dtype:
     """The type in torch's terms."""
     return _TORCH[name]
-
-
-def dtype_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
-    """Flags that presume one type for the whole job, under a plan that has several."""
-    for name in _ONE_TYPE if is_mixed(plan) else ():
-        if getattr(args, name, False):
-            yield Problem(
-                where="--" + name.replace("_", "-"),
-                found="it in a job whose plan has compute_dtype",
-                expected="no flag that presumes one type for all groups",
-                remedy="Remove the flag, or compute_dtype from the plan's groups.",
-            )
 
 
 def set_compute_dtype(args: Namespace, plan: Plan) -> None:

@@ -1,7 +1,7 @@
 """GPT pretraining on the pip-installed Megatron alone.
 
 Counterpart of `pretrain_gpt.py`, which is in the Megatron-LM repository and not in the wheel: same
-flags, same loss, same order of calls. What it leaves out it refuses by name (`_LEFT_OUT`).
+flags, same loss, same order of calls. What it leaves out it refuses by name (`flags.built_in`).
 """
 
 import time
@@ -20,42 +20,20 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 
 from zorse_megatron.adapter.gpt_data import get_batch, train_valid_test_datasets_provider
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
+from zorse_megatron.flags.built_in import left_out_problems
 
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 # A loss this many times the largest one seen is a spike (`SPIKY_LOSS_FACTOR` in pretrain_gpt.py).
 SPIKE_FACTOR = 10
 
-# Stock arguments whose code lives in pretrain_gpt.py and is not reproduced here.
-_LEFT_OUT = {
-    "sft": "--sft",
-    "fim_data": "--fim-data",
-    "perform_rl_step": "--perform-rl-step",
-    "logits_load_dir": "--logits-load-dir",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
-    "mtp_num_layers": "--mtp-num-layers",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-}
-
 _straggler = StragglerDetector()
 
 
 def refuse_left_out(args: Namespace) -> None:
     """Raise a FlagError that names every flag given that this entry cannot honour."""
-    problems = [
-        Problem(
-            where=flag,
-            found=repr(getattr(args, name)),
-            expected="the flag to be absent: this entry does plain GPT pretraining",
-            remedy="Leave it out, or run Megatron-LM's own script: "
-            "`python -m zorse_megatron.pretrain pretrain_gpt.py ...`.",
-        )
-        for name, flag in _LEFT_OUT.items()
-        if getattr(args, name, None)
-    ]
+    problems = left_out_problems(args)
     if problems:
         raise FlagError("The GPT entry does not know these flags", problems)
 

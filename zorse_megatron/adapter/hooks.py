@@ -1,7 +1,8 @@
 """Every name of Megatron that a run under a plan rebinds, one record each."""
 
+import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,10 @@ from zorse_megatron.adapter.flags import fit_to_plan
 from zorse_megatron.adapter.rebind import Rebinding
 from zorse_megatron.adapter.sample_readers import with_middle_chunks
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.errors import FlagError
+from zorse_megatron.flags.unknown import unknown_problems
 from zorse_megatron.log import say
+from zorse_megatron.schema.gpu import GpuKind
 from zorse_megatron.schema.plan import Plan
 
 _EXACT = "tests/megatron/test_exactness.py"
@@ -19,15 +23,23 @@ _LOOP = "megatron.training.training"
 _record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
 
 
-def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
-    """Hooks into argument parsing; applied before the user's script runs."""
+def argument_records(
+    plan: Plan, *, world_size: int, kinds: Mapping[str, GpuKind] | None = None
+) -> list[Rebinding]:
+    """Hooks into argument parsing; applied before the user's script runs.
+
+    `kinds`: figures of GPUs that only the cluster file has.
+    """
 
     def parse(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
         def parse_args(
             extra_args_provider: Any = None, ignore_unknown_args: bool = False
         ) -> Namespace:
-            args = stock(extra_args_provider, ignore_unknown_args)
-            for note in fit_to_plan(args, plan, world_size=world_size):
+            extra = extra_args_provider
+            if not ignore_unknown_args:
+                extra = partial(_with_known_flags, extra_args_provider)
+            args = stock(extra, ignore_unknown_args)
+            for note in fit_to_plan(args, plan, world_size=world_size, kinds=kinds):
                 say(note)
             # Stock reads the checkpoint's arguments before there are groups of ranks.
             load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
@@ -44,7 +56,7 @@ def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
     def validate(stock: Callable[..., Any]) -> Callable[..., Any]:
         def validate_args(args: Namespace, defaults: Any = None) -> Any:
             # Once more: --use-checkpoint-args may have set arguments since they were parsed.
-            fit_to_plan(args, plan, world_size=world_size)
+            fit_to_plan(args, plan, world_size=world_size, kinds=kinds)
             set_compute_dtype(args, plan)
             # One rank per stage: then stock's grid arithmetic is that of one replica that takes
             # the whole global batch, which is what a plan's groups are to the training loop.
@@ -75,6 +87,19 @@ def argument_records(plan: Plan, *, world_size: int) -> list[Rebinding]:
             delete_when="validate_args stops assuming equal data-parallel groups",
         ),
     ]
+
+
+def _with_known_flags(extra: Callable[[Any], Any] | None, parser: Any) -> Any:
+    """The parser with the script's own flags, once it knows all that are given.
+
+    Without a check argparse would print its usage, a thousand lines of it, on every rank.
+    """
+    parser = parser if extra is None else extra(parser)
+    known = [spelling for action in parser._actions for spelling in action.option_strings]
+    problems = unknown_problems(sys.argv[1:], known)
+    if problems:
+        raise FlagError("The command has flags that nobody knows", problems)
+    return parser
 
 
 def entry_records(make_pretrain: Callable[[Any], Any]) -> list[Rebinding]:

@@ -17,7 +17,7 @@ from zorse_megatron.adapter.chunk_runner import (
     StepInputs,
     iterator_per_chunk,
 )
-from zorse_megatron.adapter.compute_dtype import is_mixed, torch_dtype
+from zorse_megatron.adapter.compute_dtype import torch_dtype
 from zorse_megatron.adapter.exact_values import start_from_main
 from zorse_megatron.adapter.gradient_wire import wire_of
 from zorse_megatron.adapter.loss_report import IdleReplicaLosses, whole_group_losses
@@ -37,6 +37,7 @@ from zorse_megatron.adapter.session_memory import (
 from zorse_megatron.adapter.shard_update import Update
 from zorse_megatron.adapter.stages import stages_for
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.flags.types import is_mixed
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
 from zorse_megatron.runtime.executor import Executor

@@ -5,7 +5,7 @@ the arguments whenever they need one (upstream's `get_batch` does for every micr
 must say the same at any time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.global_groups import presented
 from zorse_megatron.adapter.process_groups import PipelinePosition, stages_of
+from zorse_megatron.flags.fit import layout, layout_of
 from zorse_megatron.schema.plan import Plan
 
 
@@ -58,17 +59,6 @@ def stages_for(plan: Plan) -> Stages:
     return Stages(
         num_groups=len(plan.groups),
         num_chunks=len(plan.chunks),
-        group_layout=_layout(layers),
+        group_layout=layout(layers),
         chunk_layout=layout_of(plan),
     )
-
-
-def layout_of(plan: Plan) -> str | None:
-    """The plan's chunks as stages."""
-    return _layout([stop - first for first, stop in (chunk.layers for chunk in plan.chunks)])
-
-
-def _layout(num_layers: Sequence[int]) -> str | None:
-    if len(num_layers) == 1:
-        return None
-    return "E" + "|".join(f"t*{number}" for number in num_layers) + "L"

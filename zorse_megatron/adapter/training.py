@@ -23,7 +23,6 @@ from zorse_megatron.adapter.compute_dtype import (
     with_one_loss_scale,
 )
 from zorse_megatron.adapter.exact_values import take_exact
-from zorse_megatron.adapter.flags import model_problems
 from zorse_megatron.adapter.hooks import training_records
 from zorse_megatron.adapter.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
@@ -36,6 +35,7 @@ from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.shard_update import choose_update, say_update
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
+from zorse_megatron.flags.fit import model_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.runtime.health import Heartbeat, is_communication_error
 from zorse_megatron.schema.load import fingerprint

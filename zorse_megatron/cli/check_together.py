@@ -1,6 +1,6 @@
 """Whether files and training flags go together: plan and cluster, plan and model, and memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from zorse_megatron.cli.simulated import (
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.gpu import Dtype, GpuKind
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.placement import cluster_problems
 from zorse_megatron.schema.plan import Plan
@@ -69,7 +69,8 @@ def _of_plan(
             workloads += [] if problems else [(str(file.path), workload)]
             checks.append(_checked(f"{path} for {file.path}", "the same model", problems))
     if flags is not None:
-        check, in_flags = _flags(path, plan, flags, dtype)
+        kinds = {name: gpu for _, each in clusters for name, gpu in each.kinds.items()}
+        check, in_flags = _flags(path, plan, flags, dtype, kinds)
         checks.append(check)
         workloads += [("the training command", in_flags)] if in_flags else []
     profiles = [file.path for file in files if isinstance(file.content, Profile)]
@@ -82,11 +83,15 @@ def _of_plan(
 
 
 def _flags(
-    path: Path, plan: Plan, flags: Sequence[str], dtype: Dtype | None
+    path: Path,
+    plan: Plan,
+    flags: Sequence[str],
+    dtype: Dtype | None,
+    kinds: Mapping[str, GpuKind],
 ) -> tuple[Checked, Workload | None]:
     what = f"{path} with the training command"
     try:
-        workload, has_vocabulary = workload_in_flags(flags, plan, dtype)
+        workload, has_vocabulary = workload_in_flags(flags, plan, dtype, kinds)
     except ZorseError as error:
         return Checked(what=what, found="", error=error), None
     problems = list(model_problems(plan, workload, str(path)))
@@ -98,7 +103,7 @@ def _flags(
         found += " and global batch size"
     if not has_vocabulary:
         found += "; without --vocab-size its vocabulary was not compared"
-    return Checked(what=what, found=found, error=None), workload
+    return Checked(what=what, found="; ".join((found, *workload.notes)), error=None), workload
 
 
 def _flags_alone() -> Checked:

@@ -83,7 +83,7 @@ def emulate(  # noqa: PLR0917
         refuse_without("train", what="zorse emulate")
         plan = load_plan(path)
         refuse_unsupported(plan, str(path))
-        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
+        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
         prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))
         _refuse(plan, dilation, str(path))
         perturbation = perturbation_of(

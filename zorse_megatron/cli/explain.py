@@ -56,7 +56,7 @@ def explain(  # noqa: PLR0917
 
         plan = load_plan(path)
         refuse_too_many_micro_batches(plan, str(path))
-        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
+        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
         prices = priced_for_plan(
             plan, cluster, workload, profile or [], source=str(path), margin=margin
         )

@@ -5,11 +5,11 @@ derives); this is the part that needs neither torch nor Megatron.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.gpu import Dtype, GpuKind
 from zorse_megatron.schema.plan import ModelFingerprint, Plan
 
 _VOCABULARY = "--vocab-size"
@@ -42,18 +42,24 @@ def fingerprint_problems(plan: Plan, model: ModelFingerprint, source: str) -> It
 
 
 def workload_in_flags(
-    flags: Sequence[str], plan: Plan, dtype: Dtype | None
+    flags: Sequence[str],
+    plan: Plan,
+    dtype: Dtype | None,
+    kinds: Mapping[str, GpuKind] | None = None,
 ) -> tuple[Workload, bool]:
     """Read a training command to compare it with a plan, and whether it says the vocabulary.
 
-    Where it does not (the tokenizer's files are not read here), that of the plan is taken.
+    Where it does not (the tokenizer's files are not read here), that of the plan is taken. `kinds`:
+    figures of GPUs that only the cluster file has. Raises FlagError for flags that the plan does
+    not go with, ModelError for a model without sense.
     """
     try:
-        return workload_of(model=None, flags=flags, dtype=dtype), True
+        return workload_of(model=None, flags=flags, dtype=dtype, plan=plan, kinds=kinds), True
     except ModelError as error:
         if [problem.where for problem in error.problems] != [_VOCABULARY]:
             raise
         if any(flag.partition("=")[0] == _VOCABULARY for flag in flags):
             raise
     with_size = [*flags, "--padded-vocab-size", str(plan.model.vocab_size or 1)]
-    return workload_of(model=None, flags=with_size, dtype=dtype), False
+    found = workload_of(model=None, flags=with_size, dtype=dtype, plan=plan, kinds=kinds)
+    return found, False

@@ -92,7 +92,7 @@ def launch(  # noqa: PLR0917
         refuse_other_cluster(plan, there, str(path))
         given = training_flags(context) or ()
         training = training_of(given, plan=str(path), cluster=str(cluster) if node_names else None)
-        _refuse_other_model(plan, given, path)
+        notes = _refuse_other_training(plan, given, path, there)
         if node_names:
             refuse_odd_names(there)
         if torchrun:
@@ -117,8 +117,12 @@ def launch(  # noqa: PLR0917
         return
     if slurm is None:
         print_plain(lines.rstrip())
+        for note in notes:
+            print_plain(f"# note: {note}")
         return
     print_plain(f"wrote {slurm}: sbatch {shlex.quote(str(slurm))}")
+    for note in notes:
+        print_plain(f"note: {note}")
     if not training.resumes:
         print_plain("note: the command has no --save, so the job is not requeued after a failure")
 
@@ -128,8 +132,12 @@ def _title(plan: Plan, path: Path, cluster: Cluster) -> str:
     return f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{name}."
 
 
-def _refuse_other_model(plan: Plan, given: Sequence[str], path: Path) -> None:
-    workload, _ = workload_in_flags(given, plan, None)
+def _refuse_other_training(
+    plan: Plan, given: Sequence[str], path: Path, cluster: Cluster
+) -> tuple[str, ...]:
+    """Raise FlagError for a command that the plan is not for; return notes on it."""
+    workload, _ = workload_in_flags(given, plan, None, cluster.kinds)
     problems = list(model_problems(plan, workload, str(path)))
     if problems:
         raise FlagError(f"the training command does not fit {path}", problems)
+    return workload.notes

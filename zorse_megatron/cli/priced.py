@@ -74,7 +74,7 @@ def priced(
         memory_margin=margin,
         space=SearchSpace(gradient_wire=wire),
     )
-    notes = list(inputs.notes)
+    notes = [*inputs.notes, *workload.notes]
     if workload.dtype is None:
         notes.insert(0, f"computed in {dtype}, as every kind of GPU can; --dtype changes it")
     elif dtype == "auto":

@@ -10,9 +10,11 @@ from zorse_megatron.cli.console import CommandError, print_json, print_plain, re
 from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
 from zorse_megatron.cli.options import AsJson, ClusterFile
 from zorse_megatron.cli.workload import Workload, workload_of
-from zorse_megatron.errors import Problem
+from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.files.check import refuse_unwritable
-from zorse_megatron.measure.layer_flags import split_script
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.judge import judged
+from zorse_megatron.measure.layer_flags import single_layer_flags, split_script
 
 if TYPE_CHECKING:
     from zorse_megatron.measure.profile_run import Profiled
@@ -89,7 +91,13 @@ def _workload(
             remedy="Correct the path, or leave it out: Megatron's GPT layers are built then.",
         )
         raise CommandError("the command cannot be run", [problem])
-    return workload_of(model=None, flags=flags), (script, flags)
+    workload = workload_of(model=None, flags=flags, judges=False)
+    # Of the command that measures: it leaves out what a plan decides.
+    words = [*([] if script is None else [str(script)]), *single_layer_flags(flags, workload.model)]
+    problems, _ = judged(read_command(words), None)
+    if problems:
+        raise FlagError("no plan trains these layers", problems)
+    return workload, (script, flags)
 
 
 def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:

@@ -82,7 +82,7 @@ def simulate(  # noqa: PLR0917
         inputs = [path, cluster, model, *(profile or ())]
         refuse_unwritable(pictures.by_option(), inputs=inputs)
         plan = load_plan(path)
-        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype)
+        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
         prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))
         perturbation = perturbation_of(
             prices.cluster,

@@ -2,22 +2,25 @@
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice
-from zorse_megatron.schema.megatron_flags import (
+from zorse_megatron.errors import FlagError, ModelError, Problem
+from zorse_megatron.flags.command import Command, read_command
+from zorse_megatron.flags.judge import Judgement, judged
+from zorse_megatron.flags.shape import (
     batch_size_from_flags,
     dtype_from_flags,
     shape_from_flags,
 )
+from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, GpuKind
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.model_presets import MODELS, canonical_model
 from zorse_megatron.schema.model_yaml import load_model
+from zorse_megatron.schema.plan import Plan
 from zorse_megatron.schema.suggest import did_you_mean
 
 # As in model files: a number with digits too many is reported, not computed with.
@@ -35,6 +38,8 @@ class Workload:
     """None: nothing was said."""
     global_batch_size: int | None
     """None: nothing was said."""
+    notes: tuple[str, ...] = ()
+    """For people: of the training command."""
 
 
 def workload_of(
@@ -45,10 +50,16 @@ def workload_of(
     seq_length: int | None = None,
     dtype: str | None = None,
     dtype_may_be_auto: bool = False,
+    plan: Plan | None = None,
+    kinds: Mapping[str, GpuKind] | None = None,
+    judges: bool = True,
 ) -> Workload:
     """Return what the options and the flags behind `--` say together.
 
-    Raises CommandError where they contradict each other, ModelError for a model without sense.
+    `plan`: that the flags are to train; None: they are to be planned for. `kinds`: figures of GPUs
+    that only the cluster file has; `judges`: whether flags must go with a plan. Raises CommandError
+    where options and flags contradict each other, FlagError for flags that do not go with a plan,
+    ModelError for a model without sense.
     """
     if model is not None and flags is not None:
         raise _one_problem(
@@ -66,7 +77,11 @@ def workload_of(
     is_auto = dtype_may_be_auto and dtype == "auto"
     chosen = None if is_auto else dtype_named(dtype)
     if flags is not None:
-        found = _from_flags(flags, global_batch_size, seq_length, chosen)
+
+        def judge(command: Command) -> Judgement:
+            return judged(command, plan, kinds) if judges else ([], [])
+
+        found = _from_flags(flags, global_batch_size, seq_length, chosen, judge)
         # What a plan says of its groups takes precedence over what the command says of the job.
         return dataclasses.replace(found, dtype="auto") if is_auto else found
     assert model is not None
@@ -91,23 +106,37 @@ def dtype_named(name: str | None) -> Dtype | None:
 
 
 def _from_flags(
-    flags: Sequence[str], batch: int | None, seq_length: int | None, dtype: Dtype | None
+    flags: Sequence[str],
+    batch: int | None,
+    seq_length: int | None,
+    dtype: Dtype | None,
+    judge: Callable[[Command], Judgement],
 ) -> Workload:
     """Everything from the flags; options may say the same once more, but nothing else."""
-    shape = shape_from_flags(flags)
+    problems, notes = judge(read_command(flags))
+    try:
+        shape = shape_from_flags(flags)
+    except ModelError as error:
+        if not problems:
+            raise
+        told = {problem.where for problem in problems}
+        problems += [each for each in error.problems if each.where not in told]
+    if problems:
+        raise FlagError("the training command does not go with a plan", problems)
     _refuse_absurd(shape)
     batch_in_flags = batch_size_from_flags(flags)
     found: Workload = Workload(
         model=shape,
         dtype=dtype_from_flags(flags),
         global_batch_size=batch if batch_in_flags is None else batch_in_flags,
+        notes=tuple(notes),
     )
     pairs = (
         ("--global-batch-size", batch, found.global_batch_size),
         ("--seq-length", seq_length, shape.seq_length),
         ("--dtype", dtype, found.dtype),
     )
-    problems = [
+    contradictions = [
         Problem(
             where=option,
             found=f"{ours}, and {theirs} in the training command",
@@ -117,8 +146,8 @@ def _from_flags(
         for option, ours, theirs in pairs
         if ours is not None and ours != theirs
     ]
-    if problems:
-        raise CommandError("the options do not fit the training command", problems)
+    if contradictions:
+        raise CommandError("the options do not fit the training command", contradictions)
     return found
 
 

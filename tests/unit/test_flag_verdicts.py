@@ -1,0 +1,20 @@
+import pytest
+
+from zorse_megatron.flags.accepted import COMPARED, FINE, PREDICTED
+from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED
+from zorse_megatron.flags.table import defaults
+from zorse_megatron.flags.verdicts import is_among, verdicts_of
+
+
+def test_every_flag_has_one_verdict():
+    counts = {name: len(verdicts_of(name)) for name in defaults()}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
+LISTS = [COMPARED, PREDICTED, FINE, *(each.names for each in (*DECIDED_BY_PLAN, *REFUSED))]
+
+
+@pytest.mark.parametrize("names", LISTS)
+def test_every_name_in_a_list_is_a_flag_of_megatron(names):
+    unused = [each for each in names.split() if not any(is_among(n, each) for n in defaults())]
+    assert unused == []

@@ -1,0 +1,49 @@
+"""How a training command computes, out of its flags."""
+
+from argparse import Namespace
+from typing import cast
+
+from zorse_megatron.flags.rules import RECOMPUTED_MODULES, recompute_argument
+from zorse_megatron.schema.computing import Attention, Computing, JobRecompute, Module
+
+
+def computing_from_flags(args: Namespace) -> Computing:
+    """Return it. `args`: of a command that `flags.rules` finds nothing wrong with."""
+    is_local = args.transformer_impl == "local"
+    in_fp32 = args.attention_softmax_in_fp32 or args.apply_query_key_layer_scaling
+    is_narrow = args.fp16 and not args.accumulate_allreduce_grads_in_fp32
+    return Computing(
+        attention=_attention(args, is_local=is_local),
+        is_local=is_local,
+        softmax_in_fp32=in_fp32 and not args.masked_softmax_fusion,
+        hidden_dropout=args.hidden_dropout > 0,
+        attention_dropout=args.attention_dropout > 0,
+        narrow_gradients=bool(is_narrow or (args.bf16 and args.grad_reduce_in_bf16)),
+        recompute=_recompute(args),
+        modules=_modules(args),
+    )
+
+
+def _attention(args: Namespace, *, is_local: bool) -> Attention | None:
+    """Megatron's own layers have unfused attention; of Transformer Engine, what it is told."""
+    if is_local or args.attention_backend == "unfused":
+        return "unfused"
+    asked = args.use_flash_attn or args.attention_backend in ("flash", "fused")
+    return "flash" if asked else None
+
+
+def _recompute(args: Namespace) -> JobRecompute | None:
+    """Source: `TransformerConfig.__post_init__` and `megatron.core.recompute`."""
+    name = recompute_argument(args)
+    if name is None:
+        return None
+    if name == "recompute_activations" or args.recompute_granularity == "selective":
+        return JobRecompute(mode="selective")
+    if args.recompute_method == "block":
+        return JobRecompute(mode="full", num_layers=args.recompute_num_layers)
+    return JobRecompute(mode="full", layers_at_once=args.recompute_num_layers or 1)
+
+
+def _modules(args: Namespace) -> tuple[Module, ...]:
+    given = args.recompute_modules or ["core_attn"]
+    return cast(tuple[Module, ...], tuple(each for each in RECOMPUTED_MODULES if each in given))

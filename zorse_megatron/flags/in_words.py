@@ -1,0 +1,44 @@
+"""The lists of refused flags as docs/limits.md has them."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED, Family
+from zorse_megatron.flags.table import spelling_of
+from zorse_megatron.flags.verdicts import is_among, names_of
+
+
+def decided_table() -> str:
+    """What the plan decides, as a Markdown table."""
+    return _table(("What the plan decides", "Flags"), [_row(each) for each in DECIDED_BY_PLAN])
+
+
+def refused_table() -> str:
+    """What does not work under a plan, as a Markdown table."""
+    rows = [(*_row(each), _accepted(each)) for each in REFUSED]
+    return _table(("What it is", "Flags", "Values that are accepted"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---")
+
+
+def _row(family: Family) -> tuple[str, str]:
+    return family.what, ", ".join(f"`{each}`" for each in _spellings(family))
+
+
+def _spellings(family: Family) -> Iterator[str]:
+    """Each flag, or a star for several that begin alike."""
+    for entry in family.names.split():
+        names = [name for name in names_of(family) if is_among(name, entry)]
+        spelt = [spelling_of(name) for name in names]
+        if entry.endswith("*"):
+            star = "--" + entry.replace("_", "-")
+            yield star
+            spelt = [each for each in spelt if not fnmatchcase(each, star)]
+        yield from spelt
+
+
+def _accepted(family: Family) -> str:
+    return " or ".join(f"`{each}`" for each in family.accepted) or "default"

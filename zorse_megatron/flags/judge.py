@@ -1,0 +1,62 @@
+"""One judgement of a training command, by a run before it imports torch and by check and launch."""
+
+from collections.abc import Mapping
+
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.flags.built_in import left_out_problems
+from zorse_megatron.flags.command import Command
+from zorse_megatron.flags.fit import world_problems
+from zorse_megatron.flags.rules import command_problems
+from zorse_megatron.flags.unknown import judged_unknown
+from zorse_megatron.schema.gpu import GpuKind
+from zorse_megatron.schema.plan import Plan
+
+Judgement = tuple[list[Problem], list[str]]
+"""Problems, and notes for people."""
+
+
+def refuse_misfit(
+    command: Command,
+    plan: Plan,
+    *,
+    world_size: int,
+    kinds: Mapping[str, GpuKind] | None = None,
+) -> None:
+    """Raise FlagError with all that is wrong with a run's command under its plan.
+
+    Flags that a script may add itself are left to its parser, which is asked later.
+    """
+    unknown = judged_unknown(command)[0] if command.script is None else []
+    problems = [
+        *world_problems(plan, world_size),
+        *unknown,
+        *command.problems,
+        *_of_arguments(command, plan, kinds),
+    ]
+    if problems:
+        raise FlagError("The command does not fit the plan", problems)
+
+
+def judged(
+    command: Command, plan: Plan | None, kinds: Mapping[str, GpuKind] | None = None
+) -> Judgement:
+    """Problems and notes of a command that is to be run later, perhaps on another machine.
+
+    Without a plan: of a command that a plan is to be made for.
+    """
+    problems, notes = judged_unknown(command)
+    return [
+        *problems,
+        *command.problems,
+        *_of_arguments(command, plan, kinds),
+    ], notes
+
+
+def _of_arguments(
+    command: Command, plan: Plan | None, kinds: Mapping[str, GpuKind] | None
+) -> list[Problem]:
+    """Under the plan, and in our own entry if it is what trains."""
+    problems = command_problems(command.args, plan, kinds)
+    told = {problem.where for problem in problems}
+    lacking = left_out_problems(command.args) if command.script is None else []
+    return problems + [each for each in lacking if each.where not in told]

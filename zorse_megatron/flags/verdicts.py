@@ -1,0 +1,58 @@
+"""What a plan does with each flag of Megatron: one table for runs and planning commands."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Literal
+
+from zorse_megatron.flags.accepted import COMPARED, FINE, PREDICTED
+from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED, UNTRIED, Family
+from zorse_megatron.flags.table import defaults
+
+Verdict = Literal["refused", "decided", "compared", "predicted", "fine"]
+_UNKNOWN = Family(what="Not looked at yet", names="*", remedy=UNTRIED)
+_ACCEPTED: tuple[tuple[Verdict, str], ...] = (
+    ("compared", COMPARED),
+    ("predicted", PREDICTED),
+    ("fine", FINE),
+)
+
+
+def verdicts_of(name: str) -> list[tuple[Verdict, Family | None]]:
+    """Every verdict on an argument: one, if the lists are right."""
+    found: list[tuple[Verdict, Family | None]] = []
+    for verdict, families in (("decided", DECIDED_BY_PLAN), ("refused", REFUSED)):
+        found += [(verdict, each) for each in families if is_among(name, each.names)]  # type: ignore[misc]
+    return found + [(verdict, None) for verdict, names in _ACCEPTED if is_among(name, names)]
+
+
+@cache
+def verdict_of(name: str) -> tuple[Verdict, Family | None]:
+    """The verdict on an argument; what is in no list is refused."""
+    return next(iter(verdicts_of(name)), ("refused", _UNKNOWN))
+
+
+def is_among(name: str, names: str) -> bool:
+    """Whether a list has the name, or a star for it."""
+    return any(fnmatchcase(name, each) for each in names.split())
+
+
+def is_refused(name: str, value: Any) -> Family | None:
+    """The family for which this value of an argument is refused; None where it is not."""
+    _, family = verdict_of(name)
+    default = defaults().get(name)
+    if family is None or value in (None, default, *family.accepted):
+        return None
+    is_off = not default and not value
+    return None if is_off else family
+
+
+@cache
+def refusable() -> tuple[str, ...]:
+    """Arguments of which some value is refused, whatever the plan."""
+    return tuple(name for name in defaults() if verdict_of(name)[1] is not None)
+
+
+def names_of(family: Family) -> Iterator[str]:
+    """Arguments of a family, in the parser's order."""
+    return (name for name in defaults() if is_among(name, family.names))
