@@ -8,6 +8,7 @@ from tests.measured import imported, needs_measured
 from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.interface import MemoryCost
 from zorse_megatron.costs.memory import TransformerMemory, memory_from_profile, precision_of
+from zorse_megatron.schema.computing import Computing
 from zorse_megatron.schema.model_presets import MODELS
 
 GPT, LLAMA = MODELS["gpt-6.7b"], MODELS["llama-7b"]
@@ -38,7 +39,13 @@ def test_bytes_of_a_parameter(dtype, gradient, total):
 def test_activations_are_those_of_korthikanti(ranks):
     """Equations 1, 2 and 4 of arXiv 2205.05198, section 4."""
     s, h, a = GPT.seq_length, GPT.hidden_size, GPT.num_attention_heads
-    layer = LayerActivations(model=GPT, element_bytes=2, attention="unfused", has_dropout=True)
+    layer = LayerActivations(
+        model=GPT,
+        element_bytes=2,
+        attention="unfused",
+        hidden_dropout=True,
+        attention_dropout=True,
+    )
     plain = layer.bytes_per_sample("none", tensor_parallel=ranks)
     assert plain == s * h * (10 + 24 // ranks) + 5 * a * s * s // ranks
     split = layer.bytes_per_sample("none", tensor_parallel=ranks, sequence_parallel=True)
@@ -50,7 +57,7 @@ def test_activations_are_those_of_korthikanti(ranks):
 
 def test_flash_attention_keeps_no_scores():
     s, h = GPT.seq_length, GPT.hidden_size
-    layer = LayerActivations(model=GPT, element_bytes=2, has_dropout=True)
+    layer = LayerActivations(model=GPT, element_bytes=2, hidden_dropout=True)
     assert layer.bytes_per_sample("none") == 34 * s * h + 4 * s * GPT.num_attention_heads
     assert layer.bytes_per_sample("selective") == 34 * s * h
 
@@ -91,7 +98,8 @@ def test_tied_head():
     st.booleans(),
 )
 def test_recomputing_more_keeps_less(name, size, attention, has_dropout):
-    cost = memory(MODELS[name], attention=attention, has_dropout=has_dropout)
+    computing = Computing(hidden_dropout=has_dropout, attention_dropout=has_dropout)
+    cost = memory(MODELS[name], attention=attention, computing=computing)
     kept = [cost.activation_bytes(size, mode) for mode in ("none", "selective", "full")]
     assert kept[0] > kept[1] > kept[2] == cost.boundary_bytes(size)
     assert kept[0] == size * cost.activation_bytes(1, "none")

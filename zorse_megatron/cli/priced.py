@@ -73,6 +73,7 @@ def priced(
         dtype=dtype,
         memory_margin=margin,
         space=SearchSpace(gradient_wire=wire),
+        computing=workload.computing,
     )
     notes = [*inputs.notes, *workload.notes]
     if workload.dtype is None:

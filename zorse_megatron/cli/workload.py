@@ -10,12 +10,14 @@ from typing import get_args
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.errors import FlagError, ModelError, Problem
 from zorse_megatron.flags.command import Command, read_command
+from zorse_megatron.flags.computing import computing_from_flags
 from zorse_megatron.flags.judge import Judgement, judged
 from zorse_megatron.flags.shape import (
     batch_size_from_flags,
     dtype_from_flags,
     shape_from_flags,
 )
+from zorse_megatron.schema.computing import USUAL, Computing
 from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, GpuKind
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.model_presets import MODELS, canonical_model
@@ -38,6 +40,8 @@ class Workload:
     """None: nothing was said."""
     global_batch_size: int | None
     """None: nothing was said."""
+    computing: Computing = USUAL
+    """How it is computed."""
     notes: tuple[str, ...] = ()
     """For people: of the training command."""
 
@@ -113,7 +117,8 @@ def _from_flags(
     judge: Callable[[Command], Judgement],
 ) -> Workload:
     """Everything from the flags; options may say the same once more, but nothing else."""
-    problems, notes = judge(read_command(flags))
+    command = read_command(flags)
+    problems, notes = judge(command)
     try:
         shape = shape_from_flags(flags)
     except ModelError as error:
@@ -129,6 +134,7 @@ def _from_flags(
         model=shape,
         dtype=dtype_from_flags(flags),
         global_batch_size=batch if batch_in_flags is None else batch_in_flags,
+        computing=computing_from_flags(command.args),
         notes=tuple(notes),
     )
     pairs = (

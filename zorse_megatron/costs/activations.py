@@ -8,12 +8,11 @@ their GPT the sum is their 34 s b h + 5 a s^2 b bytes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.schema.computing import Attention, Module
 from zorse_megatron.schema.model import ModelShape
 
-Attention = Literal["flash", "unfused"]
 _MASK_BYTES = 1
 _FLOAT32_BYTES = 4
 
@@ -28,8 +27,9 @@ class Saved:
     is_split: bool
     """Whether tensor-parallel ranks hold a part each; the others are whole on every rank, or split
     by sequence parallelism."""
-    in_core_attention: bool = False
-    """Whether recomputing core attention makes it unnecessary to keep."""
+    module: Module | None = None
+    """What to recompute so that it need not be kept; None: a part that is kept but by full
+    recomputation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,25 +39,30 @@ class LayerActivations:
     model: ModelShape
     element_bytes: int
     attention: Attention = "flash"
-    has_dropout: bool = False
+    hidden_dropout: bool = False
+    attention_dropout: bool = False
+    softmax_in_fp32: bool = False
+    """Whether unfused attention keeps its softmax in fp32, and 16-bit probabilities beside it."""
+    modules: tuple[Module, ...] = ("core_attn",)
+    """What selective recomputation recomputes."""
 
     def saved(self) -> Iterator[Saved]:
         """Yield every tensor that one layer keeps for one sample."""
         model = self.model
         hidden, tokens = model.hidden_size, model.seq_length
         yield self._whole("input of the norm before attention", hidden)
-        yield self._whole("input of query, key and value", hidden)
+        yield self._whole("input of query, key and value", hidden, "layernorm")
         yield self._split("query, key and value", model.query_width + model.key_value_width)
         yield from self._scores(model.num_attention_heads * tokens)
         yield self._split("input of the projection", model.query_width)
-        if self.has_dropout:
+        if self.hidden_dropout:
             yield self._mask("dropout mask behind attention", hidden)
         yield self._whole("input of the norm before the feed-forward block", hidden)
-        yield self._whole("input of the first matrix", hidden)
+        yield self._whole("input of the first matrix", hidden, "layernorm")
         if model.activation != "relu":  # its gradient follows from its output
-            yield self._split("input of the activation", model.ffn_input_width)
-        yield self._split("input of the second matrix", model.ffn_hidden_size)
-        if self.has_dropout:
+            yield self._split("input of the activation", model.ffn_input_width, "mlp")
+        yield self._split("input of the second matrix", model.ffn_hidden_size, "mlp")
+        if self.hidden_dropout:
             yield self._mask("dropout mask behind the feed-forward block", hidden)
 
     def bytes_per_sample(
@@ -69,7 +74,7 @@ class LayerActivations:
         for tensor in self.saved():
             if mode == "full" and tensor.name != "input of the norm before attention":
                 continue
-            if mode == "selective" and tensor.in_core_attention:
+            if mode == "selective" and tensor.module in self.modules:
                 continue
             ranks = tensor_parallel if tensor.is_split else whole
             total += -(-tensor.elements // ranks) * tensor.element_bytes
@@ -83,31 +88,47 @@ class LayerActivations:
                 elements=rows,
                 element_bytes=_FLOAT32_BYTES,
                 is_split=True,
-                in_core_attention=True,
+                module="core_attn",
             )
             return
         elements = rows * self.model.seq_length
-        names = {"softmax": self.element_bytes}
-        if self.has_dropout:
+        is_wide = self.softmax_in_fp32 and self.element_bytes < _FLOAT32_BYTES
+        names = {"softmax": _FLOAT32_BYTES if is_wide else self.element_bytes}
+        if self.attention_dropout:
             names |= {"dropout mask of the softmax": _MASK_BYTES, "its output": self.element_bytes}
+        elif is_wide:
+            names |= {"probabilities": self.element_bytes}
         for name, element_bytes in names.items():
             yield Saved(
                 name=name,
                 elements=elements,
                 element_bytes=element_bytes,
                 is_split=True,
-                in_core_attention=True,
+                module="core_attn",
             )
 
-    def _whole(self, name: str, width: int) -> Saved:
-        return self._tensor(name, width, self.element_bytes, is_split=False)
+    def _whole(self, name: str, width: int, module: Module | None = None) -> Saved:
+        return self._tensor(name, width, self.element_bytes, is_split=False, module=module)
 
-    def _split(self, name: str, width: int) -> Saved:
-        return self._tensor(name, width, self.element_bytes, is_split=True)
+    def _split(self, name: str, width: int, module: Module | None = None) -> Saved:
+        return self._tensor(name, width, self.element_bytes, is_split=True, module=module)
 
     def _mask(self, name: str, width: int) -> Saved:
         return self._tensor(name, width, _MASK_BYTES, is_split=False)
 
-    def _tensor(self, name: str, width: int, element_bytes: int, *, is_split: bool) -> Saved:
-        elements = self.model.seq_length * width
-        return Saved(name=name, elements=elements, element_bytes=element_bytes, is_split=is_split)
+    def _tensor(
+        self,
+        name: str,
+        width: int,
+        element_bytes: int,
+        *,
+        is_split: bool,
+        module: Module | None = None,
+    ) -> Saved:
+        return Saved(
+            name=name,
+            elements=self.model.seq_length * width,
+            element_bytes=element_bytes,
+            is_split=is_split,
+            module=module,
+        )

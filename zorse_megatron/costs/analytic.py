@@ -5,6 +5,7 @@ in a layer the two are different kernels that run one after the other.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from zorse_megatron.costs.efficiency import (
     Shares,
@@ -13,10 +14,18 @@ from zorse_megatron.costs.efficiency import (
     shares_of,
     traffic_of,
 )
-from zorse_megatron.costs.flops import attention_flops, elementwise_bytes, head_flops, layer_flops
+from zorse_megatron.costs.flops import (
+    attention_flops,
+    elementwise_bytes,
+    head_flops,
+    layer_flops,
+    mask_bytes,
+    score_bytes,
+)
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.costs.same_chip import equal_kinds
+from zorse_megatron.schema.computing import USUAL, Computing
 from zorse_megatron.schema.gpu import Dtype, GpuKind
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.presets import GPU_KINDS
@@ -45,8 +54,10 @@ class AnalyticCompute:
         dtype: Dtype,
         kinds: Mapping[str, GpuKind] = GPU_KINDS,
         tensor_parallel: int = 1,
+        computing: Computing = USUAL,
     ) -> None:
         self.model = model
+        self.computing = computing
         self.dtype: Dtype = dtype
         self.kinds = kinds
         self.tensor_parallel = tensor_parallel
@@ -78,6 +89,10 @@ class AnalyticCompute:
         weights = model.layer_parameters(ranks)
         forward_bytes = there.elementwise_passes * moved + there.bytes_per_parameter * weights
         backward_bytes = back.elementwise_passes * moved + back.bytes_per_parameter * weights
+        more = self._beyond_usual(micro_batch_size)
+        flops += more.flops
+        forward_bytes += more.forward_bytes
+        backward_bytes += more.backward_bytes
         return PassTimes(
             forward_s=max(
                 _LEAST_FORWARD_S, flops / (peak * shares.forward) + forward_bytes / bandwidth
@@ -119,12 +134,33 @@ class AnalyticCompute:
         if mode == "none":
             return 0.0
         forward_s = self.layer(kind, micro_batch_size).forward_s
-        return forward_s if mode == "full" else forward_s * attention_share(self.model)
+        return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
 
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Adam on a shard: gradient, main parameter and moments in float32, read and written."""
         rate = _STREAMING * self._gpu(kind).memory_bytes_per_s
         return num_parameters * step_bytes_per_parameter(self.dtype) / rate
+
+    def _beyond_usual(self, micro_batch_size: float) -> "_Work":
+        """What unfused attention and dropout add: all scores, and their traffic."""
+        flops = forward = backward = 0.0
+        width, computing = element_bytes(self.dtype), self.computing
+        if computing.attention == "unfused":
+            flops = attention_flops(self.model, self.tensor_parallel)  # of the other half
+            forward, backward = score_bytes(
+                self.model,
+                width,
+                has_dropout=computing.attention_dropout,
+                tensor_parallel=self.tensor_parallel,
+            )
+        if computing.hidden_dropout:
+            there, back = mask_bytes(self.model, width)
+            forward, backward = forward + there, backward + back
+        return _Work(
+            flops=micro_batch_size * flops,
+            forward_bytes=micro_batch_size * forward,
+            backward_bytes=micro_batch_size * backward,
+        )
 
     def _shares(self, kind: str) -> tuple[Shares, bool]:
         if kind not in self._shares_of:
@@ -153,9 +189,29 @@ class AnalyticCompute:
             ) from error
 
 
-def attention_share(model: ModelShape) -> float:
-    """Return the share of core attention in the operations of a layer."""
-    return attention_flops(model) / layer_flops(model)
+def selective_share(model: ModelShape, computing: Computing) -> float:
+    """Return the share of a layer's operations that selective recomputation does again.
+
+    Unfused attention computes all scores; norms count nothing.
+    """
+    attention = attention_flops(model)
+    total = layer_flops(model)
+    if computing.attention == "unfused":
+        total, attention = total + attention, 2 * attention
+    mlp = (
+        2.0 * model.seq_length * model.hidden_size * (model.ffn_input_width + model.ffn_hidden_size)
+    )
+    shares = {"core_attn": attention, "mlp": mlp, "layernorm": 0.0}
+    return sum(shares[module] for module in computing.modules) / total
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Operations of a forward, and traffic of both passes."""
+
+    flops: float
+    forward_bytes: float
+    backward_bytes: float
 
 
 def step_bytes_per_parameter(dtype: Dtype) -> float:

@@ -12,7 +12,7 @@ from statistics import median
 
 from zorse_megatron.costs.analytic import (
     AnalyticCompute,
-    attention_share,
+    selective_share,
     step_bytes_per_parameter,
 )
 from zorse_megatron.costs.curve import Replaced
@@ -21,6 +21,7 @@ from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.costs.series import Series, Wanted, closest
+from zorse_megatron.schema.computing import USUAL, Computing
 from zorse_megatron.schema.gpu import Dtype, GpuKind
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.presets import GPU_KINDS
@@ -62,8 +63,11 @@ class ProfiledCompute:
         dtype: Dtype,
         kinds: Mapping[str, GpuKind] = GPU_KINDS,
         tensor_parallel: int = 1,
+        computing: Computing = USUAL,
     ) -> None:
+        """`computing`: of what is computed and not measured; times of a profile are as measured."""
         self.profile = profile
+        self.computing = computing
         self.model = model
         self.dtype: Dtype = dtype
         self.kinds = kinds
@@ -91,7 +95,7 @@ class ProfiledCompute:
         if mode == "none":
             return 0.0
         forward_s = self.layer(kind, micro_batch_size).forward_s
-        return forward_s if mode == "full" else forward_s * attention_share(self.model)
+        return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
 
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Optimizer step on a shard: measured per parameter, or by memory traffic."""
@@ -232,5 +236,9 @@ class ProfiledCompute:
 
     def _analytic_for(self, model: ModelShape, tensor_parallel: int) -> AnalyticCompute:
         return AnalyticCompute(
-            model, dtype=self.dtype, kinds=self.kinds, tensor_parallel=tensor_parallel
+            model,
+            dtype=self.dtype,
+            kinds=self.kinds,
+            tensor_parallel=tensor_parallel,
+            computing=self.computing,
         )

@@ -37,3 +37,26 @@ def elementwise_bytes(shape: ModelShape, element_bytes: int, tensor_parallel: in
     activation = shape.ffn_input_width + shape.ffn_hidden_size
     per_token = whole + (rotary + activation) / tensor_parallel
     return float(shape.seq_length * per_token * element_bytes)
+
+
+def score_bytes(
+    shape: ModelShape, element_bytes: int, *, has_dropout: bool, tensor_parallel: int = 1
+) -> tuple[float, float]:
+    """What unfused attention of one layer moves beyond flash attention, forward and backward.
+
+    Forward the scores are written, read and written by the softmax and read by the product with
+    the values; backward their gradient is written, read with the softmax and written, read twice,
+    and the probabilities are read. Dropout reads and writes them once more, with a mask of a byte.
+    """
+    elements = shape.num_attention_heads * shape.seq_length**2 / tensor_parallel
+    again = 2 * element_bytes + 1 if has_dropout else 0
+    return elements * (4 * element_bytes + again), elements * (7 * element_bytes + again)
+
+
+def mask_bytes(shape: ModelShape, element_bytes: int) -> tuple[float, float]:
+    """What dropout behind both blocks of a layer moves, fused with the residual sum.
+
+    Forward a mask is written; backward it is read, and a gradient read and written.
+    """
+    elements = 2.0 * shape.seq_length * shape.hidden_size
+    return elements, elements * (2 * element_bytes + 1)

@@ -7,9 +7,10 @@ fragmentation: the planner's margin is for those.
 
 from dataclasses import dataclass
 
-from zorse_megatron.costs.activations import Attention, LayerActivations
+from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.efficiency import element_bytes, is_sixteen_bit
 from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.schema.computing import USUAL, Attention, Computing
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.profile import Part, Profile
@@ -55,7 +56,8 @@ class TransformerMemory:
     dtype: Dtype
     precision: Precision
     attention: Attention = "flash"
-    has_dropout: bool = False
+    computing: Computing = USUAL
+    """Dropout, and what is recomputed; its attention is not looked at here."""
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     measured_layer_elements: int | None = None
@@ -101,7 +103,10 @@ class TransformerMemory:
             model=self.model,
             element_bytes=element_bytes(self.dtype),
             attention=self.attention,
-            has_dropout=self.has_dropout,
+            hidden_dropout=self.computing.hidden_dropout,
+            attention_dropout=self.computing.attention_dropout,
+            softmax_in_fp32=self.computing.softmax_in_fp32,
+            modules=self.computing.modules,
         )
         return micro_batch_size * layer.bytes_per_sample(
             mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
@@ -136,6 +141,7 @@ def memory_from_profile(
     precision: Precision,
     tensor_parallel: int = 1,
     attention: Attention = "unfused",
+    computing: Computing = USUAL,
 ) -> TransformerMemory:
     """Return the memory of a model with what a profile measured of its layers and its head.
 
@@ -149,6 +155,7 @@ def memory_from_profile(
         dtype=dtype,
         precision=precision,
         attention=attention,
+        computing=computing,
         tensor_parallel=tensor_parallel,
         measured_layer_elements=layer,
         measured_head_elements=head,

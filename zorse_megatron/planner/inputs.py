@@ -1,11 +1,12 @@
 """What a search starts from: cluster, model and profile, joined and checked."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zorse_megatron.costs.by_kind import ByKind
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.compute import ProfiledCompute
+from zorse_megatron.costs.efficiency import is_sixteen_bit
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
 from zorse_megatron.costs.memory import (
     TransformerMemory,
@@ -16,6 +17,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.price_problems import kind_problems, wire_problems
 from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.computing import USUAL, Attention, Computing, JobRecompute
 from zorse_megatron.schema.gpu import (
     PRICED_IN,
     ComputeDtype,
@@ -79,6 +81,8 @@ class Inputs:
     memory_margin: float
     best_sizes: dict[str, tuple[int, ...]]
     """Kind -> micro-batch sizes that the lower bound looks at: those measured, where any were."""
+    recompute: JobRecompute | None = None
+    """What is recomputed in groups of a given plan that do not say; None: nothing."""
     own_types: Mapping[str, GpuKind] | None = None
     """Kind -> what it can do, where each group computes in a type of its own; None: all in one.
 
@@ -109,11 +113,13 @@ def make_inputs(
     dtype: DtypeChoice,
     memory_margin: float = DEFAULT_MARGIN,
     space: SearchSpace | None = None,
+    computing: Computing = USUAL,
 ) -> Inputs:
     """Join cluster, model and profile.
 
     `dtype`: what all groups compute in; auto: each in the first of bf16, fp16 and fp32 that all of
     its GPUs have units for.
+    `computing`: what the training command says of how layers are computed.
     `memory_margin`: share of every GPU's memory that stays free for the CUDA context,
     communication buffers and fragmentation, which nothing prices.
 
@@ -122,7 +128,7 @@ def make_inputs(
     """
     space = space or SearchSpace()
     known = profile or _EMPTY
-    computes = _computes(known, model, cluster, dtype)
+    computes = _computes(known, model, cluster, dtype, computing)
     common = PRICED_IN[common_dtype(cluster.kinds.values())] if dtype == "auto" else dtype
     problems = [
         *_number_problems(global_batch_size, memory_margin),
@@ -133,13 +139,16 @@ def make_inputs(
     if problems:
         raise PlannerInputError("cluster, model and profile do not make a plan", problems)
     spec = topology_of(cluster, known if known.links else None)
-    memory, memory_note = _memory(known, model, common)
+    memory, memory_note = _memory(known, model, common, computing)
     return Inputs(
         spec=spec,
         compute=ByKind(computes=computes) if dtype == "auto" else next(iter(computes.values())),
         memory=memory,
         comm=GraphComm(spec),
-        by_dtype={name: _costs_in(each, known, model, cluster) for name, each in PRICED_IN.items()},
+        by_dtype={
+            name: _costs_in(each, known, model, cluster, computing)
+            for name, each in PRICED_IN.items()
+        },
         kinds=cluster.gpu_kinds,
         capacities_bytes=tuple(
             int(cluster.gpu_of_rank(rank).memory_bytes * (1 - memory_margin))
@@ -159,13 +168,22 @@ def make_inputs(
         space=space,
         memory_margin=memory_margin,
         best_sizes={kind: _measured_sizes(each, kind) for kind, each in computes.items()},
+        recompute=computing.recompute,
         own_types=cluster.kinds if dtype == "auto" else None,
-        notes=(*_price_notes(computes, says_types=dtype == "auto"), memory_note),
+        notes=(
+            *_price_notes(computes, says_types=dtype == "auto"),
+            memory_note,
+            *_flash_notes(cluster, computing, memory),
+        ),
     )
 
 
 def _computes(
-    profile: Profile, model: ModelShape, cluster: Cluster, dtype: DtypeChoice
+    profile: Profile,
+    model: ModelShape,
+    cluster: Cluster,
+    dtype: DtypeChoice,
+    computing: Computing,
 ) -> dict[str, ProfiledCompute]:
     """Kind -> its costs; all the same but with auto."""
     types: dict[str, Dtype] = {
@@ -173,27 +191,64 @@ def _computes(
         for kind, gpu in cluster.kinds.items()
     }
     of_type = {
-        each: ProfiledCompute(profile, model, dtype=each, kinds=cluster.kinds)
+        each: ProfiledCompute(
+            profile, model, dtype=each, kinds=cluster.kinds, computing=_in_type(computing, each)
+        )
         for each in dict.fromkeys(types.values())
     }
     return {kind: of_type[each] for kind, each in types.items()}
 
 
-def _memory(profile: Profile, model: ModelShape, dtype: Dtype) -> tuple[TransformerMemory, str]:
-    """What was measured of this very model, or the formula."""
-    precision = precision_of(dtype)
+def _in_type(computing: Computing, dtype: Dtype) -> Computing:
+    """With its attention named: Transformer Engine has none without scores in fp32."""
+    if computing.attention is not None:
+        return computing
+    chosen: Attention = "flash" if is_sixteen_bit(dtype) else "unfused"
+    return replace(computing, attention=chosen)
+
+
+def _memory(
+    profile: Profile,
+    model: ModelShape,
+    dtype: Dtype,
+    computing: Computing,
+    *,
+    in_own_type: bool = False,
+) -> tuple[TransformerMemory, str]:
+    """What was measured of this very model, or the formula. `in_own_type`: of a plan's group."""
+    # Where groups compute in types of their own, gradients are kept in fp32.
+    is_narrow = computing.narrow_gradients and not in_own_type and is_sixteen_bit(dtype)
+    precision = precision_of(dtype, gradient_bytes=2) if is_narrow else precision_of(dtype)
+    known = _in_type(computing, dtype)
+    assert known.attention is not None
     try:
-        measured = memory_from_profile(profile, model, dtype=dtype, precision=precision)
+        measured = memory_from_profile(
+            profile, model, dtype=dtype, precision=precision, computing=known
+        )
     except LookupError:
-        formula = TransformerMemory(model=model, dtype=dtype, precision=precision)
-        return formula, "memory: by formula, with flash attention"
+        formula = TransformerMemory(
+            model=model,
+            dtype=dtype,
+            precision=precision,
+            attention=known.attention,
+            computing=known,
+        )
+        return formula, f"memory: by formula, with {known.attention} attention{_dropout(known)}"
     return measured, "memory: activations of layer and head as measured"
 
 
-def _costs_in(dtype: Dtype, profile: Profile, model: ModelShape, cluster: Cluster) -> DtypeCosts:
+def _dropout(computing: Computing) -> str:
+    return " and dropout" if computing.hidden_dropout or computing.attention_dropout else ""
+
+
+def _costs_in(
+    dtype: Dtype, profile: Profile, model: ModelShape, cluster: Cluster, computing: Computing
+) -> DtypeCosts:
     return DtypeCosts(
-        compute=ProfiledCompute(profile, model, dtype=dtype, kinds=cluster.kinds),
-        memory=_memory(profile, model, dtype)[0],
+        compute=ProfiledCompute(
+            profile, model, dtype=dtype, kinds=cluster.kinds, computing=_in_type(computing, dtype)
+        ),
+        memory=_memory(profile, model, dtype, computing, in_own_type=True)[0],
     )
 
 
@@ -234,6 +289,22 @@ def _price_notes(computes: Mapping[str, ProfiledCompute], *, says_types: bool) -
     return tuple(
         f"{kind}{f' in {each.dtype}' if says_types else ''}: {each.provenance(kind)}"
         for kind, each in computes.items()
+    )
+
+
+def _flash_notes(
+    cluster: Cluster, computing: Computing, memory: TransformerMemory
+) -> tuple[str, ...]:
+    """Kinds for which Transformer Engine has no attention that keeps no scores."""
+    if computing.attention is not None or memory.attention != "flash":
+        return ()
+    without = [name for name, kind in cluster.kinds.items() if not kind.computes_in("bf16")]
+    if not without:
+        return ()
+    return (
+        f"{' and '.join(without)}: Transformer Engine has neither flash nor fused attention for "
+        "GPUs before Ampere, so scores will take memory that is not counted; "
+        "--attention-backend unfused counts it, for all GPUs",
     )
 
 

@@ -25,6 +25,7 @@ def simulate_plan(
         inputs.kinds,
         sequence_length=inputs.sequence_length,
         by_dtype=inputs.by_dtype,
+        recompute=inputs.recompute,
         perturbation=perturbation,
         framework=framework,
         merge_equal_ranks=merge_equal_ranks,

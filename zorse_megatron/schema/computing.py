@@ -20,7 +20,7 @@ class JobRecompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Computing:
-    """What a command says beside model, type and batch; as it stands, what is usual today."""
+    """What a command says beside model, type and batch."""
 
     attention: Attention | None = None
     """flash: scores are never whole in memory. None: as the implementation chooses on each GPU."""
@@ -37,5 +37,5 @@ class Computing:
     """What selective recomputation recomputes."""
 
 
-USUAL = Computing()
+USUAL = Computing(attention="flash")
 """Of a model without a command: no dropout, and attention that keeps no scores."""

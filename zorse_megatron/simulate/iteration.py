@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.computing import JobRecompute
 from zorse_megatron.schema.gpu import ComputeDtype
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.simulate.critical_path import critical_path
@@ -39,6 +40,7 @@ def simulate(
     merge_equal_ranks: bool = False,
     framework: Framework = RUNTIME,
     by_dtype: Mapping[ComputeDtype, DtypeCosts] | None = None,
+    recompute: JobRecompute | None = None,
 ) -> SimulationResult:
     """Price one iteration of the lists that the runtime executes for `plan`.
 
@@ -49,6 +51,7 @@ def simulate(
     Of a replica of several ranks one is simulated (see `rank_sets`); `comm` and the other costs
     are then for that tensor-parallel size, and `lists` for the plan of `RankSets.one_rank_each`.
     `by_dtype`: the costs of groups with a `compute_dtype`; those of other types count as the job's.
+    `recompute`: what is recomputed in groups that do not say; None: nothing.
 
     Raises PlanError for a plan that cannot be lowered, SimulationError for lists that cannot be
     executed or inputs that do not fit, LookupError for a kind that `compute` does not know.
@@ -62,7 +65,7 @@ def simulate(
     sets = RankSets.of(plan)
     by_dtype = by_dtype or {}
     memories = {dtype: costs.memory for dtype, costs in by_dtype.items()}
-    sizes = Sizes(plan, memory, framework, memories)
+    sizes = Sizes(plan, memory, framework, memories, recompute)
     equal = None
     may_merge = sets.size == 1 and framework == RUNTIME and perturbation.treats_kinds_alike
     if merge_equal_ranks and lists is None and may_merge:

@@ -8,8 +8,9 @@ from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.shards import overlaps, shard_bounds
+from zorse_megatron.schema.computing import JobRecompute
 from zorse_megatron.schema.gpu import ComputeDtype
-from zorse_megatron.schema.plan import Group, Plan, Replica
+from zorse_megatron.schema.plan import Group, Plan, Recompute, Replica
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 
 _NARROW_BYTES = 2
@@ -29,8 +30,13 @@ class Sizes:
         memory: MemoryCost,
         framework: Framework = RUNTIME,
         memories: Mapping[ComputeDtype, MemoryCost] | None = None,
+        recompute: JobRecompute | None = None,
     ) -> None:
-        """`memories`: of groups with these compute types; of others `memory`."""
+        """`memories`: of groups with these compute types; of others `memory`.
+
+        `recompute`: what is recomputed in groups that do not say; None: nothing.
+        """
+        self._job_recompute = recompute
         self.plan = plan
         self.framework = framework
         self.memory = memory
@@ -75,13 +81,23 @@ class Sizes:
     def recompute(self, chunk: int) -> tuple[RecomputeMode, int]:
         """How the chunk's layers are recomputed, and how many of them.
 
-        A group without a setting counts as one that recomputes nothing.
+        A group without a setting does as the job does.
         """
         layers = self.num_layers(chunk)
-        setting = self.plan.groups[self.plan.chunks[chunk].group].recompute
+        setting = self._recompute_setting(chunk)
         if setting is None or setting.mode == "none":
             return "none", 0
         return setting.mode, min(layers, setting.num_layers or layers)
+
+    def _recompute_setting(self, chunk: int) -> Recompute | JobRecompute | None:
+        return self.plan.groups[self.plan.chunks[chunk].group].recompute or self._job_recompute
+
+    def _layers_at_once(self, chunk: int) -> int:
+        """How many recomputed layers have one input between them."""
+        setting = self._recompute_setting(chunk)
+        if not isinstance(setting, JobRecompute):
+            return 1
+        return min(setting.layers_at_once, self.num_layers(chunk))
 
     def pieces(self, chunk: int) -> tuple[tuple[int, ...], ...]:
         """What each replica owns of each part of the chunk that is gathered or reduced at once.
@@ -156,14 +172,15 @@ class Sizes:
             memory = self.memory_of(chunk)
             self._kept[chunk, size] = whole * memory.activation_bytes(size, "none")
             if recomputed:
-                self._kept[chunk, size] += recomputed * memory.activation_bytes(size, mode)
+                inputs = -(-recomputed // self._layers_at_once(chunk))
+                self._kept[chunk, size] += inputs * memory.activation_bytes(size, mode)
         return self._kept[chunk, size]
 
     def working_bytes(self, rank: int, chunk: int, *, forward_only: bool) -> int:
         """What one layer needs for a moment beyond what is kept.
 
-        In a backward: what is recomputed, one layer at a time. In an evaluation, which keeps
-        nothing: a whole layer, at most.
+        In a backward: what is recomputed, so many layers at a time as have one input. In an
+        evaluation, which keeps nothing: a whole layer, at most.
         """
         size, memory = self.micro_batch_size(rank), self.memory_of(chunk)
         if forward_only:
@@ -171,7 +188,8 @@ class Sizes:
         if (chunk, size) not in self._working:
             mode, recomputed = self.recompute(chunk)
             whole, kept = (memory.activation_bytes(size, m) for m in ("none", mode))
-            self._working[chunk, size] = max(0, whole - kept) if recomputed else 0
+            again = self._layers_at_once(chunk) * whole
+            self._working[chunk, size] = max(0, again - kept) if recomputed else 0
         return self._working[chunk, size]
 
     def head_bytes(self, rank: int, chunk: int) -> int:
