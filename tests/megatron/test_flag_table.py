@@ -9,7 +9,7 @@ from tests.megatron.launch import run_ranks
 def test_the_table_is_the_parser(tmp_path: Path) -> None:
     path = tmp_path / "answer.json"
     result = run_ranks([str(path)], 1, entry="tests.megatron.parser_entry", timeout_s=120)
-    assert result.returncodes == [0], result.outputs[0]
+    assert result.returncodes == (0,), result.outputs[0]
     answer = json.loads(path.read_text())
     assert (answer["missing"], answer["gone"]) == ([], []), "run scripts/write_megatron_flags.py"
     assert answer["same_order"]
