@@ -160,7 +160,7 @@ def test_model_that_differs_in_what_megatron_derives(tmp_path: Path) -> None:
 def test_unsupported_megatron_version(tmp_path: Path) -> None:
     result = run_ranks(
         [*FLAGS, "--zorse-plan", str(tmp_path / "plan.json")],
-        2,
+        3,
         entry="tests.megatron.other_version_entry",
         timeout_s=60,
         env={"ZORSE_TEST_PLAN": str(tmp_path / "plan.json")},
