@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.unit.cli_samples import runner_in
 from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.explain import explain
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
@@ -11,6 +12,7 @@ from zorse_megatron.planner.search import find_plan
 from zorse_megatron.planner.shortage import fitting, no_plan
 from zorse_megatron.planner.what_fits import fits_problem, what_fits
 from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.model_presets import MODELS
 from zorse_megatron.simulate.host_memory import host_bytes
 
@@ -97,3 +99,20 @@ def test_host_memory_is_always_told():
     roomy = small()
     told = " ".join(explain(roomy, fitting(roomy).plan).sentences)
     assert "Nothing waits in host memory." in told
+
+
+def test_check_refuses_a_plan_that_its_hosts_cannot_hold(tmp_path, monkeypatch):
+    run = runner_in(tmp_path, monkeypatch)
+    (tmp_path / "small.yaml").write_text(CLUSTER.replace("MEMORY", "4GB").replace("HOST", "64GiB"))
+    save_plan(fitting(small(memory="4GB")).plan, tmp_path / "small.json")
+    flags = "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32"
+    flags += " --swiglu --normalization RMSNorm --disable-bias-linear --seq-length 512 --fp16"
+    flags += " --position-embedding-type rope --untie-embeddings-and-output-weights"
+    flags += f" --vocab-size {MODEL.vocab_size} --global-batch-size 4"
+    enough = run("check", "small.json", "small.yaml", "--", *flags.split())
+    assert enough.exit_code == 0, enough.output
+    assert "GiB of 64.0 GiB in node one (optimizer state" in enough.output
+    (tmp_path / "small.yaml").write_text(CLUSTER.replace("MEMORY", "4GB").replace("HOST", "1GiB"))
+    short = run("check", "small.json", "small.yaml", "--", *flags.split())
+    assert short.exit_code == 1
+    assert "host memory of node one: found 1.0 GiB; expected " in short.output

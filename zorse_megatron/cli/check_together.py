@@ -121,11 +121,15 @@ def _memory(
     plan: Plan, cluster: Cluster, workload: Workload, profiles: Sequence[Path], source: str
 ) -> str:
     """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
-    from zorse_megatron.planner.host_need import host_needs, host_sentences
+    from zorse_megatron.planner.host_need import host_needs, host_problems, host_sentences
 
     prices = priced_on(plan, cluster, workload, profiles)
     result = simulated(plan, prices, source=source)
-    problems = list(memory_problems(plan, result, cluster, source))
+    needs = host_needs(prices.inputs, result)
+    problems = [
+        *memory_problems(plan, result, cluster, source),
+        *host_problems(needs, "as the plan's offload settings say"),
+    ]
     if problems:
         raise PlanError(f"{source} does not fit into memory", problems)
     rank, share = fullest_rank(result, cluster)
@@ -133,7 +137,7 @@ def _memory(
     return (
         f"at most {100 * share:.0f} % of a GPU: rank {rank} ({cluster.gpu_kinds[rank]}) with "
         f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, prices)}. "
-        + " ".join(host_sentences(host_needs(prices.inputs, result)))
+        + " ".join(host_sentences(needs))
     )
 
 

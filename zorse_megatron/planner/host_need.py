@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zorse_megatron.errors import Problem
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.simulate.host_memory import host_bytes
 from zorse_megatron.simulate.result import SimulationResult
@@ -31,8 +32,13 @@ class HostNeed:
     def words(self) -> str:
         """For people."""
         parts = ", ".join(f"{name} {n / _GIB:.1f}" for name, n in self.by_category_bytes)
-        has = "a size not told" if self.has_bytes is None else f"{self.has_bytes / _GIB:.1f} GiB"
-        return f"{self.num_bytes / _GIB:.1f} GiB of {has} in node {self.node} ({parts})"
+        has = "" if self.has_bytes is None else f" of {self.has_bytes / _GIB:.1f} GiB"
+        return f"{self.num_bytes / _GIB:.1f} GiB{has} in node {self.node} ({parts})"
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the node has too little; 0 where it has enough or nobody says."""
+        return 0 if self.has_bytes is None else max(0, self.num_bytes - self.has_bytes)
 
 
 def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[HostNeed, ...]:
@@ -65,6 +71,24 @@ def host_sentences(needs: Sequence[HostNeed]) -> Iterator[str]:
     more = f"; {len(needs) - _MOST_TOLD} more nodes" if len(needs) > _MOST_TOLD else ""
     yield f"In host memory wait {listed}{more}."
     for need in needs:
-        if need.has_bytes is not None and need.num_bytes > need.has_bytes:
-            missing = (need.num_bytes - need.has_bytes) / _GIB
+        if need.missing_bytes:
+            missing = need.missing_bytes / _GIB
             yield f"That is {missing:.1f} GiB more than the host of node {need.node} has."
+    if any(need.has_bytes is None for need in needs):
+        yield "The cluster file does not say how much host memory there is."
+
+
+def host_problems(needs: Sequence[HostNeed], why: str) -> Iterator[Problem]:
+    """Yield every node with too little; `why` so much has to wait there."""
+    for need in needs:
+        if need.missing_bytes:
+            assert need.has_bytes is not None
+            yield Problem(
+                where=f"host memory of node {need.node}",
+                found=f"{need.has_bytes / _GIB:.1f} GiB",
+                expected=f"{need.num_bytes / _GIB:.1f} GiB for what has to wait there "
+                f"({', '.join(f'{name} {n / _GIB:.1f}' for name, n in need.by_category_bytes)})"
+                f", {why}",
+                remedy="Give the node more memory, or GPUs with more; correct host_memory in the "
+                "cluster file if the node has more.",
+            )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.estimate import Estimator
-from zorse_megatron.planner.host_need import host_needs, host_sentences
+from zorse_megatron.planner.host_need import host_needs, host_problems, host_sentences
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.judge import Judge, Verdict
 from zorse_megatron.planner.outline import Estimate, Outline
@@ -84,7 +84,7 @@ def _problem(inputs: Inputs, least: Shortage) -> Problem:
     plan = least.verdict.plan
     groups = ", ".join(
         f"{sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number)} layers on "
-        f"{len(group.ranks)} GPUs"
+        f"{len(group.ranks)} GPU{'s' * (len(group.ranks) != 1)}"
         for number, group in enumerate(plan.groups)
     )
     more = (
@@ -128,18 +128,8 @@ def _host_problems(inputs: Inputs, ways: Sequence[Way]) -> Iterator[Problem]:
     verdict = _fitted(unlimited, ways)
     if verdict is None or verdict.result is None:
         return
-    for need in host_needs(inputs, verdict.result):
-        if need.has_bytes is None or need.num_bytes <= need.has_bytes:
-            continue
-        yield Problem(
-            where=f"host memory of node {need.node}",
-            found=f"{need.has_bytes / _GIB:.1f} GiB",
-            expected=f"{need.num_bytes / _GIB:.1f} GiB for what has to wait there "
-            f"({', '.join(f'{name} {n / _GIB:.1f}' for name, n in need.by_category_bytes)}), as "
-            "the GPUs alone have too little memory",
-            remedy="Give the node more memory, or GPUs with more; correct host_memory in the "
-            "cluster file if the node has more.",
-        )
+    needs = host_needs(inputs, verdict.result)
+    yield from host_problems(needs, "as the GPUs alone have too little memory")
 
 
 def _more_than_memory(inputs: Inputs) -> NoPlanError:
