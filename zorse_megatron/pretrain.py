@@ -16,6 +16,10 @@ held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-damaged-checkpoint skip` goes on from an older checkpoint where the latest is not whole.
 `--zorse-metrics FILE` appends one line of JSON per iteration, with loss and gradient norm in full
 precision; it needs no plan.
+
+Under a plan, the process that is started forks the rank and watches it: a rank that dies is named,
+and ends the job (see `zorse_megatron.watch`). `--zorse-silence-limit SECONDS` says for how long a
+node may be silent, by default 15.
 """
 
 import os
@@ -33,9 +37,10 @@ from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
 from zorse_megatron.measure.ranks_env import node_name, rank_place
 from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.watch.inquest import LEAST_SILENCE_S, Limits
+from zorse_megatron.watch.rank import BAD_INPUT, WatchedRank
 
-BAD_INPUT = 2
-"""Exit status for input that cannot be used, as for argparse."""
 _NEED_PLAN = (
     "--zorse-cluster",
     "--zorse-trace",
@@ -44,6 +49,7 @@ _NEED_PLAN = (
     "--zorse-host-memory-limit",
     "--zorse-update",
     "--zorse-damaged-checkpoint",
+    "--zorse-silence-limit",
 )
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
 _STOP, _SKIP = "stop", "skip"
@@ -63,6 +69,7 @@ class Command:
     host_memory_limit_bytes: int | None
     update: Literal["auto", "stock", "fused"]
     skips_damaged: bool
+    limits: Limits
     megatron: tuple[str, ...]
 
 
@@ -100,6 +107,7 @@ def split_command(argv: Sequence[str]) -> Command:
     )
     update = _update(ours["--zorse-update"], problems)
     skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
+    limits = _limits(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
@@ -114,6 +122,7 @@ def split_command(argv: Sequence[str]) -> Command:
         host_memory_limit_bytes=host_limit_bytes,
         update=update,
         skips_damaged=skips_damaged,
+        limits=limits,
         megatron=tuple(megatron),
     )
 
@@ -170,6 +179,27 @@ def _skips(text: str | None, problems: list[Problem]) -> bool:
     return text == _SKIP
 
 
+def _limits(text: str | None, problems: list[Problem]) -> Limits:
+    """Read a number of seconds; notes a problem with anything else."""
+    if text is None:
+        return Limits()
+    try:
+        silence_s = float(text)
+    except ValueError:
+        silence_s = 0.0
+    if not LEAST_SILENCE_S <= silence_s < float("inf"):
+        problems.append(
+            Problem(
+                where="--zorse-silence-limit",
+                found=f"{text!r}",
+                expected=f"a number of seconds, at least {LEAST_SILENCE_S:g}",
+                remedy="Leave it out for 15; torchrun and the batch script wait for 30 and 60.",
+            )
+        )
+        return Limits()
+    return Limits(silence_s=silence_s)
+
+
 def _unknown_flag(flag: str, ours: dict[str, str | None]) -> Problem:
     return Problem(
         where=flag,
@@ -214,7 +244,7 @@ def run(argv: Sequence[str]) -> None:
     if place is not None:  # before anything can go wrong, so that not every rank complains
         os.environ.update(torch_environment(place, environment, None))
     command = split_command(argv)
-    plan_run = cluster = None
+    plan = cluster = None
     if command.cluster is not None:
         from zorse_megatron.schema.cluster_yaml import load_cluster
 
@@ -241,15 +271,42 @@ def run(argv: Sequence[str]) -> None:
             kinds=None if cluster is None else cluster.kinds,
         )
     refuse_without("train", what="training")
-    from zorse_megatron.adapter import cpu_mode
+    if plan is None:
+        watch, hub_address = WatchedRank(None, command.limits), ""
+    else:
+        watch, hub_address = _watched(plan, command.limits, _own_node(cluster))
+    with watch.last_words():
+        _train(command, plan, cluster, watch, hub_address)
 
+
+def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
+    """Let a child of this process be the rank; in a job that cannot be the plan's, none."""
+    from zorse_megatron.schema.rank_names import rank_name
+    from zorse_megatron.watch.start import watched
+
+    if os.environ.get("WORLD_SIZE") != str(plan.world_size):
+        return WatchedRank(None, limits), ""
+    return watched(
+        os.environ, describe=lambda rank: rank_name(plan, rank), host=node, limits=limits
+    )
+
+
+def _train(
+    command: Command, plan: Plan | None, cluster: Cluster | None, watch: WatchedRank, hub: str
+) -> None:
+    """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
+    from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.watch.exchange import exchange
+
+    store = exchange(watch, hub)
     megatron_flags = list(command.megatron)
     if cpu_mode.needed():
         cpu_mode.enable()
         megatron_flags = cpu_mode.with_cpu_flags(megatron_flags)
     from zorse_megatron.adapter.activate import PlanRun, activate
 
-    if command.plan is not None:
+    plan_run = None
+    if plan is not None:
         plan_run = PlanRun(
             plan=plan,
             node=_own_node(cluster),
@@ -260,6 +317,7 @@ def run(argv: Sequence[str]) -> None:
             host_memory_limit_bytes=command.host_memory_limit_bytes,
             update=command.update,
             skips_damaged=command.skips_damaged,
+            enter=watch.enter,
         )
     activate(plan_run)
     if command.metrics is not None:
@@ -270,6 +328,7 @@ def run(argv: Sequence[str]) -> None:
     from zorse_megatron.adapter.entry import run_entry
 
     run_entry(command.script, megatron_flags)
+    del store  # until here, for the ranks that still read from it
 
 
 def _own_node(cluster: Cluster | None) -> str:

@@ -1,7 +1,5 @@
 """The recording entry, but one rank dies: `ZORSE_TEST_DEATH=<how>:<rank>:<when>`.
 
-Death is noticed after `ZORSE_TEST_TIMEOUT_S` where a test is not about how long that takes.
-
 `kill:1:5` - rank 1 is killed in the middle of its fifth step; `raise:1:5` - it fails there by an
 error of its own; `oom:1:5` - its device has no memory left there (`oom-forward`, `oom-step`: in a
 forward or in STEP, not in a backward); `host:1:5` - it may not take any more host memory from there
@@ -10,7 +8,9 @@ on; `save:1:2` - it is killed in the middle of its second checkpoint.
 
 import os
 import signal
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ def die(runner: Any = None) -> None:
         link = runner.activations.link
         link.limit_bytes = link.host_bytes
         return
+    if "ZORSE_TEST_DIED" in os.environ:
+        Path(os.environ["ZORSE_TEST_DIED"]).touch()
+    if HOW == "exit":
+        sys.exit(7)
     if HOW == "raise":
         raise ValueError("this rank has a fault of its own")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -42,21 +46,14 @@ def dying(computation: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def dying_save(write: Callable[..., Any]) -> Callable[..., Any]:
-    saves = []
+def dying_call(write: Callable[..., Any]) -> Callable[..., Any]:
+    calls = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        saves.append(1)
-        if len(saves) == int(WHEN):
+        calls.append(1)
+        if len(calls) == int(WHEN):
             die()
         return write(*args, **kwargs)
-
-    return run
-
-
-def hurried(init: Callable[..., None], timeout_s: float) -> Callable[..., None]:
-    def run(self: Any, **kwargs: Any) -> None:
-        init(self, **{**kwargs, "timeout_s": timeout_s})
 
     return run
 
@@ -64,19 +61,23 @@ def hurried(init: Callable[..., None], timeout_s: float) -> Callable[..., None]:
 if __name__ == "__main__":
     if cpu_mode.needed():
         cpu_mode.enable()
-    if "ZORSE_TEST_TIMEOUT_S" in os.environ:
-        from zorse_megatron.runtime.health import Heartbeat
-
-        Heartbeat.__init__ = hurried(  # type: ignore[method-assign]
-            Heartbeat.__init__, float(os.environ["ZORSE_TEST_TIMEOUT_S"])
-        )
     if os.environ["RANK"] == RANK:
         if HOW == "save":
             from megatron.core.dist_checkpointing.strategies.torch import (
                 TorchDistSaveShardedStrategy as Strategy,
             )
 
-            Strategy.async_save = dying_save(Strategy.async_save)
+            Strategy.async_save = dying_call(Strategy.async_save)
+        elif HOW in ("start", "meet", "kill-data"):
+            from zorse_megatron.adapter import activate, training
+            from zorse_megatron.watch import exchange
+
+            module, name = {
+                "start": (exchange, "exchange"),
+                "meet": (activate, "_initialize_distributed"),
+                "kill-data": (training, "plan_loader_builder"),
+            }[HOW]
+            setattr(module, name, dying_call(getattr(module, name)))
         else:
             from zorse_megatron.runtime.executor import Executor
 

@@ -1,11 +1,17 @@
-"""torchrun, started on each node as printed, gives every process the rank of the cluster file."""
+"""torchrun, started on each node as printed: every process gets the rank of the cluster file, and a
+dead one is named before torchrun ends the others.
+"""
 
 import os
 import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from tests.ranks.test_watch import watched_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
 from zorse_megatron.launch.training import MODULE, Training
 from zorse_megatron.schema.cluster_yaml import parse_cluster
@@ -19,10 +25,14 @@ CLUSTER = parse_cluster(
 SAY_WHICH = ("sh", "-c", "echo $ZORSE_NODE_NAME $LOCAL_RANK $RANK $WORLD_SIZE")
 
 
-def test_nodes_with_unequal_numbers_of_gpus() -> None:
+def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+        return int(taken.getsockname()[1])
+
+
+def test_nodes_with_unequal_numbers_of_gpus() -> None:
+    port = free_port()
     training = Training(words=SAY_WHICH, resumes=False)
     text = torchrun_lines(CLUSTER, training, master_address="127.0.0.1", master_port=port)
     lines = [shlex.split(line) for line in text.splitlines() if line and line[0] != "#"]
@@ -48,3 +58,41 @@ def test_nodes_with_unequal_numbers_of_gpus() -> None:
         for node in CLUSTER.nodes
         for local in range(len(node.gpu_kinds))
     )
+
+
+@pytest.mark.parametrize(
+    ("deaths", "named", "status"),
+    [
+        ("1:kill others:lose", "rank 1 was killed by signal 9 (SIGKILL) in iteration 5", -9),
+        # Here torchrun sees the death first, and ends the other rank of the node by SIGTERM.
+        ("1:kill-watcher", "rank 1 is gone, and so is the process that watched it", -9),
+    ],
+)
+def test_names_a_dead_rank_of_two_nodes(
+    deaths: str, named: str, status: int, tmp_path: Path
+) -> None:
+    """With torchrun's own grace; rank 0 is on another node."""
+    port, started = free_port(), []
+    for node, num_ranks in enumerate((1, 2)):
+        words = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(num_ranks)]
+        words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        started.append(
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", *words),
+                    *("-m", "tests.ranks.watched_entry"),
+                ],
+                env=os.environ | watched_environment(deaths, tmp_path) | {"OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=60)[0] for process in started]
+    assert all(process.returncode for process in started)
+    said = [line for output in outputs for line in output.splitlines() if "zorse: error" in line]
+    assert len(said) == 1 and named in said[0], outputs
+    # torchrun blames the same rank: it is the first that it has seen to end.
+    first = outputs[1][outputs[1].index("first observed failure") :]
+    assert "rank      : 1 " in first and f"exitcode  : {status} " in first
+    assert "exitcode  : 3 " in outputs[0]

@@ -111,6 +111,7 @@ def our_flags():
         "--zorse-host-memory-limit",
         "--zorse-update",
         "--zorse-damaged-checkpoint",
+        "--zorse-silence-limit",
     }
 
 

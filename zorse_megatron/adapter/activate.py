@@ -18,6 +18,10 @@ from zorse_megatron.schema.load import fingerprint
 from zorse_megatron.schema.plan import Plan
 
 
+def _unheard(_phase: str) -> None:
+    """For a rank that nobody watches."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRun:
     """What the command line says about the plan."""
@@ -35,6 +39,8 @@ class PlanRun:
     host_memory_limit_bytes: int | None = None
     skips_damaged: bool = False
     """Go on from an older checkpoint where the latest is damaged."""
+    enter: Callable[[str], None] = _unheard
+    """Told in which phase this rank is from now on."""
 
 
 def activate(run: PlanRun | None) -> None:
@@ -75,6 +81,7 @@ def _pretrain_under_plan(run: PlanRun, stock: Callable[..., Any]) -> Callable[..
                     )
                 ],
             )
+        run.enter("while the ranks meet")
         _initialize_distributed()
         return train_under_plan(run, partial(stock, cfg_container, *args, **kwargs), cfg_container)
 

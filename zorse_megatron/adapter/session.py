@@ -1,6 +1,6 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from megatron.training import get_args
 
 from zorse_megatron.adapter.chunk_runner import (
     MegatronChunkRunner,
@@ -49,7 +50,6 @@ from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan import ComputeDtype, Offload, Plan
-from zorse_megatron.schema.spans import spell
 from zorse_megatron.trace import Trace
 
 
@@ -74,6 +74,8 @@ class PlanSession:
     memory_directory: Path | None = None
     memory_limit_bytes: int | None = None
     host_memory_limit_bytes: int | None = None
+    enter: Callable[[str], None] | None = None
+    """Told in which phase this rank is from now on."""
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)
@@ -135,14 +137,6 @@ class PlanSession:
         """[first, stop) of the layers of each chunk that this rank holds."""
         return tuple(self.plan.chunks[chunk].layers for chunk in self.chunks)
 
-    def describe(self, rank: int) -> str:
-        """Name a rank for people."""
-        number = self.plan.group_of_rank(rank)
-        name = self.plan.groups[number].name
-        layers = [self.plan.chunks[chunk].layers for chunk in self.plan.chunks_of_group(number)]
-        label = "" if name is None else f" '{name}'"
-        return f"rank {rank} (group {number}{label}, layers {spell(layers)})"
-
     @property
     def last_group_ranks(self) -> list[int]:
         """The ranks that know the loss."""
@@ -196,6 +190,7 @@ class PlanSession:
         timers = config.timers
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        executor.during = _during(forward_only=forward_only)
         executor.run_until_step(lists.ranks[self.rank], self.runner)
         if timers is not None:
             timers("forward-backward").stop()
@@ -234,6 +229,8 @@ class PlanSession:
         result = self.runner.step_result
         self._drop_gradients(self.runner.inputs.models)
         self.runner = None  # drops this step's graph and losses
+        if self.enter is not None:
+            self.enter(f"behind the step, {self.executor.during}")
         return result
 
     def _drop_gradients(self, models: Mapping[int, Any]) -> None:
@@ -276,6 +273,7 @@ class PlanSession:
                     global_batch_size=self.plan.global_batch_size,
                 ),
                 trace=self.trace,
+                enter=self.enter,
             )
             self.executor.ledger = make_ledger(
                 self.executor,
@@ -337,6 +335,14 @@ class PlanSession:
             has_idle=len(active) < len(replicas),
             first_active_rank=active[0].ranks[0],
         )
+
+
+def _during(*, forward_only: bool) -> str:
+    """What a list is executed for."""
+    done = getattr(get_args(), "curr_iteration", None)  # before the iteration that runs
+    if not forward_only:
+        return f"in iteration {(done or 0) + 1}"
+    return "in an evaluation" if done is None else f"in the evaluation after iteration {done + 1}"
 
 
 def _is_parameter(models: list[Any], address: int) -> bool:

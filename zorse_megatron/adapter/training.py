@@ -1,8 +1,6 @@
 """Stock's `pretrain`, called with the plan's groups and with the plan's hooks in place."""
 
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,10 +32,9 @@ from zorse_megatron.adapter.sample_readers import counting_each_chunk, sample_ki
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.shard_update import choose_update, say_update
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
-from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
+from zorse_megatron.errors import FlagError, PlanError, Problem
 from zorse_megatron.flags.fit import model_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
-from zorse_megatron.runtime.health import Heartbeat, is_communication_error
 from zorse_megatron.schema.load import fingerprint
 
 
@@ -72,46 +69,18 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         memory_directory=run.memory_directory,
         memory_limit_bytes=run.memory_limit_bytes,
         host_memory_limit_bytes=run.host_memory_limit_bytes,
+        enter=run.enter,
     )
     _configure(cfg, session)
     load = load_of(args, skips_damaged=run.skips_damaged)
-    with rebind.applied(_records(session, cfg.model)), watched(session):
-        if load is not None:
-            check_before_load(load)
-        return stock_pretrain(pg_collection=session.collection, skip_model_parallel_init=True)
-
-
-@contextmanager
-def watched(session: PlanSession) -> Iterator[None]:
-    """Run the block while all ranks watch each other; end with one line if one is gone."""
-    heartbeat = Heartbeat(
-        # A connection of its own: the default one may be inside a blocking call.
-        store=dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
-        rank=session.rank,
-        world_size=session.plan.world_size,
-        timeout_s=60 * get_args().distributed_timeout_minutes,
-        describe=session.describe,
-    )
-    heartbeat.start()
+    run.enter("while it sets up the model and the data")
     try:
-        yield
-        dist.barrier()
-        heartbeat.finish()
-    except SystemExit as request:
-        heartbeat.exit(request.code)
-        raise
-    except KeyboardInterrupt as interrupt:
-        heartbeat.fail(interrupt)
-        raise
-    except ZorseError as error:  # says all that there is to say
-        heartbeat.fail(error)
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        if is_communication_error(error):
-            heartbeat.blame(error)
-        heartbeat.fail(error)
-        raise
+        with rebind.applied(_records(session, cfg.model)):
+            if load is not None:
+                check_before_load(load)
+            result = stock_pretrain(pg_collection=session.collection, skip_model_parallel_init=True)
+            dist.barrier()  # a rank that ends before the others would seem to be gone
+            return result
     finally:
         session.save_records()
 
@@ -168,7 +137,7 @@ def _session_records(session: PlanSession, model_config: Any) -> list[rebind.Reb
             micro_batches=session.micro_batches,
         ),
         make_datasets=partial(datasets_on_rank_0, rank=session.rank),
-        make_save=_save_once,
+        make_save=partial(_save_once, session.enter),
         make_sequence_count=partial(
             counting_each_chunk,
             loop=training,
@@ -183,12 +152,19 @@ def _session_records(session: PlanSession, model_config: Any) -> list[rebind.Reb
     )
 
 
-def _save_once(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Let nothing be saved twice."""
+def _save_once(
+    enter: Callable[[str], None] | None, stock: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Let nothing be saved twice. `enter` is told of the save."""
 
     def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if enter is not None:
+            enter(f"in the save of iteration {iteration}")
         with saved_once(model):
-            return stock(iteration, model, *args, **kwargs)
+            result = stock(iteration, model, *args, **kwargs)
+        if enter is not None:
+            enter(f"behind the save of iteration {iteration}")
+        return result
 
     return save_checkpoint
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
-from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
+from zorse_megatron.cli.measuring import Again, as_ranks
 from zorse_megatron.cli.options import AsJson
 from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.schema.counted import number_of
@@ -40,7 +40,6 @@ def discover(  # noqa: PLR0917
         typer.Option(min=0, help="Send no larger messages behind one that took so many seconds."),
     ] = _TIME_LIMIT_S,
     again: Again = False,
-    rank_timeout: RankTimeout = DEFAULT_RANK_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
     """Measure devices and links of the machines that this runs on, one rank for each GPU.
@@ -51,7 +50,7 @@ def discover(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         # Both are read back, by this command or a later run of it.
         refuse_unwritable({"--out": output, "--profile": profile}, may_be_stream=False)
-    with as_ranks(rank_timeout, "discover", messages_on_gpu=True, as_json=as_json) as (place, show):
+    with as_ranks("discover", messages_on_gpu=True, as_json=as_json) as (place, show):
         from zorse_megatron.measure.discover import Discovery
         from zorse_megatron.measure.discover import discover as measure
 

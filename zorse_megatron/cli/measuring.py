@@ -16,18 +16,11 @@ from zorse_megatron.measure.ranks_env import RankPlace, rank_place
 Again = Annotated[
     bool, typer.Option("--again", help="Measure once more what was measured already.")
 ]
-RankTimeout = Annotated[
-    float,
-    typer.Option(
-        min=1.0, help="A rank that is silent for half of so many seconds stops all ranks."
-    ),
-]
-DEFAULT_RANK_TIMEOUT_S = 60.0
 
 
 @contextmanager
 def as_ranks(
-    rank_timeout_s: float, title: str, *, messages_on_gpu: bool, as_json: bool
+    title: str, *, messages_on_gpu: bool, as_json: bool
 ) -> Iterator[tuple[RankPlace, OnProgress]]:
     """Run the block on every rank of the job; yields this rank, and what shows progress.
 
@@ -42,7 +35,8 @@ def as_ranks(
         from zorse_megatron.measure.job import measuring_job
 
         with (
+            # This one first: it forks, and the progress bar has a thread.
+            measuring_job(place, messages_on_gpu=messages_on_gpu),
             progress_bar(wanted=place.rank == 0, title=title) as show,
-            measuring_job(place, timeout_s=rank_timeout_s, messages_on_gpu=messages_on_gpu),
         ):
             yield place, show or (lambda _progress: None)

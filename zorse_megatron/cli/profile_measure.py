@@ -7,7 +7,7 @@ import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import CommandError, print_json, print_plain, reported_errors
-from zorse_megatron.cli.measuring import DEFAULT_RANK_TIMEOUT_S, Again, RankTimeout, as_ranks
+from zorse_megatron.cli.measuring import Again, as_ranks
 from zorse_megatron.cli.options import AsJson, ClusterFile
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import FlagError, Problem
@@ -38,7 +38,6 @@ def measure_profile(  # noqa: PLR0917
         typer.Option(min=0, help="No larger micro-batches behind one that took so many seconds."),
     ] = _TIME_LIMIT_S,
     again: Again = False,
-    rank_timeout: RankTimeout = DEFAULT_RANK_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
     """Time forward, backward and optimizer step of the layers that a training command builds.
@@ -49,7 +48,7 @@ def measure_profile(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
         workload, (script, flags) = _workload(context)
-    with as_ranks(rank_timeout, "profile", messages_on_gpu=False, as_json=as_json) as (place, show):
+    with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (place, show):
         from zorse_megatron.measure.profile_run import ProfileRun
         from zorse_megatron.measure.profile_run import measure_profile as measure
 

@@ -6,7 +6,7 @@ Megatron's `train_step` calls the schedule first and the optimizer later: `run_u
 list up to STEP, `run_rest` runs STEP and what follows.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -69,10 +69,12 @@ class Executor:
         mailbox: Mailbox,
         trace: Trace,
         ledger: MemoryLedger | None = None,
+        enter: Callable[[str], None] | None = None,
     ) -> None:
         """`micro_batches`, `chunks`: this rank's; `last_chunk`: that of the whole model.
 
-        Chunks are numbered in model order over all groups, from 0.
+        Chunks are numbered in model order over all groups, from 0. `enter` is told in which phase
+        this rank is: what the list is for (`during`), and the action of it.
         """
         self.micro_batches = tuple(micro_batches)
         self.chunks = frozenset(chunks)
@@ -80,9 +82,12 @@ class Executor:
         self.mailbox = mailbox
         self.trace = trace
         self.ledger = ledger
+        self.enter = enter
+        self.during = ""
         self.step = -1
         self.current: Action | None = None
         self.rest: list[Action] = []
+        self.num_run = 0
         self.to_send: dict[tuple[Kind, int, int], torch.Tensor] = {}
         self.handed_over: dict[tuple[bool, int, int], torch.Tensor] = {}
         """What this rank's neighbouring chunk made: (is activation, consumer, micro-batch)."""
@@ -93,7 +98,8 @@ class Executor:
         self.step += 1
         at = next((i for i, a in enumerate(actions) if a.kind is Kind.STEP), len(actions))
         self.rest = list(actions[at:])
-        self._run(actions[:at], runner)
+        self._run(actions[:at], runner, num_before=0)
+        self.num_run = at
         self.mailbox.flush()
         left = self.to_send or self.handed_over or self.mailbox.incoming
         assert not left, "actions left tensors behind"
@@ -102,12 +108,15 @@ class Executor:
         """Run STEP and what follows it; once per `run_until_step`."""
         rest, self.rest = self.rest, []
         assert rest, "there is no step to run: run_until_step comes first"
-        self._run(rest, runner)
+        self._run(rest, runner, num_before=self.num_run)
 
-    def _run(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
+    def _run(self, actions: Sequence[Action], runner: ChunkRunner, *, num_before: int) -> None:
         remaining = self._count_sends(actions)
-        for action in actions:
+        total = num_before + len(actions) + (0 if num_before else len(self.rest))
+        for number, action in enumerate(actions, start=num_before + 1):
             self.current = action
+            if self.enter is not None:
+                self.enter(f"{self.during}, at {action} (action {number} of {total})")
             with self.trace.record(self.step, action):
                 try:
                     self._execute(action, runner, remaining)

@@ -1,0 +1,162 @@
+"""Ranks that die in every way: who is named, once, how soon, and how all ranks end."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from zorse_megatron.watch.inquest import Limits
+from zorse_megatron.watch.rank import BAD_INPUT, LOST_RANK
+
+WORLD_SIZE = 3
+STARTED_S = 4.0
+"""What starting three interpreters may take, on a machine that has other work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    statuses: list[int]
+    output: str
+    wall_s: float
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.output.splitlines() if line.startswith("zorse: error:")]
+
+
+def watched_environment(deaths: str, work: Path, limits: Limits | None = None) -> dict[str, str]:
+    """What `watched_entry` reads, beside what a launcher sets."""
+    limits = limits or Limits()
+    return {
+        "ZORSE_TEST_HUB": str(work / "hub"),
+        "ZORSE_TEST_DEATHS": deaths,
+        "ZORSE_TEST_SILENCE_S": str(limits.silence_s),
+        "ZORSE_TEST_STOPPED_S": str(limits.stopped_s),
+    }
+
+
+def run(deaths: str, work: Path, limits: Limits | None = None) -> Ended:
+    """Run a job with one output for all ranks, as a launcher's."""
+    started_s = time.monotonic()
+    with (work / "output").open("w+") as output:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.ranks.watched_entry"],
+                env=os.environ
+                | {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+                | watched_environment(deaths, work, limits),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            for rank in range(WORLD_SIZE)
+        ]
+        try:
+            # What stops a watcher stays; a launcher ends it when the others have ended.
+            waits = [f"{rank}:stop-watcher" != deaths for rank in range(WORLD_SIZE)]
+            for rank in itertools.compress(ranks, waits):
+                rank.wait(timeout=45)
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    os.killpg(rank.pid, signal.SIGKILL)
+        wall_s = time.monotonic() - started_s
+        output.seek(0)
+        statuses = [rank.wait() for rank in ranks]
+        return Ended(statuses=statuses, output=output.read(), wall_s=wall_s)
+
+
+DEATHS = [
+    ("1:kill", "rank 1 was killed by signal 9 (SIGKILL) in iteration 5", -9),
+    ("0:kill", "rank 0 was killed by signal 9 (SIGKILL) in iteration 5", -9),
+    ("2:segv", "rank 2 was killed by signal 11 (SIGSEGV) in iteration 5", -11),
+    ("1:leave", "rank 1 ended with status 7, without a word in iteration 5", 7),
+    ("1:raise", "rank 1 failed (ValueError: a fault) in iteration 5", 1),
+    ("0:raise", "rank 0 failed (ValueError: a fault) in iteration 5", 1),
+    ("2:kill others:lose", "rank 2 was killed by signal 9 (SIGKILL) in iteration 5", -9),
+    ("2:raise others:lose", "rank 2 failed (ValueError: a fault) in iteration 5", 1),
+    ("2:exit others:lose", "rank 2 has exited alone, with status 7, in iteration 5", 7),
+    ("2:kill others:abort", "rank 2 was killed by signal 9 (SIGKILL) in iteration 5", -9),
+    ("1:kill-watcher", "rank 1 is gone, and so is the process that watched it", -9),
+    ("0:kill-watcher", "rank 0 is gone, and so is the process that watched it", -9),
+]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All of these jobs, several at a time, as they mostly wait."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        jobs = {
+            deaths: pool.submit(run, deaths, tmp_path_factory.mktemp("job"))
+            for deaths, _, _ in DEATHS
+        }
+        return {deaths: job.result() for deaths, job in jobs.items()}
+
+
+@pytest.mark.parametrize(("deaths", "named", "status"), DEATHS)
+def test_names_the_dead_once_and_last_within_seconds(
+    deaths: str, named: str, status: int, ended: dict[str, Ended]
+) -> None:
+    """Nothing here is shortened: the limits are those that a job has."""
+    job = ended[deaths]
+    (line,) = job.errors
+    assert named in line
+    assert job.output.splitlines()[-1] == line
+    dead = int(deaths[0])
+    for rank, found in enumerate(job.statuses):
+        survived = (LOST_RANK, -signal.SIGABRT) if "abort" in deaths else (LOST_RANK,)
+        assert found == status if rank == dead else found in survived
+    assert job.wall_s < STARTED_S + 5
+    # Of the rank that is at fault, if it can still write one.
+    assert job.output.count("Traceback") == ("raise" in deaths)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_names_a_stopped_rank(dead: int, tmp_path: Path) -> None:
+    ended = run(f"{dead}:stop", tmp_path, Limits(stopped_s=2))
+    (line,) = ended.errors
+    assert f"rank {dead} has been stopped (SIGSTOP) for 2 s in iteration 5" in line
+    assert all(ended.statuses)
+    assert ended.wall_s < STARTED_S + 7
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_names_a_node_that_is_silent(dead: int, tmp_path: Path) -> None:
+    """A stopped watcher says no more than a node that has lost its network."""
+    ended = run(f"{dead}:stop-watcher", tmp_path, Limits(silence_s=3))
+    (line,) = ended.errors
+    assert f"rank {dead} has been silent for 3 s" in line
+    assert ended.statuses[1 - dead] == ended.statuses[2] == LOST_RANK
+
+
+def test_ranks_that_lose_contact_though_all_live_say_so(tmp_path: Path) -> None:
+    ended = run("1:lose", tmp_path, Limits(silence_s=2))
+    (line,) = ended.errors
+    assert "rank 1 lost contact to another rank, though every process is alive" in line
+    assert "(RuntimeError: [gloo/transport/tcp/pair.cc:1] Connection closed by peer" in line
+    assert ended.statuses == [LOST_RANK, 1, LOST_RANK]
+    assert ended.output.count("Traceback") == 1
+
+
+def test_a_long_call_that_holds_pythons_lock_is_no_death(tmp_path: Path) -> None:
+    ended = run("1:hold 0:wait-4 2:hold", tmp_path, Limits(silence_s=1.5))
+    assert ended.statuses == [0, 0, 0] and not ended.errors
+
+
+def test_ranks_that_end_in_one_way_say_it_themselves(tmp_path: Path) -> None:
+    for number, (deaths, status) in enumerate(
+        {"others:exit": 7, "others:refuse": BAD_INPUT, "others:term": -15}.items()
+    ):
+        work = tmp_path / str(number)
+        work.mkdir()
+        ended = run(deaths, work)
+        assert not ended.errors
+        assert set(ended.statuses) == {status if "refuse" not in deaths else 1}
+        assert ended.wall_s < STARTED_S + 3

@@ -1,0 +1,212 @@
+"""The watcher of rank 0: hears all others, finds who is to blame, and has the job end."""
+
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from zorse_megatron.watch.inquest import Inquest, Kind, Limits, Report
+from zorse_megatron.watch.lines import LineSocket
+
+BEAT_S = 1.0
+_LATE_S = 3.0
+_END_S = 8.0
+"""How long ranks have to end once they are told to: their watchers kill them before that."""
+_AFTER_CULPRIT_S = 0.3
+"""A launcher blames the process that it sees to end first, and torchrun looks every 0.1 s."""
+_LINGER_S = 30.0
+"""How long the hub stays for others when its own rank has done its work."""
+
+
+class Hub:
+    """Serves the watchers of all other ranks."""
+
+    def __init__(
+        self, world_size: int, *, limits: Limits, describe: Callable[[int], str], host: str
+    ) -> None:
+        """`describe`: names a rank for people; `host`: name of this node."""
+        self.describe = describe
+        self.limits = limits
+        self.inquest = Inquest(world_size, limits)
+        self.token = secrets.token_hex(8)
+        self.listener = _listen(world_size)
+        self.hosts = {0: host}
+        self.last_heard_s: dict[int, float] = {}
+        self.culprit: Report | None = None
+        self.line = ""
+        self.is_over = False
+        self._members: dict[LineSocket, int | None] = {}
+        self._told_s: float | None = None
+        self._said_s: float | None = None
+        self._own_end_s: float | None = None
+        self._next_beat_s = 0.0
+
+    @property
+    def address(self) -> str:
+        """Port and password, which the other ranks' watchers need."""
+        return f"{self.listener.getsockname()[1]} {self.token}"
+
+    @property
+    def sockets(self) -> list[Any]:
+        """What to wait for."""
+        return [self.listener, *self._members]
+
+    def report(self, report: Report, now_s: float, *, ended: bool) -> None:
+        """Take what the watcher of rank 0 itself has seen."""
+        self.inquest.note(report, now_s)
+        if ended:
+            self._own_end_s = now_s
+            self.inquest.ended.add(report.rank)
+
+    def forgive(self, gap_s: float) -> None:
+        """This process has stood still, and could hear nobody."""
+        self.last_heard_s = {rank: at_s + gap_s for rank, at_s in self.last_heard_s.items()}
+
+    def work(self, now_s: float) -> None:
+        """Hear, speak and decide; to be called several times a second."""
+        self._accept()
+        for member in list(self._members):
+            for message in member.receive():
+                self._hear(member, message, now_s)
+            if not member.is_open:
+                self._lose(member, now_s)
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + BEAT_S
+            self._tell_all({"beat": 1})
+        self._look_for_silent(now_s)
+        for member in self._members:
+            member.flush()
+        self._decide(now_s)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self._members[LineSocket(connection)] = None
+
+    def _hear(self, member: LineSocket, message: dict[str, Any], now_s: float) -> None:
+        rank = self._members.get(member)
+        if rank is None:
+            if message.get("token") != self.token:
+                member.close()
+                return
+            rank = self._members[member] = int(message["rank"])
+            self.hosts[rank] = str(message["host"])
+            self._choose_speakers()
+        self.last_heard_s[rank] = now_s
+        if "kind" in message:
+            report = Report(
+                rank=rank,
+                kind=Kind[message["kind"]],
+                reason=message["reason"],
+                phase=message["phase"],
+                status=message["status"],
+            )
+            self.inquest.note(report, now_s)
+        if message.get("ended"):
+            self.inquest.ended.add(rank)
+
+    def _choose_speakers(self) -> None:
+        """One rank of each node speaks if this process, which speaks for all, is gone."""
+        firsts: dict[str, int] = {}
+        for rank in sorted(self.hosts):
+            if rank != 0:
+                firsts.setdefault(self.hosts[rank], rank)
+        for member, number in self._members.items():
+            if number is not None:
+                member.send({"speaks": number in firsts.values()})
+
+    def _lose(self, member: LineSocket, now_s: float) -> None:
+        rank = self._members.pop(member)
+        if rank is None:
+            return
+        self.last_heard_s.pop(rank, None)
+        if rank not in self.inquest.ended:
+            why = "is gone, and so is the process that watched it"
+            self.inquest.note(Report(rank=rank, kind=Kind.VANISHED, reason=why), now_s)
+            self.inquest.ended.add(rank)
+
+    def _look_for_silent(self, now_s: float) -> None:
+        for rank, at_s in self.last_heard_s.items():
+            if now_s - at_s > self.limits.silence_s and rank not in self.inquest.ended:
+                self.inquest.note(silent(rank, now_s - at_s), now_s)
+
+    def _decide(self, now_s: float) -> None:
+        if self._said_s is not None:
+            self._part(now_s, self._said_s)
+        elif self._told_s is not None:
+            silence_s = self.limits.silence_s
+            silent_ranks = {r for r, at_s in self.last_heard_s.items() if now_s - at_s > silence_s}
+            joined = {rank for rank in self._members.values() if rank is not None} | {0}
+            reachable = joined - silent_ranks
+            waited_s = now_s - self._told_s
+            if reachable <= self.inquest.ended or waited_s > _END_S:
+                self._speak(now_s)
+        else:
+            late = {
+                rank
+                for rank, at_s in self.last_heard_s.items()
+                if now_s - at_s > _LATE_S and rank not in self.inquest.ended
+            }
+            self.culprit = self.inquest.culprit(now_s, joined=self.hosts, late=late)
+            if self.culprit is not None:
+                self._told_s = now_s
+                self._tell_all({"stop": self.culprit.kind.name, "blamed": self.culprit.rank})
+            elif len(self.inquest.ended) == self.inquest.world_size or self._has_lingered(now_s):
+                self._tell_all({"bye": 1})
+                self.is_over = True
+
+    def _has_lingered(self, now_s: float) -> bool:
+        mine = self.inquest.reports.get(0)
+        return (
+            self._own_end_s is not None
+            and mine is not None
+            and mine[0].kind is Kind.DONE
+            and now_s - self._own_end_s > _LINGER_S
+        )
+
+    def _speak(self, now_s: float) -> None:
+        assert self.culprit is not None
+        self._said_s = now_s
+        self.line = sentence(self.culprit, self.describe, self.hosts)
+        for member, rank in self._members.items():
+            if rank == self.culprit.rank:
+                member.send({"bye": 1})
+        if self.culprit.rank == 0:
+            self._tell_all({"bye": 1})
+            self.is_over = True
+
+    def _part(self, now_s: float, said_s: float) -> None:
+        if now_s - said_s > _AFTER_CULPRIT_S:
+            self._tell_all({"bye": 1})
+            self.is_over = True
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        for member in self._members:
+            member.send(message)
+
+
+def silent(rank: int, silent_s: float) -> Report:
+    """Report a rank whose watcher says nothing."""
+    why = f"has been silent for {silent_s:.0f} s: its node or network is down, or it is stopped"
+    return Report(rank=rank, kind=Kind.SILENT, reason=why)
+
+
+def sentence(culprit: Report, describe: Callable[[int], str], hosts: dict[int, str]) -> str:
+    """Say who is to blame, and in which phase, in one line."""
+    where = f" on {hosts[culprit.rank]}" if len(set(hosts.values())) > 1 else ""
+    phase = f" {culprit.phase}" if culprit.phase else ""
+    return f"{describe(culprit.rank)}{where} {culprit.reason}{phase}; the job ends"
+
+
+def _listen(world_size: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        listener = socket.create_server(
+            ("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True
+        )
+    else:
+        listener = socket.create_server(("", 0), backlog=world_size)
+    listener.setblocking(False)
+    return listener

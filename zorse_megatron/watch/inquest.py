@@ -1,0 +1,207 @@
+"""Decides which rank is to blame when ranks end one after the other, and when that is clear.
+
+One rank that dies takes others with it: their connections break, and their own errors arrive within
+milliseconds of its death. Reports are collected for as long as the kind of the first one asks, and
+the worst of them is blamed.
+"""
+
+import enum
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+class Word(enum.StrEnum):
+    """How a rank says that it is about to end; a reason may stand behind it."""
+
+    DONE = "done"
+    FAILED = "failed"
+    """By an error of its own."""
+    REFUSED = "refused"
+    """Input that every rank finds to be wrong."""
+    EXITS = "exits"
+    LOST_CONTACT = "lost contact"
+
+
+class Kind(enum.Enum):
+    """What befell a rank, the likeliest cause first: (name, blame, seconds to wait)."""
+
+    KILLED = ("killed", 0, 0.3)
+    VANISHED = ("vanished", 0, 0.3)
+    SILENT = ("silent", 0, 0.3)
+    STOPPED = ("stopped", 1, 0.3)
+    LEFT = ("left", 2, 0.5)
+    """It ended without a word, by a status of its own."""
+    FAILED = ("failed", 2, 0.5)
+    ABORTED = ("aborted", 3, 2.0)
+    """By SIGABRT, as NCCL's watchdog does to those that wait for a rank in vain."""
+    EXITED = ("exited", 4, 10.0)
+    """On request; as a rule all ranks do so together."""
+    EXITED_WELL = ("exited well", 4, 60.0)
+    """With status 0: another rank may still finish what only it has to, such as a log."""
+    ASKED_TO_END = ("asked to end", 5, 3.0)
+    """By SIGTERM and its like, as a rule together with all others."""
+    REFUSED = ("refused", 6, 20.0)
+    """Every other rank comes to the same error, if it is given the time."""
+    LOST_CONTACT = ("lost contact", 7, 5.0)
+    """To some other rank, whose fault may be seen later: see `Limits.silence_s`."""
+    DONE = ("done", 8, float("inf"))
+
+    @property
+    def blame(self) -> int:
+        """Rank with the lowest is blamed."""
+        return self.value[1]
+
+    @property
+    def patience_s(self) -> float:
+        """How long others have to say something that explains it."""
+        return self.value[2]
+
+
+LEAST_SILENCE_S = 5.0
+_TOGETHER = (
+    Kind.FAILED,
+    Kind.EXITED,
+    Kind.EXITED_WELL,
+    Kind.ASKED_TO_END,
+    Kind.REFUSED,
+)
+_GO_ALONE = (Kind.EXITED, Kind.EXITED_WELL, Kind.REFUSED)
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long what may be harmless is put up with."""
+
+    silence_s: float = 15.0
+    """A watcher needs none of the rank's locks and next to no time, so that only a node or network
+    that is down, or memory that thrashes, can keep it from speaking. Shorter than the 30 s that
+    torchrun and the 60 s that the batch script wait for ranks to end."""
+    stopped_s: float = 8.0
+    """A debugger's stop (ptrace) does not count, and neither does one of the watcher too."""
+    joining_s: float = 30.0
+    """How long a job that cannot start waits for ranks that are still importing, to tell them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a watcher saw of its rank."""
+
+    rank: int
+    kind: Kind
+    reason: str = ""
+    phase: str = ""
+    status: int = 0
+    """The exit status, negative for a signal; 0 while it has not ended."""
+
+
+class Inquest:
+    """Collects reports; says who is to blame once that is clear."""
+
+    def __init__(self, world_size: int, limits: Limits) -> None:
+        self.world_size = world_size
+        self.limits = limits
+        self.reports: dict[int, tuple[Report, float]] = {}
+        self.ended: set[int] = set()
+
+    def note(self, report: Report, now_s: float) -> None:
+        """Take a report; of several about a rank the one that blames it most, and when it began."""
+        known = self.reports.get(report.rank)
+        if known is None or known[0].kind is Kind.DONE:
+            self.reports[report.rank] = (report, now_s)
+        elif report.kind is known[0].kind:
+            self.reports[report.rank] = (report, known[1])
+        elif known[0].kind is Kind.LOST_CONTACT and report.kind is not Kind.DONE:
+            self.reports[report.rank] = (report, now_s)
+
+    def culprit(
+        self, now_s: float, *, joined: Collection[int], late: Collection[int]
+    ) -> Report | None:
+        """Return whom to blame, if it is time to. `late`: ranks whose beat is overdue."""
+        found = [(report, at_s) for report, at_s in self.reports.values()]
+        faults = [(report, at_s) for report, at_s in found if report.kind is not Kind.DONE]
+        if not faults or self._is_agreed():
+            return None
+        worst, _ = min(faults, key=lambda fault: (fault[0].kind.blame, fault[1]))
+        due_s = min(at_s + self._patience_s(report) for report, at_s in faults)
+        if late and worst.kind.blame >= Kind.ABORTED.blame:
+            return None  # that one may be the reason
+        if len(self.ended) == self.world_size:
+            return worst
+        if len(joined) < self.world_size:
+            first_s = min(at_s for _, at_s in faults)
+            due_s = max(due_s, first_s + self.limits.joining_s)
+        return worst if now_s >= due_s else None
+
+    def _patience_s(self, report: Report) -> float:
+        if report.kind is Kind.LOST_CONTACT:
+            return self.limits.silence_s + report.kind.patience_s
+        if report.kind in _GO_ALONE and self._is_missed():
+            return 1.0
+        return report.kind.patience_s
+
+    def _is_missed(self) -> bool:
+        return any(report.kind is Kind.LOST_CONTACT for report, _ in self.reports.values())
+
+    def _is_agreed(self) -> bool:
+        """Whether all ranks whose work is not done end alike, and have said so themselves."""
+        reports = [report for report, _ in self.reports.values() if report.kind is not Kind.DONE]
+        if len(self.reports) < self.world_size or not {r.kind for r in reports} <= set(_TOGETHER):
+            return False
+        ended = len(self.ended) == self.world_size
+        alike = {(r.kind, r.status if ended else r.reason) for r in reports}
+        return len(alike) <= 1
+
+
+def report_of_end(rank: int, *, status: int, word: str, phase: str, memory_ran_out: bool) -> Report:
+    """Report on a process that has ended; `status`: negative for a signal."""
+    said, _ = split_word(word)
+    kind, why = Kind.LEFT, f"ended with status {status}, without a word"
+    if status < 0:
+        name = _signal_name(-status)
+        kind, why = Kind.KILLED, f"was killed by signal {-status} ({name})"
+        if -status == signal.SIGKILL and memory_ran_out:
+            why += ": its node had no memory left"
+        elif -status == signal.SIGABRT:
+            kind = Kind.ABORTED
+        elif -status in _REQUESTS:
+            kind, why = Kind.ASKED_TO_END, f"was ended by {name}"
+    elif said is not None:
+        return report_of_word(rank, word=word, phase=phase, status=status)
+    return Report(rank=rank, kind=kind, reason=why, phase=phase, status=status)
+
+
+def report_of_word(rank: int, *, word: str, phase: str, status: int = 0) -> Report:
+    """Report on a rank that is about to end."""
+    said, reason = split_word(word)
+    assert said is not None
+    kind, why = {
+        Word.DONE: (Kind.DONE, ""),
+        Word.FAILED: (Kind.FAILED, f"failed ({reason})"),
+        Word.REFUSED: (Kind.REFUSED, f"failed ({reason})"),
+        Word.EXITS: (
+            Kind.EXITED_WELL if reason == "0" else Kind.EXITED,
+            f"has exited alone, with status {reason},",
+        ),
+        Word.LOST_CONTACT: (
+            Kind.LOST_CONTACT,
+            f"lost contact to another rank, though every process is alive ({reason})",
+        ),
+    }[said]
+    if said is Word.DONE and status != 0:
+        kind, why = Kind.LEFT, f"ended with status {status}, with all its work done,"
+    return Report(rank=rank, kind=kind, reason=why, phase=phase, status=status)
+
+
+def split_word(text: str) -> tuple[Word | None, str]:
+    """Split what a rank said into the word and the reason."""
+    word, _, reason = text.partition(":")
+    return (Word(word) if word in list(Word) else None), reason
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
