@@ -92,16 +92,6 @@ def empty_tracker(root: Path) -> str:
     return TRACKER
 
 
-def garbage_tracker(root: Path) -> str:
-    (root / TRACKER).write_bytes(b"\xff\x00junk")
-    return TRACKER
-
-
-def flipped_shard(root: Path) -> str:
-    flip(root / "iter_0000006" / "__2_0.distcp")
-    return "__2_0.distcp"
-
-
 def truncated_without_manifest(root: Path) -> str:
     (root / "iter_0000006" / MANIFEST).unlink()
     shard = root / "iter_0000006" / "__0_0.distcp"
@@ -109,9 +99,7 @@ def truncated_without_manifest(root: Path) -> str:
     return "__0_0.distcp"
 
 
-@pytest.mark.parametrize(
-    "damage", [empty_tracker, garbage_tracker, flipped_shard, truncated_without_manifest]
-)
+@pytest.mark.parametrize("damage", [empty_tracker, truncated_without_manifest])
 def test_damage_stops_every_rank(
     damage: Callable[[Path], str], saved: Path, tmp_path: Path
 ) -> None:
@@ -137,14 +125,13 @@ def test_a_checkpoint_that_must_be_there(tmp_path: Path) -> None:
 
 def test_stock_and_ours_read_each_other(saved: Path, tmp_path: Path) -> None:
     """Stock goes on from ours, and ours from stock's, which says that it is not verified."""
-    flags = (*FLAGS, "--load", str(saved), "--ckpt-step", "4", "--save", str(tmp_path / "stock"))
-    theirs = stock_run(flags)
+    theirs_are_in = tmp_path / "stock"
+    flags = (*FLAGS, "--load", str(saved), "--ckpt-step", "4", "--save", str(theirs_are_in))
+    theirs = stock_run((*flags, "--save-interval", "1"))
     assert [step["iteration"] for step in theirs.steps] == [5, 6]
-    assert not (tmp_path / "stock" / "iter_0000006" / MANIFEST).exists()
-    ours = plan_run(
-        PLAN, [*FLAGS, "--load", str(tmp_path / "stock"), "--train-iters", str(STEPS + 1)]
-    )
-    assert [step["iteration"] for step in ours.steps] == [7]
+    assert not (theirs_are_in / "iter_0000005" / MANIFEST).exists()
+    ours = plan_run(PLAN, [*FLAGS, "--load", str(theirs_are_in), "--ckpt-step", "5"])
+    assert [step["iteration"] for step in ours.steps] == [6]
     assert "not verified beyond that" in ours.outputs[0]
 
 
