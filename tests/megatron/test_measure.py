@@ -70,7 +70,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_killed_rank_stops_all_and_what_was_measured_is_kept(work: Path) -> None:
     result = discover(work, death="3:5")
-    check_that_one_says_so(result, dead=3, reason="rank 3 was killed by signal 9")
+    check_that_one_says_so(result, dead=3, reason="rank 3 on node-1 was killed by signal 9")
     assert not (work / "cluster.yaml").exists()
     # Two devices and two messages were measured before the fifth measurement.
     assert len(load_profile(work / "profile.json").transfers) == 2
@@ -100,7 +100,7 @@ def test_a_cluster_that_is_known_is_not_measured_again(work: Path) -> None:
 def test_a_rank_killed_while_layers_are_measured_leaves_what_there_is(work: Path) -> None:
     # It is told that it starts, of two sizes of the layer, and of the embedding.
     result = measure(work, death="0:4")
-    check_that_one_says_so(result, dead=0, reason="rank 0 was killed by signal 9")
+    check_that_one_says_so(result, dead=0, reason="rank 0 on node-0 was killed by signal 9")
     (series,) = load_profile(work / "profile.json").times
     assert (series.part, series.gpu_kind, series.micro_batch_sizes) == ("layer", "cpu-0", (1, 2))
 
@@ -158,4 +158,4 @@ def test_flags_that_megatron_refuses_stop_all_ranks_with_its_words(work: Path) -
     assert all(code in (1, LOST_RANK) for code in result.returncodes)
     assert "--fp8-format" in result.outputs[0]
     last = result.outputs[0].splitlines()[-1]
-    assert "rank 0 failed (MeasureError: the layers cannot be measured" in last
+    assert "rank 0 on node-0 failed (MeasureError: the layers cannot be measured" in last

@@ -214,7 +214,8 @@ class Watcher:
         elif self.post.lost_hub is not None and self.post.lost_hub.reason and self.post.speaks:
             line = sentence(self.post.lost_hub, self.describe, {0: ""})
         if line:
-            os.write(2, f"zorse: error: {line}\n".encode())
+            # The rank may have been ended in the middle of a line.
+            os.write(2, f"\nzorse: error: {line}\n".encode())
 
 
 def forward(process: int) -> None:
