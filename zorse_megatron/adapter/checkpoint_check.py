@@ -24,7 +24,7 @@ from zorse_megatron.checkpoints.choice import SKIP, TITLE, Chooser, Load
 from zorse_megatron.checkpoints.folder import NON_PERSISTENT
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
 from zorse_megatron.log import say
-from zorse_megatron.runtime.health import is_communication_error
+from zorse_megatron.watch.rank import is_communication_error
 
 _TEST = "tests/megatron/test_damaged_checkpoints.py"
 
