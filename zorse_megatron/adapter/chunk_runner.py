@@ -71,6 +71,8 @@ class MegatronChunkRunner:
     num_micro_batches: int
     stages: Stages
     tied: TiedEmbedding | None
+    loss_divisor: float = 1.0
+    """A power of two: of the loss before its backward, made up for by `scale`."""
     activations: ActivationOffload | None = None
     """Where activations wait, if the group offloads them."""
     kept: KeptActivations | None = None
@@ -105,7 +107,7 @@ class MegatronChunkRunner:
         step = inputs.forward_step_func
         with self.stages.at_chunk(chunk), self._offloading(chunk, micro_batch):
             output, num_tokens = forward_step(
-                with_token_counts(step) if is_last else step,
+                with_token_counts(step, self.loss_divisor) if is_last else step,
                 inputs.data_iterators[chunk],
                 inputs.models[chunk],
                 self.num_micro_batches,
@@ -187,7 +189,7 @@ class MegatronChunkRunner:
         """
         self._finish_reductions()
         dist.all_reduce(self.num_tokens, group=self.collection.intra_dist_opt)
-        factor = 1.0 / torch.clamp(self.num_tokens, min=1)
+        factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
         for model in self.inputs.models.values():
             model.scale_gradients(factor)
 

@@ -35,6 +35,8 @@ def fit_to_plan(
     args.micro_batch_size = args.micro_batch_size or 1
     args.pipeline_model_parallel_size = len(plan.chunks)
     args.pipeline_model_parallel_layout = layout_of(plan)
+    if not hasattr(args, "zorse_per_token_loss"):
+        args.zorse_per_token_loss = args.calculate_per_token_loss  # as the command says
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         notes.append(
@@ -45,6 +47,12 @@ def fit_to_plan(
         args.overlap_param_gather = False
         notes.append("parameters are gathered where the action list says (no overlap yet)")
     dtypes = compute_dtypes(plan, job_dtype(args))
+    if args.zorse_per_token_loss and "fp16" in dtypes:
+        notes.append(
+            "--calculate-per-token-loss with fp16: the loss scale is for gradients of a sum over "
+            "tokens, as in stock Megatron with this flag; without it, it is for those of a mean, "
+            "which have the better range, and the loss is the same"
+        )
     if is_mixed(plan):
         listed = ", ".join(f"group {number} {dtype}" for number, dtype in enumerate(dtypes))
         scale = "one loss scale for all" if "fp16" in dtypes else "no loss scale"

@@ -2,21 +2,22 @@
 
 import torch
 
+from zorse_megatron.adapter.loss_divisor import tokens_as_power_of_two
 from zorse_megatron.runtime.narrow_wire import Wire
 from zorse_megatron.schema.plan import Plan
 
 
-def wire_of(plan: Plan, rank: int, *, sequence_length: int) -> Wire | None:
+def wire_of(plan: Plan, rank: int, *, sequence_length: int, loss_divisor: float) -> Wire | None:
     """The wire of the rank's group; None where gradients are sent as they are kept.
 
-    Gradients are sums over tokens until SCALE divides them. In fp16 they are sent as means, so that
-    they have the range that the loss scale is for: divided by the next power of two of the global
-    batch's tokens. bf16 has the range of fp32.
+    In fp16 gradients are sent in the size of means: divided by the tokens of the global batch, to a
+    power of two, if the loss was not (`loss_divisor`: what it was divided by). bf16 has the range
+    of fp32.
     """
     name = plan.groups[plan.group_of_rank(rank)].gradient_wire
     if name is None:
         return None
     if name == "bf16":
         return Wire(dtype=torch.bfloat16)
-    tokens = plan.global_batch_size * sequence_length
-    return Wire(dtype=torch.float16, factor=2.0 ** -(tokens - 1).bit_length())
+    mean = tokens_as_power_of_two(plan, sequence_length=sequence_length)
+    return Wire(dtype=torch.float16, factor=loss_divisor / mean)

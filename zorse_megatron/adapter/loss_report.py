@@ -15,8 +15,12 @@ import torch.distributed as dist
 from zorse_megatron.errors import FlagError, Problem
 
 
-def with_token_counts(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+def with_token_counts(
+    forward_step_func: Callable[..., Any], loss_divisor: float
+) -> Callable[..., Any]:
     """Wrap the script's forward step: its loss function must say how many tokens it summed over.
+
+    The loss whose backward runs is divided by `loss_divisor`; what is reported is not.
 
     Stock also takes a mean over an unknown number of tokens (a pair instead of a triple), from
     which no exact mean over unequal parts can be made. Raises FlagError for that.
@@ -24,12 +28,12 @@ def with_token_counts(forward_step_func: Callable[..., Any]) -> Callable[..., An
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         output, loss_func = forward_step_func(*args, **kwargs)
-        return output, None if loss_func is None else partial(_checked, loss_func)
+        return output, None if loss_func is None else partial(_divided, loss_func, loss_divisor)
 
     return forward_step
 
 
-def _checked(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
+def _divided(loss_func: Callable[..., Any], loss_divisor: float, output: Any, **kwargs: Any) -> Any:
     result = loss_func(output, **kwargs)
     if kwargs.get("non_loss_data"):
         return result
@@ -46,7 +50,9 @@ def _checked(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
                 )
             ],
         )
-    return result
+    loss, num_tokens, report = result
+    # Not in place: the report may hold the same tensor.
+    return loss if loss_divisor == 1.0 else loss / loss_divisor, num_tokens, report
 
 
 class IdleReplicaLosses:

@@ -69,6 +69,8 @@ class PlanSession:
     samples: SampleKind
     dtypes: tuple[ComputeDtype, ...]
     """Group -> the type that it computes in."""
+    loss_divisor: float = 1.0
+    """See the module of that name."""
     update: Update = "auto"
     trace_directory: Path | None = None
     memory_directory: Path | None = None
@@ -104,7 +106,12 @@ class PlanSession:
         self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
         self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
         self.host_link = HostLink(_device()) if self.offload != Offload() else None
-        self.wire = wire_of(self.plan, self.rank, sequence_length=self.sequence_length)
+        self.wire = wire_of(
+            self.plan,
+            self.rank,
+            sequence_length=self.sequence_length,
+            loss_divisor=self.loss_divisor,
+        )
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
         self.trace = Trace(num_steps=None if self.trace_directory else 0)
         self.idle_losses = self._idle_losses()
@@ -182,6 +189,7 @@ class PlanSession:
             num_micro_batches=len(self.micro_batches),
             stages=self.stages,
             tied=self.tied,
+            loss_divisor=self.loss_divisor,
             activations=self.activations,
             kept=self.kept,
             computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],

@@ -22,6 +22,7 @@ from zorse_megatron.adapter.compute_dtype import (
 )
 from zorse_megatron.adapter.exact_values import take_exact
 from zorse_megatron.adapter.hooks import training_records
+from zorse_megatron.adapter.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.adapter.placement import check_placement
@@ -56,6 +57,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     groups = create_groups(run.plan, rank=args.rank, timeout=timeout)
     group_ranks = sorted(run.plan.groups[run.plan.group_of_rank(args.rank)].ranks)
     global_groups.fill(groups, rank=args.rank, group_ranks=group_ranks)
+    dtypes = compute_dtypes(run.plan, args.zorse_job_dtype)
     session = PlanSession(
         plan=run.plan,
         rank=args.rank,
@@ -63,7 +65,13 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_length=args.seq_length,
         samples=sample_kind(args),
-        dtypes=compute_dtypes(run.plan, args.zorse_job_dtype),
+        dtypes=dtypes,
+        loss_divisor=loss_divisor(
+            run.plan,
+            dtypes,
+            sequence_length=args.seq_length,
+            is_sum=args.zorse_per_token_loss,
+        ),
         update=run.update,
         trace_directory=run.trace_directory,
         memory_directory=run.memory_directory,
