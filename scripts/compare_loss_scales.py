@@ -124,24 +124,23 @@ def name_of(iterations: int, batch: int, precision: str, contestant: str) -> str
     return f"{iterations} steps of {batch} samples, {precision}, {contestant}"
 
 
-def run_all(
-    results: Results, iterations: int, batch: int, precisions: Sequence[str], work: Path
-) -> None:
-    """Run what the results lack."""
+def run_all(results: Results, options: argparse.Namespace, batch: int, work: Path) -> None:
+    """Run what the results lack of one size."""
+    iterations = options.iterations
     with quiet_imports():
         from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
 
     corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
     save_plan(plan_of(batch), work / "plan.json")
-    for precision in precisions:
-        for number, (contestant, num_ranks) in enumerate(CONTESTANTS.items()):
+    for precision in options.precision:
+        for contestant in options.contestant:
             name = name_of(iterations, batch, precision, contestant)
             if name in results.found:
                 continue
             planned = ("--zorse-plan", str(work / "plan.json")) if contestant == "plan" else ()
             job = Job(
-                name=f"job-{batch}-{list(PRECISIONS).index(precision)}-{number}",
-                num_ranks=num_ranks,
+                name=f"job-{len(results.found)}",
+                num_ranks=CONTESTANTS[contestant],
                 arguments=(
                     *flags_of(corpus.prefix, tokenizer_flags(), iterations, batch),
                     *PRECISIONS[precision],
@@ -155,19 +154,18 @@ def run_all(
             print(name, file=sys.stderr, flush=True)
 
 
-def table(
-    found: Mapping[str, Any], iterations: int, batch: int, precisions: Sequence[str]
-) -> list[str]:
-    """The result in Markdown."""
+def table(found: Mapping[str, Any], options: argparse.Namespace, batch: int) -> list[str]:
+    """The result of one size in Markdown; distances are to stock as one process."""
+    iterations = options.iterations
     lines = [
         f"{iterations} steps of {batch * SEQ_LENGTH:,} tokens:",
         "",
         "| Type | Job | Skipped steps | Loss scale at the end | Final loss | Largest distance |",
         "|---|---|---|---|---|---|",
     ]
-    for precision in precisions:
+    for precision in options.precision:
         stock = found[name_of(iterations, batch, precision, STOCK)]["losses"]
-        for contestant in CONTESTANTS:
+        for contestant in options.contestant:
             outcome = found[name_of(iterations, batch, precision, contestant)]
             losses = outcome["losses"]
             last = [losses[step] for step in list(losses)[-max(1, iterations // 10) :]]
@@ -187,32 +185,31 @@ def main() -> int:
         "--json", type=Path, metavar="FILE", help="keep results here, and go on from it"
     )
     parser.add_argument("--iterations", type=int, default=300, help="of each job (default: 300)")
-    parser.add_argument(
-        "--batch",
-        type=int,
-        action="append",
-        choices=sorted(MICRO_BATCH_SIZES),
-        help=f"samples of {SEQ_LENGTH} tokens in a step; may be repeated (default: 8 and 1024)",
-    )
-    parser.add_argument(
-        "--precision",
-        action="append",
-        choices=list(PRECISIONS),
-        help="may be repeated (default: all)",
-    )
+    for name, choices, default, what in (
+        ("batch", sorted(MICRO_BATCH_SIZES), [8, 1024], f"samples of {SEQ_LENGTH} tokens"),
+        ("precision", list(PRECISIONS), list(PRECISIONS), "type and loss scale"),
+        ("contestant", list(CONTESTANTS), list(CONTESTANTS), f"who trains; {STOCK!r} comes first"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=type(choices[0]),
+            nargs="+",
+            choices=choices,
+            default=default,
+            help=f"{what} (default: {', '.join(map(str, default))})",
+        )
     options = parser.parse_args()
-    if options.iterations < 1:
-        parser.error("expected --iterations of at least 1")
-    batches, precisions = options.batch or [8, 1024], options.precision or list(PRECISIONS)
+    if options.iterations < 1 or options.contestant[0] != STOCK:
+        parser.error(f"expected --iterations of at least 1, and {STOCK!r} as first --contestant")
     results = Results(options.json)
     try:
         with tempfile.TemporaryDirectory(prefix="zorse-scales-") as work:
-            for batch in batches:
-                run_all(results, options.iterations, batch, precisions, Path(work))
+            for batch in options.batch:
+                run_all(results, options, batch, Path(work))
     except ZorseError as error:
         print(error, file=sys.stderr)
         return 1
-    tables = [table(results.found, options.iterations, batch, precisions) for batch in batches]
+    tables = [table(results.found, options, batch) for batch in options.batch]
     print("\n\n".join("\n".join(lines) for lines in tables))
     return 0
 

@@ -205,7 +205,8 @@ class Emulator:
     def _flags(self, system: System, job: EmulatedJob) -> list[str]:
         flags = [*training_flags(self.training, self.data), *system.flags]
         if system.plan is None:
-            return flags
+            # A plan turns it on itself; said in its command, fp16 groups would have sums to scale.
+            return [*flags, "--calculate-per-token-loss"]
         path = job.directory / "plan.json"
         save_plan(plan_for_tiny(system.plan), path)
         return [*flags, "--micro-batch-size", "1", "--zorse-plan", str(path)]

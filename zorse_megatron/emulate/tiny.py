@@ -58,7 +58,7 @@ def training_flags(training: Training, data: Sequence[str]) -> list[str]:
     }
     untied = [] if training.model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
     words = [str(word) for pair in flags.items() for word in pair]
-    return [*words, "--calculate-per-token-loss", *untied, *data]
+    return [*words, *untied, *data]
 
 
 def plan_for_tiny(plan: Plan) -> Plan:

@@ -1,0 +1,137 @@
+"""fp16 under a plan overflows where stock does by default: where its loss is a mean.
+
+The reference is a stock single process without --calculate-per-token-loss. With all tokens counting
+and as many of them as a power of two, 16-bit gradients are stock's but for the order of sums: the
+same steps are skipped, and losses agree within one rounding to the type.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import (
+    BASE_FLAGS,
+    LAYOUTS,
+    Recorded,
+    computing_in,
+    plan_run,
+    stock_run,
+)
+from tests.megatron.ministages import TWO_BY_TWO, with_settings
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.schema.plan import Plan, Schedule
+
+STEPS = 16
+PER_TOKEN = "--calculate-per-token-loss"
+DEFAULT_FLAGS = tuple(flag for flag in BASE_FLAGS if flag != PER_TOKEN)
+# From this loss scale the first steps overflow.
+DYNAMIC = ("--fp16", "--initial-loss-scale", "16777216", "--hysteresis", "1")
+CONSTANT = ("--fp16", "--loss-scale", "4096")
+IN_FP32 = ("--accumulate-allreduce-grads-in-fp32",)
+FP16_ROUNDING, BF16_ROUNDING = 2**-11, 2**-8
+
+PLANS = {
+    "1f1b": LAYOUTS["2|1|2"],
+    "one group, one rank idle": LAYOUTS["5, one idle"],
+    "breadth first": TWO_BY_TWO,
+    "interleaved": with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
+}
+
+
+def flags(corpus: Path, *more: str, steps: int = STEPS) -> tuple[str, ...]:
+    # No documents are left for an evaluation.
+    return (
+        *DEFAULT_FLAGS,
+        *("--train-iters", str(steps), "--data-path", str(corpus), "--split", "100,0,0"),
+        *("--eval-iters", "0"),
+        *TOKENIZER_FLAGS,
+        *more,
+    )
+
+
+def scales(run: Recorded) -> list[tuple[int, float]]:
+    """Of each step: whether it was skipped, and the loss scale behind it."""
+    return [(step["skipped"], step["loss_scale"]) for step in run.steps]
+
+
+def assert_follows(run: Recorded, stock: Recorded, rounding: float) -> None:
+    assert scales(run) == scales(stock)
+    assert run.losses == pytest.approx(stock.losses, rel=rounding)
+    norms = [(mine, its) for mine, its in zip(run.grad_norms, stock.grad_norms, strict=True) if its]
+    assert len(norms) == len([skipped for skipped, _ in scales(stock) if not skipped])
+    assert [mine for mine, _ in norms] == pytest.approx([its for _, its in norms], rel=rounding)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*((name, ()) for name in PLANS), ("1f1b", IN_FP32), ("breadth first", IN_FP32)],
+)
+def test_skips_the_steps_that_stock_skips(
+    name: str, more: tuple[str, ...], corpus_prefix: Path
+) -> None:
+    command = flags(corpus_prefix, *DYNAMIC, *more)
+    stock = stock_run(command)
+    skipped = [skipped for skipped, _ in scales(stock)]
+    assert 0 < sum(skipped) < STEPS, "the test needs both"
+    assert_follows(plan_run(PLANS[name], command), stock, FP16_ROUNDING)
+
+
+def test_a_constant_scale_trains_from_the_first_step(corpus_prefix: Path) -> None:
+    command = flags(corpus_prefix, *CONSTANT)
+    run = plan_run(PLANS["1f1b"], command)
+    assert_follows(run, stock_run(command), FP16_ROUNDING)
+    assert not any(step["skipped"] for step in run.steps)
+
+
+@pytest.mark.parametrize("wires", [(None, None, None), ("fp16", None, "bf16")])
+def test_groups_of_several_types_with_the_scale_of_fp16(
+    wires: Sequence[str | None], corpus_prefix: Path
+) -> None:
+    """At 4,096 gradients of sums over 256 tokens would overflow in the fp16 group."""
+    plan = sending_in(computing_in(LAYOUTS["2|1|2"], "bf16", "fp16", "fp32"), wires)
+    run = plan_run(plan, flags(corpus_prefix, "--bf16", "--loss-scale", "4096"))
+    assert not any(step["skipped"] for step in run.steps)
+    stock = stock_run(flags(corpus_prefix, "--bf16"))
+    assert run.losses == pytest.approx(stock.losses, rel=BF16_ROUNDING)
+
+
+def sending_in(plan: Plan, wires: Sequence[str | None]) -> Plan:
+    groups = [
+        dataclasses.replace(group, gradient_wire=wire)
+        for group, wire in zip(plan.groups, wires, strict=True)
+    ]
+    return dataclasses.replace(plan, groups=tuple(groups))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "breadth first"])
+def test_a_scale_goes_on_in_stock_and_back(name: str, corpus_prefix: Path, tmp_path: Path) -> None:
+    """Nobody skips a step behind a checkpoint at whose scale the other one did not."""
+    middle, more = 10, 4
+    uninterrupted = stock_run(flags(corpus_prefix, *DYNAMIC))
+    saving = ("--save-interval", str(middle), "--exit-interval", str(middle))
+    for kind, train, go_on in (
+        ("plan", lambda command: plan_run(PLANS[name], command), stock_run),
+        ("stock", stock_run, lambda command: plan_run(PLANS[name], command)),
+    ):
+        where = str(tmp_path / kind)
+        first = train(flags(corpus_prefix, *DYNAMIC, "--save", where, *saving))
+        rest = go_on(
+            flags(corpus_prefix, *DYNAMIC, "--load", where, "--exit-interval", str(middle + more))
+        )
+        both = [*first.losses, *rest.losses]
+        assert [*scales(first), *scales(rest)] == scales(uninterrupted)[: middle + more]
+        assert both == pytest.approx(uninterrupted.losses[: middle + more], rel=FP16_ROUNDING)
+
+
+def test_who_asks_for_sums_gets_the_scale_of_sums(corpus_prefix: Path) -> None:
+    """As stock with the same flag, and told so."""
+    command = flags(corpus_prefix, *DYNAMIC, PER_TOKEN)
+    run, stock = plan_run(PLANS["1f1b"], command), stock_run(command)
+    assert_follows(run, stock, FP16_ROUNDING)
+    assert (
+        run.steps[-1]["loss_scale"]
+        < stock_run(flags(corpus_prefix, *DYNAMIC)).steps[-1]["loss_scale"]
+    )
+    assert "the loss scale is for gradients of a sum" in run.outputs[0]
