@@ -3,13 +3,13 @@
     python scripts/compare_loss_scales.py --json scales.json
 
 A tiny GPT on real text, on the CPU, by stock Megatron with its default loss (no
---calculate-per-token-loss) as one process and as two replicas, and under a plan of unequal groups:
-in fp16 with a dynamic and with a constant loss scale, and in bf16. For each job: how many steps
-were skipped, the loss scale at the end, the mean loss of the last tenth of the steps, and how far
-any loss is from that of stock as one process.
+--calculate-per-token-loss) as one process, as two replicas and with smaller micro-batches, and
+under a plan of unequal groups: in fp16 with a dynamic and with a constant loss scale, and in bf16.
+For each job: how many steps were skipped, the loss scale at the end, the mean loss of the last
+tenth of the steps, and how far any loss is from that of stock as one process.
 
-The default takes an hour. Each result is in the file as soon as it is there, and the same command
-goes on behind the last one.
+The default takes hours on two cores. Each result is in the file as soon as it is there, and the
+same command goes on behind the last one.
 """
 
 import argparse
@@ -40,7 +40,8 @@ PRECISIONS = {
     "bf16": ("--bf16",),
 }
 STOCK = "stock"
-CONTESTANTS = {STOCK: 1, "stock, 2 replicas": 2, "plan": 3}
+SMALLER = "stock, micro-batches of half the size"
+CONTESTANTS = {STOCK: 1, "stock, 2 replicas": 2, SMALLER: 1, "plan": 3}
 """Name -> number of ranks."""
 
 # Stock's line of an iteration; a skipped one has no loss.
@@ -72,14 +73,17 @@ def plan_of(batch: int) -> Plan:
     )
 
 
-def flags_of(corpus: Path, tokenizer: Sequence[str], iterations: int, batch: int) -> list[str]:
-    """Megatron's flags, the same for all jobs of a size."""
+def flags_of(
+    corpus: Path, tokenizer: Sequence[str], iterations: int, batch: int, contestant: str
+) -> list[str]:
+    """Megatron's flags, the same for all jobs of a size but for the micro-batches."""
+    size = MICRO_BATCH_SIZES[batch] // (2 if contestant == SMALLER else 1)
     return [
         *("--num-layers", str(NUM_LAYERS), "--hidden-size", "16", "--num-attention-heads", "1"),
         *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
         # Unlike learned positions these do not depend on --micro-batch-size.
         *("--position-embedding-type", "rope", "--attention-dropout", "0"),
-        *("--hidden-dropout", "0", "--micro-batch-size", str(MICRO_BATCH_SIZES[batch])),
+        *("--hidden-dropout", "0", "--micro-batch-size", str(size)),
         *("--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine"),
         *("--lr-warmup-iters", str(iterations // 20), "--weight-decay", "0.1"),
@@ -142,7 +146,7 @@ def run_all(results: Results, options: argparse.Namespace, batch: int, work: Pat
                 name=f"job-{len(results.found)}",
                 num_ranks=CONTESTANTS[contestant],
                 arguments=(
-                    *flags_of(corpus.prefix, tokenizer_flags(), iterations, batch),
+                    *flags_of(corpus.prefix, tokenizer_flags(), iterations, batch, contestant),
                     *PRECISIONS[precision],
                     *planned,
                 ),
