@@ -36,7 +36,7 @@ NOT_OURS = {"plan.json", "profile.json", "trace.json", "pretrain_gpt.py", "demo.
 NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
 NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
-NOT_OURS |= {"offload.json"}
+NOT_OURS |= {"offload.json", "config.json"}
 NOT_OURS |= {"zorse-manifest.json", "metadata.json", "integrity.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 # Where this repository stands in a command that is run elsewhere.
@@ -98,7 +98,8 @@ def our_flags():
         "profile show",
         "checkpoint verify",
     ]
-    helps = [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
+    helps = [CliRunner().invoke(app, ["--help"]).stdout]
+    helps += [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
     helps += [help_of(sys.executable, str(path)) for path in sorted(ROOT.glob("scripts/*.py"))]
     helps.append(help_of(sys.executable, "-m", "zorse_megatron.demo"))
     return set(re.findall(r"--[\w-]+", "\n".join(helps))) | {

@@ -19,7 +19,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="A model file, a well-known model, or the training command's flags in quotes. "
+        help="A model file, a config.json of Hugging Face, a well-known model, or the training "
+        "command's flags in quotes. "
         "Or give those flags behind --.",
     ),
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
-from zorse_megatron.cli.workload import Workload
+from zorse_megatron.cli.workload import Workload, at_seq_length
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
@@ -104,6 +104,8 @@ def priced_for_plan(
     from zorse_megatron.schema.placement import cluster_problems
 
     cluster = load_cluster(cluster_file)
+    if workload.lacks_seq_length and plan.model.seq_length is not None:
+        workload = at_seq_length(workload, plan.model.seq_length)
     problems = [
         *cluster_problems(plan, cluster, source),
         *model_problems(plan, workload, source),
@@ -138,13 +140,22 @@ def usual_dtype(cluster: Cluster) -> Dtype:
 
 
 def needed_batch_size(workload: Workload) -> int:
-    """Return the global batch size. Raises CommandError where nobody said one."""
-    if workload.global_batch_size is not None:
-        return workload.global_batch_size
-    problem = Problem(
-        where="--global-batch-size",
+    """Return the global batch size. Raises CommandError without it, or without a length."""
+    problems = []
+    if workload.global_batch_size is None:
+        problems.append(_not_said("--global-batch-size", "the number of samples per iteration"))
+    if workload.lacks_seq_length:
+        problems.append(_not_said("--seq-length", "tokens per sample: a config.json has none"))
+    if problems:
+        raise CommandError("the command cannot be run", problems)
+    assert workload.global_batch_size is not None
+    return workload.global_batch_size
+
+
+def _not_said(option: str, expected: str) -> Problem:
+    return Problem(
+        where=option,
         found="no such option",
-        expected="the number of samples per iteration",
+        expected=expected,
         remedy="Add it here, or to the training command's flags.",
     )
-    raise CommandError("the command cannot be run", [problem])

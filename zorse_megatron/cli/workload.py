@@ -19,6 +19,7 @@ from zorse_megatron.flags.shape import (
 )
 from zorse_megatron.schema.computing import USUAL, Computing
 from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, GpuKind
+from zorse_megatron.schema.hugging_face import config_path, load_config
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.model_presets import MODELS, canonical_model
 from zorse_megatron.schema.model_yaml import load_model
@@ -42,8 +43,10 @@ class Workload:
     """None: nothing was said."""
     computing: Computing = USUAL
     """How it is computed."""
+    lacks_seq_length: bool = False
+    """Whether the model is known, but not how long its samples are: a config.json has a limit."""
     notes: tuple[str, ...] = ()
-    """For people: of the training command."""
+    """For people: of the training command, or of the model's file."""
 
 
 def workload_of(
@@ -89,12 +92,14 @@ def workload_of(
         # What a plan says of its groups takes precedence over what the command says of the job.
         return dataclasses.replace(found, dtype="auto") if is_auto else found
     assert model is not None
+    kind: DtypeChoice | None = "auto" if is_auto else chosen
+    config = config_path(model)
+    if config is not None:
+        return _from_config(config, global_batch_size, seq_length, kind)
     shape = _shape_named(model)
     if seq_length is not None:
         shape = _with_seq_length(shape, seq_length)
-    return Workload(
-        model=shape, dtype="auto" if is_auto else chosen, global_batch_size=global_batch_size
-    )
+    return Workload(model=shape, dtype=kind, global_batch_size=global_batch_size)
 
 
 def dtype_named(name: str | None) -> Dtype | None:
@@ -155,6 +160,33 @@ def _from_flags(
     if contradictions:
         raise CommandError("the options do not fit the training command", contradictions)
     return found
+
+
+def _from_config(
+    path: Path, batch: int | None, seq_length: int | None, dtype: DtypeChoice | None
+) -> Workload:
+    """A model of Hugging Face's; its file says how long a sample may be, not how long yours are."""
+    found = load_config(path)
+    notes = list(found.notes)
+    if found.flags:
+        notes.append(f"Megatron's flags for {path}: {' '.join(found.flags)}")
+    longest = found.shape.seq_length
+    if seq_length is not None and seq_length > longest:
+        notes.append(f"{path} is for samples of at most {longest} tokens")
+    workload = Workload(
+        model=found.shape,
+        dtype=dtype,
+        global_batch_size=batch,
+        lacks_seq_length=True,
+        notes=tuple(notes),
+    )
+    return workload if seq_length is None else at_seq_length(workload, seq_length)
+
+
+def at_seq_length(workload: Workload, seq_length: int) -> Workload:
+    """The same with samples of so many tokens."""
+    model = _with_seq_length(workload.model, seq_length)
+    return dataclasses.replace(workload, model=model, lacks_seq_length=False)
 
 
 def _split(text: str) -> list[str]:
