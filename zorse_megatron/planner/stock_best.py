@@ -22,9 +22,11 @@ from zorse_megatron.simulate.result import SimulationResult
 _GIB = 2**30
 # The closed form leaves out what layouts communicate: those so much slower may still be faster.
 _MAY_BE_FASTER = 1.5
-# Forwards and backwards that may be simulated for one set of GPUs, and sets that are simulated.
+# Forwards and backwards that may be simulated, on all GPUs and on all smaller sets together, and
+# the number of those.
 _MOST_COMPUTATIONS = 60_000
-_MOST_SETS = 4
+_MOST_SETS = 3
+_MOST_MISFITS = 3  # layouts that the closed form says do not fit, simulated to see which is closest
 _MOST_KINDS = 5  # beyond, only the fastest ones together
 
 
@@ -91,7 +93,7 @@ class Stock:
 
 def stock_on_all(inputs: Inputs) -> Stock:
     """Stock on all GPUs of the cluster."""
-    return _stock_on(inputs, inputs, tuple(range(inputs.world_size)))
+    return _stock_on(inputs, tuple(range(inputs.world_size)), _MOST_COMPUTATIONS)
 
 
 def stock_on_best(inputs: Inputs) -> Stock:
@@ -105,7 +107,9 @@ def stock_on_best(inputs: Inputs) -> Stock:
     if not ranked:
         return Stock(layout=None, reason="divisibility: fewer GPUs make no even layout either")
     ranked.sort(key=lambda row: row[:3])
-    tried = [_stock_on(inputs, part, ranks) for *_, ranks, part in ranked[:_MOST_SETS]]
+    hopeful = [row for row in ranked[:_MOST_SETS] if row[0] == ranked[0][0]]
+    budget = _MOST_COMPUTATIONS // len(hopeful)
+    tried = [_stock_on(part, ranks, budget) for *_, ranks, part in hopeful]
     fitting = [each for each in tried if each.fitting is not None]
     return min(fitting, key=_iteration_s) if fitting else min(tried, key=_fullest)
 
@@ -129,11 +133,11 @@ def subsets(inputs: Inputs) -> Iterator[tuple[int, ...]]:
                 yield ranks[:number]
 
 
-def _stock_on(inputs: Inputs, part: Inputs, ranks: tuple[int, ...]) -> Stock:
+def _stock_on(part: Inputs, ranks: tuple[int, ...], budget: int) -> Stock:
     outlooks = GridPrices(part).outlooks()
     if not outlooks:
         return Stock(layout=None, reason=no_grid(part))
-    layouts = list(_simulated(part, ranks, outlooks))
+    layouts = list(_simulated(part, ranks, outlooks, budget))
     fitting = [each for each in layouts if each.fullest <= 1]
     if fitting:
         best = min(fitting, key=lambda each: each.iteration_s)
@@ -143,15 +147,16 @@ def _stock_on(inputs: Inputs, part: Inputs, ranks: tuple[int, ...]) -> Stock:
 
 
 def _simulated(
-    inputs: Inputs, ranks: tuple[int, ...], outlooks: list[Outlook]
+    inputs: Inputs, ranks: tuple[int, ...], outlooks: list[Outlook], budget: int
 ) -> Iterator[StockLayout]:
     """Simulate what may be the fastest, best first; if nothing fits, what may come closest."""
-    best_s, spent = float("inf"), 0
+    best_s, spent, misfits = float("inf"), 0, 0
     for outlook in outlooks:
         hopeless = outlook.iteration_s > _MAY_BE_FASTER * best_s
         if best_s < float("inf") and (hopeless or outlook.fullest > 1):
             continue
-        if spent > _MOST_COMPUTATIONS:
+        misfits += outlook.fullest > 1
+        if spent > budget or misfits > _MOST_MISFITS:
             return
         plan = plan_of_grid(inputs, outlook.grid)
         spent += computations(plan)
