@@ -1,12 +1,11 @@
 """`zorse compare`: stock Megatron, the strategies and ours, trained on one emulated cluster."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +30,7 @@ from zorse_megatron.cli.options import (
 )
 from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, perturbation_of
 from zorse_megatron.cli.priced import needed_batch_size, usual_dtype
+from zorse_megatron.cli.progress import waiting
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
@@ -91,7 +91,8 @@ def compare(  # noqa: PLR0917
         workload = dataclasses.replace(
             workload, global_batch_size=batch, dtype=workload.dtype or usual_dtype(machines)
         )
-        report = _compared(machines, workload, known, perturbation, iterations, quick)
+        with waiting("planning", wanted=not as_json) as tell:
+            report = _compared(machines, workload, known, perturbation, iterations, quick, tell)
         written, lost = _saved(report, out)
     if as_json:
         from zorse_megatron.emulate.comparison import as_json as plain
@@ -121,6 +122,7 @@ def _compared(  # noqa: PLR0917
     perturbation: "Perturbation",
     iterations: int,
     quick: bool,
+    tell: Callable[[str], None],
 ) -> "Report":
     from zorse_megatron.emulate.contestants import contestants
     from zorse_megatron.emulate.report import Report
@@ -135,7 +137,7 @@ def _compared(  # noqa: PLR0917
         dtype=workload.dtype,
     )
     found = contestants(inputs, quick=quick)
-    results = _trained(found, inputs, workload, perturbation, iterations)
+    results = _trained(found, inputs, workload, perturbation, iterations, tell)
     title = (
         f"{workload.model.name} on {cluster.name or 'the cluster'}: {inputs.world_size} emulated "
         f"GPUs, {inputs.global_batch_size} samples of {inputs.sequence_length} tokens"
@@ -145,12 +147,13 @@ def _compared(  # noqa: PLR0917
     )
 
 
-def _trained(
+def _trained(  # noqa: PLR0917
     found: Sequence["Contestant"],
     inputs: "Inputs",
     workload: Workload,
     perturbation: "Perturbation",
     iterations: int,
+    tell: Callable[[str], None],
 ) -> list["Result"]:
     """Train everybody from the same weights, on the same data."""
     from zorse_megatron.emulate.comparison import Result
@@ -163,14 +166,10 @@ def _trained(
         iterations=iterations,
     )
     results = []
-    console = Console(stderr=True)
-    with (
-        console.status("starting ...") as status,
-        emulator(inputs, training, perturbation=perturbation) as emulated,
-    ):
+    with emulator(inputs, training, perturbation=perturbation, tell=tell) as emulated:
+        tell("drawing initial weights")
         emulated.write_weights()
         for contestant in found:
-            status.update(f"{contestant.name} ...")
             run = emulated.run(contestant.system) if contestant.system is not None else None
             results.append(Result(contestant=contestant, run=run))
     return results

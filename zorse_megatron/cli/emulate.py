@@ -1,6 +1,6 @@
 """`zorse emulate`: train on an emulated cluster, and find how long an iteration takes there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +34,7 @@ from zorse_megatron.cli.perturbed import (
     perturbation_of,
 )
 from zorse_megatron.cli.priced import Priced, priced_for_plan
+from zorse_megatron.cli.progress import waiting
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import Problem
@@ -95,8 +96,9 @@ def emulate(  # noqa: PLR0917
             slow_link=slow_link,
             known_links=link_names(prices.inputs.comm, plan.world_size),
         )
-        predicted = simulated(plan, prices, source=str(path))
-        run = _run(plan, prices, iterations, perturbation, dilation)
+        with waiting("simulating", wanted=not as_json) as tell:
+            predicted = simulated(plan, prices, source=str(path))
+            run = _run(plan, prices, iterations, perturbation, dilation, tell)
     if as_json:
         print_json(_as_json(run, prices, predicted))
     else:
@@ -105,8 +107,13 @@ def emulate(  # noqa: PLR0917
         raise typer.Exit(1)
 
 
-def _run(
-    plan: Plan, prices: Priced, iterations: int, perturbation: Any, dilation: float | None
+def _run(  # noqa: PLR0917
+    plan: Plan,
+    prices: Priced,
+    iterations: int,
+    perturbation: Any,
+    dilation: float | None,
+    tell: Callable[[str], None],
 ) -> "EmulatedRun":
     from zorse_megatron.emulate.run import System, emulator
     from zorse_megatron.emulate.tiny import Training
@@ -118,7 +125,7 @@ def _run(
     )
     system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan)
     with emulator(
-        prices.inputs, training, perturbation=perturbation, dilation=dilation
+        prices.inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
     ) as emulated:
         return emulated.run(system)
 

@@ -69,7 +69,10 @@ def launch(  # noqa: PLR0917
     ] = "python",
     master_addr: Annotated[
         str | None,
-        typer.Option(help="Of torchrun: address of the first node. Left out: its name."),
+        typer.Option(
+            help="Of torchrun: address of the first node. Left out: its name, or localhost where "
+            "it is the only one."
+        ),
     ] = None,
     master_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Of torchrun: a free port of the first node.")

@@ -36,6 +36,7 @@ from zorse_megatron.cli.pictures import (
     save_pictures,
 )
 from zorse_megatron.cli.priced import Priced, priced_for_plan
+from zorse_megatron.cli.progress import waiting
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload import workload_of
@@ -94,8 +95,10 @@ def simulate(  # noqa: PLR0917
             # Of all pairs of GPUs: that takes long where these are many.
             known_links=link_names(prices.inputs.comm, plan.world_size) if slow_link else (),
         )
-        result = simulated(plan, prices, source=str(path), perturbation=perturbation)
-        written = save_pictures(pictures, plan, prices, result, title=_title(path, result))
+        with waiting("simulating", wanted=not as_json) as tell:
+            result = simulated(plan, prices, source=str(path), perturbation=perturbation)
+            tell("drawing")
+            written = save_pictures(pictures, plan, prices, result, title=_title(path, result))
     problems = list(memory_problems(plan, result, prices.cluster, str(path)))
     if as_json:
         answer = _as_json(plan, prices, result)

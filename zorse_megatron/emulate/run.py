@@ -6,7 +6,7 @@ import json
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,8 @@ class Emulator:
     server: RankServer
     perturbation: Perturbation = NO_PERTURBATION
     dilation: float | None = None
+    tell: Callable[[str], None] = lambda _phase: None
+    """Takes what is being done, for people who wait."""
     timeout_s: float = 1800.0
     data: list[str] = field(default_factory=list)
     _number: int = 0
@@ -92,7 +94,9 @@ class Emulator:
 
     def run(self, system: System) -> EmulatedRun:
         """Run one job. Raises RankFailure where it fails other than by running out of memory."""
+        self.tell(f"{system.name}: self-test of {len(system.gpus)} ranks")
         test = self._tests.get(system.gpus) or self.self_test(system.gpus)
+        self.tell(f"{system.name}: training {self.training.iterations} iterations")
         if self.dilation is None:  # then nothing but the GPUs can change what comes of it
             self._tests[system.gpus] = test
         with self._job(system.gpus, system.plan) as job:
@@ -219,8 +223,10 @@ def emulator(
     *,
     perturbation: Perturbation = NO_PERTURBATION,
     dilation: float | None = None,
+    tell: Callable[[str], None] = lambda _phase: None,
 ) -> Iterator[Emulator]:
     """An emulated cluster, with Megatron imported and a corpus written."""
+    tell("importing Megatron")
     with (
         tempfile.TemporaryDirectory(prefix="zorse-emulate-") as directory,
         RankServer() as server,
@@ -232,6 +238,7 @@ def emulator(
             server=server,
             perturbation=perturbation,
             dilation=dilation,
+            tell=tell,
         )
         made.write_corpus()
         yield made

@@ -1,0 +1,73 @@
+"""A command that takes long says what it does, on stderr, where somebody may read it."""
+
+import io
+import time
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from zorse_megatron.cli import progress
+from zorse_megatron.cli.progress import progress_bar, waiting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    phase: str
+    done: int
+    total: int | None
+
+
+@pytest.fixture
+def stderr(monkeypatch):
+    """What is written to a stderr that is no terminal; a line is due every 20 ms."""
+    text = io.StringIO()
+    monkeypatch.setattr(progress, "QUIET_S", 0.02)
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=text))
+    return text
+
+
+def wait_for(text, word):
+    deadline_s = time.monotonic() + 10
+    while word not in text.getvalue():
+        assert time.monotonic() < deadline_s, text.getvalue()
+        time.sleep(0.005)
+
+
+def test_a_log_gets_plain_lines_of_what_is_done(stderr):
+    with waiting("simulating", wanted=True) as tell:
+        wait_for(stderr, "zorse: simulating (0 s)\n")
+        tell("drawing [1/2]")
+        wait_for(stderr, "zorse: drawing [1/2] (0 s)\n")
+    assert "\x1b" not in stderr.getvalue()
+
+
+def test_a_log_gets_plain_lines_of_what_is_counted(stderr):
+    with progress_bar(wanted=True, title="cephalo") as show:
+        show(Searched(phase="simulating", done=3, total=9))
+        wait_for(stderr, "zorse: cephalo: simulating 3 of 9 (0 s)\n")
+
+
+def test_what_is_fast_says_nothing(stderr, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_S", 60.0)
+    with waiting("simulating", wanted=True), progress_bar(wanted=True):
+        pass
+    assert stderr.getvalue() == ""
+
+
+def test_json_is_not_disturbed(stderr):
+    with waiting("simulating", wanted=False) as tell, progress_bar(wanted=False) as show:
+        tell("drawing")
+        assert show is None
+        time.sleep(0.1)
+    assert stderr.getvalue() == ""
+
+
+def test_a_terminal_shows_what_is_done(monkeypatch):
+    text = io.StringIO()
+    monkeypatch.setattr(
+        progress, "Console", lambda stderr: Console(file=text, force_terminal=True, no_color=True)
+    )
+    with waiting("simulating", wanted=True) as tell:
+        tell("drawing")
+    assert "drawing" in text.getvalue()
