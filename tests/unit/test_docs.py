@@ -36,7 +36,7 @@ NOT_OURS = {"plan.json", "profile.json", "trace.json", "pretrain_gpt.py", "demo.
 NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
 NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
-NOT_OURS |= {"offload.json", "config.json"}
+NOT_OURS |= {"offload.json", "config.json", "workstation.json"}
 NOT_OURS |= {"zorse-manifest.json", "metadata.json", "integrity.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 # Where this repository stands in a command that is run elsewhere.

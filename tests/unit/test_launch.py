@@ -152,7 +152,8 @@ def test_torchrun_gives_ranks_out_as_the_file_does(cluster: Cluster) -> None:
         given = dict(zip(words[2::2], words[3::2], strict=False))
         assert given["--node-rank"] == str(number)
         assert given["--nnodes"] == str(len(cluster.nodes))
-        assert given["--master-addr"] == cluster.nodes[0].name
+        alone = len(cluster.nodes) == 1
+        assert given["--master-addr"] == ("localhost" if alone else cluster.nodes[0].name)
         # Ranks of a node follow those of all nodes with a lower number.
         assert node.first_rank == first
         first += int(given["--nproc-per-node"])
@@ -174,6 +175,14 @@ TASK = {
     "SLURMD_NODENAME": "b.cluster.example",
     "SLURM_STEP_NODELIST": "a,b",
 }
+
+
+def test_the_only_node_is_found_by_any_name() -> None:
+    alone = parse_cluster(b"nodes:\n  - {name: new, gpus: 2 x T4}\n")
+    text = torchrun_lines(alone, TRAINING, master_address=None, master_port=1234)
+    assert "--master-addr localhost " in text
+    named = torchrun_lines(alone, TRAINING, master_address="10.0.0.1", master_port=1234)
+    assert "--master-addr 10.0.0.1 " in named
 
 
 def test_a_nodes_domain_does_not_matter() -> None:

@@ -17,8 +17,13 @@ DEFAULT_PORT = 29500
 def torchrun_lines(
     cluster: Cluster, training: Training, *, master_address: str | None, master_port: int
 ) -> str:
-    """Return a comment and a command for each node; `master_address`: of the first one."""
-    address = master_address or cluster.nodes[0].name
+    """Return a comment and a command for each node; `master_address`: of the first one.
+
+    Left out it is the first node's name, and `localhost` where there is no other node to find it:
+    then the name in the cluster file may be anybody's invention.
+    """
+    alone = len(cluster.nodes) == 1
+    address = master_address or ("localhost" if alone else cluster.nodes[0].name)
     return "\n".join(
         f"{_comment(node)}\n{_line(cluster, number, training, address, master_port)}\n"
         for number, node in enumerate(cluster.nodes)
