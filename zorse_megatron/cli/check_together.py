@@ -137,7 +137,7 @@ def _memory(
     return (
         f"at most {100 * share:.0f} % of a GPU: rank {rank} ({cluster.gpu_kinds[rank]}) with "
         f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, prices)}. "
-        + " ".join(host_sentences(needs))
+        + " ".join([*host_sentences(needs), *(f"{each}." for each in prices.inputs.warnings)])
     )
 
 

@@ -79,7 +79,7 @@ def workload_of(
             "--model with a file or a well-known model, or the training command's flags behind --",
             "Such as --model llama-7b, or: -- pretrain_gpt.py --num-layers 32 ...",
         )
-    if model is not None and "--" in model and not Path(model).exists():
+    if model is not None and "--" in model and not _exists(model):
         flags, model = _split(model), None
     is_auto = dtype_may_be_auto and dtype == "auto"
     chosen = None if is_auto else dtype_named(dtype)
@@ -187,6 +187,14 @@ def at_seq_length(workload: Workload, seq_length: int) -> Workload:
     """The same with samples of so many tokens."""
     model = _with_seq_length(workload.model, seq_length)
     return dataclasses.replace(workload, model=model, lacks_seq_length=False)
+
+
+def _exists(name: str) -> bool:
+    """Whether there is such a file; a long command is no name of one."""
+    try:
+        return Path(name).exists()
+    except OSError:
+        return False
 
 
 def _split(text: str) -> list[str]:

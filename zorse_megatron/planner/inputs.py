@@ -91,6 +91,8 @@ class Inputs:
     """
     notes: tuple[str, ...] = ()
     """For people: what the prices rest on."""
+    warnings: tuple[str, ...] = ()
+    """Of the notes those that say what is not counted."""
 
     @property
     def world_size(self) -> int:
@@ -140,6 +142,7 @@ def make_inputs(
         raise PlannerInputError("cluster, model and profile do not make a plan", problems)
     spec = topology_of(cluster, known if known.links else None)
     memory, memory_note = _memory(known, model, common, computing)
+    warnings = _flash_notes(cluster, computing, memory)
     return Inputs(
         spec=spec,
         compute=ByKind(computes=computes) if dtype == "auto" else next(iter(computes.values())),
@@ -173,8 +176,9 @@ def make_inputs(
         notes=(
             *_price_notes(computes, says_types=dtype == "auto"),
             memory_note,
-            *_flash_notes(cluster, computing, memory),
+            *warnings,
         ),
+        warnings=warnings,
     )
 
 
