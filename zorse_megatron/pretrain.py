@@ -313,6 +313,7 @@ def _train(
             cluster=cluster,
             trace_directory=command.trace,
             memory_directory=command.memory,
+            metrics=command.metrics,
             memory_limit_bytes=command.memory_limit_bytes,
             host_memory_limit_bytes=command.host_memory_limit_bytes,
             update=command.update,
@@ -323,8 +324,11 @@ def _train(
     if command.metrics is not None:
         from zorse_megatron.adapter import rebind
         from zorse_megatron.adapter.metrics import metrics_records
+        from zorse_megatron.adapter.record_files import RecordFiles, check_record
 
         rebind.apply(metrics_records(command.metrics))
+        if plan_run is None:
+            rebind.apply([check_record(RecordFiles(metrics=command.metrics))])
     from zorse_megatron.adapter.entry import run_entry
 
     run_entry(command.script, megatron_flags)

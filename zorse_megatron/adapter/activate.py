@@ -35,6 +35,7 @@ class PlanRun:
     """See `adapter.shard_update`."""
     trace_directory: Path | None = None
     memory_directory: Path | None = None
+    metrics: Path | None = None
     memory_limit_bytes: int | None = None
     host_memory_limit_bytes: int | None = None
     skips_damaged: bool = False

@@ -19,6 +19,9 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.rebind import Rebinding
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.errors import OutputError
+from zorse_megatron.files.write import append_line
+from zorse_megatron.log import complain
 
 
 class MetricsFile:
@@ -27,6 +30,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.last_s: float | None = None
+        self.complained = False
 
     def append(self, losses: dict[str, Any], **numbers: Any) -> None:
         """Write `losses` by their own names ("lm loss"), and `numbers`; NaN and Inf become null."""
@@ -39,9 +43,13 @@ class MetricsFile:
             "elapsed_s": None if self.last_s is None else now_s - self.last_s,
         }
         self.last_s = now_s
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        try:
+            append_line(self.path, json.dumps(record, allow_nan=False))
+        except OutputError as error:
+            # No reason to lose the training: it goes on, and the file lacks this iteration.
+            if not self.complained:
+                complain(str(error), everywhere=True)
+            self.complained = True
 
 
 def _number(value: Any) -> float | int | bool | None:

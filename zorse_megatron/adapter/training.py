@@ -1,5 +1,6 @@
 """Stock's `pretrain`, called with the plan's groups and with the plan's hooks in place."""
 
+import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
@@ -28,14 +29,16 @@ from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
 from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.process_groups import create_groups
 from zorse_megatron.adapter.recompute import set_recompute
+from zorse_megatron.adapter.record_files import RecordFiles, check_record_files
 from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.sample_readers import counting_each_chunk, sample_kind
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.shard_update import choose_update, say_update
 from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
-from zorse_megatron.errors import FlagError, PlanError, Problem
+from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.fit import model_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
+from zorse_megatron.log import complain
 from zorse_megatron.schema.load import fingerprint
 
 
@@ -51,6 +54,9 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     if problems:
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
+    check_record_files(
+        RecordFiles(trace=run.trace_directory, memory=run.memory_directory, metrics=run.metrics)
+    )
     check_device(run.plan, args.rank)
     check_placement(run)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -90,7 +96,17 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
             dist.barrier()  # a rank that ends before the others would seem to be gone
             return result
     finally:
+        _save_records(session, training_ended=sys.exception() is None)
+
+
+def _save_records(session: PlanSession, *, training_ended: bool) -> None:
+    """Write what the run recorded; where it failed itself, that stays what it ends with."""
+    try:
         session.save_records()
+    except OutputError as error:
+        if training_ended:
+            raise
+        complain(str(error), everywhere=True)
 
 
 def _check_same_plan(run: PlanRun) -> None:

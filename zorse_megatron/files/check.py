@@ -36,14 +36,17 @@ def unwritable_problems(
     *,
     inputs: Sequence[str | Path | None] = (),
     may_be_stream: bool = True,
+    parents: bool = False,
 ) -> Iterator[Problem]:
-    """Yield what `refuse_unwritable` stops for."""
+    """Yield what `refuse_unwritable` stops for. `parents`: make the directories of the files."""
     first: dict[object, str] = {}
     for option, path in paths.items():
         if path is None:
             continue
         where = f"{option} {path}"
         try:
+            if parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
             identity = _identity(path, may_be_stream=may_be_stream)
         except OSError as error:
             yield _problem(where, error.strerror or str(error), remedy_for(error))

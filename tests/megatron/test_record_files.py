@@ -1,0 +1,73 @@
+"""What a run records is checked before it trains, on the rank that writes; nothing is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import BASE_FLAGS, LAYOUTS
+from tests.megatron.launch import RunResult, run_ranks
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.pretrain import BAD_INPUT
+from zorse_megatron.schema.load import save_plan
+
+FLAGS = (
+    *BASE_FLAGS,
+    *("--train-iters", "2", "--mock-data", "--split", "90,5,5"),
+    *TOKENIZER_FLAGS,
+)
+
+
+def refused(result: RunResult, *facts: str) -> None:
+    assert set(result.returncodes) == {BAD_INPUT}, result.outputs
+    assert " iteration " not in "".join(result.outputs)
+    assert "Traceback" not in "".join(result.outputs)
+    for fact in facts:
+        assert "".join(result.outputs).count(fact) == 1, result.outputs[0]
+
+
+def test_all_that_cannot_be_written_is_told_at_once_before_training(tmp_path: Path) -> None:
+    save_plan(LAYOUTS["2|1"], tmp_path / "plan.json")
+    (tmp_path / "file").touch()
+    # Only rank 1 has this one in its way.
+    (tmp_path / "memory" / "memory-rank1.json").mkdir(parents=True)
+    words = (
+        *("--zorse-plan", str(tmp_path / "plan.json"), "--zorse-trace", str(tmp_path / "file")),
+        *("--zorse-memory", str(tmp_path / "memory"), "--zorse-metrics", "/dev/full"),
+    )
+    refused(
+        run_ranks([*FLAGS, *words], 3, timeout_s=60),
+        f"ranks 0 to 2: --zorse-trace {tmp_path / 'file'}: found a file",
+        "rank 1: --zorse-memory: memory-rank1.json",
+        "rank 2: --zorse-metrics /dev/full: found a device",
+        "(3 problems)",
+    )
+
+
+def test_a_stock_run_checks_its_metrics(tmp_path: Path) -> None:
+    words = ("--zorse-metrics", str(tmp_path))
+    refused(
+        run_ranks([*FLAGS, *words], 2, timeout_s=60),
+        f"rank 1: --zorse-metrics {tmp_path}: found a directory",
+    )
+
+
+@pytest.mark.parametrize("flag", ["--zorse-trace", "--zorse-metrics"])
+def test_what_can_no_longer_be_written_ends_in_a_message(flag: str, tmp_path: Path) -> None:
+    """The disk is full once training has begun."""
+    save_plan(LAYOUTS["2|1"], tmp_path / "plan.json")
+    place = tmp_path / "records"
+    words = ("--zorse-plan", str(tmp_path / "plan.json"), flag, str(place))
+    result = run_ranks([*FLAGS, *words], 3, entry="tests.megatron.full_disk_entry", timeout_s=60)
+    assert "Traceback" not in "".join(result.outputs)
+    assert "iteration        2/" in result.outputs[-1]
+    if flag == "--zorse-metrics":
+        assert result.returncodes == (0, 0, 0)  # trained to the end without them
+        assert result.outputs[2].count("No space left on device") == 1
+        assert place.read_text() == ""
+    else:
+        assert set(result.returncodes) == {BAD_INPUT}
+        assert all(
+            "trace-rank" in output and "No space left on device" in output
+            for output in result.outputs
+        )
+        assert list(place.iterdir()) == []
