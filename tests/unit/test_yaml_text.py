@@ -69,7 +69,7 @@ def test_repeated_keys_are_reported_with_their_line():
         ("", "c.yaml", "an empty file"),
         ("  \n", "c.yaml", "an empty file"),
         ("# nothing\n", "c.yaml", "comments only"),
-        ("a: [1", "c.yaml: line 1 column 6", "text that is not YAML"),
+        ("a: [1", "c.yaml: line 2 column 1", "text that is not YAML"),
         ("a: b: c", "c.yaml: line 1 column 5", "text that is not YAML"),
         ("a:\n\t- b", "c.yaml: line 2 column 1", "text that is not YAML"),
         ("a: 1\n---\nb: 2", "c.yaml: line 2 column 1", "another document"),
@@ -78,8 +78,18 @@ def test_repeated_keys_are_reported_with_their_line():
         ("x: !!python/object/apply:os.system [ls]", "c.yaml: line 1", "a tag"),
         ("? [1, 2]\n: 3", "c.yaml: line 1", "a key that is not plain text"),
         ("[" * 100 + "]" * 100, "c.yaml: line 1", "nested too deeply"),
-        ("[" * 9000, "c.yaml", "nested too deeply"),
-        ('a: "\\ud800"', "c.yaml: line 1", "surrogate"),
+        ("[" * 9000, "c.yaml: line 1", "nested too deeply"),
+        ('a: "\\ud800"', "c.yaml: line 1 column 7", "text that is not YAML"),
+        (
+            "a: &x [1, 1]\n" + "".join(f"{b}: &{b} [*x, *x]\n" for b in "bcdefghij"),
+            "c.yaml: line 1",
+            "alias",
+        ),
+        (
+            "nodes: [" + "1, " * 600_000 + "1]",
+            "c.yaml: line 1",
+            "more than 500,000 keys and values",
+        ),
     ],
 )
 def test_unreadable(text, where, found):

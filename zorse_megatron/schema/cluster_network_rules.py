@@ -6,7 +6,12 @@ import networkx as nx
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster_file import ClusterFile, SwitchEntry
-from zorse_megatron.schema.cluster_resolve import ONLY_REGION, region_of, regions_of
+from zorse_megatron.schema.cluster_resolve import (
+    ONLY_REGION,
+    first_region,
+    region_of,
+    regions_of,
+)
 from zorse_megatron.schema.suggest import did_you_mean
 
 _MAX_LISTED = 8
@@ -66,7 +71,7 @@ def _switch_names(file: ClusterFile) -> Iterator[Problem]:
 def _node_switches(file: ClusterFile) -> Iterator[Problem]:
     regions = {switch.name: region_of(file, switch) for switch in file.switches}
     for index, node in enumerate(file.nodes):
-        region = node.region or regions_of(file)[0]
+        region = node.region or first_region(file)
         if node.switch is None:
             continue
         if node.switch not in regions:

@@ -35,9 +35,14 @@ def regions_of(file: ClusterFile) -> tuple[str, ...]:
     return tuple(dict.fromkeys(node.region or ONLY_REGION for node in file.nodes))
 
 
+def first_region(file: ClusterFile) -> str:
+    """Return the region of the first node: that of a file which names none."""
+    return file.nodes[0].region or ONLY_REGION
+
+
 def region_of(file: ClusterFile, switch: SwitchEntry) -> str:
     """Return the region of a switch; in a file with one region it need not say."""
-    return switch.region or regions_of(file)[0]
+    return switch.region or first_region(file)
 
 
 def kind_name(file: ClusterFile, name: str) -> str:
@@ -123,7 +128,7 @@ def _nodes(file: ClusterFile, kinds: dict[str, GpuKind]) -> Iterator[Node]:
                 nics=nics,
                 host_link_bytes_per_s=host_link,
                 host_memory_bytes=host_memory,
-                region=entry.region or regions_of(file)[0],
+                region=entry.region or first_region(file),
                 switch=entry.switch,
             )
             rank += len(gpu_kinds)

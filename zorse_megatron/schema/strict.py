@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.read import MAX_INPUT_BYTES, read_input
 from zorse_megatron.schema.file_kind import FileKind
 from zorse_megatron.schema.structure import path_of, problems_from, without_unknown_keys
 
@@ -24,12 +25,13 @@ Lines = Mapping[str, int]
 def read_file(path: str | Path, kind: FileKind) -> bytes:
     """Return the bytes of a file. Raises the kind's error where there is none to read."""
     try:
-        return Path(path).read_bytes()
+        return read_input(path)
     except OSError as error:
         problem = Problem(
             where=str(path),
             found=f"no readable file ({error.strerror or error})",
-            expected=f"{kind.with_article} file",
+            expected=f"{kind.with_article} file: a regular one of at most "
+            f"{MAX_INPUT_BYTES / 2**20:.0f} MiB",
             remedy="Check the path, and that every rank can read it.",
         )
         raise kind.error(f"cannot read {path}", [problem]) from error

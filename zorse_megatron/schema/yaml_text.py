@@ -6,6 +6,7 @@ one) are not strings. Keys given twice, anchors and tags are refused.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -26,6 +27,13 @@ _CONSTANTS: dict[str, Any] = {
 }
 # Deeper than any file of ours; beyond it Python's own recursion limit is near.
 _MAX_DEPTH = 50
+_MAX_EVENTS = 500_000
+_TOO_MANY = (
+    f"more than {_MAX_EVENTS:,} keys and values up to here",
+    "Nodes that are equal need one entry, with their `count`.",
+)
+# libyaml, where PyYAML was built with it, takes a tenth of the time.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TOO_DEEP = ("values nested too deeply", "Use the documented keys only.")
 
 
@@ -45,67 +53,92 @@ def read_yaml(
     Raises the kind's error when there is no value to return.
     """
     text = read_text(data, source, kind)
-    reader = _Reader(source)
+    reader = _Reader(source, _events(text))
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        value = reader.value(node, "", 0) if node is not None else None
-    except RecursionError as error:
-        raise unreadable(source, source, *_TOO_DEEP, kind) from error
+        value = reader.document()
+    except _Comments as error:
+        remedy = f"Write the {kind.name} again."
+        raise unreadable(source, source, "comments only", remedy, kind) from error
     except yaml.YAMLError as error:
         raise _syntax_error(error, source, kind) from error
     except _Unreadable as error:
         where = f"{source}: line {error.line}"
         raise unreadable(source, where, error.found, error.remedy, kind) from error
-    if node is None:
-        raise unreadable(source, source, "comments only", f"Write the {kind.name} again.", kind)
     return value, reader.lines, reader.problems
 
 
-class _Loader(yaml.SafeLoader):
-    """Composes nodes; an alias is refused before it can stand for a thousand others."""
+class _Comments(Exception):
+    """There is no document."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+
+def _events(text: str) -> Iterator[yaml.Event]:
+    """What the parser reads; what files of ours never have is refused where it stands.
+
+    An alias could stand for a thousand others, and so on: it is refused before it does.
+    """
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_LOADER)):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             remedy = "Write the value out at each place; `count` repeats equal nodes."
             raise _Unreadable(event.start_mark, "an anchor or alias (& or *)", remedy)
         if getattr(event, "tag", None) is not None:
             raise _Unreadable(event.start_mark, f"a tag ({event.tag})", "Remove the tag.")
-        return super().compose_node(parent, index)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise _Unreadable(event.start_mark, *_TOO_DEEP)
+        if count >= _MAX_EVENTS:
+            raise _Unreadable(event.start_mark, *_TOO_MANY)
+        yield event
 
 
 class _Reader:
-    """Turns composed nodes into plain values."""
+    """Turns the parser's events into plain values."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, events: Iterator[yaml.Event]) -> None:
         self.source = source
+        self.events = events
         self.lines: dict[str, int] = {}
         self.problems: list[Problem] = []
 
-    def value(self, node: yaml.Node, path: str, depth: int) -> Any:
-        """Return the value of a node and note the lines of all that is in it."""
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if depth > _MAX_DEPTH:
-            raise _Unreadable(node.start_mark, *_TOO_DEEP)
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path, depth)
-        if isinstance(node, yaml.SequenceNode):
-            items = enumerate(node.value)
-            return [self.value(item, f"{path}[{index}]", depth + 1) for index, item in items]
-        return _scalar(node)
+    def document(self) -> Any:
+        """Return the value of the only document."""
+        next(self.events)  # the stream begins
+        if not isinstance(next(self.events), yaml.DocumentStartEvent):
+            raise _Comments
+        value = self.value(next(self.events), "")
+        next(self.events)  # the document ends
+        further = next(self.events)
+        if isinstance(further, yaml.DocumentStartEvent):
+            raise yaml.MarkedYAMLError(
+                problem="another document begins", problem_mark=further.start_mark
+            )
+        return value
 
-    def _mapping(self, node: yaml.MappingNode, path: str, depth: int) -> dict[str, Any]:
+    def value(self, event: yaml.Event, path: str) -> Any:
+        """Return the value that begins with an event and note the lines of all that is in it."""
+        self.lines.setdefault(path, event.start_mark.line + 1)
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            items: list[Any] = []
+            while not isinstance(item := next(self.events), yaml.SequenceEndEvent):
+                items.append(self.value(item, f"{path}[{len(items)}]"))
+            return items
+        return _scalar(event)
+
+    def _mapping(self, path: str) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key, line = str(key_node.value), key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
                 found = "a key that is not plain text"
-                raise _Unreadable(key_node.start_mark, found, "Use the documented keys only.")
+                raise _Unreadable(event.start_mark, found, "Use the documented keys only.")
+            key, line = event.value, event.start_mark.line + 1
             if key in result:
                 self.problems.append(self._repeated(path, key, line))
             inner = f"{path}.{key}" if path else key
             self.lines[inner] = line
-            result[key] = self.value(value_node, inner, depth + 1)
+            result[key] = self.value(next(self.events), inner)
         return result
 
     def _repeated(self, path: str, key: str, line: int) -> Problem:
@@ -117,7 +150,7 @@ class _Reader:
         )
 
 
-def _scalar(node: yaml.Node) -> Any:
+def _scalar(node: yaml.ScalarEvent) -> Any:
     text = node.value
     if not text.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in text):
         raise _Unreadable(node.start_mark, "half of a surrogate pair", "Write the sign itself.")
