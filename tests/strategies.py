@@ -39,6 +39,9 @@ _RECOMPUTE = (
     Recompute(mode="full", num_layers=1),
 )
 
+# Any text without controls: no separators of lines, nothing that turns the direction of writing.
+NAMES = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]))
+
 
 @st.composite
 def plans(
@@ -252,7 +255,7 @@ def _group_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:
     flag = st.booleans()
     offload = st.builds(Offload, parameters=flag, optimizer_state=flag, activations=flag)
     return {
-        "name": draw(st.none() | st.text()),
+        "name": draw(st.none() | NAMES),
         "recompute": draw(st.none() | recompute),
         "offload": draw(st.none() | offload),
         "compute_dtype": draw(st.sampled_from([None, "fp16", "bf16", "fp32"])),
@@ -284,9 +287,7 @@ def _plan_options(draw: DrawFn, with_options: bool, world_size: int) -> dict[str
         return st.none() | st.tuples(*[entry] * world_size)
 
     positive = st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-    cluster = st.builds(
-        ClusterFingerprint, name=st.none() | st.text(), gpu_kinds=per_rank(st.text())
-    )
+    cluster = st.builds(ClusterFingerprint, name=st.none() | NAMES, gpu_kinds=per_rank(NAMES))
     predictions = st.builds(
         Predictions,
         iteration_s=positive,

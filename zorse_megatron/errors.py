@@ -1,7 +1,15 @@
 """Errors that say what was found, what was expected, where, and what to do."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+# What is found may be anything: it must not steer the terminal that shows it.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def _printable(text: str) -> str:
+    return _CONTROLS.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +26,8 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.where}: found {self.found}; expected {self.expected}. {self.remedy}"
+        text = f"{self.where}: found {self.found}; expected {self.expected}. {self.remedy}"
+        return _printable(text)
 
 
 class ZorseError(Exception):
@@ -37,7 +46,7 @@ class ZorseError(Exception):
     def __str__(self) -> str:
         lines = [f"{self.title} ({len(self.problems)} problem{'s'[: len(self.problems) > 1]}):"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
-        return "\n".join(lines)
+        return _printable("\n".join(lines))
 
 
 class PlanError(ZorseError):

@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.cli_samples import FLAGS, MODEL, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, MODEL, lab_plan, runner_in, write_lab
 from tests.unit.profile_samples import good as good_profile
 
 LAB = "nodes:\n  - {gpus: 4 x A6000, nics: 100 Gb/s}\n  - {gpus: 4 x V100-16, nics: 100 Gb/s}\n"
@@ -55,6 +58,13 @@ CLUSTERS = {
         PLAN,
         ['"A6001", which is not a known kind of GPU', "gpu_kinds"],
     ),
+    "a name that steers the terminal": (
+        LAB + 'name: "a\\e[31mb"',
+        PLAN,
+        ["name: found a control character (U+001B) in 'a\\x1b[31mb'"],
+    ),
+    "a key that steers the terminal": (LAB + '"a\\e[31mb": 1', PLAN, ["a\\x1b[31mb"]),
+    "a device": ({}, (*PLAN, "--cluster", "/dev/zero"), ["(a device)", "a regular one"]),
     "no GPUs": (LAB.replace("4 x A6000", "0 x A6000"), PLAN, ["gpus[0].count: found 0"]),
     "too many GPUs": (LAB.replace("{gpus", "{count: 999999999, gpus"), PLAN, ["at most 1000000"]),
     "no network": (LAB.replace(", nics: 100 Gb/s", ""), PLAN, ["a node without nics"]),
@@ -126,6 +136,7 @@ MODELS = {
 PROFILES = {
     "no file": ({}, (*PLAN, "--profile", "no.json"), ["cannot read no.json", "a profile file"]),
     "cut off": ("{", WITH_PROFILE, ["profile.json"]),
+    "too large": ("[" + 2**26 * " " + "]", WITH_PROFILE, ["(more than 64 MiB)"]),
     "a list": ("[]", WITH_PROFILE, ["[] (a list)"]),
     "a newer version": (
         spoilt(good_profile(), "schema_version", 2),
@@ -161,6 +172,11 @@ PROFILES = {
 PLANS = {
     "no file": ({}, ("simulate", "no.json", *SIMULATE[2:]), ["cannot read no.json", "a plan file"]),
     "cut off": (json.dumps(lab_plan())[:200], SIMULATE, ["plan.json is not a plan"]),
+    "a group that steers the terminal": (
+        spoilt(lab_plan(), "groups", 0, "name", "\x9b31m"),
+        SIMULATE,
+        ["groups[0].name: found a control character (U+009B)"],
+    ),
     "a gap": (
         spoilt(lab_plan(), "chunks", 1, "layers", [6, 8]),
         SIMULATE,
@@ -383,3 +399,23 @@ def test_mutated_files_never_give_a_traceback(run, file):
             assert result.exit_code in (0, 1, 2)
     finally:
         Path(name).write_bytes(before)
+
+
+@pytest.mark.parametrize("command", [PLAN, SIMULATE, ("check",), ("actions",)])
+def test_a_fifo_is_not_waited_for(run, tmp_path, command):
+    os.mkfifo(tmp_path / "pipe")
+    words = (*PLAN, "--cluster", "pipe") if command == PLAN else (command[0], "pipe", *command[2:])
+    check_message(run(*words), ["cannot read pipe", "(a FIFO)"])
+
+
+def test_what_is_piped_is_read(tmp_path):
+    write_lab(tmp_path)
+    for piped in ("<(cat plan.json)", "/dev/stdin < plan.json"):
+        command = f"{sys.executable} -m zorse_megatron check {piped}"
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_of_a_thousand_problems_a_hundred_are_told(run, tmp_path):
+    (tmp_path / "cluster.yaml").write_text("nodes: [" + "1, " * 1000 + "1]")
+    result = run(*PLAN)
+    check_message(result, ["cannot be used, and has more problems than these (100 problems)"])

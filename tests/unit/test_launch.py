@@ -454,20 +454,41 @@ def test_the_command_refuses_another_cluster(
     assert "rank 0 on A6000, which is V100-16 in the cluster" in result.output
 
 
-def test_names_of_the_cluster_are_no_lines_of_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_no_lines_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner_in(tmp_path, monkeypatch)
-    cluster = (tmp_path / "cluster.yaml").read_text().replace("name: new", r'name: "n\ntouch a"')
-    cluster = cluster.replace("name: two-node lab", r'name: "lab\ntouch b"')
-    (tmp_path / "cluster.yaml").write_text(cluster)
+    plan = (tmp_path / "plan.json").rename(tmp_path / "of\ntouch b")
     options = ["--cluster", "cluster.yaml", "--slurm", "x.sh", "--sbatch", "comment=two words"]
-    result = run("launch", "plan.json", *options, "--", *FLAGS)
+    result = run("launch", plan.name, *options, "--", *FLAGS)
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "x.sh").read_text().splitlines()
-    assert lines[1].endswith("on the GPUs of lab touch b.")
+    assert lines[1].startswith("# Trains under of touch b (plan ")
     assert lines.count("#SBATCH '--comment=two words'") == 2
-    assert not [line for line in lines if line.startswith("touch")]
-    result = run("launch", "plan.json", *options, "--node-names", "--", *FLAGS)
+    cluster = (tmp_path / "cluster.yaml").read_text().replace("name: new", r'name: "n\ntouch a"')
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    result = run("launch", plan.name, *options, "--", *FLAGS)
     assert result.exit_code == 1
-    assert r"found a node named 'n\ntouch a' in the cluster file" in result.output
+    assert r"found a control character (U+000A) in 'n\ntouch a'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("tmie=1:00:00", 'Did you mean "time"?'),
+        ("--contaner-image=a", 'Did you mean "container-image"?'),
+        ("banana", "one of the long options of sbatch"),
+        ("wrap=ls", "this is the script"),
+        ("array=0-3", "into the same checkpoint"),
+    ],
+)
+def test_options_that_sbatch_does_not_know(
+    option: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    files = ["plan.json", "--cluster", "cluster.yaml", "--slurm", "x.sh"]
+    result = run("launch", *files, "--sbatch", option, "--", *FLAGS)
+    assert result.exit_code == 1
+    assert said in result.output
+    assert not (tmp_path / "x.sh").exists()
+    # sbatch takes the beginning of a name.
+    known = ["--sbatch", "constr=a", "--sbatch", "container-image=a", "--sbatch", "mem=0"]
+    assert run("launch", *files, *known, "--", *FLAGS).exit_code == 0

@@ -12,6 +12,7 @@ from zorse_megatron.cli.options import is_given
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.check import unwritable_problems
 from zorse_megatron.launch.batch_script import OWN_OPTIONS
+from zorse_megatron.launch.sbatch_options import closest, is_known
 
 _OF_SLURM = ("force", "partition", "sbatch", "python")
 _OF_TORCHRUN = ("master_addr", "master_port")
@@ -108,6 +109,13 @@ def _sbatch_problems(texts: Sequence[str]) -> Iterator[Problem]:
                 text,
                 expected=f"nothing that contradicts the script's own lines, as --{own[0]} does",
                 remedy=OWN_OPTIONS[own[0]],
+            )
+        elif not is_known(spelt[1]):
+            yield _misspelt(
+                "--sbatch",
+                text,
+                expected="one of the long options of sbatch",
+                remedy=closest(spelt[1]),
             )
 
 

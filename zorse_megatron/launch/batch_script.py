@@ -63,6 +63,8 @@ exit "$status"
 _BY_THE_CLUSTER = "Leave it out: the cluster file says how many ranks a node has, one for each GPU."
 _AT_SUBMISSION = "Give it to sbatch itself, whose own options come before those in the script."
 _BY_NAME = "Name the nodes in the cluster file, and give zorse launch --node-names."
+_BY_SCRIPT = "Leave it out: this is the script, which sbatch runs."
+_ONCE = "Leave it out: every task of the array would train into the same checkpoint."
 _BY_SAVE = "Leave it out: the job goes back into the queue if its command has --save."
 OWN_OPTIONS = {
     "job-name": _AT_SUBMISSION,
@@ -81,11 +83,13 @@ OWN_OPTIONS = {
     "gpus-per-node": _BY_THE_CLUSTER,
     "gpus-per-socket": _BY_THE_CLUSTER,
     "gpus-per-task": _BY_THE_CLUSTER,
+    "wrap": _BY_SCRIPT,
+    "array": _ONCE,
     "requeue": _BY_SAVE,
     "no-requeue": _BY_SAVE,
     "signal": "Leave it out: the script saves at its own; for an earlier one change its line.",
 }
-"""Option that the script writes, or another one for the same -> what to do instead."""
+"""Option that the script writes, or that contradicts it -> what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

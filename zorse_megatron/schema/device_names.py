@@ -4,6 +4,7 @@ The names are those of NVML's `nvmlDeviceGetName`, which `torch.cuda.get_device_
 """
 
 import re
+from functools import lru_cache
 
 from zorse_megatron.schema.presets import GPU_KINDS, canonical_kind
 
@@ -31,6 +32,7 @@ _NAMES = (
 )
 
 
+@lru_cache(maxsize=1024)
 def kind_of_device(name: str) -> str:
     """Return the well-known kind that a driver's name means; another name comes back as it is.
 

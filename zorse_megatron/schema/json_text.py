@@ -5,6 +5,7 @@ does not parse was cut off. Layout keeps short things on one line, so that a rep
 """
 
 import json
+from collections import Counter
 from typing import Any
 
 from pydantic_core import from_json
@@ -88,8 +89,8 @@ def _is_nested(value: Any) -> bool:
 def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
     result = JsonObject(pairs)
     if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        result.repeated = tuple(key for key in result if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        result.repeated = tuple(key for key, count in counts.items() if count > 1)
     return result
 
 

@@ -1,5 +1,7 @@
 """Well-known kinds of GPU, and how they are spelled."""
 
+from functools import lru_cache
+
 from zorse_megatron.schema.data_centre_gpus import DATA_CENTRE_GPUS
 from zorse_megatron.schema.gpu import GpuKind
 from zorse_megatron.schema.workstation_gpus import WORKSTATION_GPUS
@@ -22,6 +24,7 @@ _ALIASES = {
 }
 
 
+@lru_cache(maxsize=1024)  # a file may name one kind in thousands of nodes
 def canonical_kind(name: str) -> str:
     """Return our spelling of a well-known kind; an unknown name comes back as it is.
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.read import MAX_INPUT_BYTES, read_input
+from zorse_megatron.schema.control_characters import control_problems
 from zorse_megatron.schema.file_kind import FileKind
 from zorse_megatron.schema.structure import path_of, problems_from, without_unknown_keys
+
+# More than anybody reads; a generated file may have the same one a million times.
+_MAX_PROBLEMS = 100
 
 Rules = Callable[[Any], Iterable[Problem]]
 Lines = Mapping[str, int]
@@ -53,19 +58,23 @@ def built(
     gives the line of each path, for a format that people write.
     """
     found = list(problems)
+    controls = islice(control_problems(value), _MAX_PROBLEMS + 1)
+    found += [_at(problem, source, lines, problem.where) for problem in controls]
     result = None
     try:
         result = _adapter(kind.root).validate_json(json.dumps(value))
     except ValidationError as error:
-        for location, problem in problems_from(error, kind):
+        for location, problem in islice(problems_from(error, kind), _MAX_PROBLEMS + 1):
             found.append(_at(problem, source, lines, path_of(location)))
         # With the unknown keys gone the rules may have more to say.
         if without_unknown_keys(value, error):
             result = _adapter(kind.root).validate_json(json.dumps(value))
     if result is not None:
-        found += [_at(problem, source, lines, problem.where) for problem in rules(result)]
+        broken = islice(rules(result), _MAX_PROBLEMS + 1)
+        found += [_at(problem, source, lines, problem.where) for problem in broken]
     if result is None or found:
-        raise kind.error(f"{source} cannot be used", found)
+        first = ", and has more problems than these" if len(found) > _MAX_PROBLEMS else ""
+        raise kind.error(f"{source} cannot be used{first}", found[:_MAX_PROBLEMS])
     return result
 
 

@@ -27,7 +27,7 @@ _CONSTANTS: dict[str, Any] = {
 }
 # Deeper than any file of ours; beyond it Python's own recursion limit is near.
 _MAX_DEPTH = 50
-_MAX_EVENTS = 500_000
+_MAX_EVENTS = 250_000
 _TOO_MANY = (
     f"more than {_MAX_EVENTS:,} keys and values up to here",
     "Nodes that are equal need one entry, with their `count`.",
