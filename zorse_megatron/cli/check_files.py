@@ -11,6 +11,7 @@ from typing import Any
 
 from zorse_megatron.cli.plan_table import plan_line, plan_summary
 from zorse_megatron.cli.profile import counts_of
+from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster import Cluster
@@ -21,6 +22,7 @@ from zorse_megatron.schema.load import PLAN_FILE, parse_plan
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.model_yaml import MODEL_FILE, parse_model
 from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.presets import GPU_KINDS
 from zorse_megatron.schema.profile import Profile
 from zorse_megatron.schema.profile_load import PROFILE_FILE, parse_profile
 from zorse_megatron.schema.strict import read_file
@@ -128,7 +130,8 @@ def _line(content: Content | None) -> str:
                 f"sequence length {content.seq_length}"
             )
         case Profile():
-            return f"profile: {counts_of(content)}"
+            unlikely = [f"\n  unlikely: {each}" for each in unlikely_times(content, GPU_KINDS)]
+            return f"profile: {counts_of(content)}{''.join(unlikely)}"
     return ""
 
 
@@ -159,5 +162,6 @@ def _summary(content: Content | None) -> dict[str, Any]:
                 "gpu_kinds": list(content.gpu_kinds()),
                 "models": [model.name for model in content.models],
                 "series": len(content.times),
+                "unlikely": list(unlikely_times(content, GPU_KINDS)),
             }
     return {}

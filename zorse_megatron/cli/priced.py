@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
 from zorse_megatron.cli.workload import Workload, at_seq_length
+from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
@@ -76,6 +77,8 @@ def priced(
         computing=workload.computing,
     )
     notes = [*inputs.notes, *workload.notes]
+    if profile is not None:
+        notes += [f"unlikely: {each}" for each in unlikely_times(profile, cluster.kinds)]
     if workload.dtype is None:
         notes.insert(0, f"computed in {dtype}, as every kind of GPU can; --dtype changes it")
     elif dtype == "auto":

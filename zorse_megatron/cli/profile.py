@@ -13,11 +13,13 @@ from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.console import print_plain, print_table, reported_errors
 from zorse_megatron.cli.profile_measure import measure_profile
 from zorse_megatron.costs.curve import Replaced, fit_curve
+from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.schema.counted import number_of
 from zorse_megatron.schema.gpu import Dtype
 from zorse_megatron.schema.json_text import layout
 from zorse_megatron.schema.model_yaml import load_model
+from zorse_megatron.schema.presets import GPU_KINDS
 from zorse_megatron.schema.profile import Profile, Times
 from zorse_megatron.schema.profile_import import Settings, Table, import_tables
 from zorse_megatron.schema.profile_load import PROFILE_FILE, load_profile, save_profile
@@ -63,6 +65,8 @@ def import_profile(  # noqa: PLR0917
     print_plain(f"{out}: {counts_of(imported.profile)}")
     for note in imported.notes:
         print_plain(f"note: {note}")
+    for each in summary["unlikely"]:
+        print_plain(f"unlikely: {each}")
     count = len(summary["not_believed"])
     if count:
         print_plain(
@@ -90,6 +94,8 @@ def show(
     print_table(grid)
     for entry in summary["not_believed"]:
         print_plain(_sentence(entry))
+    for each in summary["unlikely"]:
+        print_plain(f"unlikely: {each}")
 
 
 def _dtype(name: str) -> Dtype:
@@ -128,6 +134,7 @@ def _summary(loaded: Profile) -> dict[str, Any]:
             }
             for kind, entries in by_kind.items()
         },
+        "unlikely": list(unlikely_times(loaded, GPU_KINDS)),
         "not_believed": [entry for times in loaded.times for entry in _not_believed(times)],
     }
 
