@@ -3,7 +3,7 @@ import pytest
 from zorse_megatron.flags.accepted import COMPARED, FINE, PREDICTED
 from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED
 from zorse_megatron.flags.table import defaults
-from zorse_megatron.flags.verdicts import is_among, verdicts_of
+from zorse_megatron.flags.verdicts import is_among, is_refused, verdicts_of
 
 
 def test_every_flag_has_one_verdict():
@@ -18,3 +18,9 @@ LISTS = [COMPARED, PREDICTED, FINE, *(each.names for each in (*DECIDED_BY_PLAN, 
 def test_every_name_in_a_list_is_a_flag_of_megatron(names):
     unused = [each for each in names.split() if not any(is_among(n, each) for n in defaults())]
     assert unused == []
+
+
+def test_a_default_that_megatron_takes_from_the_environment_is_accepted():
+    """`--inprocess-active-world-size` defaults to WORLD_SIZE, which torchrun and srun set."""
+    assert is_refused("inprocess_active_world_size", 8) is None
+    assert is_refused("inprocess_restart", True) is not None

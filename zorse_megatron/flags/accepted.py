@@ -83,6 +83,6 @@ barrier_with_L1_time log_world_size_to_tensorboard wandb_* logging_level log_ene
 log_straggler straggler_ctrlr_port straggler_minmax_count disable_straggler_on_startup
 config_logger_dir enable_one_logger one_logger_* app_tag_run_name app_tag_run_version
 profile profile_* use_pytorch_profiler pytorch_profiler_* record_memory_history
-memory_snapshot_path record_shapes nvtx_ranges
+memory_snapshot_path record_shapes nvtx_ranges inprocess_[!r]*
 """
 """Reach Megatron as they are."""

@@ -251,7 +251,7 @@ _MACHINE = (
         "high_priority_stream_groups nccl_communicator_config_path use_sharp sharp_enabled_group "
         "distributed_timeout_seconds_after_init lazy_mpu_init fake_process_group",
     ),
-    _not_yet("Restarts within the process", "inprocess_*"),
+    _not_yet("Restarts within the process", "inprocess_restart"),
     _untried(
         "Services around the job",
         "enable_ft_package calc_ft_timeouts ft_num_warmup_iters adlr_autoresume "
