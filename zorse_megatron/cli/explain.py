@@ -41,13 +41,13 @@ def explain(  # noqa: PLR0917
     profile: Profiles = None,
     dtype: DtypeName = None,
     margin: Margin = DEFAULT_MARGIN,
-    replans: Annotated[
+    no_replan: Annotated[
         bool,
         typer.Option(
-            "--replan/--no-replan",
-            help="Whether to search again: for these GPUs, and with one more of each kind.",
+            "--no-replan",
+            help="Do not search again for these GPUs, and with one more of each kind.",
         ),
-    ] = True,
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: what limits it, what was rejected and why, headroom, what would help."""
@@ -60,7 +60,7 @@ def explain(  # noqa: PLR0917
         prices = priced_for_plan(
             plan, cluster, workload, profile or [], source=str(path), margin=margin
         )
-        searched = _replans(prices, shows_progress=not as_json) if replans else None
+        searched = None if no_replan else _replans(prices, shows_progress=not as_json)
         explanation = explained(prices.inputs, plan, searched)
     if as_json:
         notes = list(prices.notes)
