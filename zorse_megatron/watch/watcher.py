@@ -144,8 +144,14 @@ class Watcher:
             self.own_fault = report.kind not in (Kind.LOST_CONTACT, Kind.DONE)
         self.post.report(report, now_s, ended=True)
         is_done = report.kind is Kind.DONE
-        if not is_done and not self.page.address.read() and self.find_hub is not None:
+        if not is_done and self._is_to_be_found() and self.find_hub is not None:
             self._helper = self.find_hub()
+
+    def _is_to_be_found(self) -> bool:
+        """Whether the hub is unknown, here or to a rank that would ask this one's store for it."""
+        if isinstance(self.post, Hub):
+            return len(self.post.hosts) < self.post.inquest.world_size
+        return not self.page.address.read()
 
     def _look_after_helper(self, now_s: float) -> None:
         if self._helper is None:
