@@ -85,6 +85,8 @@ MIDDLE_CHUNKS = {
 def test_layers_in_the_middle_know_where_documents_end(name: str, corpus: Path) -> None:
     # Attention that matters from the start.
     masks = ("--reset-attention-mask", "--reset-position-ids", "--init-method-std", "0.2")
+    # Biases of keys have no gradient but rounding, which Adam makes as large as any other.
+    masks += ("--disable-bias-linear",)
     flags = flags_for(corpus, *UNTIED, *MASKED, *masks, *EVALUATED, steps=4)
     reference, run = stock_run(flags), plan_run(MIDDLE_CHUNKS[name], flags)
     assert_equal_runs(run, reference)
