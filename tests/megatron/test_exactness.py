@@ -133,6 +133,25 @@ def test_any_plan_follows_stock(plan: Plan, corpus: Path) -> None:
     assert_equal_runs(plan_run(plan, flags), stock_run(flags))
 
 
+def test_fused_cross_entropy_follows_stock_summing_over_tokens_too(corpus: Path) -> None:
+    """Stock rounds the logits' gradients to bf16, behind the factor of its mean over tokens.
+
+    So stock itself differs with and without --calculate-per-token-loss, where the number of tokens
+    is no power of two.
+    """
+    more = ("--cross-entropy-loss-fusion", "--seq-length", "24", *NO_CLIP)
+    flags = flags_for(corpus, *UNTIED, *more, steps=5)
+    run, reference = plan_run(LAYOUTS["2|1|2"], flags), stock_run(flags)
+    assert_equal_runs(run, reference)
+    default = stock_run(tuple(flag for flag in flags if flag != "--calculate-per-token-loss"))
+    assert norms_apart(default, reference) > 100 * norms_apart(run, reference)
+
+
+def norms_apart(run: Recorded, other: Recorded) -> float:
+    pairs = zip(run.grad_norms, other.grad_norms, strict=True)
+    return max(abs(mine - theirs) / theirs for mine, theirs in pairs)
+
+
 def test_slow_messages_change_the_order_alone(corpus: Path) -> None:
     plan = LAYOUTS["2|1|2"]
     hops = (Hop(latency=0.2, load=0.5), Hop(latency=0.1, load=1.5), None)
