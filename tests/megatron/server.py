@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import pkgutil
+import random
 import resource
 import runpy
 import select
@@ -30,6 +31,8 @@ from typing import Any, NoReturn
 POLL_S = 0.01
 # Between the request for tracebacks and the end.
 GRACE_FOR_TRACEBACKS_S = 1.0
+# Below those that Linux hands out (`ip_local_port_range`).
+PORTS = range(12_000, 32_000)
 # What a run imports of this project, most of it late: after the plan and Megatron's flags are read.
 RUN_PACKAGES = ("schema", "schedules", "runtime", "adapter")
 _PR_SET_PDEATHSIG = 1
@@ -75,10 +78,15 @@ def remember_help_texts() -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that is free now, and that the system gives to nobody who asks for any.
+
+    So no connection of a job that another worker of the tests runs takes it before this one does.
+    """
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
