@@ -23,6 +23,7 @@ from zorse_megatron.planner.shortage import no_plan
 from zorse_megatron.planner.stock import stock_plans
 from zorse_megatron.planner.stock_best import stock_on_all
 from zorse_megatron.planner.teams import Teams
+from zorse_megatron.planner.too_large import refuse_too_large
 from zorse_megatron.planner.wire import with_narrow_wire
 from zorse_megatron.planner.words import in_words, structure
 from zorse_megatron.planner.zorse import search as search_all
@@ -53,9 +54,11 @@ def find_plan(
     """Return the best plan that `strategy` finds; the simulator has checked that it fits.
 
     The result depends on the inputs only, but for `plan_time_s`. Raises NoPlanError with the
-    smallest missing amount where nothing fits, ValueError for a strategy that does not exist.
+    smallest missing amount where nothing fits, PlannerInputError for what is too large, ValueError
+    for a strategy that does not exist.
     """
     started_s = time.perf_counter()
+    refuse_too_large(inputs)
     search = _searched(inputs, strategy, on_progress or (lambda progress: None))
     if not search.verdicts:
         raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)

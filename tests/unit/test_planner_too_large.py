@@ -1,0 +1,21 @@
+"""What would take far longer than ten minutes to plan is refused, with all that is too large."""
+
+import dataclasses
+
+import pytest
+
+from tests.unit.planner_cases import random_case
+from zorse_megatron.planner.errors import PlannerInputError
+from zorse_megatron.planner.search import find_plan
+from zorse_megatron.planner.too_large import MAX_GPUS, MAX_LAYERS
+
+
+def test_refuses_clusters_and_models_beyond_the_limits() -> None:
+    inputs = random_case(5, most_layers=6)
+    kinds = inputs.kinds[:1] * (MAX_GPUS + 1)
+    large = dataclasses.replace(inputs, kinds=kinds, num_layers=MAX_LAYERS + 1)
+    with pytest.raises(PlannerInputError) as refused:
+        find_plan(large)
+    assert [problem.where for problem in refused.value.problems] == ["the cluster", "the model"]
+    with pytest.raises(PlannerInputError, match="at most 512"):
+        find_plan(dataclasses.replace(inputs, num_layers=MAX_LAYERS + 1))
