@@ -37,9 +37,11 @@ def exchange_for_dead_rank(page: RankPage, hub_address: str) -> None:
 
 
 def _exchanged(store: dist.Store, hub_address: str) -> str:
+    # torchrun keeps its store when it starts ranks again (--max-restarts).
+    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if hub_address:
-        store.set(_KEY, hub_address)
-    return f"{os.environ['MASTER_ADDR']} {store.get(_KEY).decode()}"
+        store.set(key, hub_address)
+    return f"{os.environ['MASTER_ADDR']} {store.get(key).decode()}"
 
 
 def _store(timeout: timedelta) -> dist.Store:

@@ -36,6 +36,8 @@ class Hub:
         self.line = ""
         self.is_over = False
         self._members: dict[LineSocket, int | None] = {}
+        self._speakers: dict[str, tuple[int, LineSocket]] = {}
+        """Node -> its first rank so far."""
         self._told_s: float | None = None
         self._said_s: float | None = None
         self._own_end_s: float | None = None
@@ -94,7 +96,7 @@ class Hub:
                 return
             rank = self._members[member] = int(message["rank"])
             self.hosts[rank] = str(message["host"])
-            self._choose_speakers()
+            self._choose_speaker(member, rank)
         self.last_heard_s[rank] = now_s
         if "kind" in message:
             report = Report(
@@ -108,15 +110,14 @@ class Hub:
         if message.get("ended"):
             self.inquest.ended.add(rank)
 
-    def _choose_speakers(self) -> None:
-        """One rank of each node speaks if this process, which speaks for all, is gone."""
-        firsts: dict[str, int] = {}
-        for rank in sorted(self.hosts):
-            if rank != 0:
-                firsts.setdefault(self.hosts[rank], rank)
-        for member, number in self._members.items():
-            if number is not None:
-                member.send({"speaks": number in firsts.values()})
+    def _choose_speaker(self, member: LineSocket, rank: int) -> None:
+        """The first rank of each node speaks if this process, which speaks for all, is gone."""
+        host = self.hosts[rank]
+        first, speaker = self._speakers.get(host, (rank, member))
+        if rank <= first:
+            speaker.send({"speaks": False})
+            self._speakers[host] = rank, member
+        member.send({"speaks": rank <= first})
 
     def _lose(self, member: LineSocket, now_s: float) -> None:
         rank = self._members.pop(member)

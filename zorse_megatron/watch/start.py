@@ -1,7 +1,9 @@
 """Splits a process into a rank and its watcher."""
 
+import contextlib
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -68,6 +70,7 @@ def _watch(  # noqa: PLR0917
 ) -> NoReturn:
     gc.disable()  # what it would free are the rank's things
     _let_go_of_files(keep=post.listener.fileno() if isinstance(post, Hub) else -1)
+    _allow_many_files()
     watcher = Watcher(
         rank=rank,
         process=process,
@@ -91,6 +94,15 @@ def _find_hub(page: RankPage, hub_address: str) -> int:
         exchange_for_dead_rank(page, hub_address)
     finally:
         os._exit(0)
+
+
+def _allow_many_files() -> None:
+    """Most systems let a process have 1,024 files unless it asks for more; a job may have more
+    ranks, each with a connection to the hub.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _let_go_of_files(keep: int) -> None:
