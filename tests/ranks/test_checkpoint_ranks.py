@@ -1,6 +1,7 @@
 """Ranks write a manifest together, and read each file of a checkpoint once, whoever saved it."""
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,21 @@ def test_all_ranks_go_back_together(tmp_path: Path) -> None:
     found = run_ranks(WORLD_SIZE, _load_job, str(tmp_path), True)
     assert [problems for problems, _ in found] == [None] * WORLD_SIZE
     assert read_tracker(tmp_path).names == older
+
+
+def _job_on_a_node(node: str) -> tuple[Any, list[str]]:
+    os.environ["LOCAL_RANK"] = "0"
+    os.chdir(Path(node, str(dist.get_rank())))
+    return _load_job("checkpoints", False)
+
+
+def test_a_node_that_does_not_see_the_checkpoint(tmp_path: Path) -> None:
+    """It is told as damage is: another start would not change it."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    save(tmp_path / "0" / "checkpoints", 4)
+    for problems, _ in run_ranks(2, _job_on_a_node, str(tmp_path)):
+        assert "checkpoints/iter_0000004/__0_0.distcp" in problems
 
 
 def _unreadable_job(root: str) -> str:

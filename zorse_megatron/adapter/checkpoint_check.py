@@ -110,7 +110,8 @@ def _problems_of(look: Look) -> list[Problem]:
     folder = look.checkpoint.folder
     mine: list[Problem] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        present = {path.name: path for path in folder.iterdir()}
+        # A node may not see the folder at all, where it is on another one's own disk.
+        present = {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
         sizes = {name: present[name].stat().st_size for name in look.sizes if name in present}
         mine += size_problems(folder, manifest, sizes)
     names = shares(look.sizes, dist.get_world_size())[dist.get_rank()]
