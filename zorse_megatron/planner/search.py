@@ -173,7 +173,7 @@ def _notes(inputs: Inputs, best: Verdict) -> Iterator[str]:
             "gradients of some groups are sent in 16 bits, which --wire allowed: sums differ from "
             "fp32 ones by one rounding of each part"
         )
-    yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory are left free"
+    yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory is left free"
     if best.is_extrapolated:
         yield "the iteration was extrapolated from two shorter batches"
     offloads = any(group.offload for group in best.plan.groups)
