@@ -3,45 +3,23 @@
 After a change of what is printed: `python -m tests.unit.test_cli_docs` writes the outputs anew.
 """
 
-import pickle
 import re
 import shlex
 import shutil
-from contextlib import chdir, contextmanager
+from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
 from typer.testing import CliRunner
 
+from tests.printed import each_search_once
 from zorse_megatron.cli.main import app
-from zorse_megatron.planner import replan as replan_module
-from zorse_megatron.planner import search as search_module
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "cli.md"
 BLOCK = re.compile(r"^( *)```\n\1(zorse [^\n]*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 # What a clock measured differs from run to run.
 CLOCK = re.compile(r"\bin [\d.]+ s:")
-
-
-@contextmanager
-def each_search_once():
-    """Several commands search for the same plan: the second time the first answer will do."""
-    search, found = search_module.find_plan, {}
-
-    def find_plan(inputs, **options):
-        said = inputs.memory.activation_bytes(1, "none"), inputs.memory.gradient_bytes(1)
-        what = inputs.kinds, inputs.global_batch_size, said
-        key = pickle.dumps((what, options.get("strategy")))
-        if key not in found:
-            found[key] = search(inputs, **options)
-        return found[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (search_module, replan_module):
-            patch.setattr(module, "find_plan", find_plan)
-        yield
 
 
 def outputs():

@@ -1,0 +1,124 @@
+"""Every command in README and docs runs, or is listed here with the reason why it does not.
+
+docs/cli.md and docs/tutorial.md have tests of their own, which run all of theirs. Put in place of
+what is printed: Megatron's flags for MEGATRON_FLAGS, and a small cluster where the text has none.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+
+from tests.printed import each_search_once, run_zorse, words_of
+from tests.unit.checkpoint_folders import save
+from tests.unit.test_docs import DOCUMENTS, ROOT, commands_in
+from tests.unit.test_hugging_face import LLAMA_3_2_1B
+from tests.unit.test_profile_import import LAYERS
+from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.schema.load import dump_plan
+
+WITH_THEIR_OWN_TEST = {
+    "docs/cli.md": "tests/unit/test_cli_docs.py",
+    "docs/tutorial.md": "tests/megatron/test_tutorial.py",
+}
+# How a command begins -> why it is not run here, and what runs in its place.
+NOT_RUN = {
+    "make demo": "minutes, most for the installation; tests/megatron/test_demo.py runs the demo",
+    "make test": "these are the tests",
+    "make check": "these are some of the tests",
+    "torchrun --nproc-per-node 5 -m zorse_megatron.pretrain": "tests/megatron/test_readme.py",
+    "torchrun --nnodes": "two nodes; tests/slurm and tests/megatron/test_readme.py",
+    "torchrun --nproc-per-node 8 --nnodes 4": "four nodes; tests/megatron/test_measure.py",
+    "torchrun --nproc-per-node 5 pretrain_gpt.py": "tests/megatron/test_patched_script.py",
+    "srun ": "Slurm; tests/slurm, tests/megatron/test_measure.py and test_measure_layers.py",
+    "zorse compare ": "minutes; tests/megatron/test_emulation.py compares less",
+    "zorse emulate ": "a minute; tests/megatron/test_emulation.py emulates less",
+    "python -m pytest": "it is among these tests",
+    "python scripts/bench_kernels.py": "its times are of GPUs; tests/kernels/test_bench.py",
+    "python scripts/bench_no_tax.py": "minutes of timing",
+    "python scripts/bench_offload_gpu.py": "GPUs; dry in tests/megatron/test_bench_offload.py",
+    "python scripts/check_patches.py": "a checkout of Megatron-LM; tests/unit/test_patches.py",
+    "python scripts/check_truth.py": "tables of others; tests/unit/test_truth.py",
+    "python scripts/compare_": "minutes of training",
+    "python scripts/memory_by_chunks.py": "tests/megatron/test_memory_by_chunks.py",
+    "git apply": "a checkout of Megatron-LM; tests/unit/test_patches.py",
+    "pip install": "the network",
+}
+# The search takes 15 s and 9 s for these: another strategy reads the same files and prices the same.
+QUICKER = {
+    "--cluster examples/mini-b.yaml --model llama-3b": ("--strategy", "cephalo"),
+    "--global-batch-size 512": ("--strategy", "cephalo"),
+}
+FLAGS = (
+    "--num-layers 6 --hidden-size 96 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --vocab-size 1023 --tokenizer-type NullTokenizer "
+    "--global-batch-size 24 --fp16 --lr 1e-3 --train-iters 2"
+)
+NODES = "nodes:\n  - {{name: new, gpus: {}, nics: 100 Gb/s}}\n"
+UNEQUAL = NODES.format("[1 x A6000, 1 x V100-16]")
+CLUSTERS = {"docs/discover.md": NODES.format("2 x A100-80")}
+
+
+def commands() -> list[tuple[str, str]]:
+    return [
+        (document, line)
+        for document in DOCUMENTS
+        if document not in WITH_THEIR_OWN_TEST
+        for line in commands_in(document)
+    ]
+
+
+def why_not(line: str) -> list[str]:
+    return [beginning for beginning in NOT_RUN if line.startswith(beginning)]
+
+
+def run_in(directory: Path, document: str) -> Iterator[str]:
+    """Run what can be run of a document in an empty directory; the lines that were run."""
+    (directory / "examples").symlink_to(ROOT / "examples")
+    (directory / "cluster.yaml").write_text(CLUSTERS.get(document, UNEQUAL))
+    (directory / "model.yaml").write_text("preset: llama-3b\nseq_length: 512\n")
+    (directory / "layers.csv").write_text(LAYERS)
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_2_1B))
+    (directory / "plan.json").write_text(dump_plan(demo_plan()))
+    shutil.copy(ROOT / "examples" / "mini-profile.json", directory / "profile.json")
+    save(directory / "checkpoints", 10)
+    for line in commands_in(document):
+        if why_not(line):
+            continue
+        more = [word for part, added in QUICKER.items() if part in line for word in added]
+        words = words_of(line.replace("MEGATRON_FLAGS", "$FLAGS"), {"FLAGS": FLAGS})
+        at = words.index("--") if "--" in words else len(words)
+        with chdir(directory):
+            if words[0] == "zorse":
+                run_zorse([*words[:at], *more, *words[at:]])
+            else:
+                assert words == ["make", "help"]
+                subprocess.run([*words, "-C", ROOT], check=True, capture_output=True)
+        yield line
+
+
+@pytest.fixture(scope="module", autouse=True)
+def searches() -> Iterator[None]:
+    with each_search_once():
+        yield
+
+
+@pytest.mark.parametrize("document", sorted({document for document, _line in commands()}))
+def test_commands_run(document: str, tmp_path: Path) -> None:
+    run = list(run_in(tmp_path, document))
+    skipped = [line for line in commands_in(document) if why_not(line)]
+    assert len(run) + len(skipped) == len(commands_in(document))
+
+
+def test_what_is_not_run_is_there_and_its_tests_are() -> None:
+    lines = [line for _document, line in commands()]
+    stale = [start for start in NOT_RUN if not any(line.startswith(start) for line in lines)]
+    assert stale == []
+    reasons = " ".join((*NOT_RUN.values(), *WITH_THEIR_OWN_TEST.values())).replace(";", " ")
+    for word in reasons.replace(",", " ").split():
+        if word.startswith("tests/"):
+            assert (ROOT / word).exists(), word
