@@ -48,7 +48,7 @@ NOT_RUN = {
     "git apply": "a checkout of Megatron-LM; tests/unit/test_patches.py",
     "pip install": "the network",
 }
-# The search takes 15 s and 9 s for these: another strategy reads the same files and prices the same.
+# Where the search takes 9 to 15 s, another strategy reads the same files and prices the same.
 QUICKER = {
     "--cluster examples/mini-b.yaml --model llama-3b": ("--strategy", "cephalo"),
     "--global-batch-size 512": ("--strategy", "cephalo"),
