@@ -4,8 +4,6 @@
 PYTHON312 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests that run at the same time. Ranks of most of them fill two cores.
-WORKERS ?= 2
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -31,13 +29,11 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and compare (2 to 5 minutes)
 	@$(BIN)/python -m zorse_megatron.demo
 
-# Each worker takes whole files, so that a file's expensive fixtures are made once, and has a process
-# of its own with Megatron imported, of about 1 GB.
-test: lint ## Run the linters and all tests, WORKERS=2 at a time
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --durations 20
+test: lint ## Run the linters and all tests
+	@$(BIN)/python -m pytest --durations 20
 
 check: lint ## Run the linters and the fast tests (seconds, no Megatron)
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/unit
+	@$(BIN)/python -m pytest tests/unit
 
 lint: $(INSTALLED) ## Run the linters alone: format, style, types, layers
 	@$(BIN)/ruff format --check --quiet .
