@@ -35,8 +35,8 @@ def test_files_of_all_kinds(run):
         "memory of plan.json on cluster.yaml with model.yaml",
     ]
     assert lines[0] == (
-        "profile.json: OK, profile: 1 series of times on 1 kinds of GPU, 1 optimizer steps, "
-        "1 memory entries, 1 links"
+        "profile.json: OK, profile: 1 series of times on 1 kind of GPU, 1 optimizer step, "
+        "1 memory entry, 1 link"
     )
     assert lines[1].endswith(
         "0.17 billion parameters, 8 layers, hidden size 1024, sequence length 512"
