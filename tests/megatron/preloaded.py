@@ -1,68 +1,47 @@
-"""`tests.ranks.harness.run_ranks` with Megatron imported once, in a process of its own.
+"""`tests.ranks.harness.run_ranks` in a process that has Megatron imported already.
 
 Importing Megatron takes seconds and CPU mode is for good, so neither happens in the test process:
-a child does both once, and forks the ranks of every later call.
+the server of `launch` forks a process for each call, and that one forks the ranks.
 """
 
-import atexit
-import functools
 import pickle
+import sys
+import tempfile
 from collections.abc import Callable
-from multiprocessing import connection, get_context
+from pathlib import Path
 from typing import Any
 
+from tests.megatron.launch import run_ranks as run_entry
 from tests.ranks.harness import RanksFailed, run_ranks
-from zorse_megatron.adapter import cpu_mode
 
-_FORK = get_context("fork")
-# What the server needs beyond a job's own timeout: to import Megatron, and to stop the ranks.
-MARGIN_S = 120.0
+# What the process needs beyond a job's own timeout: to stop the ranks.
+MARGIN_S = 60.0
 
 
 def run_megatron_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60
 ) -> list[Any]:
     """As `run_ranks`; `fn`, `args` and the results must pickle without Megatron's classes."""
-    pipe = _server()
-    pipe.send_bytes(pickle.dumps((world_size, fn, args, timeout_s)))
-    if not pipe.poll(timeout_s + MARGIN_S):
-        raise RanksFailed("the server with Megatron does not answer")
-    succeeded, answer = pickle.loads(pipe.recv_bytes())
+    with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as directory:
+        call, answer = Path(directory, "call"), Path(directory, "answer")
+        call.write_bytes(pickle.dumps((world_size, fn, args, timeout_s)))
+        run_entry(
+            [str(call), str(answer)], 1, entry=__name__, timeout_s=timeout_s + MARGIN_S
+        ).check()
+        succeeded, result = pickle.loads(answer.read_bytes())
     if not succeeded:
-        raise RanksFailed(answer)
-    return answer
+        raise RanksFailed(result)
+    return list(result)
 
 
-@functools.cache
-def _server() -> connection.Connection:
-    here, there = _FORK.Pipe()
-    process = _FORK.Process(target=_serve, args=(here, there), daemon=False)
-    process.start()
-    there.close()
-
-    def stop() -> None:
-        here.close()
-        process.join()
-
-    atexit.register(stop)
-    return here
+def _run(call: Path, answer: Path) -> None:
+    world_size, fn, args, timeout_s = pickle.loads(call.read_bytes())
+    try:
+        result = (True, run_ranks(world_size, fn, *args, timeout_s=timeout_s))
+    except RanksFailed as failure:
+        result = (False, str(failure))
+    answer.write_bytes(pickle.dumps(result))
 
 
-def _serve(theirs: connection.Connection, pipe: connection.Connection) -> None:
-    theirs.close()  # else the pipe would not end with the test process
-    cpu_mode.enable()
-    import megatron.core.dist_checkpointing
-    import megatron.core.distributed
-    import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401
-
-    while True:
-        try:
-            world_size, fn, args, timeout_s = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
-            answer = (True, run_ranks(world_size, fn, *args, timeout_s=timeout_s))
-        except RanksFailed as failure:
-            answer = (False, str(failure))
-        pipe.send_bytes(pickle.dumps(answer))
+if __name__ == "__main__":
+    _run(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -6,16 +6,12 @@ import shlex
 import subprocess
 import sys
 from functools import cache
-from inspect import signature
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from zorse_megatron.adapter.checkpoint_check import LOAD_RECORDS
-from zorse_megatron.adapter.checkpoint_manifest import MANIFEST_RECORDS
 from zorse_megatron.adapter.cpu_flags import _REFUSED
-from zorse_megatron.adapter.hooks import argument_records, entry_records, training_records
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm
@@ -224,21 +220,6 @@ def test_the_lists_of_limits_are_those_of_the_table():
     without_gpu = text.partition("## Flags that are refused without a GPU")[2]
     listed = set(re.findall(r"^\| `(--[\w-]+)` \|", without_gpu, re.MULTILINE))
     assert listed == {flag.flag for flag in _REFUSED}
-
-
-def test_the_list_of_hooks_is_complete():
-    def unused(*_args, **_kwargs):
-        raise AssertionError("a record's hook is not called to list it")
-
-    records = [
-        *argument_records(demo_plan(), world_size=5),
-        *entry_records(unused),
-        *MANIFEST_RECORDS,
-        *LOAD_RECORDS,
-        *training_records(**dict.fromkeys(signature(training_records).parameters, unused)),
-    ]
-    listed = set(re.findall(r"`(megatron[\w.]*:\w+)`", text_of("docs/how-it-works.md")))
-    assert listed == {record.target for record in records}
 
 
 WITH_ALL_LINKS = b"""
