@@ -222,6 +222,16 @@ def test_what_the_command_says_already_is_not_said_twice() -> None:
     assert training_of(given, plan="p", cluster=None).words == (*given, "--zorse-plan", "p")
 
 
+@pytest.mark.parametrize("load", ["d/", "./d", "{here}/d", "e/../d", "link"])
+def test_one_folder_may_be_spelt_in_two_ways(
+    load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("d")
+    given = ["--save", "d", "--load", load.format(here=tmp_path)]
+    assert training_of(given, plan="p", cluster=None).resumes
+
+
 def test_a_command_that_does_not_save_is_not_requeued() -> None:
     training = training_of(["--num-layers", "4"], plan="p", cluster=None)
     script = batch_script(components_of(CLUSTER, {}), training, BatchOptions(), title="Trains.")

@@ -1,5 +1,6 @@
 """The training command as every rank runs it: the user's own, the plan, and what resuming needs."""
 
+import os.path
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
             expected="a directory",
             remedy="Such as --save checkpoints.",
         )
-    elif saves is not None and loads is not None and saves != loads:
+    elif saves is not None and loads is not None and not _are_one(saves, loads):
         yield Problem(
             where="--load",
             found=f"{loads}, while --save says {saves}",
@@ -87,6 +88,11 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
             remedy="Leave --load out; to start from another checkpoint, give it as "
             "--pretrained-checkpoint.",
         )
+
+
+def _are_one(first: str, second: str) -> bool:
+    """Whether two paths lead to one folder, as the ranks themselves ask before they load."""
+    return os.path.realpath(first) == os.path.realpath(second)
 
 
 def _value(given: Sequence[str], flag: str) -> str | None:
