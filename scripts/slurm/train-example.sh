@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains under plan.json (plan 41ed355ef2ccf125) on the GPUs of two-node lab.
 # Written by zorse launch; submit it with sbatch, from the directory of its files.
-# checksum 85a7ba348440cfd5
+# checksum 1e3a0743235eae24
 #   component 0: ranks 0 to 3, 4 A6000
 #   component 1: ranks 4 to 7, 4 V100-16
 #SBATCH --job-name=zorse
@@ -33,6 +33,10 @@ before=$(latest)
 # Local ranks count GPUs as the cluster file does, and not the fastest one first.
 export CUDA_DEVICE_ORDER=PCI_BUS_ID
 
+# Before the time limit Slurm sends USR1 to this script; TERM lets the ranks save and end.
+stopped=
+trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+
 srun --het-group=0,1 --mpi=none --distribution=block --kill-on-bad-exit=0 --wait="$GRACE_S" \
     "$PYTHON" -m zorse_megatron.pretrain \
     pretrain_gpt.py \
@@ -52,15 +56,11 @@ srun --het-group=0,1 --mpi=none --distribution=block --kill-on-bad-exit=0 --wait
     --exit-signal-handler \
     --zorse-damaged-checkpoint skip &
 srun_pid=$!
-
-# Before the time limit Slurm sends USR1 to this script; TERM lets the ranks save and end.
-stopped=
-trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-while :; do
-    wait "$srun_pid"
-    status=$?
-    kill -0 "$srun_pid" 2>/dev/null || break    # else a signal has ended the wait
+while kill -0 "$srun_pid" 2>/dev/null; do
+    wait "$srun_pid"    # a signal ends it, too, with a status of its own
 done
+wait "$srun_pid"
+status=$?
 
 # Status 2 is bad input, which another start does not change. A job that is stopped starts again as
 # often as it takes, as long as it has saved something each time.

@@ -306,6 +306,26 @@ def test_a_job_that_cannot_go_back_into_the_queue_has_not_completed(
     assert ("Slurm does not take the job back" in said) is not takes_it_back
 
 
+@pytest.mark.parametrize("slow", ["script", "scancel"])
+def test_a_signal_is_heard_however_the_machine_is_loaded(slow: str, tmp_path: Path) -> None:
+    """The script may be behind its ranks, and they may have ended when it is back from its trap."""
+    commands = {**COMMANDS, "scontrol": "echo asked $*"}
+    variables = {}
+    if slow == "script":
+        variables["BASH_ENV"] = str(tmp_path / "slow")
+        (tmp_path / "slow").write_text("[[ $0 != train.sh ]] || trap 'sleep 0.05' DEBUG\n")
+    else:
+        until_ended = 'while kill -0 "$(cat srun.pid)" 2>/dev/null; do sleep 0.05; done; sleep 0.2'
+        commands["scancel"] += f"\n{until_ended}"
+    with started_job(tmp_path, commands, **variables) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "started\n"
+        job.send_signal(signal.SIGUSR1)
+        said = job.stdout.read()
+    assert "status 0 after 0 restarts: back into the queue\nasked requeue 7\n" in said
+    assert job.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("at_the_end", "restarts", "goes_on"),
     [

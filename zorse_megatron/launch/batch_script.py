@@ -29,17 +29,18 @@ _RANKS = """\
 # Local ranks count GPUs as the cluster file does, and not the fastest one first.
 export CUDA_DEVICE_ORDER=PCI_BUS_ID
 """
-_REQUEUE = """\
-srun_pid=$!
-
+_SIGNALS = """\
 # Before the time limit Slurm sends USR1 to this script; TERM lets the ranks save and end.
 stopped=
 trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-while :; do
-    wait "$srun_pid"
-    status=$?
-    kill -0 "$srun_pid" 2>/dev/null || break    # else a signal has ended the wait
+"""
+_REQUEUE = """\
+srun_pid=$!
+while kill -0 "$srun_pid" 2>/dev/null; do
+    wait "$srun_pid"    # a signal ends it, too, with a status of its own
 done
+wait "$srun_pid"
+status=$?
 
 # Status 2 is bad input, which another start does not change. A job that is stopped starts again as
 # often as it takes, as long as it has saved something each time.
@@ -122,6 +123,7 @@ def batch_script(
         _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
         *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
         _RANKS,
+        *([_SIGNALS] if training.resumes else []),
         _srun(components, training, options),
     ]
     return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
