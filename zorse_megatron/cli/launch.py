@@ -2,8 +2,8 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -11,6 +11,16 @@ from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
 from zorse_megatron.cli.fits import model_problems, workload_in_flags
 from zorse_megatron.cli.launch_options import (
+    Force,
+    MasterAddr,
+    MasterPort,
+    NodeNames,
+    Partitions,
+    PlanFile,
+    Python,
+    Sbatch,
+    Slurm,
+    Torchrun,
     partitions_of,
     refuse_odd_options,
     sbatch_options_of,
@@ -22,7 +32,7 @@ from zorse_megatron.launch.as_written import refuse_edited, with_checksum
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
 from zorse_megatron.launch.components import components_of, refuse_odd_names
 from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
-from zorse_megatron.launch.training import training_of
+from zorse_megatron.launch.training import Training, training_of
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.cluster_yaml import load_cluster
@@ -33,50 +43,17 @@ from zorse_megatron.schema.plan import Plan
 
 def launch(  # noqa: PLR0917
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    path: PlanFile,
     cluster: ClusterFile,
-    slurm: Annotated[
-        Path | None,
-        typer.Option("--slurm", metavar="FILE", help="Write the batch script of a Slurm job."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Of Slurm: replace FILE even if it was edited by hand.")
-    ] = False,
-    torchrun: Annotated[
-        bool, typer.Option("--torchrun", help="Print the torchrun line of each node.")
-    ] = False,
-    node_names: Annotated[
-        bool,
-        typer.Option(
-            "--node-names",
-            help="The cluster file's nodes bear their real names, as after zorse discover: take "
-            "these very nodes, and check at the start that each rank is on its own.",
-        ),
-    ] = False,
-    partition: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[KIND=]PARTITION",
-            help="Slurm's partition, for all nodes or for those with a kind of GPU or a name.",
-        ),
-    ] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="A further option of sbatch, such as time=24:00:00."),
-    ] = None,
-    python: Annotated[
-        str, typer.Option(help="Of Slurm: the interpreter that has zorse-megatron on the nodes.")
-    ] = "python",
-    master_addr: Annotated[
-        str | None,
-        typer.Option(
-            help="Of torchrun: address of the first node. Left out: its name, or localhost where "
-            "it is the only one."
-        ),
-    ] = None,
-    master_port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Of torchrun: a free port of the first node.")
-    ] = DEFAULT_PORT,
+    slurm: Slurm = None,
+    force: Force = False,
+    torchrun: Torchrun = False,
+    node_names: NodeNames = False,
+    partition: Partitions = None,
+    sbatch: Sbatch = None,
+    python: Python = "python",
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = DEFAULT_PORT,
     as_json: AsJson = False,
 ) -> None:
     """Write what starts the plan's ranks on the right GPUs of the cluster."""
@@ -89,44 +66,74 @@ def launch(  # noqa: PLR0917
             sbatch=sbatch or [],
             inputs=[path, cluster],
         )
-        plan = load_plan(path)
-        refuse_unsupported(plan, str(path))
-        there = load_cluster(cluster)
-        refuse_other_cluster(plan, there, str(path))
-        given = training_flags(context) or ()
-        training = training_of(given, plan=str(path), cluster=str(cluster) if node_names else None)
-        notes = _refuse_other_training(plan, given, path, there)
-        if node_names:
-            refuse_odd_names(there)
-        if torchrun:
+        job = _job_of(context, path, cluster, names_nodes=node_names)
+        if slurm is None:
             lines = torchrun_lines(
-                there, training, master_address=master_addr, master_port=master_port
+                job.cluster, job.training, master_address=master_addr, master_port=master_port
             )
         else:
-            components = components_of(there, partitions_of(partition or []))
             options = BatchOptions(
                 python=python, names_nodes=node_names, more=sbatch_options_of(sbatch or [])
             )
-            title = _title(plan, path, there)
-            lines = with_checksum(batch_script(components, training, options, title=title))
-        if slurm is not None:
-            if not force:
-                refuse_edited(slurm, lines)
-            write_text(slurm, lines)
+            lines = _write_script(slurm, job, options, partition or [], force=force)
+    _say(job, lines, slurm, as_json=as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is to be started, and where."""
+
+    cluster: Cluster
+    training: Training
+    title: str
+    notes: tuple[str, ...]
+    """For the user, on the training command."""
+
+
+def _job_of(context: typer.Context, path: Path, cluster: Path, *, names_nodes: bool) -> _Job:
+    """Read the files and the training command. Raises ZorseError if they do not go together."""
+    plan = load_plan(path)
+    refuse_unsupported(plan, str(path))
+    there = load_cluster(cluster)
+    refuse_other_cluster(plan, there, str(path))
+    given = training_flags(context) or ()
+    training = training_of(given, plan=str(path), cluster=str(cluster) if names_nodes else None)
+    notes = _refuse_other_training(plan, given, path, there)
+    if names_nodes:
+        refuse_odd_names(there)
+    title = _title(plan, path, there)
+    return _Job(cluster=there, training=training, title=title, notes=notes)
+
+
+def _write_script(
+    target: Path, job: _Job, options: BatchOptions, partitions: Sequence[str], *, force: bool
+) -> str:
+    """Write the batch script and return it. Raises ZorseError."""
+    components = components_of(job.cluster, partitions_of(partitions))
+    script = with_checksum(batch_script(components, job.training, options, title=job.title))
+    if not force:
+        refuse_edited(target, script)
+    write_text(target, script)
+    return script
+
+
+def _say(job: _Job, lines: str, slurm: Path | None, *, as_json: bool) -> None:
+    """Print torchrun's lines, or where the script is."""
+    resumes = job.training.resumes
     if as_json:
         written = None if slurm is None else str(slurm)
         told = lines if slurm is None else None
-        print_json({"ok": True, "written": written, "lines": told, "resumes": training.resumes})
+        print_json({"ok": True, "written": written, "lines": told, "resumes": resumes})
         return
     if slurm is None:
         print_plain(lines.rstrip())
-        for note in notes:
+        for note in job.notes:
             print_plain(f"# note: {note}")
         return
     print_plain(f"wrote {slurm}: sbatch {shlex.quote(str(slurm))}")
-    for note in notes:
+    for note in job.notes:
         print_plain(f"note: {note}")
-    if not training.resumes:
+    if not resumes:
         print_plain("note: the command has no --save, so the job is not requeued after a failure")
 
 

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -13,6 +14,48 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.check import unwritable_problems
 from zorse_megatron.launch.batch_script import OWN_OPTIONS
 from zorse_megatron.launch.sbatch_options import closest, is_known
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]
+Slurm = Annotated[
+    Path | None,
+    typer.Option("--slurm", metavar="FILE", help="Write the batch script of a Slurm job."),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Of Slurm: replace FILE even if it was edited by hand.")
+]
+Torchrun = Annotated[bool, typer.Option("--torchrun", help="Print the torchrun line of each node.")]
+NodeNames = Annotated[
+    bool,
+    typer.Option(
+        "--node-names",
+        help="The cluster file's nodes bear their real names, as after zorse discover: take "
+        "these very nodes, and check at the start that each rank is on its own.",
+    ),
+]
+Partitions = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[KIND=]PARTITION",
+        help="Slurm's partition, for all nodes or for those with a kind of GPU or a name.",
+    ),
+]
+Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPTION", help="A further option of sbatch, such as time=24:00:00."),
+]
+Python = Annotated[
+    str, typer.Option(help="Of Slurm: the interpreter that has zorse-megatron on the nodes.")
+]
+MasterAddr = Annotated[
+    str | None,
+    typer.Option(
+        help="Of torchrun: address of the first node. Left out: its name, or localhost where "
+        "it is the only one."
+    ),
+]
+MasterPort = Annotated[
+    int, typer.Option(min=1, max=65535, help="Of torchrun: a free port of the first node.")
+]
 
 _OF_SLURM = ("force", "partition", "sbatch", "python")
 _OF_TORCHRUN = ("master_addr", "master_port")
