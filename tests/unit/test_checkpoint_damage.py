@@ -1,6 +1,7 @@
 """No damage to a checkpoint goes unseen, and training goes on from the newest that is whole."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -266,6 +267,32 @@ def test_the_message_says_how_to_go_on(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "iter_0000004")
     with pytest.raises(CheckpointError, match="restore one from a copy"):
         load(tmp_path, skips_damaged=True)
+
+
+@pytest.mark.parametrize("same_sizes", [False, True])
+def test_a_manifest_of_an_earlier_save_is_told_from_damage(
+    same_sizes: bool, tmp_path: Path
+) -> None:
+    """Stock leaves our manifest where it saves the same iteration again."""
+    checkpoint = save(tmp_path, 6)
+    manifest = checkpoint.folder / MANIFEST
+    for name, content in shards(7).items():
+        (checkpoint.folder / name).write_bytes(content[: None if same_sizes else -10])
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert "older than" not in caught.value.problems[-1].remedy, "these files were not saved again"
+    saved_ns = manifest.stat().st_mtime_ns + 10**9
+    os.utime(checkpoint.folder / "metadata.json", ns=(saved_ns, saved_ns))
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    *others, last = caught.value.problems
+    assert others and not any("older than" in problem.remedy for problem in others)
+    assert f"{MANIFEST} is older than metadata.json" in last.remedy
+    assert f"remove {manifest};" in last.remedy
+    if same_sizes:
+        manifest.unlink()
+        look, _ = load(tmp_path)
+        assert look is not None and look.state is State.UNVERIFIED
 
 
 def test_checkpoints_that_are_not_kept(tmp_path: Path) -> None:

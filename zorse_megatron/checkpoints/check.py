@@ -1,8 +1,8 @@
 """Is a checkpoint whole? At a look, by names and sizes; or read to the end, by checksums."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def look_at(checkpoint: Checkpoint) -> Look:
             checkpoint=checkpoint, state=State.DAMAGED, problems=(error.problem,), sizes=sizes
         )
     if manifest is not None:
-        problems = size_problems(folder, manifest, sizes)
+        problems = with_cause(folder, manifest, size_problems(folder, manifest, sizes))
         listed = {name: size for name, size in sizes.items() if name in manifest.files}
         state = State.DAMAGED if problems else State.WHOLE
         return Look(
@@ -121,6 +121,30 @@ def content_problem(
         "saved",
         RESTORE,
     )
+
+
+def with_cause(
+    folder: Path, manifest: Manifest, problems: Sequence[Problem]
+) -> tuple[Problem, ...]:
+    """What does not fit the manifest; the last problem says so if the manifest may be too old.
+
+    Stock neither writes our manifest nor removes it from a folder that it saves into again.
+    """
+    try:
+        written_ns, saved_ns = (
+            (folder / name).stat().st_mtime_ns for name in (manifest.name, LAST_OF_STOCK)
+        )
+    except OSError:
+        return tuple(problems)
+    if not problems or written_ns >= saved_ns:
+        return tuple(problems)
+    *others, last = problems
+    cause = (
+        f"But {manifest.name} is older than {LAST_OF_STOCK}, so it may be of an earlier save: if "
+        "Megatron has saved this iteration again since, without a plan, remove "
+        f"{folder / manifest.name}; the checkpoint is then loaded as one without a manifest."
+    )
+    return (*others, replace(last, remedy=f"{last.remedy} {cause}"))
 
 
 def shares(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:

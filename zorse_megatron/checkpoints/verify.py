@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from zorse_megatron.checkpoints.check import Look, State, content_problem, look_at
+from zorse_megatron.checkpoints.check import Look, State, content_problem, look_at, with_cause
 from zorse_megatron.checkpoints.folder import Tracker, checkpoints_in, read_tracker
 from zorse_megatron.checkpoints.manifest import FileRecord, file_record
 
@@ -35,7 +35,8 @@ def read_through(look: Look) -> Look:
         if (problem := content_problem(folder, name, manifest, record)) is not None
     ]
     if problems:
-        return replace(look, state=State.DAMAGED, problems=tuple(problems))
+        causes = with_cause(folder, manifest, problems)
+        return replace(look, state=State.DAMAGED, problems=causes)
     return replace(look, is_read=True)
 
 
