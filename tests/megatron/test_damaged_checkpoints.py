@@ -12,7 +12,7 @@ from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.checkpoints.check import State, look_at
 from zorse_megatron.checkpoints.folder import TRACKER, Checkpoint, read_tracker
-from zorse_megatron.checkpoints.manifest import MANIFEST, file_record
+from zorse_megatron.checkpoints.manifest import MANIFEST, STOCK_MANIFEST, file_record
 from zorse_megatron.pretrain import BAD_INPUT
 from zorse_megatron.schema.load import save_plan
 
@@ -71,10 +71,12 @@ def test_every_save_has_a_manifest_of_its_files(uninterrupted: tuple[Path, Recor
 def test_a_flipped_byte_is_skipped_for_an_older_checkpoint(
     uninterrupted: tuple[Path, Recorded], saved: Path
 ) -> None:
+    """On all ranks, two of which do not see that the tracker file has been set back."""
     _, whole = uninterrupted
     flip(saved / "iter_0000006" / "__1_0.distcp")
     (saved / "iter_0000004" / "__2_0.distcp").unlink()
-    resumed = plan_run(PLAN, [*FLAGS, "--save", str(saved), "--load", str(saved), *SKIP])
+    command = [*FLAGS, "--save", str(saved), "--load", str(saved), *SKIP]
+    resumed = plan_run(PLAN, command, entry="tests.megatron.stale_tracker_entry")
     assert resumed.steps == whole.steps[2:]
     for name, copies in whole.final.items():
         for mine, theirs in zip(resumed.final[name], copies, strict=True):
@@ -141,5 +143,10 @@ def test_a_save_into_an_old_folder_is_not_whole_before_its_end(saved: Path) -> N
 
     folder = saved / "iter_0000006"
     json.loads((folder / MANIFEST).read_bytes())
+    last = (folder / "metadata.json").read_bytes()
+    (folder / STOCK_MANIFEST).write_text('{"algorithm": "sha256", "files": {".metadata": "0"}}')
     _open_again(folder)
     assert look_at(Checkpoint(root=saved, iteration=6)).state is State.CUT_SHORT
+    # Killed behind stock's last file: nothing is left to take that for damaged.
+    (folder / "metadata.json").write_bytes(last)
+    assert look_at(Checkpoint(root=saved, iteration=6)).state is State.UNVERIFIED

@@ -17,7 +17,7 @@ from zorse_megatron.adapter.checkpoint_check import check_before_load, load_of
 from zorse_megatron.checkpoints.check import State, look_at
 from zorse_megatron.checkpoints.choice import Load
 from zorse_megatron.checkpoints.folder import Checkpoint, read_tracker
-from zorse_megatron.checkpoints.manifest import MANIFEST, Hashing
+from zorse_megatron.checkpoints.manifest import MANIFEST, STOCK_MANIFEST, Hashing
 from zorse_megatron.checkpoints.verify import read_through
 from zorse_megatron.errors import CheckpointError, FlagError
 
@@ -62,6 +62,7 @@ def test_all_ranks_write_one_manifest(at_once: bool, tmp_path: Path) -> None:
     # What a job of more ranks has left there is of no checkpoint; nor is an old manifest.
     (checkpoint.folder / "__7_0.distcp").write_bytes(b"left")
     (checkpoint.folder / MANIFEST).write_text("old")
+    (checkpoint.folder / STOCK_MANIFEST).write_text("old")
     assert run_ranks(WORLD_SIZE, _save_job, str(tmp_path), at_once) == [True] * WORLD_SIZE
     look = read_through(look_at(checkpoint))
     assert look.state is State.WHOLE and look.is_read
@@ -70,7 +71,7 @@ def test_all_ranks_write_one_manifest(at_once: bool, tmp_path: Path) -> None:
 
 
 def _load_job(root: str, skips: bool) -> tuple[Any, list[str]]:
-    """What a rank finds, and the files that it has read."""
+    """What a rank finds, or the checkpoint to load, and the files that it has read."""
     read: list[str] = []
 
     class Noted(Hashing):
@@ -81,16 +82,16 @@ def _load_job(root: str, skips: bool) -> tuple[Any, list[str]]:
     checkpoint_files.Hashing = Noted  # type: ignore[misc]
     checkpoint_files._BYTES_BETWEEN_MEETINGS = 64
     try:
-        check_before_load(Load(root=Path(root), skips_damaged=skips))
+        found = check_before_load(Load(root=Path(root), skips_damaged=skips))
     except CheckpointError as error:
         return [problem.where for problem in error.problems], read
-    return None, read
+    return found, read
 
 
 def test_each_file_is_read_by_one_rank(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 4)
     found = run_ranks(WORLD_SIZE, _load_job, str(tmp_path), False)
-    assert [problems for problems, _ in found] == [None] * WORLD_SIZE
+    assert [chosen for chosen, _ in found] == [checkpoint] * WORLD_SIZE
     names = json.loads((checkpoint.folder / MANIFEST).read_text())["files"]
     assert sorted(name for _, read in found for name in read) == sorted(
         f"iter_0000004/{name}" for name in names
@@ -112,7 +113,7 @@ def test_all_ranks_go_back_together(tmp_path: Path) -> None:
     for iteration in (4, 6):
         flip(save(tmp_path, iteration).folder / "__0_0.distcp")
     found = run_ranks(WORLD_SIZE, _load_job, str(tmp_path), True)
-    assert [problems for problems, _ in found] == [None] * WORLD_SIZE
+    assert [chosen for chosen, _ in found] == [older] * WORLD_SIZE
     assert read_tracker(tmp_path).names == older
 
 

@@ -19,9 +19,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from zorse_megatron.adapter.checkpoint_files import gathered, on_rank_0, read_together
 from zorse_megatron.adapter.rebind import Rebinding
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
-from zorse_megatron.checkpoints.check import Look, content_problem, shares, size_problems
+from zorse_megatron.checkpoints.check import (
+    Look,
+    content_problem,
+    shares,
+    size_problems,
+    with_cause,
+)
 from zorse_megatron.checkpoints.choice import SKIP, TITLE, Chooser, Load
-from zorse_megatron.checkpoints.folder import NON_PERSISTENT
+from zorse_megatron.checkpoints.folder import NON_PERSISTENT, Checkpoint
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
 from zorse_megatron.log import say
 from zorse_megatron.watch.rank import is_communication_error
@@ -59,11 +65,12 @@ def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:
     )
 
 
-def check_before_load(load: Load) -> None:
-    """Find the checkpoint that stock will load, and read it; a collective call of all ranks.
+def check_before_load(load: Load) -> Checkpoint | None:
+    """Find the checkpoint that stock would load, and read it; a collective call of all ranks.
 
-    Raises CheckpointError on every rank where it is not whole and none may take its place, OSError
-    where a file cannot be read.
+    Returns what rank 0 has found, which is what all ranks are to load (see `same_on_all`); None:
+    training starts from the beginning. Raises CheckpointError on every rank where it is not whole
+    and none may take its place, OSError where a file cannot be read.
     """
     chooser = Chooser(load)
     while (look := _chosen(chooser)) is not None:
@@ -71,8 +78,9 @@ def check_before_load(load: Load) -> None:
         problems = _problems_of(look)
         if not problems:
             _say_checked(look, time.monotonic() - started_s)
-            return
+            return look.checkpoint
         chooser.reject(look.checkpoint, problems)
+    return None
 
 
 def _chosen(chooser: Chooser) -> Look | None:
@@ -102,11 +110,11 @@ def _taken(notes: list[str]) -> tuple[str, ...]:
     return taken
 
 
-def _problems_of(look: Look) -> list[Problem]:
-    """What is wrong with a checkpoint's files; the same on every rank."""
+def _problems_of(look: Look) -> tuple[Problem, ...]:
+    """What is wrong with a checkpoint's files; on every rank, or on none."""
     manifest = look.manifest
     if manifest is None:
-        return []
+        return ()
     folder = look.checkpoint.folder
     mine: list[Problem] = []
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -120,7 +128,7 @@ def _problems_of(look: Look) -> list[Problem]:
         if (problem := content_problem(folder, name, manifest, record)) is not None:
             mine.append(problem)
     found = {problem: None for each in gathered(mine) for problem in each}
-    return list(found)
+    return with_cause(folder, manifest, list(found))
 
 
 def _say_checked(look: Look, wall_s: float) -> None:

@@ -17,7 +17,13 @@ from zorse_megatron.adapter.checkpoint_files import gathered, on_rank_0, read_to
 from zorse_megatron.adapter.rebind import Rebinding
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
 from zorse_megatron.checkpoints.check import LAST_OF_STOCK
-from zorse_megatron.checkpoints.manifest import MANIFEST, FileRecord, Manifest, write_manifest
+from zorse_megatron.checkpoints.manifest import (
+    MANIFEST,
+    STOCK_MANIFEST,
+    FileRecord,
+    Manifest,
+    write_manifest,
+)
 from zorse_megatron.files.write import NotWritten
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -39,8 +45,11 @@ def _make_save(stock_save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _open_again(folder: Path) -> None:
-    """Let a folder that is about to be written over be none that is whole."""
-    for name in (MANIFEST, LAST_OF_STOCK):
+    """Let a folder that is about to be written over be none that is whole.
+
+    Stock's own manifest goes, too: without --verify-integrity nothing would replace it.
+    """
+    for name in (MANIFEST, STOCK_MANIFEST, LAST_OF_STOCK):
         (folder / name).unlink(missing_ok=True)
 
 

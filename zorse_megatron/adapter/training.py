@@ -14,6 +14,7 @@ from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.checkpoint_check import LOAD_RECORDS, check_before_load, load_of
+from zorse_megatron.adapter.checkpoint_choice import same_on_all
 from zorse_megatron.adapter.checkpoint_manifest import MANIFEST_RECORDS
 from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
 from zorse_megatron.adapter.compute_dtype import (
@@ -90,9 +91,11 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     run.enter("while it sets up the model and the data")
     try:
         with rebind.applied(_records(session, cfg.model)):
-            if load is not None:
-                check_before_load(load)
-            result = stock_pretrain(pg_collection=session.collection, skip_model_parallel_init=True)
+            chosen = None if load is None else check_before_load(load)
+            with rebind.applied(same_on_all(args, load, chosen)):
+                result = stock_pretrain(
+                    pg_collection=session.collection, skip_model_parallel_init=True
+                )
             dist.barrier()  # a rank that ends before the others would seem to be gone
             return result
     finally:
