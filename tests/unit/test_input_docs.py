@@ -135,6 +135,16 @@ def test_gpu_kinds_are_as_shown():
     assert shown == real
 
 
+def test_unconfirmed_figures_are_named():
+    (said,) = re.findall(r"Not confirmed by its vendor: (.*?)\.$", text_of("cluster-file.md"), re.M)
+    real = [
+        f"{' and '.join(kind.unconfirmed)} of `{kind.name}`"
+        for kind in GPU_KINDS.values()
+        if kind.unconfirmed
+    ]
+    assert said == ", ".join(real)
+
+
 def test_spellings_are_as_said():
     assert {canonical_kind(name) for name in ("a100-40", "A100 40", "a100x40")} == {"A100-40"}
 

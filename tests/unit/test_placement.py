@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.schema import device_names, gpu_names, presets
+from zorse_megatron.schema.cluster_yaml import parse_cluster
 from zorse_megatron.schema.device_names import kind_of_device
 from zorse_megatron.schema.placement import Found, placement_problems, unchecked_kinds
 from zorse_megatron.schema.presets import GPU_KINDS
@@ -17,9 +18,9 @@ WELL_KNOWN = sorted(GPU_KINDS)
 # As drivers print them (NVIDIA's list of supported devices in its driver's README).
 NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100-40",
-    "NVIDIA A100-PCIE-40GB": "A100-40",
+    "NVIDIA A100-PCIE-40GB": "A100-PCIE-40",
     "NVIDIA A100-SXM4-80GB": "A100-80",
-    "NVIDIA A100 80GB PCIe": "A100-80",
+    "NVIDIA A100 80GB PCIe": "A100-PCIE-80",
     "NVIDIA H100 80GB HBM3": "H100-80",
     "NVIDIA H100 NVL": "H100-NVL",
     "NVIDIA H100 PCIe": "H100-PCIE-80",
@@ -69,6 +70,12 @@ def test_names_of_drivers(name: str, kind: str) -> None:
 def test_docstrings(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert results.attempted and not results.failed
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "PCI" in name.upper()])
+def test_a_card_is_not_taken_to_sit_on_a_board_of_nvlink(name: str) -> None:
+    (node,) = parse_cluster(f"nodes: [{{gpus: 4 x {name}}}]".encode()).nodes
+    assert node.link.type == "pcie"
 
 
 def test_every_well_known_kind_has_a_drivers_name() -> None:

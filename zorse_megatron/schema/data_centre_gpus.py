@@ -4,7 +4,8 @@ from zorse_megatron.schema.data_sheet import ampere_or_later, gpu
 from zorse_megatron.schema.gpu import GpuKind
 
 DATA_CENTRE_GPUS: tuple[GpuKind, ...] = (
-    # An eighth of the board. Rates are half of those printed, which are with sparsity.
+    # An eighth of the board. Rates are half of those printed, which are with sparsity; tf32 is half
+    # of 16 bits, printed as 2.2 PFLOP/s. Earlier texts have 192 GB, 8 TB/s and 80 TFLOP/s.
     ampere_or_later(
         "B200",
         memory_gb=180,
@@ -14,8 +15,9 @@ DATA_CENTRE_GPUS: tuple[GpuKind, ...] = (
         fp32=75.0,
         link=("nvswitch", 720),
         pcie=5,
-        source="NVIDIA HGX B200 data sheet",
+        source="NVIDIA Blackwell data sheet (HGX B200)",
     ),
+    # Rates are those of the H100 (SXM), as printed; the memory is another one.
     ampere_or_later(
         "H200",
         memory_gb=141,
@@ -71,17 +73,19 @@ DATA_CENTRE_GPUS: tuple[GpuKind, ...] = (
         pcie=5,
         source="NVIDIA H100 data sheet (PCIe)",
     ),
-    # Rates are printed dense.
+    # NVIDIA's data sheet was not found: these are figures of NVIDIA's own TensorRT-LLM. Others have
+    # 148 TFLOP/s for 16 bits, and float32 from them alone.
     ampere_or_later(
         "H20",
         memory_gb=96,
         memory_gb_per_s=4000,
-        fp16=148.0,
+        fp16=147.0,
         tf32=74.0,
         fp32=44.0,
         link=("nvswitch", 360),
         pcie=5,
-        source="NVIDIA H20 data sheet",
+        source="NVIDIA TensorRT-LLM, auto_parallel/cluster_info.py",
+        unconfirmed=("float32",),
     ),
     ampere_or_later(
         "A100-80",
@@ -105,7 +109,28 @@ DATA_CENTRE_GPUS: tuple[GpuKind, ...] = (
         pcie=4,
         source="NVIDIA A100 data sheet (40 GB SXM)",
     ),
-    # Rates are the dense ones of the two that are printed.
+    # Two of them can be joined by an NVLink bridge, which the usual machine does not have.
+    ampere_or_later(
+        "A100-PCIE-80",
+        memory_gb=80,
+        memory_gb_per_s=1935,
+        fp16=312.0,
+        tf32=156.0,
+        fp32=19.5,
+        pcie=4,
+        source="NVIDIA A100 data sheet (80 GB PCIe)",
+    ),
+    ampere_or_later(
+        "A100-PCIE-40",
+        memory_gb=40,
+        memory_gb_per_s=1555,
+        fp16=312.0,
+        tf32=156.0,
+        fp32=19.5,
+        pcie=4,
+        source="NVIDIA A100 data sheet (40 GB PCIe)",
+    ),
+    # Rates are the dense ones of the two that are printed. A bridge of NVLink joins two at most.
     ampere_or_later(
         "A40",
         memory_gb=48,
@@ -116,7 +141,7 @@ DATA_CENTRE_GPUS: tuple[GpuKind, ...] = (
         pcie=4,
         source="NVIDIA A40 data sheet",
     ),
-    # Rates are the dense ones of the two that are printed.
+    # Rates are the dense ones of the two that are printed. A bridge of NVLink joins two at most.
     ampere_or_later(
         "A30",
         memory_gb=24,
@@ -148,11 +173,12 @@ DATA_CENTRE_GPUS: tuple[GpuKind, ...] = (
         pcie=4,
         source="NVIDIA A10G data sheet",
     ),
+    # Rates are the dense ones of the two that are printed.
     ampere_or_later(
         "L40S",
         memory_gb=48,
         memory_gb_per_s=864,
-        fp16=362.0,
+        fp16=362.05,
         tf32=183.0,
         fp32=91.6,
         pcie=4,

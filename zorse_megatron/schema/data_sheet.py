@@ -2,7 +2,9 @@
 
 Memory, bandwidth and peak rates are those of the vendors' data sheets; rates are dense (half of
 the figure with sparsity). Memory is the advertised size in decimal GB, which is always a little
-below what the driver reports: an A100 of "40 GB" reports 40,960 MiB = 42.9 GB.
+below what the driver reports: an A100 of "40 GB" reports 40,960 MiB = 42.9 GB. `source` names the
+document, by its title; figures that none of NVIDIA's was found for are `unconfirmed`. A test
+compares what is printed, and rates with units x clock x operations a cycle.
 
 Link rates are what transfers reach, not what is printed on the box. Measured where a public figure
 exists (Sailor, SOSP 2025: A100 243 GB/s, V100 68 GB/s, GH200 250 GB/s with four GPUs sharing; the
@@ -37,6 +39,7 @@ def gpu(
     link: tuple[LinkType, float] | None = None,
     pcie: int,
     source: str,
+    unconfirmed: tuple[str, ...] = (),
 ) -> GpuKind:
     """Make a kind from figures as data sheets print them: GB, GB/s, TFLOP/s."""
     link_type, link_gb_per_s = link or ("pcie", _PCIE_PEER_BYTES_PER_S[pcie] / 1e9)
@@ -54,6 +57,7 @@ def gpu(
         link_bytes_per_s=link_gb_per_s * 1e9,
         host_link_bytes_per_s=_HOST_LINK_BYTES_PER_S[pcie],
         source=source,
+        unconfirmed=unconfirmed,
     )
 
 

@@ -60,6 +60,8 @@ class GpuKind:
     """What one GPU reaches to pinned host memory, one way."""
     source: str
     """Where the figures come from."""
+    unconfirmed: tuple[str, ...] = ()
+    """Those of them that its vendor was not found to have published, as the documents call them."""
 
     def computes_in(self, dtype: ComputeDtype | None) -> bool:
         """Whether it has units for a group's type; None: for what the job computes in."""

@@ -44,7 +44,7 @@ def variants(name: str) -> tuple[GpuKind, ...]:
 
     >>> [kind.name for kind in variants("Tesla V100 PCIe")]
     ['V100-PCIE-32', 'V100-PCIE-16']
-    >>> [kind.name for kind in variants("A100")], variants("T4"), variants("Z1")
+    >>> [kind.name for kind in variants("A100 SXM4")], variants("T4"), variants("Z1")
     (['A100-80', 'A100-40'], (), ())
     """
     spelled = squeezed(VENDOR.sub("", name))

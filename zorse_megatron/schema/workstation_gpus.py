@@ -13,7 +13,7 @@ WORKSTATION_GPUS: tuple[GpuKind, ...] = (
         tf32=182.1,
         fp32=91.1,
         pcie=4,
-        source="NVIDIA RTX 6000 Ada data sheet",
+        source="NVIDIA RTX 6000 Ada Generation data sheet",
     ),
     ampere_or_later(
         "A6000",
@@ -34,7 +34,7 @@ WORKSTATION_GPUS: tuple[GpuKind, ...] = (
         tf32=104.8,
         fp32=104.8,
         pcie=5,
-        source="NVIDIA RTX Blackwell architecture white paper",
+        source="NVIDIA RTX Blackwell GPU architecture white paper",
     ),
     ampere_or_later(
         "RTX4090",

@@ -1,0 +1,94 @@
+"""Figures of GPUs are those that documents print, and what their units and clocks make of them."""
+
+import dataclasses
+
+import pytest
+
+from zorse_megatron.costs.efficiency import shares_of
+from zorse_megatron.costs.same_chip import equal_kinds
+from zorse_megatron.schema.presets import GPU_KINDS
+
+# As data sheets print them: GB, GB/s, TFLOP/s of float32, of tf32 and of 16 bits; the last two
+# divided by what sparsity doubles. The copies of the sheets that were compared, by kind:
+# A100, A30, A10, A40, L40, L40S, H100 PCIe, H200: NVIDIA's table in TensorRT-LLM, which cites its
+# data sheets, and resellers' copies of A40, A10, L40 and L40S; V100 and float32 of the H100 PCIe:
+# the tables of MosaicML's Composer, which cite them; B200: a copy of the HGX B200's; RTX 6000 Ada:
+# one of its own, which prints fp8 alone, with sparsity; RTX 5090: torchao's, which cites the white
+# paper; float32 of the A30: a sixteenth of 16 bits, as the A100's.
+PRINTED = {
+    "B200": (180, 7700, 75, 2200 / 2, 4500 / 2),
+    "H200": (141, 4800, 67, 989 / 2, 1979 / 2),
+    "H100-PCIE-80": (80, 2000, 51, 756 / 2, 1513 / 2),
+    "A100-PCIE-80": (80, 1935, 19.5, 156, 312),
+    "A100-PCIE-40": (40, 1555, 19.5, 156, 312),
+    "A40": (48, 696, 37.4, 74.8, 149.7),
+    "A30": (24, 933, 10.3, 82, 165),
+    "A10": (24, 600, 31.2, 62.5, 125),
+    "L40S": (48, 864, 91.6, 183, 362.05),
+    "L40": (48, 864, 90.5, 90.5, 181.05),
+    "V100-PCIE-32": (32, 900, 14, None, 112),
+    "V100-PCIE-16": (16, 900, 14, None, 112),
+    "RTX6000-Ada": (48, 960, 91.1, 1457 / 8, 1457 / 4),
+    "RTX5090": (32, 1792, 104.8, 209.5 / 2, 209.5),
+    "H20": (96, 4000, None, 74, 147),
+}
+
+# Streaming multiprocessors, clock of the 16-bit rate in MHz, and their operations a cycle: two for
+# each multiply-add of the cores (float32) and of the tensor cores (16 bits, with sums in float32).
+# NVIDIA's white papers on Volta, Ampere, Ada, Hopper and Blackwell.
+UNITS = {
+    "H200": (132, 1830, 256, 4096),
+    "H100-PCIE-80": (114, 1620, 256, 4096),
+    "A100-PCIE-80": (108, 1410, 128, 2048),
+    "A40": (84, 1740, 256, 1024),
+    "A30": (56, 1440, 128, 2048),
+    "A10": (72, 1695, 256, 1024),
+    "L40S": (142, 2490, 256, 1024),
+    "L40": (142, 2490, 256, 512),
+    "V100-PCIE-16": (80, 1380, 128, 1024),
+    "RTX6000-Ada": (142, 2505, 256, 1024),
+    "RTX5090": (170, 2407, 256, 512),
+    "RTX4090": (128, 2520, 256, 512),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_figures_are_as_printed(name):
+    kind = GPU_KINDS[name]
+    memory_gb, gb_per_s, fp32, tf32, fp16 = PRINTED[name]
+    assert kind.memory_bytes == memory_gb * 10**9
+    assert kind.memory_bytes_per_s == gb_per_s * 1e9
+    # Halves and quarters of what is printed rounded; 2.2 PFLOP/s of the B200 is rounded most.
+    tolerance = 0.025 if name == "B200" else 1e-3
+    assert kind.peak.of("float16") == pytest.approx(fp16 * 1e12, rel=1e-3)
+    assert kind.peak.tf32_flops_per_s == (tf32 and pytest.approx(tf32 * 1e12, rel=tolerance))
+    assert ("float32" in kind.unconfirmed) == (fp32 is None)
+    if fp32 is not None:
+        assert kind.peak.of("float32") == fp32 * 1e12
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_rates_are_what_the_units_can_do(name):
+    multiprocessors, mhz, float32, sixteen_bit = UNITS[name]
+    cycles_per_s, peak = multiprocessors * mhz * 1e6, GPU_KINDS[name].peak
+    assert peak.of("float16") == pytest.approx(cycles_per_s * sixteen_bit, rel=0.012)
+    # Hopper's cores run faster than its tensor cores; what runs at one clock has one ratio.
+    rel = 0.085 if name.startswith("H") else 0.015
+    assert peak.of("float32") == pytest.approx(cycles_per_s * float32, rel=rel)
+
+
+def test_tf32_is_half_of_sixteen_bits():
+    tensor = [kind for kind in GPU_KINDS.values() if kind.peak.tf32_flops_per_s]
+    assert len(tensor) > 10
+    for kind in tensor:
+        assert kind.peak.of("tf32") == pytest.approx(kind.peak.of("float16") / 2, rel=0.012)
+
+
+@pytest.mark.parametrize("board", ["A100-80", "A100-40"])
+def test_a_card_computes_as_the_board_does(board):
+    card = GPU_KINDS[board.replace("A100", "A100-PCIE")]
+    assert card.peak == GPU_KINDS[board].peak
+    for dtype in ("float16", "float32"):
+        fitted, _ = shares_of(equal_kinds(board, GPU_KINDS), dtype)
+        assert shares_of(equal_kinds(card.name, GPU_KINDS), dtype)[0] == fitted
+    assert dataclasses.replace(card, name=board) != GPU_KINDS[board]
