@@ -3,9 +3,9 @@
 A text needs a unit. A plain number is one of the SI base unit (bytes, bytes per second, seconds,
 operations per second); ranges of what exists catch the number whose unit was forgotten.
 
-Letters may be of any case but where it tells bits from bytes: `b` is a bit and `B` a byte, as on
-data sheets, if not all letters have one case. `100 gb/s` has: of a network it means bits, in which
-all networks are sold; of anything else, and in capitals, it could be either, and is refused.
+`b` is a bit and `B` a byte, as on data sheets; all other letters may be of any case: `100 GB/S` is
+bytes. Two spellings do not say which. `100 gb/s` in small letters means bits of a network, in which
+all networks are sold; of anything else it is refused. So is `100 GBPS`, which is written for both.
 """
 
 import dataclasses
@@ -89,9 +89,8 @@ class Quantity:
         if unit in self.units:
             return {self.units[unit]: unit}
         alike = [each for each in self.units if each.lower() == unit.lower()]
-        letters = [sign for sign in unit if sign.isalpha()]
-        is_mixed = len({sign.isupper() for sign in letters}) > 1
-        if is_mixed or (self.small_letters_are_bits and unit.islower()):
+        is_small, is_shouted = unit.islower(), unit.isupper() and "/" not in unit
+        if self.small_letters_are_bits if is_small else not is_shouted:
             alike = [each for each in alike if _byte_sign(each) == _byte_sign(unit)]
         found = {self.units[each]: each for each in reversed(alike)}
         return {factor: found[factor] for factor in sorted(found, reverse=True)}
@@ -102,7 +101,9 @@ class Quantity:
 
 
 def _byte_sign(unit: str) -> str:
-    """B or b, as the unit has it; "" without one."""
+    """B or b, as the unit has it, and b where it spells out bits; "" without one."""
+    if "bit" in unit.lower():
+        return "b"
     return next((sign for sign in unit if sign in "bB"), "")
 
 
