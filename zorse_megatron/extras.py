@@ -1,12 +1,14 @@
 """What the light install leaves out, and which of the package's extras brings it.
 
-`pip install zorse-megatron` plans; `[train]` trains, `[plots]` draws. Commands say before their
-work what they lack, with the extra's name.
+The light install plans; `[train]` trains, `[plots]` draws. Commands say before their work what they
+lack, with the command that brings it.
 """
 
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
 
@@ -52,10 +54,22 @@ def _is_there(module: str) -> bool:
         return False
 
 
+def _requirement() -> str:
+    """What pip finds: the installed package by its name, else the directory that this runs from.
+
+    No index has to know the name: pip takes what is installed, and fetches what the extra adds.
+    """
+    try:
+        importlib.metadata.distribution(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return str(Path(__file__).parents[1])
+    return PACKAGE
+
+
 def _problem(absent: Mapping[str, tuple[str, ...]], what: str) -> Problem:
     modules = [module for each in absent.values() for module in each]
     extras = ",".join(extra for extra, each in absent.items() if each)
-    remedy = f"Run: pip install '{PACKAGE}[{extras}]'"
+    remedy = f"Run: pip install '{_requirement()}[{extras}]'"
     if absent.get("train") and sys.version_info < TRAINS_FROM:
         older, newer = (".".join(map(str, each)) for each in (sys.version_info[:2], TRAINS_FROM))
         remedy = f"This is Python {older}; megatron-core needs {newer}. {remedy} there"

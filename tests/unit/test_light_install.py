@@ -1,6 +1,7 @@
 """The light install plans: what it lacks is said with the extra's name, never by a traceback."""
 
 import ast
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.extras import MODULES
+from zorse_megatron import extras
+from zorse_megatron.extras import MODULES, PACKAGE, MissingExtra
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -134,6 +136,25 @@ def test_modules_ask(tmp_path):
     assert_asks(ran.returncode, ran.stdout, ran.stderr, extras="train", what="training", status=2)
     ran = run(tmp_path, MODULE, "zorse_megatron.demo")
     assert_asks(ran.returncode, ran.stdout, ran.stderr, extras="train,plots", what="the demo")
+
+
+def test_pip_knows_what_is_asked_for_without_an_index():
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps"]
+    ran = subprocess.run(
+        [*pip, f"{PACKAGE}[plots]"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert f"Requirement already satisfied: {PACKAGE}[plots]" in ran.stdout
+
+
+def test_a_checkout_that_is_not_installed_asks_for_its_directory(monkeypatch):
+    def unknown(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", unknown)
+    monkeypatch.setattr(extras, "_is_there", lambda module: module != "matplotlib")
+    with pytest.raises(MissingExtra, match=re.escape(f"pip install '{ROOT}[plots]'")):
+        extras.refuse_without("plots", what="a picture")
 
 
 def assert_asks(code, stdout, stderr, *, extras, what, status=1):
