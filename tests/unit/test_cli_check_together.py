@@ -79,6 +79,19 @@ def test_files_are_known_by_what_is_in_them(run, tmp_path, name, text, kind):
     assert file["kind"] == kind
 
 
+@pytest.mark.parametrize("name", ["none.yaml", "none.json", "none", "a-directory"])
+def test_what_cannot_be_read_is_of_no_kind(run, tmp_path, name):
+    (tmp_path / "a-directory").mkdir()
+    answer = json.loads(run("check", "--json", name).stdout)
+    assert [(file["path"], file["kind"], file["ok"]) for file in answer["files"]] == [
+        (name, None, False)
+    ]
+    (problem,) = answer["problems"]
+    reason = "Is a directory" if name == "a-directory" else "No such file or directory"
+    assert problem["found"] == f"no readable file ({reason})"
+    assert problem["expected"].startswith("a plan, cluster, model or profile file: ")
+
+
 def test_every_file_gets_its_problems(run, tmp_path):
     (tmp_path / "cluster.yaml").write_text("nodes: [{gpus: 8 x T5}]")
     (tmp_path / "model.yaml").write_text("num_layers: 0")

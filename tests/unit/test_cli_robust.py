@@ -64,7 +64,11 @@ CLUSTERS = {
         ["name: found a control character (U+001B) in 'a\\x1b[31mb'"],
     ),
     "a key that steers the terminal": (LAB + '"a\\e[31mb": 1', PLAN, ["a\\x1b[31mb"]),
-    "a device": ({}, (*PLAN, "--cluster", "/dev/zero"), ["(a device)", "a regular one"]),
+    "a device": (
+        {},
+        (*PLAN, "--cluster", "/dev/zero"),
+        ["found a device; expected a cluster file: a regular one"],
+    ),
     "no GPUs": (LAB.replace("4 x A6000", "0 x A6000"), PLAN, ["gpus[0].count: found 0"]),
     "too many GPUs": (LAB.replace("{gpus", "{count: 999999999, gpus"), PLAN, ["at most 1000000"]),
     "no network": (LAB.replace(", nics: 100 Gb/s", ""), PLAN, ["a node without nics"]),
@@ -136,7 +140,11 @@ MODELS = {
 PROFILES = {
     "no file": ({}, (*PLAN, "--profile", "no.json"), ["cannot read no.json", "a profile file"]),
     "cut off": ("{", WITH_PROFILE, ["profile.json"]),
-    "too large": ("[" + 2**26 * " " + "]", WITH_PROFILE, ["(more than 64 MiB)"]),
+    "too large": (
+        "[" + 2**26 * " " + "]",
+        WITH_PROFILE,
+        ["found a file of more than 64 MiB; expected a profile file"],
+    ),
     "a list": ("[]", WITH_PROFILE, ["[] (a list)"]),
     "a newer version": (
         spoilt(good_profile(), "schema_version", 2),
@@ -405,7 +413,7 @@ def test_mutated_files_never_give_a_traceback(run, file):
 def test_a_fifo_is_not_waited_for(run, tmp_path, command):
     os.mkfifo(tmp_path / "pipe")
     words = (*PLAN, "--cluster", "pipe") if command == PLAN else (command[0], "pipe", *command[2:])
-    check_message(run(*words), ["cannot read pipe", "(a FIFO)"])
+    check_message(run(*words), ["cannot read pipe", "found a FIFO"])
 
 
 def test_what_is_piped_is_read(tmp_path):

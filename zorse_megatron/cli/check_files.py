@@ -32,6 +32,7 @@ Content = Plan | Cluster | ModelShape | Profile
 
 # Of equally likely kinds the first one is taken.
 _KINDS = (PLAN_FILE, CLUSTER_FILE, MODEL_FILE, PROFILE_FILE)
+_ANY_KIND = "a plan, cluster, model or profile"
 _MAX_KEY = 40  # longer than any key of ours
 _JSON_KINDS = (PLAN_FILE, PROFILE_FILE)
 _YAML_KINDS = (CLUSTER_FILE, MODEL_FILE)
@@ -48,7 +49,8 @@ class CheckedFile:
     """One file, with what is in it or what is wrong with it."""
 
     path: Path
-    kind: str
+    kind: str | None
+    """None where there is nothing to tell it from."""
     content: Content | None
     error: ZorseError | None
 
@@ -65,10 +67,12 @@ class CheckedFile:
 
 def check_file(path: Path) -> CheckedFile:
     """Read a file of any kind."""
-    kind = PLAN_FILE
     try:
-        data = read_file(path, _kind_of_name(path))
-        kind = _kind_of(data, path)
+        data = read_file(path, _kind_of_name(path), article=_ANY_KIND)
+    except ZorseError as error:
+        return CheckedFile(path=path, kind=None, content=None, error=error)
+    kind = _kind_of(data, path)
+    try:
         content = _PARSERS[kind.name](data, source=str(path))
         if isinstance(content, Plan):
             refuse_unsupported(content, str(path))

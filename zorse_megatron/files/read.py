@@ -7,6 +7,11 @@ from pathlib import Path
 
 from zorse_megatron.files.target import kind_of, stream_of
 
+
+class NotInputError(OSError):
+    """A path leads to something that is not read; `strerror` names it, with its article."""
+
+
 MAX_INPUT_BYTES = 64 * 2**20
 """Above any plan, cluster, model or profile: a plan of 100,000 GPUs has some 10 MiB."""
 
@@ -14,7 +19,8 @@ MAX_INPUT_BYTES = 64 * 2**20
 def read_input(path: str | Path, *, max_bytes: int = MAX_INPUT_BYTES) -> bytes:
     """Return the bytes of a regular file, or of a stream such as /dev/stdin or `<(command)`.
 
-    Raises OSError for anything else (a FIFO or device may never end), and for more bytes.
+    Raises NotInputError for anything else (a FIFO or device may never end), and for more bytes;
+    any other OSError where there is nothing to read.
     """
     path = Path(path)
     stream = stream_of(path)
@@ -25,8 +31,8 @@ def read_input(path: str | Path, *, max_bytes: int = MAX_INPUT_BYTES) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode) and (stream is None or stat.S_ISDIR(mode)):
-            raise OSError(errno.EINVAL, kind_of(mode))
+            raise NotInputError(errno.EINVAL, kind_of(mode))
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"more than {max_bytes / 2**20:.0f} MiB")
+        raise NotInputError(errno.EFBIG, f"a file of more than {max_bytes / 2**20:.0f} MiB")
     return data

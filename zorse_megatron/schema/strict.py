@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.files.read import MAX_INPUT_BYTES, read_input
+from zorse_megatron.files.read import MAX_INPUT_BYTES, NotInputError, read_input
 from zorse_megatron.schema.control_characters import control_problems
 from zorse_megatron.schema.file_kind import FileKind
 from zorse_megatron.schema.structure import path_of, problems_from, without_unknown_keys
@@ -27,15 +27,19 @@ Rules = Callable[[Any], Iterable[Problem]]
 Lines = Mapping[str, int]
 
 
-def read_file(path: str | Path, kind: FileKind) -> bytes:
-    """Return the bytes of a file. Raises the kind's error where there is none to read."""
+def read_file(path: str | Path, kind: FileKind, *, article: str | None = None) -> bytes:
+    """Return the bytes of a file. Raises the kind's error where there is none to read.
+
+    `article`: what is expected, where the kind is not known before: "a plan or model".
+    """
     try:
         return read_input(path)
     except OSError as error:
+        said = error.strerror or str(error)
         problem = Problem(
             where=str(path),
-            found=f"no readable file ({error.strerror or error})",
-            expected=f"{kind.with_article} file: a regular one of at most "
+            found=said if isinstance(error, NotInputError) else f"no readable file ({said})",
+            expected=f"{article or kind.with_article} file: a regular one of at most "
             f"{MAX_INPUT_BYTES / 2**20:.0f} MiB",
             remedy="Check the path, and that every rank can read it.",
         )
