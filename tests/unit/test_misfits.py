@@ -1,12 +1,15 @@
 """Where nothing fits, the true cause is told, and what would fit; host memory always."""
 
 import dataclasses
+import doctest
 
 import pytest
 
 from tests.unit.cli_samples import runner_in
+from zorse_megatron.costs import pinned
 from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.explain import explain
+from zorse_megatron.planner.host_need import host_needs
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.search import find_plan
 from zorse_megatron.planner.shortage import fitting, no_plan
@@ -52,6 +55,39 @@ def test_host_memory_is_told_as_host_memory():
     assert f"{needed / GIB:.1f} GiB for what has to wait there (optimizer state" in problem.expected
     with pytest.raises(NoPlanError, match="host memory of node one"):
         find_plan(small(memory="4GB", host="1GiB"))
+
+
+def test_pinned_blocks():
+    results = doctest.testmod(pinned)
+    assert results.attempted and not results.failed
+
+
+def test_host_memory_is_counted_in_pinned_blocks():
+    """As torch's allocator keeps them: two moments and the main parameters of each chunk."""
+    fits = fitting(small(memory="4GB"))
+    held = {0: 0, 1: 0}
+    for rank in held:
+        sizes = fits.result.timeline.sizes
+        for chunk in sizes.chunks(rank):
+            block = 1
+            while block < 4 * sizes.shards[chunk][rank]:
+                block *= 2
+            held[rank] += 3 * block
+    assert {rank: host_bytes(fits.result, rank) for rank in held} == {
+        rank: {"optimizer state": num_bytes} for rank, num_bytes in held.items()
+    }
+    (need,) = host_needs(small(memory="4GB"), fits.result)
+    assert need.num_bytes == sum(held.values())
+
+
+def test_a_host_that_lacks_what_rounding_takes_is_not_planned_with():
+    """12 bytes of state for each parameter would just fit; the blocks do not."""
+    state = 12 * MODEL.num_parameters
+    enough = host_needs(small(memory="4GB"), fitting(small(memory="4GB")).result)[0].num_bytes
+    assert enough > 1.1 * state
+    fits = fitting(small(memory="4GB", host=f"{1.05 * state / 1e9:.3f}GB"))
+    assert fits is None
+    assert fitting(small(memory="4GB", host=f"{1.02 * enough / 1e9:.3f}GB")) is not None
 
 
 def test_the_total_is_told_by_category():

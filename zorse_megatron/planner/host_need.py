@@ -42,11 +42,7 @@ class HostNeed:
 
 
 def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[HostNeed, ...]:
-    """Nodes in whose memory something waits, in the order of ranks.
-
-    torch rounds blocks of pinned memory up to powers of two, so a run on GPUs may take up to twice
-    as much.
-    """
+    """Nodes in whose memory something waits, in the order of ranks; in blocks of pinned memory."""
     found = []
     for node, spec in enumerate(inputs.spec.nodes):
         ranks = inputs.spec.ranks_of(node)

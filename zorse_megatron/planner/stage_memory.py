@@ -9,6 +9,7 @@ the step, when activations are not: what has to fit then is looked at apart.
 import math
 from collections.abc import Sequence
 
+from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.jobs import Job, Place, Settings
 from zorse_megatron.schedules.shards import passing_at_most
@@ -126,16 +127,22 @@ class StageMemory:
         return least if least < 0 else room - self.shared_bytes(job, settings)
 
     def host_holds(self, job: Job, settings: Settings, counts: Sequence[float]) -> bool:
-        """Whether host memory takes what is offloaded; where its size is not known, it does."""
-        state = self.costs.state_bytes(self.parameters(job.num_layers, job.place))
+        """Whether host memory takes what is offloaded; where its size is not known, it does.
+
+        In pinned blocks, as in `simulate.host_memory`, of chunks and shards of equal size.
+        """
+        parameters = self.parameters(job.num_layers, job.place)
+        owned = -(-parameters // (len(job.team.ranks) * job.num_chunks))
+        state = job.num_chunks * pinned_state_bytes(self.costs.state_bytes(owned), owned)
         spared = self.spared[settings.mode]
         kept = self.kept["none"] - spared * settings.recomputed / job.num_layers
         for cell, size, count in zip(job.team.cells, job.sizes, counts, strict=True):
             if cell.host_bytes is None:
                 continue
-            needed = state / len(job.team.ranks)
+            needed: float = state
             if settings.offload_activations:
-                needed += size * kept * self.layers_in_flight(job, count)
+                block = pinned_bytes(math.ceil(size * kept))
+                needed += block * self.layers_in_flight(job, count)
             if needed > cell.host_bytes:
                 return False
         return True

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from zorse_megatron.costs.pinned import pinned_bytes
+
 
 class HostMemoryFull(Exception):
     """Host memory was asked for that is not there; `category`: what was to wait in it."""
@@ -23,11 +25,8 @@ class HostMemoryFull(Exception):
 
 
 def host_bytes_of(num_bytes: int, *, pinned: bool) -> int:
-    """What a block takes of the host: torch's allocator rounds pinned ones up to powers of two.
-
-    Source: `CachingHostAllocatorImpl::allocate` (c10 `PowerOf2Ceil`).
-    """
-    return 1 << (num_bytes - 1).bit_length() if pinned and num_bytes > 0 else num_bytes
+    """What a block takes of the host: torch's allocator rounds pinned ones up."""
+    return pinned_bytes(num_bytes) if pinned else num_bytes
 
 
 def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,12 @@
-"""What waits in host memory, by rank: the other side of what the plan's offload settings free."""
+"""What waits in host memory, by rank: the other side of what the plan's offload settings free.
+
+In blocks of pinned memory, as a run on GPUs allocates them (`runtime.host_memory`): for each chunk
+one with its shard of parameters, one for each kind of optimizer state, one for each layer's input.
+"""
 
 from collections.abc import Mapping
 
+from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
 from zorse_megatron.schedules.actions import COMPUTE, Kind
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.timeline import Timeline
@@ -24,7 +29,7 @@ def host_bytes(result: SimulationResult, rank: int) -> Mapping[str, int]:
     if offload.parameters:
         sizes = timeline.sizes
         found[PARAMETERS] = sum(
-            sizes.memory_of(chunk).parameter_bytes(sizes.shards[chunk][stand_in])
+            pinned_bytes(sizes.memory_of(chunk).parameter_bytes(sizes.shards[chunk][stand_in]))
             for chunk in sizes.chunks(stand_in)
         )
     return found
@@ -32,9 +37,10 @@ def host_bytes(result: SimulationResult, rank: int) -> Mapping[str, int]:
 
 def _state_bytes(timeline: Timeline, rank: int) -> int:
     sizes = timeline.sizes
+    owned = {chunk: sizes.shards[chunk][rank] for chunk in sizes.chunks(rank)}
     return sum(
-        sizes.memory_of(chunk).state_bytes(sizes.shards[chunk][rank])
-        for chunk in sizes.chunks(rank)
+        pinned_state_bytes(sizes.memory_of(chunk).state_bytes(number), number)
+        for chunk, number in owned.items()
     )
 
 
@@ -45,7 +51,7 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
     now = most = 0
     for number, action in enumerate(actions):
         key = action.chunk, action.micro_batch
-        kept = timeline.sizes.kept_bytes(rank, action.chunk or 0)
+        kept = _kept_bytes(timeline, rank, action.chunk or 0)
         behind = actions[number + 1] if number + 1 < len(actions) else None
         if action.kind is Kind.BACKWARD:
             now -= kept if key in away else 0
@@ -54,3 +60,9 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
             now += kept
             most = max(most, now)
     return most
+
+
+def _kept_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
+    """Of one micro-batch. Only inputs of layers wait in the host: all are as large."""
+    layers = timeline.sizes.num_layers(chunk)
+    return layers * pinned_bytes(-(-timeline.sizes.kept_bytes(rank, chunk) // layers))
