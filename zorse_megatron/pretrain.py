@@ -27,7 +27,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -264,8 +264,10 @@ def run(argv: Sequence[str]) -> None:
         refuse_unsupported(plan, str(command.plan))
         if cluster is not None:
             refuse_other_cluster(plan, cluster, str(command.plan))
+        script = [str(command.script)] if command.script else []
+        training = read_command([*script, *command.megatron])
         refuse_misfit(
-            read_command([*([str(command.script)] if command.script else []), *command.megatron]),
+            training,
             plan,
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             kinds=None if cluster is None else cluster.kinds,
@@ -274,7 +276,10 @@ def run(argv: Sequence[str]) -> None:
     if plan is None:
         watch, hub_address = WatchedRank(None, command.limits), ""
     else:
-        watch, hub_address = _watched(plan, command.limits, _own_node(cluster))
+        exit_s = 60.0 * training.args.distributed_timeout_minutes
+        watch, hub_address = _watched(
+            plan, replace(command.limits, exit_s=exit_s), _own_node(cluster)
+        )
     with watch.last_words():
         _train(command, plan, cluster, watch, hub_address)
 

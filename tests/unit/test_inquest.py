@@ -38,7 +38,12 @@ def blamed(given: Inquest, now_s: float, *, late: tuple[int, ...] = ()) -> int |
         ([(0, Kind.LOST_CONTACT, 0.0), (1, Kind.SILENT, 14.0)], 14.3, 1),
         ([(0, Kind.LOST_CONTACT, 0.0), (1, Kind.LOST_CONTACT, 0.1)], 20.0, 0),
         ([(1, Kind.EXITED, 0.0)], 10.0, 1),
-        ([(1, Kind.EXITED_WELL, 0.0)], 60.0, 1),
+        ([(1, Kind.EXITED_WELL, 0.0)], 600.0, 1),
+        ([(1, Kind.EXITED_WELL, 0.0), (2, Kind.KILLED, 100.0)], 100.3, 2),
+        ([(1, Kind.EXITED_WELL, 0.0), (0, Kind.LOST_CONTACT, 0.1)], 1.0, 1),
+        # Its own fault; and the watchdog's, which it was left to by the one that has exited.
+        ([(1, Kind.EXITED_WELL, 0.0), (0, Kind.ABORTED, 30.0)], 32.0, 0),
+        ([(1, Kind.EXITED_WELL, 0.0), (0, Kind.ABORTED, 500.0)], 502.0, 1),
         ([(1, Kind.EXITED, 0.0), (0, Kind.LOST_CONTACT, 0.1)], 1.0, 1),
         ([(1, Kind.REFUSED, 0.0)], 20.0, 1),
         ([(1, Kind.REFUSED, 0.0), (0, Kind.LOST_CONTACT, 0.1)], 1.0, 1),

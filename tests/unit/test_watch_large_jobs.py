@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zorse_megatron.watch import exchange, start, watcher
 from zorse_megatron.watch.hub import Hub
-from zorse_megatron.watch.inquest import Limits, Word
+from zorse_megatron.watch.inquest import Limits, Report, Word
 from zorse_megatron.watch.lines import LineSocket
 from zorse_megatron.watch.member import Member
 from zorse_megatron.watch.page import RankPage
@@ -65,6 +65,9 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
         @property
         def is_joined(self) -> bool:
             return True
+
+        def report(self, report: Report, now_s: float, *, ended: bool) -> None:
+            self.is_over = ended
 
         @property
         def sockets(self) -> list[Any]:

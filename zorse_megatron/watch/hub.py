@@ -14,8 +14,6 @@ _END_S = 8.0
 """How long ranks have to end once they are told to: their watchers kill them before that."""
 _AFTER_CULPRIT_S = 0.3
 """A launcher blames the process that it sees to end first, and torchrun looks every 0.1 s."""
-_LINGER_S = 30.0
-"""How long the hub stays for others when its own rank has done its work."""
 
 
 class Hub:
@@ -160,12 +158,13 @@ class Hub:
                 self.is_over = True
 
     def _has_lingered(self, now_s: float) -> bool:
+        """Whether others have had their time since the work of the hub's own rank was done."""
         mine = self.inquest.reports.get(0)
         return (
             self._own_end_s is not None
             and mine is not None
             and mine[0].kind is Kind.DONE
-            and now_s - self._own_end_s > _LINGER_S
+            and now_s - self._own_end_s > self.limits.exit_s
         )
 
     def _speak(self, now_s: float) -> None:

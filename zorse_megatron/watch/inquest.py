@@ -37,8 +37,9 @@ class Kind(enum.Enum):
     """By SIGABRT, as NCCL's watchdog does to those that wait for a rank in vain."""
     EXITED = ("exited", 4, 10.0)
     """On request; as a rule all ranks do so together."""
-    EXITED_WELL = ("exited well", 4, 60.0)
-    """With status 0: another rank may still finish what only it has to, such as a log."""
+    EXITED_WELL = ("exited well", 4, 0.0)
+    """With status 0: another rank may still finish what only it has to, such as the upload of a
+    log. It has as long as others would wait for it: see `Limits.exit_s`."""
     ASKED_TO_END = ("asked to end", 5, 3.0)
     """By SIGTERM and its like, as a rule together with all others."""
     REFUSED = ("refused", 6, 20.0)
@@ -67,6 +68,8 @@ _TOGETHER = (
     Kind.REFUSED,
 )
 _GO_ALONE = (Kind.EXITED, Kind.EXITED_WELL, Kind.REFUSED)
+_IN_VAIN_S = 60.0
+"""Who aborts so long after another one's exit has waited for it, until NCCL's watchdog gave up."""
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -80,6 +83,9 @@ class Limits:
     torchrun and the 60 s that the batch script wait for ranks to end."""
     stopped_s: float = 8.0
     """A debugger's stop (ptrace) does not count, and neither does one of the watcher too."""
+    exit_s: float = 600.0
+    """How long a rank may have to itself when others have come to their end, as Megatron lets them
+    wait for it in a collective: `--distributed-timeout-minutes`, of which this is the default."""
     joining_s: float = 30.0
     """How long a job that cannot start waits for ranks that are still importing, to tell them."""
 
@@ -123,7 +129,14 @@ class Inquest:
         faults = [(report, at_s) for report, at_s in found if report.kind is not Kind.DONE]
         if not faults or self._is_agreed():
             return None
-        worst, _ = min(faults, key=lambda fault: (fault[0].kind.blame, fault[1]))
+        exits_s = [at_s for report, at_s in faults if report.kind is Kind.EXITED_WELL]
+        in_vain_s = min(exits_s, default=float("inf")) + _IN_VAIN_S
+
+        def blame(report: Report, at_s: float) -> int:
+            is_vain = report.kind is Kind.ABORTED and at_s > in_vain_s
+            return Kind.EXITED_WELL.blame if is_vain else report.kind.blame
+
+        worst, _ = min(faults, key=lambda fault: (blame(*fault), fault[1]))
         due_s = min(at_s + self._patience_s(report) for report, at_s in faults)
         if late and worst.kind.blame >= Kind.ABORTED.blame:
             return None  # that one may be the reason
@@ -139,6 +152,8 @@ class Inquest:
             return self.limits.silence_s + report.kind.patience_s
         if report.kind in _GO_ALONE and self._is_missed():
             return 1.0
+        if report.kind is Kind.EXITED_WELL:
+            return self.limits.exit_s
         return report.kind.patience_s
 
     def _is_missed(self) -> bool:

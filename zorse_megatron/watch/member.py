@@ -14,7 +14,7 @@ _CONNECTING_S = 10.0
 _REFUSED_S = 1.5
 """Nobody has listened there for so long: the hub listens before its address is known."""
 _BYE_S = 45.0
-"""How long to wait for the hub's leave to end, after the end of this rank."""
+"""How much longer than any rank may take to its end this process waits for the hub's leave."""
 
 
 class Member:
@@ -28,7 +28,10 @@ class Member:
         """Why this rank has to end, once it has to."""
         self.is_blamed = False
         self.lost_hub: Report | None = None
-        self.speaks = True
+        self.has_heard = False
+        """Whether the hub has said anything. To who comes when it is gone, the job may have ended
+        long since, with its last line."""
+        self.speaks = False
         """Whether this process speaks for its node if the hub is gone; the hub says which one."""
         self.is_over = False
         self._line: LineSocket | None = None
@@ -75,7 +78,8 @@ class Member:
         elif self._line.is_open:
             self._talk(self._line, now_s)
         if self._ended_s is not None and (
-            self.lost_hub is not None or (self.is_joined and now_s - self._ended_s > _BYE_S)
+            self.lost_hub is not None
+            or (self.is_joined and now_s - self._ended_s > self.limits.exit_s + _BYE_S)
         ):
             self.is_over = True
 
@@ -97,6 +101,7 @@ class Member:
     def _talk(self, line: LineSocket, now_s: float) -> None:
         for message in line.receive():
             self._heard_s = now_s
+            self.has_heard = True
             self.speaks = message.get("speaks", self.speaks)
             if "stop" in message:
                 self.stop = Kind[message["stop"]]

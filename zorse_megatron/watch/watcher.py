@@ -196,8 +196,7 @@ class Watcher:
             return False
         if isinstance(self.post, Hub):
             return self.post.is_over
-        if self.status == 0 and split_word(self.page.word.read())[0] is Word.DONE:
-            return self.post.is_joined
+        # Also when its work is done: srun counts the seconds that others have from the first end.
         nobody_hears = not self.post.is_joined and self._helper is None
         return self.post.is_over or (nobody_hears and not self.page.address.read())
 
@@ -214,14 +213,24 @@ class Watcher:
         end_as(status)
 
     def _say_line(self) -> None:
-        line = ""
-        if isinstance(self.post, Hub):
-            line = self.post.line
-        elif self.post.lost_hub is not None and self.post.lost_hub.reason and self.post.speaks:
-            line = sentence(self.post.lost_hub, self.describe, {0: ""})
+        line = last_line(self.post, self.describe)
         if line:
             # The rank may have been ended in the middle of a line.
-            os.write(2, f"\nzorse: error: {line}\n".encode())
+            os.write(2, f"\nzorse: {line}\n".encode())
+
+
+def last_line(post: Hub | Member, describe: Callable[[int], str]) -> str:
+    """What the watcher says at its end: the hub's verdict, or that the hub is gone; or ""."""
+    if isinstance(post, Hub):
+        return f"error: {post.line}" if post.line else ""
+    if post.lost_hub is None or not post.lost_hub.reason:
+        return ""
+    if not post.has_heard:
+        return (
+            f"{describe(post.rank)} comes too late: {describe(0)} {post.lost_hub.reason}; if the "
+            "job has ended before, its last line says why"
+        )
+    return f"error: {sentence(post.lost_hub, describe, {0: ''})}" if post.speaks else ""
 
 
 def forward(process: int) -> None:
