@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.cli.main import app
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.judge import judged
 from zorse_megatron.schema.cluster_yaml import load_cluster
 from zorse_megatron.schema.load import load_plan
 from zorse_megatron.schema.profile_load import load_profile
@@ -16,6 +18,12 @@ from zorse_megatron.watch.rank import LOST_RANK
 
 WORLD = 4
 KINDS = ("cpu-0", "cpu-0", "cpu-1", "cpu-1")
+ONE_CPU = """\
+gpu_kinds:
+- {name: cpu-0, memory: 8 GB, memory_bandwidth: 5 GB/s, peak: {float32: 0.1 TFLOP/s}}
+nodes:
+- {name: node-0, gpus: 1 x cpu-0}
+"""
 TRAINING = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--seq-length", "64", "--max-position-embeddings", "64"),
@@ -149,6 +157,25 @@ def test_ranks_that_are_not_the_cluster_are_told(work: Path, tmp_path: Path) -> 
         assert code == 1, output
         assert "rank 2: found cpu-1; expected cpu-9" in output
     assert not (tmp_path / "profile.json").exists()
+
+
+def test_what_megatron_itself_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+    """Our table takes the flag; Megatron wants two others with it."""
+    refused = ("--weight-decay-incr-style", "linear")
+    assert not judged(read_command([*TRAINING, *refused]), None)[0]
+    (tmp_path / "cluster.yaml").write_text(ONE_CPU)
+    files = ("--cluster", str(tmp_path / "cluster.yaml"), "--out", str(tmp_path / "profile.json"))
+    words = ("profile", "measure", *files, "--", *TRAINING, *refused)
+    env = {"ZORSE_TEST_NODES": "1", "ZORSE_TEST_FORKS": "1"}
+    result = run_ranks(words, 1, entry="tests.megatron.measure_entry", timeout_s=60, env=env)
+    (output,) = result.outputs
+    assert result.returncodes == (1,), output
+    assert (
+        "the layers cannot be measured (1 problem):\n"
+        "  1. the process that builds the layers: found exit status 1; expected 0. "
+        "Its last lines:\n"
+    ) in output
+    assert "assert args.start_weight_decay is not None" in output
 
 
 def test_flags_that_are_refused_stop_all_ranks_by_name(work: Path) -> None:
