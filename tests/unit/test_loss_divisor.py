@@ -44,6 +44,23 @@ def test_where_there_is_fp16_and_no_sum_is_asked_for(dtypes, is_sum, expected) -
     assert found == expected
 
 
+@given(data=st.data(), batch=st.integers(1, 64), sequence_length=st.integers(1, 512))
+def test_masked_tokens_make_gradients_smaller_than_stocks_never_larger(
+    data: st.DataObject, batch: int, sequence_length: int
+) -> None:
+    """Stock divides a micro-batch's loss by its tokens that count, and by the micro-batches.
+
+    Source: `forward_step_calc_loss` in megatron.core.pipeline_parallel.schedules.
+    """
+    size = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
+    count = data.draw(st.integers(1, size * sequence_length))
+    stock = Fraction(1, count) / (batch // size)
+    plan = dataclasses.replace(PLAN, global_batch_size=batch)
+    ours = 1 / Fraction(tokens_as_power_of_two(plan, sequence_length=sequence_length))
+    share = Fraction(count, size * sequence_length)
+    assert Fraction(1, 2) <= (ours / (stock * share)) ** 2 <= 2
+
+
 @pytest.mark.parametrize("divisor", [1.0, NEAREST])
 def test_fp16_messages_have_the_size_of_means(divisor: float) -> None:
     assert factor(PLAN, "fp16", divisor) * torch.tensor(NEAREST) / divisor == 1.0
