@@ -1,0 +1,87 @@
+"""What is imported of our own is there: mypy says so of the package, this of tests and scripts."""
+
+import re
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# At any depth, as much is imported where it is needed; `from a import (` on several lines, too.
+IMPORT = re.compile(
+    r"^\s*(?:from ((?:zorse_megatron|tests|scripts)[\w.]*) import (\([^)]*\)|[^#\n]*)"
+    r"|import ((?:zorse_megatron|tests|scripts)[\w.]*))",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("own", ["tests", "scripts"])
+def test_every_module_that_is_imported_is_there(own):
+    paths = [path for path in (ROOT / own).rglob("*.py") if path != Path(__file__)]
+    imported = {path: list(_modules(path.read_text(encoding="utf-8"))) for path in paths}
+    assert any(imported.values())
+    lost = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path, modules in imported.items()
+        for module in modules
+        if not _is_there(module)
+    ]
+    assert not lost
+
+
+def test_the_check_finds_what_is_lost():
+    text = """
+import tests.gone
+def late():
+    from zorse_megatron.errors import Problem
+    from zorse_megatron.gone.deeper import (
+        Name,
+    )
+from zorse_megatron.schema import gpu, gone as other
+from zorse_megatron.topology import (
+    graph,
+    vanished,
+)
+"""
+    lost = [module for module in _modules(text) if not _is_there(module)]
+    assert lost == [
+        "tests.gone",
+        "zorse_megatron.gone.deeper",
+        "zorse_megatron.schema.gone",
+        "zorse_megatron.topology.vanished",
+    ]
+
+
+def test_mypy_forgives_no_missing_module_of_our_own():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    overrides = settings.pop("overrides")
+    assert not settings.get("ignore_missing_imports")
+    forgiven = {
+        pattern
+        for each in overrides
+        if each.get("ignore_missing_imports") or each.get("follow_imports") == "skip"
+        for pattern in each["module"]
+    }
+    ours = ("zorse_megatron", "zorse_megatron.gone", "tests", "tests.gone")
+    assert forgiven and not [p for p in forgiven if any(fnmatch(own, p) for own in ours)]
+
+
+def _modules(text):
+    """Modules that a text imports; of `from package import name` the name, too, as one of them."""
+    for module, names, whole in IMPORT.findall(text):
+        if whole:
+            yield whole
+            continue
+        place = ROOT.joinpath(*module.split("."))
+        # Of a package that binds nothing itself, all names are modules.
+        marker = place / "__init__.py"
+        if marker.is_file() and not re.search(r"^(from|\w+ = )", marker.read_text("utf-8"), re.M):
+            yield from (f"{module}.{name}" for name in re.findall(r"(?:^|[(,])\s*(\w+)", names))
+        else:
+            yield module
+
+
+def _is_there(module):
+    place = ROOT.joinpath(*module.split("."))
+    return place.with_suffix(".py").is_file() or place.is_dir()
