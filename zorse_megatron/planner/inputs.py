@@ -1,27 +1,19 @@
 """What a search starts from: cluster, model and profile, joined and checked."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from zorse_megatron.costs.by_kind import ByKind
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.costs.compute import ProfiledCompute
-from zorse_megatron.costs.efficiency import is_sixteen_bit
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
-from zorse_megatron.costs.memory import (
-    TransformerMemory,
-    memory_from_profile,
-    precision_of,
-)
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import PlannerInputError
+from zorse_megatron.planner.input_prices import InputPrices
 from zorse_megatron.planner.price_problems import kind_problems, wire_problems
 from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.computing import USUAL, Attention, Computing, JobRecompute
+from zorse_megatron.schema.computing import USUAL, Computing, JobRecompute
 from zorse_megatron.schema.gpu import (
     PRICED_IN,
     ComputeDtype,
-    Dtype,
     DtypeChoice,
     GpuKind,
     common_dtype,
@@ -130,39 +122,34 @@ def make_inputs(
     """
     space = space or SearchSpace()
     known = profile or _EMPTY
-    computes = _computes(known, model, cluster, dtype, computing)
-    common = PRICED_IN[common_dtype(cluster.kinds.values())] if dtype == "auto" else dtype
+    prices = InputPrices(
+        cluster=cluster, model=model, profile=known, dtype=dtype, computing=computing
+    )
     problems = [
         *_number_problems(global_batch_size, memory_margin),
         *_space_problems(space),
-        *wire_problems(space.gradient_wire, [each.dtype for each in computes.values()]),
-        *kind_problems(computes),
+        *wire_problems(space.gradient_wire, [each.dtype for each in prices.computes.values()]),
+        *kind_problems(prices.computes),
     ]
     if problems:
         raise PlannerInputError("cluster, model and profile do not make a plan", problems)
-    spec = topology_of(cluster, known if known.links else None)
-    memory, memory_note = _memory(known, model, common, computing)
-    warnings = _flash_notes(cluster, computing, memory)
+    return _joined(prices, global_batch_size, memory_margin, space)
+
+
+def _joined(prices: InputPrices, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
+    cluster, model = prices.cluster, prices.model
+    spec = topology_of(cluster, prices.profile if prices.profile.links else None)
+    memory, memory_note = prices.memory
     return Inputs(
         spec=spec,
-        compute=ByKind(computes=computes) if dtype == "auto" else next(iter(computes.values())),
+        compute=prices.compute,
         memory=memory,
         comm=GraphComm(spec),
-        by_dtype={
-            name: _costs_in(each, known, model, cluster, computing)
-            for name, each in PRICED_IN.items()
-        },
+        by_dtype={name: prices.costs_in(each) for name, each in PRICED_IN.items()},
         kinds=cluster.gpu_kinds,
-        capacities_bytes=tuple(
-            int(cluster.gpu_of_rank(rank).memory_bytes * (1 - memory_margin))
-            for rank in range(cluster.world_size)
-        ),
-        host_bytes=tuple(
-            None if node.host_memory_bytes is None else node.host_memory_bytes // len(node.ranks)
-            for node in cluster.nodes
-            for _ in node.ranks
-        ),
-        global_batch_size=global_batch_size,
+        capacities_bytes=_capacities(cluster, memory_margin),
+        host_bytes=_host_parts(cluster),
+        global_batch_size=batch,
         sequence_length=model.seq_length,
         num_layers=model.num_layers,
         tied_embeddings=model.tied_embeddings,
@@ -170,89 +157,25 @@ def make_inputs(
         cluster=cluster.fingerprint(),
         space=space,
         memory_margin=memory_margin,
-        best_sizes={kind: _measured_sizes(each, kind) for kind, each in computes.items()},
-        recompute=computing.recompute,
-        own_types=cluster.kinds if dtype == "auto" else None,
-        notes=(
-            *_price_notes(computes, says_types=dtype == "auto"),
-            memory_note,
-            *warnings,
-        ),
-        warnings=warnings,
+        best_sizes=prices.best_sizes,
+        recompute=prices.computing.recompute,
+        own_types=cluster.kinds if prices.has_own_types else None,
+        notes=(*prices.notes, memory_note, *prices.warnings),
+        warnings=prices.warnings,
     )
 
 
-def _computes(
-    profile: Profile,
-    model: ModelShape,
-    cluster: Cluster,
-    dtype: DtypeChoice,
-    computing: Computing,
-) -> dict[str, ProfiledCompute]:
-    """Kind -> its costs; all the same but with auto."""
-    types: dict[str, Dtype] = {
-        kind: PRICED_IN[common_dtype([gpu])] if dtype == "auto" else dtype
-        for kind, gpu in cluster.kinds.items()
-    }
-    of_type = {
-        each: ProfiledCompute(
-            profile, model, dtype=each, kinds=cluster.kinds, computing=_in_type(computing, each)
-        )
-        for each in dict.fromkeys(types.values())
-    }
-    return {kind: of_type[each] for kind, each in types.items()}
+def _capacities(cluster: Cluster, memory_margin: float) -> tuple[int, ...]:
+    ranks = range(cluster.world_size)
+    return tuple(int(cluster.gpu_of_rank(r).memory_bytes * (1 - memory_margin)) for r in ranks)
 
 
-def _in_type(computing: Computing, dtype: Dtype) -> Computing:
-    """With its attention named: Transformer Engine has none without scores in fp32."""
-    if computing.attention is not None:
-        return computing
-    chosen: Attention = "flash" if is_sixteen_bit(dtype) else "unfused"
-    return replace(computing, attention=chosen)
-
-
-def _memory(
-    profile: Profile,
-    model: ModelShape,
-    dtype: Dtype,
-    computing: Computing,
-    *,
-    in_own_type: bool = False,
-) -> tuple[TransformerMemory, str]:
-    """What was measured of this very model, or the formula. `in_own_type`: of a plan's group."""
-    # Where groups compute in types of their own, gradients are kept in fp32.
-    is_narrow = computing.narrow_gradients and not in_own_type and is_sixteen_bit(dtype)
-    precision = precision_of(dtype, gradient_bytes=2) if is_narrow else precision_of(dtype)
-    known = _in_type(computing, dtype)
-    assert known.attention is not None
-    try:
-        measured = memory_from_profile(
-            profile, model, dtype=dtype, precision=precision, computing=known
-        )
-    except LookupError:
-        formula = TransformerMemory(
-            model=model,
-            dtype=dtype,
-            precision=precision,
-            attention=known.attention,
-            computing=known,
-        )
-        return formula, f"memory: by formula, with {known.attention} attention{_dropout(known)}"
-    return measured, "memory: activations of layer and head as measured"
-
-
-def _dropout(computing: Computing) -> str:
-    return " and dropout" if computing.hidden_dropout or computing.attention_dropout else ""
-
-
-def _costs_in(
-    dtype: Dtype, profile: Profile, model: ModelShape, cluster: Cluster, computing: Computing
-) -> DtypeCosts:
-    return DtypeCosts(
-        compute=ProfiledCompute(
-            profile, model, dtype=dtype, kinds=cluster.kinds, computing=_in_type(computing, dtype)
-        ),
-        memory=_memory(profile, model, dtype, computing, in_own_type=True)[0],
+def _host_parts(cluster: Cluster) -> tuple[int | None, ...]:
+    """Rank -> an equal part of its node's host memory."""
+    return tuple(
+        None if node.host_memory_bytes is None else node.host_memory_bytes // len(node.ranks)
+        for node in cluster.nodes
+        for _ in node.ranks
     )
 
 
@@ -287,41 +210,3 @@ def _space_problems(space: SearchSpace) -> Iterator[Problem]:
                 expected=f"some of {', '.join(values)}",
                 remedy="Correct it.",
             )
-
-
-def _price_notes(computes: Mapping[str, ProfiledCompute], *, says_types: bool) -> tuple[str, ...]:
-    return tuple(
-        f"{kind}{f' in {each.dtype}' if says_types else ''}: {each.provenance(kind)}"
-        for kind, each in computes.items()
-    )
-
-
-def _flash_notes(
-    cluster: Cluster, computing: Computing, memory: TransformerMemory
-) -> tuple[str, ...]:
-    """Kinds for which Transformer Engine has no attention that keeps no scores."""
-    if computing.attention is not None or memory.attention != "flash":
-        return ()
-    without = [name for name, kind in cluster.kinds.items() if not kind.computes_in("bf16")]
-    if not without:
-        return ()
-    return (
-        f"{' and '.join(without)}: Transformer Engine has neither flash nor fused attention for "
-        "GPUs before Ampere, so scores will take memory that is not counted; "
-        "--attention-backend unfused counts it, for all GPUs",
-    )
-
-
-def _measured_sizes(compute: ProfiledCompute, kind: str) -> tuple[int, ...]:
-    """Micro-batch sizes of the measurements of this model on a kind."""
-    wanted = (compute.model.seq_length, compute.dtype)
-    measured = {
-        size
-        for times in compute.profile.times
-        if times.part == "layer"
-        and times.gpu_kind == kind
-        and (times.seq_length, times.dtype) == wanted
-        and compute.provenance(kind).basis == "measured"
-        for size in times.micro_batch_sizes
-    }
-    return tuple(sorted(measured)) or (1, 2, 4, 8, 16)
