@@ -1,8 +1,9 @@
 """Errors that say what was found, what was expected, where, and what to do."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 # What is found may be anything: it must not steer the terminal that shows it.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -33,6 +34,8 @@ class Problem:
 class ZorseError(Exception):
     """An error with all of its problems, raised before anything is lost."""
 
+    facts: Mapping[str, object] = MappingProxyType({})
+    """What programs are told beside the problems: numbers to the last digit."""
     is_of_one_rank = False
     """Whether the other ranks do not know of it: then the rank has to say it itself."""
 

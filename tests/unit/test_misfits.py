@@ -2,11 +2,18 @@
 
 import dataclasses
 import doctest
+import re
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.cli_samples import runner_in
+from zorse_megatron.cli import plan as plan_module
+from zorse_megatron.cli.console import failure_as_json
+from zorse_megatron.cli.priced import priced
+from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.costs import pinned
+from zorse_megatron.planner import shortage
 from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.explain import explain
 from zorse_megatron.planner.host_need import host_needs
@@ -58,8 +65,9 @@ def test_host_memory_is_told_as_host_memory():
 
 
 def test_pinned_blocks():
-    results = doctest.testmod(pinned)
-    assert results.attempted and not results.failed
+    for module in (pinned, shortage):
+        results = doctest.testmod(module)
+        assert results.attempted and not results.failed
 
 
 def test_host_memory_is_counted_in_pinned_blocks():
@@ -126,6 +134,68 @@ def test_what_would_fit_fits_and_the_asked_does_not():
     else:
         fewer = dataclasses.replace(asked, num_layers=found.num_layers)
         assert fitting(make(fewer, 4)) is not None
+
+
+def test_why_nothing_smaller_fits_is_told():
+    """With what is said to be missing of the least that was tried, that fits."""
+
+    def make(model, batch, memory="2GB"):
+        return small(memory=memory, host="1GiB", model=model, batch=batch)
+
+    found = what_fits(make, MODEL, 4)
+    assert found.sequence_length is None and found.global_batch_size is None
+    assert len(found.reasons) == 2 + (found.num_layers is None)
+    told = str(fits_problem(found, MODEL, 4))
+    least = {"a sequence of 8 tokens": ({"seq_length": 8}, 4), "a batch of 1": ({}, 1)}
+    for words, (fields, batch) in least.items():
+        (gib,) = re.findall(
+            rf"ot even {words} fits: ([\d.]+) GiB more is needed on each small", told
+        )
+        model = dataclasses.replace(MODEL, **fields)
+        assert fitting(make(model, batch)) is None
+        assert fitting(make(model, batch, f"{2e9 + float(gib) * GIB / 0.95:.0f} B")) is not None
+
+
+def test_the_least_there_is_has_nothing_below_it():
+    found = what_fits(lambda m, b: small(memory="2GB", host="1GiB", model=m, batch=b), MODEL, 1)
+    assert "a batch of 1 is the least there is" in found.reasons
+
+
+def test_amounts_are_told_in_one_unit_and_to_the_byte_in_json():
+    error = no_plan(small(memory="1GB", host="1GiB"))
+    missing, told = error.problems[0].expected, failure_as_json(error)
+    assert "bytes" not in missing
+    each, total = map(float, re.findall(r"([\d.]+) GiB", missing))
+    assert told["gpu_kinds"] == ["small"] and told["missing_bytes"] == 2 * told["bytes_per_gpu"]
+    for shown, exact in ((each, told["bytes_per_gpu"]), (total, told["missing_bytes"])):
+        assert 0 <= shown * GIB - exact < 0.01 * GIB
+    assert (
+        failure_as_json(error.with_problem(error.problems[0]))["missing_bytes"]
+        == 2 * (told["bytes_per_gpu"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "most", "found"), [("stock", 128, "the strategy stock"), ("zorse", 1, "2 GPUs")]
+)
+def test_what_was_not_looked_for_is_told(strategy, most, found, monkeypatch):
+    monkeypatch.setattr(plan_module, "_SAY_WHAT_FITS_UP_TO_RANKS", most)
+    inputs = small(memory="1GB", host="1GiB")
+    prices = SimpleNamespace(inputs=inputs, workload=SimpleNamespace(model=MODEL))
+    problem = plan_module._what_fits(prices, strategy)
+    assert (problem.where, problem.found) == ("what would fit", found)
+
+
+def test_what_fits_is_priced_as_the_command_computes():
+    """With dropout and attention as the flags say."""
+    flags = "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --fp16"
+    flags += " --max-position-embeddings 128 --vocab-size 1000 --global-batch-size 4"
+    flags += " --hidden-dropout 0.1 --attention-backend unfused"
+    workload = workload_of(model=None, flags=flags.split())
+    cluster = parse_cluster(CLUSTER.replace("MEMORY", "1GB").replace("HOST", "1GiB").encode())
+    prices = priced(cluster, workload, [], global_batch_size=4)
+    again = prices.inputs_for(workload.model, 4)
+    assert again.memory == prices.inputs.memory != small(model=workload.model).memory
 
 
 def test_host_memory_is_always_told():

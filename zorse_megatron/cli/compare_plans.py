@@ -22,7 +22,8 @@ from zorse_megatron.cli.options import (
     Profiles,
     SeqLength,
 )
-from zorse_megatron.cli.plan import not_trainable_yet, strategy_named
+from zorse_megatron.cli.plan import strategy_named
+from zorse_megatron.cli.plan_answer import not_trainable_yet
 from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
 from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.workload import workload_of

@@ -54,7 +54,9 @@ def plain_problems(problems: Sequence[Problem]) -> list[dict[str, str]]:
 
 def failure_as_json(error: ZorseError | None) -> dict[str, Any]:
     """What a failure adds to the answer for programs; nothing if there was none."""
-    return {} if error is None else {"ok": False, "problems": plain_problems(error.problems)}
+    if error is None:
+        return {}
+    return {"ok": False, "problems": plain_problems(error.problems), **error.facts}
 
 
 @contextmanager

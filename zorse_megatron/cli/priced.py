@@ -47,6 +47,7 @@ class Priced:
             dtype=self.dtype,
             memory_margin=self.inputs.memory_margin,
             space=self.inputs.space,
+            computing=self.workload.computing,
         )
 
 

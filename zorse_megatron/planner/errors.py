@@ -1,5 +1,7 @@
 """Why there is no plan."""
 
+from collections.abc import Mapping
+
 from zorse_megatron.errors import Problem, ZorseError
 
 
@@ -16,6 +18,17 @@ class NoPlanError(ZorseError):
     """Of that, on each GPU of `gpu_kinds`."""
     gpu_kinds: tuple[str, ...] = ()
     """The kinds that need it."""
+
+    @property
+    def facts(self) -> Mapping[str, object]:  # type: ignore[override]
+        """The missing amount in bytes, where memory is what is missing."""
+        if not self.missing_bytes:
+            return {}
+        return {
+            "missing_bytes": self.missing_bytes,
+            "bytes_per_gpu": self.bytes_per_gpu,
+            "gpu_kinds": list(self.gpu_kinds),
+        }
 
     def with_problem(self, problem: Problem) -> "NoPlanError":
         """The same error with one more thing to say."""

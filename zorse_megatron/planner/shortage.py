@@ -1,5 +1,6 @@
 """What is missing where nothing fits: the least memory that makes a plan possible."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -73,6 +74,15 @@ def no_plan(inputs: Inputs) -> NoPlanError:
     return error
 
 
+def gib_missing(num_bytes: int) -> str:
+    """A missing amount for people: rounded up, so that it is enough.
+
+    >>> gib_missing(2**30), gib_missing(2**30 + 1)
+    ('1.00 GiB', '1.01 GiB')
+    """
+    return f"{math.ceil(100 * num_bytes / _GIB) / 100:.2f} GiB"
+
+
 def fitting(inputs: Inputs) -> Verdict | None:
     """A plan that the simulator says fits, the first that is found; None: none was found."""
     return _fitted(inputs, _ways(inputs))
@@ -96,8 +106,8 @@ def _problem(inputs: Inputs, least: Shortage) -> Problem:
         where=f"GPU memory of {', '.join(least.kinds)} ({len(ranks)} GPUs, first rank {ranks[0]})",
         found=f"{capacity / _GIB:.2f} GiB that a plan may fill, after a margin of "
         f"{100 * inputs.memory_margin:.3g} %",
-        expected=f"{least.bytes_per_gpu} bytes ({least.bytes_per_gpu / _GIB:.2f} GiB) more on "
-        f"each, {least.total_bytes / _GIB:.2f} GiB in all; then {groups} would fit",
+        expected=f"{gib_missing(least.bytes_per_gpu)} more on each, "
+        f"{gib_missing(least.total_bytes)} in all; then {groups} would fit",
         remedy="Add GPUs or take larger ones, leave out GPUs that are too small for one layer, "
         f"take a smaller model or a shorter sequence, or lower the margin.{more}",
     )

@@ -1,0 +1,113 @@
+"""What `zorse plan` says of the plan that it found, to people and to programs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zorse_megatron.cli.console import gib, print_plain
+from zorse_megatron.cli.plan_table import plan_line, print_plan
+from zorse_megatron.cli.priced import Priced
+from zorse_megatron.errors import PlanError
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.counted import number_of
+from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.strict import plain
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.outcome import Outcome
+
+_MAX_REJECTED = 5
+_MAX_REASONS = 3
+
+
+def not_trainable_yet(found: Plan) -> str | None:
+    """Say why this version cannot train a plan; None where it can."""
+    try:
+        refuse_unsupported(found)
+    except PlanError as error:
+        reasons = [f"{each.where} has {each.found}" for each in error.problems]
+        more = f" and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
+        listed = ", ".join(dict.fromkeys(reasons[:_MAX_REASONS]))
+        return f"this version cannot train this plan yet: {listed}{more}"
+    return None
+
+
+def print_answer(
+    prices: Priced, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+) -> None:
+    """Print the plan, the `sentences` on why it is that one, what was not taken, and notes."""
+    print_plain(plan_line(outcome.plan))
+    print_plan(outcome.plan)
+    for sentence in sentences or _prediction(prices, outcome):
+        print_plain(sentence)
+    counts = outcome.considered
+    print_plain(
+        f"considered in {outcome.plan_time_s:.1f} s: {number_of(counts.groupings, 'grouping')}, "
+        f"{number_of(counts.estimated, 'plan')} estimated, {counts.simulated} simulated"
+    )
+    for each in outcome.rejected[:_MAX_REJECTED]:
+        print_plain(f"not taken: {each.what}: {each.why}")
+    for note in notes_on(prices, outcome):
+        print_plain(f"note: {note}")
+    if out is not None:
+        print_plain(f"written: {out}")
+
+
+def _prediction(prices: Priced, outcome: "Outcome") -> tuple[str, ...]:
+    """Time and memory of a plan that is too large to be explained beside the search."""
+    from zorse_megatron.planner.explain import bound_sentence
+
+    peaks, capacities = _peaks(outcome), prices.inputs.capacities_bytes
+    rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
+    return (
+        f"An iteration takes {outcome.iteration_s:.4g} s, {outcome.tokens_per_s:,.0f} tokens/s, "
+        f"{100 * outcome.efficiency:.0f} % of a rate that no plan exceeds.",
+        bound_sentence(outcome.bound_s, outcome.recomputing_bound_s),
+        f"The fullest GPU is rank {rank} ({prices.inputs.kinds[rank]}): {gib(peaks[rank])} of "
+        f"{gib(capacities[rank])} that may be filled.",
+    )
+
+
+def _peaks(outcome: "Outcome") -> tuple[int, ...]:
+    predictions = outcome.plan.predictions
+    if predictions is not None and predictions.peak_memory_bytes is not None:
+        return predictions.peak_memory_bytes
+    return outcome.simulation.peak_memory_bytes
+
+
+def notes_on(prices: Priced, outcome: "Outcome") -> list[str]:
+    """What was chosen and assumed, each thing once."""
+    cannot = not_trainable_yet(outcome.plan)
+    extrapolated = "the time was extrapolated from a simulation of fewer samples"
+    notes = [
+        *([cannot] if cannot else []),
+        *([extrapolated] if outcome.extrapolated else []),
+        *prices.notes,
+        *outcome.notes,
+    ]
+    return list(dict.fromkeys(notes))
+
+
+def answer_as_json(
+    prices: Priced, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+) -> dict[str, Any]:
+    """Return the same as JSON values."""
+    return {
+        "ok": True,
+        "strategy": outcome.strategy,
+        "iteration_s": outcome.iteration_s,
+        "tokens_per_s": outcome.tokens_per_s,
+        "bound_s": outcome.bound_s,
+        "recomputing_bound_s": outcome.recomputing_bound_s,
+        "efficiency": outcome.efficiency,
+        "peak_memory_fraction": outcome.peak_memory_fraction,
+        "memory_margin": outcome.margin,
+        "dtype": prices.dtype,
+        "plan_time_s": outcome.plan_time_s,
+        "can_be_trained": not_trainable_yet(outcome.plan) is None,
+        "considered": plain(outcome.considered),
+        "rejected": plain(outcome.rejected),
+        "reasons": list(sentences),
+        "notes": notes_on(prices, outcome),
+        "plan": plain(outcome.plan),
+        "written": None if out is None else str(out),
+    }
