@@ -319,6 +319,10 @@ def test_pretrained_weights(tmp_path: Path) -> None:
     checkpoint = save(pretrained, 9)
     look, _ = load(own, pretrained=pretrained)
     assert look is not None and look.checkpoint == checkpoint
+    earlier = save(pretrained, 5)
+    (pretrained / TRACKER).write_text("9")
+    look, _ = load(own, pretrained=pretrained, step=5)
+    assert look is not None and look.checkpoint == earlier, "as stock does"
     save(own, 2)
     look, _ = load(own, pretrained=pretrained)
     assert look is not None and look.checkpoint.root == own

@@ -175,7 +175,8 @@ class Chooser:
         tracker = read_tracker(root)
         if tracker.names is None:
             raise CheckpointError(TITLE, [bad_tracker(tracker)])
-        look = self._look(tracker.names)
+        step = self.load.step or tracker.names.iteration
+        look = self._look(replace(tracker.names, iteration=step))
         if not look.is_usable:
             raise CheckpointError(TITLE, look.problems)
         return look
