@@ -80,7 +80,8 @@ class Chooser:
         """The checkpoint to load from one folder of `--save`."""
         tracker = read_tracker(root)
         wanted = tracker.names
-        if step and (wanted is not None or not tracker.exists):
+        needs_no_tracker = not tracker.exists and self.load.pretrained is None
+        if step and (wanted is not None or needs_no_tracker):
             wanted = Checkpoint(root=root, iteration=step) if wanted is None else wanted
             wanted = replace(wanted, iteration=step)
         if wanted is None and not tracker.exists:
