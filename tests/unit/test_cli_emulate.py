@@ -1,15 +1,27 @@
 """`zorse emulate`: what it refuses, before anything is started. See tests/megatron for runs."""
 
+import contextlib
 import json
 import re
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.unit.cli_samples import lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from zorse_megatron.cli import compare
 from zorse_megatron.cli import emulate as command
+from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.main import app
+from zorse_megatron.cli.options import DEFAULT_MARGIN
+from zorse_megatron.cli.priced import priced
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.emulate.tiny import Training, training_flags
+from zorse_megatron.errors import Problem
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.computing import computing_from_flags
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.computing import JobRecompute
+from zorse_megatron.schema.model_presets import MODELS
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 
@@ -109,3 +121,73 @@ def test_a_comparison_that_could_not_be_written_is_not_begun(tmp_path, monkeypat
         result = run("compare", *inputs, "--out", out)
         assert result.exit_code == 1
         assert f"--out {out}: found {why}" in result.output
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--hidden-dropout", "0.1"],
+        ["--attention-backend", "unfused"],
+        ["--transformer-impl", "local"],
+        ["--accumulate-allreduce-grads-in-fp32"],
+    ],
+)
+def test_compare_prices_as_the_command_computes(tmp_path, monkeypatch, flags):
+    """What a layer and its gradients take, and how long, as `zorse plan` has it."""
+    seen = []
+
+    def nobody(inputs, *, quick):
+        seen.append(inputs)
+        raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
+
+    monkeypatch.setattr("zorse_megatron.emulate.contestants.contestants", nobody)
+    run = runner_in(tmp_path, monkeypatch)
+    usual = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0"]
+    told = [usual, [*usual, *flags]]
+    for each in told:
+        run("compare", "--cluster", "cluster.yaml", "--out", "there", "--", *each)
+    assert len(seen) == 2
+    cluster = load_cluster("cluster.yaml")
+    for inputs, each in zip(seen, told, strict=True):
+        workload = workload_of(model=None, flags=each)
+        planned = priced(cluster, workload, [], global_batch_size=16, margin=DEFAULT_MARGIN).inputs
+        assert _prices(inputs) == _prices(planned)
+    assert _prices(seen[0]) != _prices(seen[1])
+
+
+def _prices(inputs):
+    times = [inputs.compute.layer(kind, 2) for kind in ("A6000", "V100-16")]
+    return times, inputs.memory.activation_bytes(2, "none"), inputs.memory.gradient_bytes(1000)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        None,
+        JobRecompute(mode="selective"),
+        JobRecompute(mode="full", num_layers=3),
+        JobRecompute(mode="full", layers_at_once=2),
+        JobRecompute(mode="full"),
+    ],
+)
+def test_the_tiny_model_recomputes_as_the_real_one(recompute):
+    training = Training(
+        model=MODELS["llama-1b"], global_batch_size=8, iterations=2, recompute=recompute
+    )
+    flags = [*training_flags(training, []), "--vocab-size", "256"]
+    assert computing_from_flags(read_command(flags).args).recompute == recompute
+
+
+def test_emulate_hands_on_what_is_recomputed(tmp_path, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def emulator(_inputs, training, **_options):
+        seen.append(training.recompute)
+        raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
+        yield
+
+    monkeypatch.setattr("zorse_megatron.emulate.run.emulator", emulator)
+    run = runner_in(tmp_path, monkeypatch)
+    run(*BASE[:4], "--", *FLAGS, "--recompute-activations")
+    assert seen == [JobRecompute(mode="selective")]

@@ -135,6 +135,7 @@ def _compared(  # noqa: PLR0917
         profile,
         global_batch_size=workload.global_batch_size,
         dtype=workload.dtype,
+        computing=workload.computing,
     )
     found = contestants(inputs, quick=quick)
     results = _trained(found, inputs, workload, perturbation, iterations, tell)
@@ -142,9 +143,8 @@ def _compared(  # noqa: PLR0917
         f"{workload.model.name} on {cluster.name or 'the cluster'}: {inputs.world_size} emulated "
         f"GPUs, {inputs.global_batch_size} samples of {inputs.sequence_length} tokens"
     )
-    return Report.of(
-        results, inputs, title=title, notes=(NOTE.removeprefix("note: "), *inputs.notes)
-    )
+    notes = (NOTE.removeprefix("note: "), *inputs.notes, *workload.notes)
+    return Report.of(results, inputs, title=title, notes=notes)
 
 
 def _trained(  # noqa: PLR0917

@@ -122,6 +122,7 @@ def _run(  # noqa: PLR0917
         model=prices.workload.model,
         global_batch_size=plan.global_batch_size,
         iterations=iterations,
+        recompute=prices.workload.computing.recompute,
     )
     system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan)
     with emulator(

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zorse_megatron.schema.computing import JobRecompute
 from zorse_megatron.schema.model import ModelShape
 from zorse_megatron.schema.plan import ModelFingerprint, Plan
 
@@ -23,6 +24,8 @@ class Training:
     """The real one."""
     global_batch_size: int
     iterations: int
+    recompute: JobRecompute | None = None
+    """What is recomputed in groups whose plan does not say."""
     seed: int = 1234
 
 
@@ -58,7 +61,20 @@ def training_flags(training: Training, data: Sequence[str]) -> list[str]:
     }
     untied = [] if training.model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
     words = [str(word) for pair in flags.items() for word in pair]
-    return [*words, *untied, *data]
+    return [*words, *untied, *_recompute_flags(training.recompute), *data]
+
+
+def _recompute_flags(recompute: JobRecompute | None) -> list[str]:
+    """What `flags.computing` reads as this. Which modules selective means changes prices only."""
+    if recompute is None:
+        return []
+    if recompute.mode == "selective":
+        return ["--recompute-granularity", "selective"]
+    layers, method = recompute.num_layers, "block"
+    if layers is None:
+        layers, method = recompute.layers_at_once, "uniform"
+    full = ["--recompute-granularity", "full", "--recompute-method", method]
+    return [*full, "--recompute-num-layers", str(layers)]
 
 
 def plan_for_tiny(plan: Plan) -> Plan:
