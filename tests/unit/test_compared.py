@@ -1,0 +1,135 @@
+"""The tables of README and docs/emulation.md come from the shipped profile and the shipped plans.
+
+Training emulated clusters takes minutes: what is computed anew here is the simulator's figure of
+each row of stock and of ours, which the table sets against the emulated one, to the last digit.
+"""
+
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from zorse_megatron.planner.inputs import make_inputs
+from zorse_megatron.planner.other_gpus import on_ranks
+from zorse_megatron.planner.simulate_plan import simulate_plan
+from zorse_megatron.planner.stock_best import subsets
+from zorse_megatron.planner.stock_grids import GridPrices, grids, plan_of_grid
+from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.load import load_plan
+from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.profile_load import load_profile
+from zorse_megatron.simulate.framework import STOCK_1F1B
+
+ROOT = Path(__file__).parents[2]
+EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# (cluster, model) -> samples and tokens of each, as README says behind its table.
+BATCHES = {
+    ("mini-b", "llama-3b"): (128, 1024),
+    ("mini-b", "llama-7b"): (128, 1024),
+    ("mini-a", "llama-13b"): (32, 4096),
+    ("mini-c", "llama-3b"): (128, 512),
+}
+
+
+@cache
+def rows():
+    """{(cluster, model): {system: (layout, seconds, simulator's deviation)}} of the table."""
+    found, key = {}, None
+    lines = EMULATION.split("| Cluster, model, batch |")[1].split("\n\n")[0].splitlines()[2:]
+    for line in lines:
+        what, system, layout, seconds, *_, deviation = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        if what:
+            cluster, model, batch = what.split(", ")
+            key = cluster, model
+            if key in BATCHES:
+                assert batch == "{} x {}".format(*BATCHES[key])
+        found.setdefault(key, {})[system] = (layout, seconds, deviation)
+    return found
+
+
+@cache
+def inputs_of(cluster, model):
+    batch, tokens = BATCHES[cluster, model]
+    return make_inputs(
+        load_cluster(ROOT / "examples" / f"{cluster}.yaml"),
+        dataclasses.replace(MODELS[model], seq_length=tokens),
+        load_profile(ROOT / "examples" / "mini-profile.json"),
+        global_batch_size=batch,
+        dtype="float16",
+    )
+
+
+def assert_is_shown(simulated_s, row):
+    """The row's seconds and deviation, each as rounded as it is shown."""
+    _, seconds, deviation = row
+    shown_s, off = float(seconds.removesuffix(" s")), float(deviation.removesuffix(" %")) / 100
+    assert (shown_s - 0.005) * (1 + off - 0.0005) <= simulated_s
+    assert simulated_s <= (shown_s + 0.005) * (1 + off + 0.0005)
+
+
+@pytest.mark.parametrize(("cluster", "model"), BATCHES)
+def test_ours_is_the_shipped_plan_on_the_shipped_profile(cluster, model):
+    inputs = inputs_of(cluster, model)
+    plan = load_plan(ROOT / "examples" / f"{cluster}-{model}-plan.json")
+    assert plan.model == inputs.model and plan.cluster == inputs.cluster
+    simulated = simulate_plan(inputs, plan, merge_equal_ranks=True)
+    row = rows()[cluster, model]["zorse"]
+    assert_is_shown(simulated.iteration_s, row)
+    assert row[0].startswith(f"{len(plan.groups)} groups")
+    pairs = zip(simulated.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+    assert all(peak <= capacity for peak, capacity in pairs)
+
+
+@pytest.mark.parametrize("system", ["stock, all GPUs", "stock, best GPUs"])
+@pytest.mark.parametrize(("cluster", "model"), BATCHES)
+def test_stock_is_the_layout_that_is_named(cluster, model, system):
+    row = rows()[cluster, model][system]
+    inputs = inputs_of(cluster, model)
+    if not row[1].endswith(" s"):
+        parts = [inputs]
+        if system != "stock, all GPUs":
+            parts = [on_ranks(inputs, ranks) for ranks in subsets(inputs)]
+        assert all(outlook.fullest > 1 for p in parts for outlook in GridPrices(p).outlooks())
+        return
+    kinds, _, words = row[0].rpartition(": ")
+    if kinds:
+        counted = {kind: int(number) for number, kind in re.findall(r"(\d+) ([\w-]+)", kinds)}
+        inputs = next(
+            part
+            for part in (on_ranks(inputs, ranks) for ranks in subsets(inputs))
+            if {kind: part.kinds.count(kind) for kind in part.kinds} == counted
+        )
+    (grid,) = (each for each in grids(inputs) if each.words == f"{words}, recompute none")
+    plan = plan_of_grid(inputs, grid)
+    simulated = simulate_plan(inputs, plan, framework=STOCK_1F1B, merge_equal_ranks=True)
+    assert_is_shown(simulated.iteration_s, row)
+
+
+def test_readme_shows_these_rows():
+    table = README.split("| Cluster | Model |")[1].split("\n\n")[0].splitlines()[2:]
+    shown, cluster = {}, None
+    for line in table:
+        where, size, *systems = (cell.strip() for cell in line.strip("|").split("|"))
+        named = re.search(r"mini-[abc]", where)
+        cluster = named[0] if named else cluster
+        shown[cluster, f"llama-{size.lower()}"] = systems
+    assert list(shown) == list(BATCHES)
+    for key, systems in shown.items():
+        cells = [rows()[key][name][1] for name in ("stock, all GPUs", "stock, best GPUs", "zorse")]
+        rounded = [re.sub(r"^[\d.]+(?= s$)", lambda n: f"{float(n[0]):.1f}", c) for c in cells]
+        assert systems == rounded
+
+
+def test_readme_says_how_each_row_is_made():
+    usual_batch, usual_tokens = next(iter(BATCHES.values()))
+    for (cluster, model), (batch, tokens) in BATCHES.items():
+        words = [f"--cluster examples/{cluster}.yaml", f"--model {model}"]
+        words += [f"--global-batch-size {batch}"] * (batch != usual_batch)
+        words += [f"--seq-length {tokens}"] * (tokens != usual_tokens)
+        lines = README.split("made, and its plan printed, by")[1].split("\n## ")[0].splitlines()
+        assert any(all(word in line for word in words) for line in lines), (cluster, model)
