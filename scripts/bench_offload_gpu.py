@@ -119,9 +119,8 @@ def gather_alone_s(case: Case, options: argparse.Namespace, work: Path) -> float
     return len(gathered) * float(shown.stdout.split()[-1])
 
 
-def on_one_rank(options: argparse.Namespace, work: Path, data: Sequence[object]) -> dict[str, Any]:
-    """Whether the large model trains within the budget, and what offload costs the small one."""
-    budget_bytes, whole_bytes = int(options.budget * 1e9), state_bytes(options.layers, options)
+def cases_of(options: argparse.Namespace) -> tuple[Case, Case, Case]:
+    """The large model in the host, the small one resident, and the small one in the host."""
     large = Case(
         name="large",
         layers=options.layers,
@@ -136,17 +135,27 @@ def on_one_rank(options: argparse.Namespace, work: Path, data: Sequence[object])
         parameters="per_pass",
         offload=IN_HOST,
     )
-    resident = replace(small, name="resident", parameters=None, offload=None)
-    resident_bytes = predicted_bytes(resident, options, work)
+    return large, replace(small, name="resident", parameters=None, offload=None), small
+
+
+def check_budget(options: argparse.Namespace, work: Path) -> None:
+    """Raise ZorseError unless the small model fits with everything resident, and the large not."""
+    budget_bytes, whole_bytes = int(options.budget * 1e9), state_bytes(options.layers, options)
+    resident_bytes = predicted_bytes(cases_of(options)[1], options, work)
     if not resident_bytes < budget_bytes < whole_bytes:
         raise _bad_budget(resident_bytes, budget_bytes, whole_bytes)
+
+
+def on_one_rank(options: argparse.Namespace, work: Path, data: Sequence[object]) -> dict[str, Any]:
+    """Whether the large model trains within the budget, and what offload costs the small one."""
+    large, *small = cases_of(options)
     limit = ("--zorse-memory-limit", str(options.budget))
     found = run_case(large, options, work, data, *limit)
     predicted = predicted_bytes(large, options, work)
-    times_s = [run_case(case, options, work, data).iteration_s for case in (resident, small)]
+    times_s = [run_case(case, options, work, data).iteration_s for case in small]
     return {
-        "budget_bytes": budget_bytes,
-        "state_bytes": whole_bytes,
+        "budget_bytes": int(options.budget * 1e9),
+        "state_bytes": state_bytes(options.layers, options),
         "losses": found.losses,
         "peak_bytes": found.peak_bytes,
         "predicted_peak_bytes": predicted,
@@ -238,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = options_of(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="zorse-offload-") as work:
+            check_budget(options, Path(work))
             data = tokens(options, Path(work))
             result = on_one_rank(options, Path(work), data)
             if options.ranks > 1:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.shared import share_in
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_megatron() -> Iterator[None]:
@@ -14,3 +16,8 @@ def _without_megatron() -> Iterator[None]:
     """
     yield
     assert "megatron.core" not in sys.modules, "a test of this file has imported Megatron"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
+    share_in(tmp_path_factory, pytestconfig)

@@ -4,7 +4,6 @@ The command is NVIDIA's own `pretrain_gpt.py` where that is there, else the buil
 """
 
 import dataclasses
-import functools
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from tests.megatron.launch import run_ranks
 from tests.megatron.upstream import SCRIPT
+from tests.shared import once_per_run
 from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import (
     Chunk,
@@ -29,7 +29,9 @@ from zorse_megatron.schema.plan import (
 
 NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8
-STEPS = 20
+STEPS = 6
+MANY_STEPS = 20
+"""For some canonical plans: rounding would have added up by then, if it did."""
 
 BASE_FLAGS = (
     *("--num-layers", str(NUM_LAYERS), "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -93,9 +95,9 @@ def _copies(record: Path, kind: str, world_size: int) -> dict[str, list[torch.Te
     return copies
 
 
-@functools.cache
+@once_per_run
 def stock_run(flags: tuple[str, ...], world_size: int = 1, **options: Any) -> Recorded:
-    """A stock run of the command; one for each command in a test session."""
+    """A stock run of the command; one for each command in a run of the tests."""
     return run_recorded(flags, world_size, **options)
 
 

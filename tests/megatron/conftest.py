@@ -1,11 +1,11 @@
 """Fixtures of the end-to-end tests."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.megatron.launch import MegatronServer, default_server
+from tests.shared import directory_of
 
 CORPUS_BYTES = 400_000
 
@@ -17,28 +17,24 @@ def megatron_server() -> MegatronServer:
 
 
 @pytest.fixture(scope="session")
-def corpus_prefix(
-    megatron_server: MegatronServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
+def corpus_prefix(megatron_server: MegatronServer) -> Path:
     """The standard library's sources as byte tokens, for `--data-path`.
 
     Written by a rank: Megatron must not be imported in the test process before CPU mode.
     """
-    prefix = tmp_path_factory.mktemp("corpus") / "stdlib"
-    megatron_server.run_ranks(
-        [str(prefix), str(CORPUS_BYTES)],
-        1,
-        entry="tests.megatron.corpus_entry",
-        timeout_s=60,
-    ).check()
-    yield prefix
+    entry = "tests.megatron.corpus_entry"
+    return _text("stdlib", megatron_server, entry, str(CORPUS_BYTES))
 
 
 @pytest.fixture(scope="session")
-def corpus(megatron_server: MegatronServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(megatron_server: MegatronServer) -> Path:
     """Text whose samples differ in how many tokens count, with --eod-mask-loss."""
-    prefix = tmp_path_factory.mktemp("masked") / "text"
-    megatron_server.run_ranks(
-        [str(prefix)], 1, entry="tests.megatron.masked_corpus_entry", timeout_s=60
-    ).check()
-    return prefix
+    return _text("masked", megatron_server, "tests.megatron.masked_corpus_entry")
+
+
+def _text(name: str, server: MegatronServer, entry: str, *more: str) -> Path:
+    def write(directory: Path) -> None:
+        argv = [str(directory / "text"), *more]
+        server.run_ranks(argv, 1, entry=entry, timeout_s=60).check()
+
+    return directory_of(name, write) / "text"

@@ -1,26 +1,38 @@
 """The GPU benchmark's dry run: everything runs end to end on the CPU, and the arithmetic holds."""
 
+import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.megatron.launch import REPOSITORY, run_ranks
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.demo.jobs import Job
 
 
-def test_dry_run(tmp_path: Path) -> None:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    return importlib.import_module("bench_offload_gpu")
+
+
+def test_dry_run(
+    script: ModuleType, corpus_prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script's own runs, but for where ranks and text come from; the demo starts its own."""
+
+    def run_job(job: Job, _progress: object) -> None:
+        run_ranks(job.arguments, job.num_ranks, timeout_s=120).check()
+
+    def tokens(options: object, work: object) -> list[object]:
+        return ["--data-path", corpus_prefix, *TOKENIZER_FLAGS]
+
+    monkeypatch.setattr(script, "run_job", run_job)
+    monkeypatch.setattr(script, "tokens", tokens)
     result_path = tmp_path / "offload.json"
-    command = [sys.executable, str(ROOT / "scripts" / "bench_offload_gpu.py"), "--dry-run"]
-    subprocess.run(
-        [*command, "--json", str(result_path)],
-        check=True,
-        capture_output=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    assert script.main(["--dry-run", "--json", str(result_path)]) == 0
     result = json.loads(result_path.read_text())
     # 6 layers of width 64, embedding, positions, head, final norm; 4 + 4 + 8 bytes a parameter.
     count = 6 * (12 * 64**2 + 13 * 64) + (256 + 64 + 256 + 2) * 64
@@ -33,15 +45,8 @@ def test_dry_run(tmp_path: Path) -> None:
     assert result["reached"]["trains"] and result["reached"]["peak"]
 
 
-def test_a_budget_that_would_show_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "bench_offload_gpu.py"), "--budget", "1000"]
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 1
-    assert "found 1,000,000,000,000 bytes" in done.stderr
+def test_a_budget_that_would_show_nothing(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--budget", "1000"]) == 1
+    assert "found 1,000,000,000,000 bytes" in capsys.readouterr().err

@@ -4,6 +4,7 @@ A run saves after 4 of 8 steps; another one resumes there. Its curve must equal 
 saved and went on (fp32: 1e-5).
 """
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, Recorded, plan_run, run_recorded
 from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host
 from tests.megatron.small_run import TOKENIZER_FLAGS
+from tests.shared import directory_of, name_of
 from zorse_megatron.schema.plan import Plan
 
 MAX_DIFFERENCE = 1e-5
@@ -38,18 +40,16 @@ def start(name: str, flags: list[str]) -> Recorded:
     return run_recorded([*flags, *more], world_size)
 
 
-@pytest.fixture(scope="module")
-def saved(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> "Saved":
-    return Saved(corpus, tmp_path_factory)
+@pytest.fixture
+def saved(corpus: Path) -> "Saved":
+    return Saved(corpus)
 
 
 class Saved:
     """Runs that saved, each made once."""
 
-    def __init__(self, corpus: Path, factory: pytest.TempPathFactory) -> None:
+    def __init__(self, corpus: Path) -> None:
         self.corpus = corpus
-        self.factory = factory
-        self.runs: dict[tuple[str, tuple[str, ...]], tuple[Path, Recorded]] = {}
 
     def flags(self, *more: str) -> list[str]:
         return [
@@ -61,11 +61,12 @@ class Saved:
         ]
 
     def by(self, name: str, *more: str) -> tuple[Path, Recorded]:
-        if (name, more) not in self.runs:
-            directory = self.factory.mktemp("checkpoints")
-            run = start(name, self.flags("--save", str(directory), *more))
-            self.runs[name, more] = directory, run
-        return self.runs[name, more]
+        def run(directory: Path) -> None:
+            found = start(name, self.flags("--save", str(directory / "checkpoints"), *more))
+            (directory / "run").write_bytes(pickle.dumps(found))
+
+        directory = directory_of(name_of("saved", name, more), run)
+        return directory / "checkpoints", pickle.loads((directory / "run").read_bytes())
 
     def resume(self, name: str, directory: Path, *more: str) -> Recorded:
         where = ("--load", str(directory), "--ckpt-step", str(SAVED))

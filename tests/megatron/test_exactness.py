@@ -1,8 +1,9 @@
 """The first promise: under any plan, loss, gradient norm and weights follow stock Megatron's.
 
 The reference is a stock single-process run of the same command. Tolerances are the project's:
-loss 2e-5 absolute, gradient norm 1e-4 relative, each parameter 1e-4 relative (norm-wise), after 20
-steps in fp32.
+loss 2e-5 absolute, gradient norm 1e-4 relative, each parameter 1e-4 relative (norm-wise), in fp32:
+after 20 steps for canonical plans, and after six, in which the learning rate rises and falls, for
+all others.
 """
 
 import re
@@ -18,6 +19,7 @@ from tests.megatron.comparison import (
     BASE_FLAGS,
     GLOBAL_BATCH_SIZE,
     LAYOUTS,
+    MANY_STEPS,
     NUM_LAYERS,
     STEPS,
     Recorded,
@@ -36,6 +38,7 @@ MAX_RELATIVE_WEIGHT_DIFFERENCE = 1e-4
 UNTIED = ("--untie-embeddings-and-output-weights",)
 NO_CLIP = ("--clip-grad", "0")
 MASKED = ("--eod-mask-loss",)
+CANONICAL = ("2|1|2", "4")
 
 
 def flags_for(corpus: Path, *more: str, steps: int = STEPS) -> tuple[str, ...]:
@@ -77,7 +80,9 @@ def assert_equal_weights(
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_follows_stock(layout: str, tied: bool, corpus: Path) -> None:
     """Unequal micro-batches, shards, layers and token counts, with clipping at work."""
-    flags = flags_for(corpus, *(() if tied else UNTIED), *MASKED, "--clip-grad", "0.5")
+    steps = MANY_STEPS if layout in CANONICAL else STEPS
+    more = () if tied else UNTIED
+    flags = flags_for(corpus, *more, *MASKED, "--clip-grad", "0.5", steps=steps)
     reference = stock_run(flags)
     assert max(reference.grad_norms) > 0.5, "clipping must be at work in this test"
     run = plan_run(LAYOUTS[layout], flags)
@@ -110,7 +115,7 @@ def assert_tied_copies_are_equal(run: Recorded) -> None:
     ids=["no clip", "overlap", "distributed optimizer", "llama", "cyclic", "recompute"],
 )  # fmt: skip
 def test_follows_stock_with_other_flags(layout: str, more: tuple[str, ...], corpus: Path) -> None:
-    flags = flags_for(corpus, *MASKED, *more, steps=10)
+    flags = flags_for(corpus, *MASKED, *more)
     needs_parallel = ("--overlap-grad-reduce", "--overlap-param-gather")
     alone = tuple(f for f in flags if f not in (*needs_parallel, "--use-distributed-optimizer"))
     assert_equal_runs(plan_run(LAYOUTS[layout], flags), stock_run(alone))
@@ -158,7 +163,7 @@ def test_slow_messages_change_the_order_alone(corpus: Path) -> None:
     chunks = tuple(replace(chunk, hop=hop) for chunk, hop in zip(plan.chunks, hops, strict=True))
     slow = replace(plan, chunks=chunks)
     assert lower_plan(slow) != lower_plan(plan)
-    flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5", steps=10)
+    flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5")
     assert_equal_runs(plan_run(slow, flags), stock_run(flags))
 
 

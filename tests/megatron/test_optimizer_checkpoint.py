@@ -1,6 +1,5 @@
 """Checkpoints of unequal shards: the same as stock's, and loaded by any plan and by stock."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from tests.megatron.checkpoint_jobs import Job, read_checkpoint, run_job
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.tiny_gpt import Setup
 from tests.ranks.harness import RanksFailed
+from tests.shared import once_per_run
 
 STOCK = Job(stock=True)
 ONE_GROUP = Job(groups=((0, 1, 2),), weights=((3, 1, 0),))
@@ -43,7 +43,7 @@ def _run(
     return weights
 
 
-@functools.cache
+@once_per_run
 def _uninterrupted(setup: Setup) -> dict[str, torch.Tensor]:
     """The weights after four steps of stock."""
     return _run(STOCK, setup, steps=range(4))
