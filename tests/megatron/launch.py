@@ -90,8 +90,9 @@ class MegatronServer:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
         grace_after_failure_s: float = GRACE_AFTER_FAILURE_S,
+        directory: Path = REPOSITORY,
     ) -> RunResult:
-        """Run the module `entry` with `argv` as `world_size` ranks on this machine.
+        """Run the module `entry` with `argv` as `world_size` ranks in `directory`.
 
         Raises RankFailure when they have not all ended after `timeout_s`. When one rank fails the
         others are ended after `grace_after_failure_s`, and the result tells.
@@ -105,6 +106,7 @@ class MegatronServer:
                 "grace_after_failure_s": grace_after_failure_s,
                 "env": dict(env or {}),
                 "output_dir": output_dir,
+                "directory": str(directory),
             }
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(job) + "\n")

@@ -127,6 +127,7 @@ def become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     faulthandler.enable(file=2)  # SIGABRT prints every thread's traceback
     os.environ.update(rank_environment(rank, job["world_size"], port))
     os.environ.update(job["env"])
+    os.chdir(job["directory"])
     import torch
 
     torch.set_num_threads(1)

@@ -1,80 +1,92 @@
-"""The commands of docs/tutorial.md run as they are printed, in their order and in one shell.
+"""The commands of docs/tutorial.md run as they are printed, in their order and in one directory.
 
-Replaced are `sbatch` and `srun` alone, where a job needs Slurm and GPUs: the script that is
-submitted must be there and be a script. `tests/slurm` submits such jobs to a Slurm of its own.
+Replaced are `sbatch`, where a job needs Slurm and GPUs (the script that is submitted must be there
+and be a script; `tests/slurm` submits such jobs to a Slurm of its own), and `torchrun`: what it is
+given is run as the ranks that it would start (`test_torchrun` starts the real one).
 """
 
-import os
+import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.megatron.launch import REPOSITORY, MegatronServer
+from tests.printed import each_search_once, run_zorse, words_of
+
 BLOCK = re.compile(r"^```(yaml)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILES = ("cluster.yaml", "workstation.yaml")
-# The last word is the script; `afterok:1234` names a job that only a real Slurm has.
-SUBMIT = """#!/bin/sh
-for script; do :; done
-echo "replaced: $0 $*"
-exec bash -n "$script"
+TORCHRUN = f"""#!{sys.executable}
+import json, sys
+print(json.dumps(sys.argv[1:]))
 """
-TIMEOUT_S = 550
 LOSS = re.compile(r"iteration +(\d+)/.* lm loss: (\S+) ")
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Path:
-    """A directory with the jobs of scripts/slurm, and programs of this interpreter in `bin`."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, text in {
-        "zorse": f'#!/bin/sh\nexec "{sys.executable}" -m zorse_megatron "$@"\n',
-        "torchrun": f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n',
-        "sbatch": SUBMIT,
-        "srun": SUBMIT,
-    }.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    for job in (ROOT / "scripts" / "slurm").iterdir():
-        shutil.copy(job, tmp_path)
-    return tmp_path
-
-
-def script() -> str:
-    """All blocks of the page: files are written, commands are run."""
-    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+def commands(directory: Path) -> Iterator[str]:
+    """The lines of all blocks; files are written on the way."""
+    text = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
     files = iter(FILES)
-    lines = ["set -eo pipefail"]
     for kind, block in BLOCK.findall(text):
-        lines.append(f"cat > {next(files)} <<'END'\n{block}END" if kind else block)
+        if kind:
+            (directory / next(files)).write_text(block)
+        else:
+            yield from block.splitlines()
     assert next(files, None) is None
-    return "\n".join(lines)
 
 
-def test_the_tutorial_runs_as_printed(shell: Path) -> None:
-    path = f"{shell / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {
-        "PATH": path,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+def started_by(script: str, directory: Path) -> tuple[int, str, list[str]]:
+    """What a script gives torchrun: the number of ranks, the module, and its flags."""
+    programs = directory / "bin"
+    programs.mkdir()
+    (programs / "torchrun").write_text(TORCHRUN)
+    (programs / "torchrun").chmod(0o755)
+    path = f"{programs}:/usr/bin:/bin"
     done = subprocess.run(
-        ["bash", "-c", script()],
-        cwd=shell,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+        ["bash", script], cwd=directory, env={"PATH": path}, capture_output=True, check=True
     )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    losses = {int(step): float(loss) for step, loss in LOSS.findall(done.stdout)}
-    assert max(losses, default=0) == 20
+    words = json.loads(done.stdout)
+    at = words.index("-m")
+    assert words[:1] == ["--standalone"] or "localhost" in " ".join(words[:at])
+    (ranks,) = (int(found) for found in re.findall(r"nproc-per-node[ =](\d+)", " ".join(words)))
+    return ranks, words[at + 1], words[at + 2 :]
+
+
+def losses_of(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in LOSS.findall(output)}
+
+
+def test_the_tutorial_runs_as_printed(
+    tmp_path: Path, megatron_server: MegatronServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for job in (REPOSITORY / "scripts" / "slurm").iterdir():
+        shutil.copy(job, tmp_path)
+    variables: dict[str, str] = {}
+    run = []
+    with each_search_once():
+        for line in commands(tmp_path):
+            words = words_of(line, variables)
+            run.append(words[0])
+            if words[0] == "zorse":
+                run_zorse(words)
+            elif words[0] == "sbatch":
+                subprocess.run(["bash", "-n", words[-1]], check=True)
+            elif words[0] == "bash":
+                ranks, module, flags = started_by(words[1], tmp_path)
+                result = megatron_server.run_ranks(
+                    flags, ranks, entry=module, directory=tmp_path, timeout_s=120
+                ).check()
+            else:
+                name, _, value = shlex.split(line)[0].partition("=")
+                variables[name] = value
+    assert (run.count("sbatch"), run.count("bash"), set(variables)) == (3, 1, {"FLAGS"})
+    losses = losses_of("\n".join(result.outputs))
+    assert max(losses) == 20
     assert losses[20] < losses[min(losses)]
-    assert (shell / "trained-here" / "iter_0000020").is_dir()
-    assert done.stdout.count("replaced: ") == 3
+    assert (tmp_path / "trained-here" / "iter_0000020").is_dir()
