@@ -50,11 +50,13 @@ def preload() -> None:
     import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
 
     import zorse_megatron.pretrain  # noqa: F401
+    from zorse_megatron.flags.verdicts import refusable
 
     for name in RUN_PACKAGES:
         package = importlib.import_module(f"zorse_megatron.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
+    refusable()  # is remembered
     remember_help_texts()
     fork_helpers_of_saves()
 

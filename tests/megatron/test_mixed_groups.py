@@ -26,7 +26,7 @@ from zorse_megatron.schema.cluster_yaml import parse_cluster
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.trace import load_trace
 
-SAVED, STEPS = 4, 8
+SAVED, STEPS = 3, 6
 MAIN = "optimizer.state.fp32_param."
 
 
