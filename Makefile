@@ -30,7 +30,7 @@ demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and co
 	@$(BIN)/python -m zorse_megatron.demo
 
 test: lint ## Run the linters and all tests
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadgroup --durations 20
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations 20
 
 check: lint ## Run the linters and the fast tests (seconds, no Megatron)
 	@$(BIN)/python -m pytest tests/unit

@@ -16,8 +16,6 @@ from zorse_megatron.checkpoints.manifest import MANIFEST, STOCK_MANIFEST, file_r
 from zorse_megatron.pretrain import BAD_INPUT
 from zorse_megatron.schema.load import save_plan
 
-pytestmark = pytest.mark.xdist_group("damaged_checkpoints")  # they share what is slow to make
-
 PLAN = LAYOUTS["2|1"]
 STEPS, INTERVAL = 6, 2
 FLAGS = (

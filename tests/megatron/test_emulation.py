@@ -22,8 +22,6 @@ from zorse_megatron.schema.plan import Offload, Recompute
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.perturb import Perturbation
 
-pytestmark = pytest.mark.xdist_group("emulation")  # they share what is slow to make
-
 LAYERS = 4
 BATCH = 8
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=LAYERS)

@@ -16,8 +16,6 @@ from zorse_megatron.schema.load import load_plan
 from zorse_megatron.schema.profile_load import load_profile
 from zorse_megatron.watch.rank import LOST_RANK
 
-pytestmark = pytest.mark.xdist_group("measure")  # they share what is slow to make
-
 WORLD = 4
 KINDS = ("cpu-0", "cpu-0", "cpu-1", "cpu-1")
 ONE_CPU = """\

@@ -11,8 +11,6 @@ from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.measure.layer_flags import single_layer_flags
 from zorse_megatron.schema.model import ModelShape
 
-pytestmark = pytest.mark.xdist_group("measure_layers")  # they share what is slow to make
-
 SIZE, SEQUENCE = 2, 64
 BASE = (
     *("--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", str(SEQUENCE)),

@@ -25,8 +25,6 @@ from zorse_megatron.schema.load import save_plan
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.watch.rank import LOST_RANK
 
-pytestmark = pytest.mark.xdist_group("memory_faults")  # they share what is slow to make
-
 TIMEOUT_S = 12.0
 BAD_INPUT = 2
 HIDDEN, SEQUENCE, VOCABULARY, NUM_LAYERS = 32, 32, 256, 4

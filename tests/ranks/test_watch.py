@@ -15,8 +15,6 @@ import pytest
 from zorse_megatron.watch.inquest import Limits
 from zorse_megatron.watch.rank import BAD_INPUT, LOST_RANK
 
-pytestmark = pytest.mark.xdist_group("watch")  # they share what is slow to make
-
 WORLD_SIZE = 3
 STARTED_S = 4.0
 """What starting three interpreters may take, on a machine that has other work."""

@@ -14,8 +14,6 @@ import pytest
 from zorse_megatron import extras
 from zorse_megatron.extras import MODULES, PACKAGE, MissingExtra
 
-pytestmark = pytest.mark.xdist_group("light_install")  # they share what is slow to make
-
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Distribution -> the modules that it brings, where they are called otherwise.

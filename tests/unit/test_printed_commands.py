@@ -21,8 +21,6 @@ from tests.unit.test_profile_import import LAYERS
 from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.schema.load import dump_plan
 
-pytestmark = pytest.mark.xdist_group("printed_commands")  # they share what is slow to make
-
 WITH_THEIR_OWN_TEST = {
     "docs/cli.md": "tests/unit/test_cli_docs.py",
     "docs/tutorial.md": "tests/megatron/test_tutorial.py",
