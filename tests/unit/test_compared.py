@@ -131,5 +131,5 @@ def test_readme_says_how_each_row_is_made():
         words = [f"--cluster examples/{cluster}.yaml", f"--model {model}"]
         words += [f"--global-batch-size {batch}"] * (batch != usual_batch)
         words += [f"--seq-length {tokens}"] * (tokens != usual_tokens)
-        lines = README.split("made, and its plan printed, by")[1].split("\n## ")[0].splitlines()
+        lines = README.split("reproduce the first row with")[1].split("\n## ")[0].splitlines()
         assert any(all(word in line for word in words) for line in lines), (cluster, model)
