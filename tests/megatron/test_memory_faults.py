@@ -149,7 +149,7 @@ def needed_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
         IN_HOST, tmp_path_factory.mktemp("host"), "--zorse-host-memory-limit", "1e-4"
     )
     assert set(result.returncodes) == {BAD_INPUT}
-    (found,) = re.findall(r"found ([\d,]+) bytes that are to wait in its memory", result.outputs[0])
+    (found,) = re.findall(r"found ([\d,]+) bytes to offload to its memory", result.outputs[0])
     assert "expected at most 100,000 bytes, --zorse-host-memory-limit" in result.outputs[0]
     return int(found.replace(",", ""))
 

@@ -30,7 +30,7 @@ def test_reads_until_one_is_whole(tmp_path: Path) -> None:
     code, output = verify(tmp_path)
     assert code == 1
     assert "iter_0000006 (latest)" in output and "damaged" in output
-    assert "the newest that training could go on from is iteration 4" in output
+    assert "the newest to resume from is iteration 4" in output
     assert states(tmp_path) == {
         6: ("damaged", False),
         4: ("whole", True),

@@ -135,9 +135,9 @@ def test_plan_prints_the_plan_and_the_reasons(run, search):
     ]
     starts = [
         "A first sentence.",
-        "considered in 0.2 s: 3 groupings, 20 plans estimated, 4 simulated",
-        "not taken: one group: 12 % slower",
-        "note: computed in float16, as every kind of GPU can",
+        "searched in 0.2 s: 3 groupings, 20 candidates estimated, 4 simulated",
+        "rejected: one group: 12 % slower",
+        "note: compute dtype float16, which every kind of GPU supports",
         "note: V100-16: analytic",
         "note: a note of the search",
     ]
@@ -150,8 +150,8 @@ def test_the_prediction_of_a_plan_too_large_to_explain(run, search, monkeypatch)
     monkeypatch.setattr(plan_module, "_EXPLAIN_UP_TO_RANKS", 7)
     result = run(*PLAN)
     assert "A first sentence." not in result.stdout
-    assert "50 % of a rate that no plan exceeds." in result.stdout
-    assert "No plan takes less than " in result.stdout
+    assert "50 % of the upper bound." in result.stdout
+    assert "Lower bound of any plan: " in result.stdout
     assert "The fullest GPU is rank " in result.stdout
 
 
@@ -243,7 +243,7 @@ def test_flags_of_the_training_command_say_everything(run, search):
         assert result.exit_code == 0, result.output
         assert (inputs.global_batch_size, inputs.sequence_length) == (16, 512)
         assert inputs.compute.dtype == "float16"
-        assert "as every kind of GPU can" not in result.stdout
+        assert "which every kind of GPU supports" not in result.stdout
 
 
 def test_a_well_known_model(run, search):
@@ -325,7 +325,7 @@ def test_progress_is_shown_on_a_terminal_only(run, search, monkeypatch):
 def test_a_plan_in_types_of_its_own_is_priced_alike_by_all_commands(run):
     written = run(*PLAN, "--dtype", "auto", "--strategy", "zorse-paper", "--out", "own.json")
     assert written.exit_code == 0, written.output
-    assert "note: every group computes in its own type" in written.stdout
+    assert "note: every group computes in its own compute_dtype" in written.stdout
     plan = load_plan("own.json")
     types = {group.compute_dtype for group in plan.groups}
     assert "fp16" in types and types <= {"fp16", "bf16"}

@@ -26,7 +26,7 @@ def test_import(run):
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
         "p.json: 2 series of times on 2 kinds of GPU, 0 optimizer steps, 0 memory entries, 2 links",
-        "note: 1 point will not be believed; zorse profile show lists them",
+        "note: 1 point will be replaced by the fitted curve; zorse profile show lists them",
     ]
     assert {source.origin for source in load_profile("p.json").sources} == {"lab"}
 
@@ -47,7 +47,7 @@ def test_show(run):
         ["A100-40", "llama-7b", "512", "float16", "1", "1"],
     ]
     assert result.stdout.splitlines()[-1] == (
-        "not believed: T4, llama-7b at sequence length 512 in float16, tensor parallel 1, layer "
+        "replaced: T4, llama-7b at sequence length 512 in float16, tensor parallel 1, layer "
         "forward, micro-batch 2: 9.900 ms, used 14.583 ms"
     )
 

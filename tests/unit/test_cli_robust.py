@@ -84,12 +84,12 @@ CLUSTERS = {
         "peak: {float32: 9 TFLOP/s}}]\nnodes: [{gpus: 2 x Z1, link: PCIe 9 GB/s, "
         "host_link: 9 GB/s}]",
         (*WITH_PROFILE, "--dtype", "float16"),
-        ["GPU kind Z1", "no units for float16", "Profile it"],
+        ["GPU kind Z1", "no hardware support for float16", "Profile it"],
     ),
     "a kind that does not compute in bfloat16": (
         LAB,
         (*PLAN, "--dtype", "bfloat16"),
-        ["GPU kind V100-16", "no units for bfloat16"],
+        ["GPU kind V100-16", "no hardware support for bfloat16"],
     ),
 }
 MODELS = {
@@ -102,7 +102,7 @@ MODELS = {
     "too many layers": (MODEL.replace("8", "8" * 30, 1), PLAN, ["num_layers", "at most 100000"]),
     "heads": (MODEL.replace("16", "17"), PLAN, ["17 heads with hidden_size 1024"]),
     "none": ({}, (*PLAN[:3], "--global-batch-size", "16"), ["--model: found no model"]),
-    "two": ({}, (*PLAN, "--", *FLAGS), ["flags behind --", "one of the two"]),
+    "two": ({}, (*PLAN, "--", *FLAGS), ["flags after --", "one of the two"]),
     "flags, no layers": (
         {},
         (*PLAN_FOR_FLAGS, *without(FLAGS, "--num-layers")),

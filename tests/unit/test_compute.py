@@ -144,7 +144,7 @@ def test_unknown_kind_is_named():
 
 
 def test_dtype_that_a_gpu_does_not_compute_in():
-    with pytest.raises(LookupError, match="GPU kind T4 has no units for bfloat16"):
+    with pytest.raises(LookupError, match="GPU kind T4 has no hardware support for bfloat16"):
         AnalyticCompute(TINY, dtype="bfloat16").layer("T4", 1)
 
 

@@ -423,7 +423,7 @@ def test_the_command_prints_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--slurm", "plan.json", "--", *FLAGS], "found a file that this command reads"),
         (["--slurm", "x.sh", "--partition", "A6000=", "--", *FLAGS], "in one word"),
         (["--slurm", "x.sh", "--partition", "a\nb", "--", *FLAGS], "in one word"),
-        (["--torchrun", "--", *FLAGS, "--save"], '--save: found "" behind it'),
+        (["--torchrun", "--", *FLAGS, "--save"], '--save: found "" after it'),
         (["--torchrun"], "found no training command"),
         (["--torchrun", "--", *FLAGS, "--num-layers", "9"], "--num-layers: found 9; expected 8"),
         (["--slurm", "x.sh", "--sbatch", "-t 3", "--", *FLAGS], "one long option of sbatch"),

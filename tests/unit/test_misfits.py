@@ -201,10 +201,12 @@ def test_what_fits_is_priced_as_the_command_computes():
 def test_host_memory_is_always_told():
     inputs = small(memory="4GB")
     told = " ".join(explain(inputs, fitting(inputs).plan).sentences)
-    assert "In host memory wait " in told and "of 64.0 GiB in node one (optimizer state" in told
+    assert (
+        "Offloaded to host memory: " in told and "of 64.0 GiB in node one (optimizer state" in told
+    )
     roomy = small()
     told = " ".join(explain(roomy, fitting(roomy).plan).sentences)
-    assert "Nothing waits in host memory." in told
+    assert "Nothing is offloaded to host memory." in told
 
 
 def test_check_refuses_a_plan_that_its_hosts_cannot_hold(tmp_path, monkeypatch):

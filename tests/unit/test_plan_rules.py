@@ -119,7 +119,7 @@ def test_empty_chunk(empty):
 def test_chunks_out_of_model_order():
     problem = only_problem(with_layers((0, 5), (7, 12), (5, 7)))
     assert problem.where == "plan.json: chunks[2].layers"
-    assert problem.found == "[5, 7] behind [7, 12] of chunks[1]"
+    assert problem.found == "[5, 7] after [7, 12] of chunks[1]"
 
 
 def test_an_absurd_number_of_layers_is_reported_not_enumerated():
@@ -341,8 +341,8 @@ def test_a_type_that_a_kind_of_gpu_does_not_have():
     plan["groups"][1]["compute_dtype"] = plan["groups"][2]["compute_dtype"] = "bf16"
     first, second = problems(plan)
     assert first.where == "plan.json: groups[1].compute_dtype"
-    assert first.found == '"bf16" on V100-16, without units for it'
-    assert second.found == '"bf16" on T4, without units for it'
+    assert first.found == '"bf16" on V100-16, without support for it'
+    assert second.found == '"bf16" on T4, without support for it'
 
 
 # Hops
@@ -362,4 +362,4 @@ def test_a_hop_behind_the_last_chunk_or_within_a_group():
     assert first.where == "plan.json: chunks[0].hop"
     assert first.found == "a hop to chunks[1] of the same group 0"
     assert second.where == "plan.json: chunks[2].hop"
-    assert second.found == "a hop behind the last chunk"
+    assert second.found == "a hop after the last chunk"

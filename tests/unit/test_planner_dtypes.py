@@ -130,7 +130,7 @@ def test_a_type_without_units_is_refused_and_the_way_out_is_named():
             lab("T4", "bfloat16", profile=profile)
         (problem,) = caught.value.problems
         assert problem.where == "GPU kind T4"
-        assert problem.found == "no units for bfloat16"
+        assert problem.found == "no hardware support for bfloat16"
         assert "--dtype auto" in problem.remedy
         assert "fp16" in problem.remedy
     # Somebody ran this very type on it: that is believed.

@@ -40,7 +40,7 @@ def test_one_more_gpu_is_planned_again():
     assert rows["A6000"].iteration_s == larger_s
     assert rows["A6000"].speedup == pytest.approx(outcome.iteration_s / larger_s)
     told = " ".join(explain(inputs, outcome.plan, found).sentences)
-    assert "One more A6000 in node new, planned again: " in told
+    assert "With one more A6000 in node new: " in told
     assert "Planned again, the same GPUs" not in told
     assert [more.speedup for more in found.one_more] == sorted(
         (more.speedup for more in found.one_more), reverse=True
@@ -52,7 +52,7 @@ def test_a_plan_that_is_not_the_best_is_told_so():
     slow = find_plan(inputs, strategy="cephalo").plan
     best_s = 0.5 * explain(inputs, slow).iteration_s
     told = " ".join(explain(inputs, slow, Replans(again_s=best_s, one_more=())).sentences)
-    assert f"the same GPUs take {best_s:.3f} s: 100.0 % faster than this plan." in told
+    assert f"finds {best_s:.3f} s on the same GPUs: 100.0 % faster than this plan." in told
 
 
 def test_the_new_gpu_goes_where_there_is_room():

@@ -65,7 +65,7 @@ def check_device(plan: Plan, rank: int) -> None:
                 Problem(
                     where=f"groups[{number}].compute_dtype on rank {rank}",
                     found=f'"bf16" on {torch.cuda.get_device_name()}',
-                    expected="a GPU with units for bf16 (NVIDIA: Ampere or later)",
+                    expected="a GPU that supports bf16 (NVIDIA: Ampere or later)",
                     remedy='Use "fp16" for this group.',
                 )
             ],

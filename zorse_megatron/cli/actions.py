@@ -13,7 +13,7 @@ def actions(
     path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
     rank: Annotated[int | None, typer.Option(min=0, help="Only this global rank.")] = None,
 ) -> None:
-    """Print the list of actions of each rank for one iteration of a plan."""
+    """Print what each rank executes in one iteration of a plan, in order."""
     from zorse_megatron.schedules.lower import lower_plan
 
     with reported_errors():

@@ -31,10 +31,10 @@ def check(
     dtype: DtypeName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check files, alone and together: print what they say, or all of their problems (exit code 1).
+    """Validate files, alone and together: summarize them, or list every problem (exit code 1).
 
-    With a plan, the flags behind -- are compared with it; with a plan, a cluster and a model (or
-    flags), memory is checked too.
+    Flags after -- are compared with the plan. With a plan, a cluster and a model (or flags), memory
+    is checked too.
     """
     with reported_errors(to_stderr=False, as_json=as_json):
         wanted = dtype_named(dtype)

@@ -22,7 +22,7 @@ from zorse_megatron.cli.console import (
 from zorse_megatron.cli.options import AsJson
 from zorse_megatron.errors import Problem
 
-checkpoint = typer.Typer(no_args_is_help=True, help="Checkpoints: are they whole?")
+checkpoint = typer.Typer(no_args_is_help=True, help="Verify checkpoints.")
 
 
 @checkpoint.callback()
@@ -32,15 +32,19 @@ def _group() -> None:
 
 @checkpoint.command("verify")
 def verify_checkpoints(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="That of --save.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The directory given to --save.")
+    ],
     read_all: Annotated[bool, typer.Option("--all", help="Read every checkpoint.")] = False,
-    sizes: Annotated[bool, typer.Option("--sizes", help="Read none: compare sizes.")] = False,
+    sizes: Annotated[
+        bool, typer.Option("--sizes", help="Compare file sizes only; read nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say which checkpoints are whole; exit code 1 if the latest is not.
+    """Verify which checkpoints are complete; exit code 1 if the latest is not.
 
-    The latest is read, and older ones until one is whole; of all others names and sizes are
-    compared with their manifests.
+    Reads the latest checkpoint, then older ones until one is complete. The rest are compared with
+    their manifests by name and size.
     """
     with reported_errors(as_json=as_json):
         if not folder.is_dir():
@@ -96,9 +100,9 @@ def _print(
     for problem in problems:
         print_plain(str(problem))
     if newest is None:
-        print_plain(f"{folder}: no checkpoint that training could go on from")
+        print_plain(f"{folder}: no checkpoint to resume from")
     elif problems:
-        print_plain(f"{folder}: the newest that training could go on from is {newest.checkpoint}")
+        print_plain(f"{folder}: the newest to resume from is {newest.checkpoint}")
 
 
 def _state(look: Look) -> str:
@@ -136,7 +140,7 @@ def _no_folder(folder: Path) -> Problem:
     return Problem(
         where=str(folder),
         found="no such folder",
-        expected="the folder of --save",
+        expected="the directory given to --save",
         remedy="Correct the path.",
     )
 
@@ -144,9 +148,9 @@ def _no_folder(folder: Path) -> Problem:
 def _no_checkpoint(folder: Path) -> Problem:
     return Problem(
         where=str(folder),
-        found="no checkpoint that was saved to its end",
-        expected="one",
-        remedy="Give the folder of --save, above those of single iterations.",
+        found="no completely saved checkpoint",
+        expected="at least one",
+        remedy="Give the --save directory, not that of a single iteration.",
     )
 
 

@@ -53,7 +53,7 @@ def compare(  # noqa: PLR0917
     context: typer.Context,
     cluster: ClusterFile,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where to write table, pictures and page.")
+        Path, typer.Option(metavar="DIR", help="Directory for the table, the figures and the page.")
     ],
     model: Model = None,
     profile: Profiles = None,
@@ -61,10 +61,10 @@ def compare(  # noqa: PLR0917
     seq_length: SeqLength = None,
     dtype: DtypeName = None,
     iterations: Annotated[
-        int, typer.Option(min=2, max=1000, help="Iterations to train; the first does not count.")
+        int, typer.Option(min=2, max=1000, help="Iterations to train; the first is a warm-up.")
     ] = 4,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only stock on all GPUs, and ours.")
+        bool, typer.Option("--quick", help="Only stock on all GPUs and the zorse plan.")
     ] = False,
     jitter: Jitter = 0.0,
     seed: Seed = 0,
@@ -72,7 +72,7 @@ def compare(  # noqa: PLR0917
     slow_kind: SlowKind = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare stock Megatron with the plans of all strategies, on an emulated cluster."""
+    """Train stock Megatron and every strategy's plan on an emulated cluster, and compare them."""
     with reported_errors(as_json=as_json):
         refuse_without("train", "plots", what="zorse compare")
         workload = workload_of(

@@ -63,12 +63,12 @@ def compare_plans(  # noqa: PLR0917
     seq_length: SeqLength = None,
     dtype: DtypeOrAuto = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="Only this one; repeatable. Left out: all.")
+        list[str] | None, typer.Option(help="Only this strategy; repeatable. Default: all.")
     ] = None,
     margin: Margin = DEFAULT_MARGIN,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the plans of all strategies for a model on a cluster."""
+    """Compare every strategy's plan in the simulator."""
     with reported_errors(as_json=as_json):
         from zorse_megatron.planner.outcome import STRATEGIES
 

@@ -20,31 +20,31 @@ _TIME_LIMIT_S = 2.0
 
 def discover(  # noqa: PLR0917
     output: Annotated[
-        Path, typer.Option("--out", metavar="YAML", help="The cluster file to write.")
+        Path, typer.Option("--out", metavar="YAML", help="Write the cluster file here.")
     ] = Path("cluster.yaml"),
     profile: Annotated[
         Path | None,
         typer.Option(
             "--profile",
             metavar="JSON",
-            help="Where the measured times of messages go. Left out: profile.json beside the "
-            "cluster file.",
+            help="Write measured transfer times here. Default: profile.json beside the cluster "
+            "file.",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the cluster.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the cluster.")] = None,
     largest_mb: Annotated[
         float, typer.Option(min=0.001, max=4096, help="Largest message, in MB (10^6 bytes).")
     ] = _LARGEST_MB,
     time_limit: Annotated[
         float,
-        typer.Option(min=0, help="Send no larger messages behind one that took so many seconds."),
+        typer.Option(min=0, help="Stop growing messages once one takes this many seconds."),
     ] = _TIME_LIMIT_S,
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure devices and links of the machines that this runs on, one rank for each GPU.
+    """Measure the devices and links of the nodes it runs on, with one rank per GPU.
 
-    Start it with srun or torchrun. Without GPUs it measures CPU ranks.
+    Start it with srun or torchrun. On nodes without GPUs it measures CPU ranks.
     """
     profile = profile or output.with_name("profile.json")
     with reported_errors(as_json=as_json):
@@ -93,6 +93,6 @@ def _say(output: Path, profile: Path, found: "Discovered", *, as_json: bool) -> 
         count = sum(node.kind == kind for node in found.nodes)
         print_plain(f"  {count} x [{kind}]")
     if not found.num_measured:
-        print_plain("nothing was missing; --again measures anew")
+        print_plain("nothing left to measure; --again repeats the measurements")
     for note in found.notes:
         print_plain(f"note: {note}")

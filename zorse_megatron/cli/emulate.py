@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult
 
 MAX_RANKS = 32
-"""More processes than this do not fit a workstation."""
+"""A workstation does not fit more processes than this."""
 NOTE = (
-    "note: the emulation shares its prices with the planner: it judges schedule, order, overlap "
+    "note: the emulation shares its costs with the planner: it validates schedule, order, overlap "
     "and runtime, not the profile"
 )
 
@@ -63,7 +63,7 @@ def emulate(  # noqa: PLR0917
     profile: Profiles = None,
     dtype: DtypeName = None,
     iterations: Annotated[
-        int, typer.Option(min=2, max=1000, help="Iterations to train; the first does not count.")
+        int, typer.Option(min=2, max=1000, help="Iterations to train; the first is a warm-up.")
     ] = 4,
     jitter: Jitter = 0.0,
     seed: Seed = 0,
@@ -73,13 +73,13 @@ def emulate(  # noqa: PLR0917
     dilation: Annotated[
         float | None,
         typer.Option(
-            help="Keep pace with this machine's clock: its seconds for one emulated second. "
-            "Left out: as fast as it can, on a clock of its own."
+            help="Run in real time: wall-clock seconds per emulated second. Default: as fast as "
+            "possible, on a virtual clock."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train under a plan on the emulated cluster, on this machine's CPU."""
+    """Train with a plan on an emulated cluster, on this machine's CPU."""
     with reported_errors(as_json=as_json):
         refuse_without("train", what="zorse emulate")
         plan = load_plan(path)
@@ -150,7 +150,7 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
             where="--dilation",
             found=f"{dilation}",
             expected="a number above 0",
-            remedy="Such as 10: one emulated second takes ten here.",
+            remedy="With 10, one emulated second takes ten seconds on this machine.",
         )
 
 
@@ -168,9 +168,7 @@ def _print(path: Path, run: "EmulatedRun", prices: Priced, predicted: "Simulatio
         print_plain(f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
     print_plain(str(run.self_test))
     if run.late_s is not None:
-        print_plain(
-            f"this machine was behind by {1e3 * run.late_s:.3g} ms of emulated time at most"
-        )
+        print_plain(f"largest lag of this machine: {1e3 * run.late_s:.3g} ms of emulated time")
     print_plain(NOTE)
     for note in prices.notes:
         print_plain(f"note: {note}")

@@ -45,12 +45,12 @@ def explain(  # noqa: PLR0917
         bool,
         typer.Option(
             "--no-replan",
-            help="Do not search again for these GPUs, and with one more of each kind.",
+            help="Skip the searches for a better plan and for the gain from one more GPU per kind.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a plan: what limits it, what was rejected and why, headroom, what would help."""
+    """Explain a plan: its bottleneck, memory headroom, rejected alternatives, what would help."""
     with reported_errors(as_json=as_json):
         from zorse_megatron.planner.explain import explain as explained
 
@@ -102,7 +102,7 @@ def _headroom(plan: Plan, explanation: "Explanation") -> Table:
     for each in explanation.headroom:
         key = plan.group_of_rank(each.rank), each.kind, gib(each.peak_bytes)
         alike[key].append(each)
-    table = Table("Ranks", "GPU", "Peak memory", "May be filled to", "Free")
+    table = Table("Ranks", "GPU", "Peak memory", "Usable", "Free")
     for (_, kind, peak), members in alike.items():
         one = members[0]
         free = gib(abs(one.free_bytes))

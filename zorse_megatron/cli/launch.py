@@ -56,7 +56,7 @@ def launch(  # noqa: PLR0917
     master_port: MasterPort = DEFAULT_PORT,
     as_json: AsJson = False,
 ) -> None:
-    """Write what starts the plan's ranks on the right GPUs of the cluster."""
+    """Write the Slurm job or torchrun commands that start a plan's ranks on the right GPUs."""
     with reported_errors(as_json=as_json):
         refuse_odd_options(
             context,

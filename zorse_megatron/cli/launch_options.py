@@ -18,43 +18,46 @@ from zorse_megatron.launch.sbatch_options import closest, is_known
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]
 Slurm = Annotated[
     Path | None,
-    typer.Option("--slurm", metavar="FILE", help="Write the batch script of a Slurm job."),
+    typer.Option("--slurm", metavar="FILE", help="Write a Slurm batch script to this file."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Of Slurm: replace FILE even if it was edited by hand.")
+    bool,
+    typer.Option("--force", help="With --slurm: overwrite FILE even if it was edited by hand."),
 ]
-Torchrun = Annotated[bool, typer.Option("--torchrun", help="Print the torchrun line of each node.")]
+Torchrun = Annotated[bool, typer.Option("--torchrun", help="Print each node's torchrun command.")]
 NodeNames = Annotated[
     bool,
     typer.Option(
         "--node-names",
-        help="The cluster file's nodes bear their real names, as after zorse discover: take "
-        "these very nodes, and check at the start that each rank is on its own.",
+        help="The cluster file has real host names, as zorse discover writes them: request exactly "
+        "these nodes, and check at start-up that each rank runs on its own.",
     ),
 ]
 Partitions = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[KIND=]PARTITION",
-        help="Slurm's partition, for all nodes or for those with a kind of GPU or a name.",
+        help="Slurm partition for all nodes, or for those of this GPU kind or name; repeatable.",
     ),
 ]
 Sbatch = Annotated[
     list[str] | None,
-    typer.Option(metavar="OPTION", help="A further option of sbatch, such as time=24:00:00."),
+    typer.Option(
+        metavar="OPTION", help="Further sbatch option, such as time=24:00:00; repeatable."
+    ),
 ]
 Python = Annotated[
-    str, typer.Option(help="Of Slurm: the interpreter that has zorse-megatron on the nodes.")
+    str, typer.Option(help="With --slurm: the nodes' Python interpreter that has zorse-megatron.")
 ]
 MasterAddr = Annotated[
     str | None,
     typer.Option(
-        help="Of torchrun: address of the first node. Left out: its name, or localhost where "
-        "it is the only one."
+        help="With --torchrun: address of the first node. Default: its name, or localhost if it is "
+        "the only node."
     ),
 ]
 MasterPort = Annotated[
-    int, typer.Option(min=1, max=65535, help="Of torchrun: a free port of the first node.")
+    int, typer.Option(min=1, max=65535, help="With --torchrun: a free port on the first node.")
 ]
 
 _OF_SLURM = ("force", "partition", "sbatch", "python")
@@ -97,9 +100,9 @@ def _mode_problems(context: typer.Context, slurm: Path | None, torchrun: bool) -
     if (slurm is None) == (not torchrun):
         yield Problem(
             where="--slurm, --torchrun",
-            found="none of them" if slurm is None else "both",
+            found="neither" if slurm is None else "both",
             expected="one of the two",
-            remedy="Give --slurm FILE for a batch script, --torchrun for each node's line.",
+            remedy="Give --slurm FILE for a batch script, or --torchrun for each node's command.",
         )
         return
     chosen, other = ("--torchrun", "--slurm") if torchrun else ("--slurm", "--torchrun")
@@ -107,9 +110,9 @@ def _mode_problems(context: typer.Context, slurm: Path | None, torchrun: bool) -
         if is_given(context, name):
             yield Problem(
                 where=f"--{name.replace('_', '-')}",
-                found=f"it beside {chosen}",
-                expected=f"it beside {other} only",
-                remedy=f"Leave it out: it would not be heeded; or give {other} instead.",
+                found=f"it with {chosen}",
+                expected=f"it only with {other}",
+                remedy=f"Remove it, since it has no effect, or use {other} instead.",
             )
 
 

@@ -54,4 +54,4 @@ def main(
         typer.Option("--version", help="Print the version.", callback=_print_version),
     ] = False,
 ) -> None:
-    """Plan, simulate and check: train one model across unequal groups of GPUs."""
+    """Plan, simulate and launch Megatron-LM training across unequal GPUs."""

@@ -14,7 +14,7 @@ from zorse_megatron.extras import refuse_without
 from zorse_megatron.measure.ranks_env import RankPlace, rank_place
 
 Again = Annotated[
-    bool, typer.Option("--again", help="Measure once more what was measured already.")
+    bool, typer.Option("--again", help="Measure again even what the files already have.")
 ]
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what their values are turned into."""
+"""Options that several commands share, and how their values are parsed."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,15 @@ from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE
 from zorse_megatron.errors import Problem
 
 ClusterFile = Annotated[
-    Path, typer.Option("--cluster", metavar="YAML", help="The cluster: which GPUs, which links.")
+    Path, typer.Option("--cluster", metavar="YAML", help="The cluster file: GPUs and links.")
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="A model file, a config.json of Hugging Face, a well-known model, or the training "
-        "command's flags in quotes. "
-        "Or give those flags behind --.",
+        help="A model file, a Hugging Face config.json, a well-known model such as llama-7b, or "
+        "your training command's flags in quotes. You can also put those flags after --.",
     ),
 ]
 Profiles = Annotated[
@@ -29,7 +28,7 @@ Profiles = Annotated[
     typer.Option(
         "--profile",
         metavar="JSON",
-        help="Measured times; repeatable. What they lack is computed from published figures.",
+        help="Measured times of layers and links; repeatable. Published figures fill the gaps.",
     ),
 ]
 GlobalBatchSize = Annotated[
@@ -38,29 +37,32 @@ GlobalBatchSize = Annotated[
 ]
 SeqLength = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_SIZE, help="Tokens per sample, if other than the model's."),
+    typer.Option(min=1, max=MAX_SIZE, help="Tokens per sample. Default: the model's."),
 ]
 DtypeName = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="bfloat16, float16, tf32 or float32. "
-        "Left out: the first of bfloat16, float16, float32 that every kind of GPU computes in.",
+        help="Compute dtype: bfloat16, float16, tf32 or float32. Default: the first of bfloat16, "
+        "float16 and float32 that every kind of GPU supports.",
     ),
 ]
 DtypeOrAuto = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="bfloat16, float16, tf32 or float32; or auto: each group of GPUs in a type of its "
-        "own, the first of bfloat16, float16, float32 that all of them compute in. "
-        "Left out: the first of these that every kind of GPU in the cluster computes in.",
+        help="Compute dtype: bfloat16, float16, tf32 or float32. Default: the first of bfloat16, "
+        "float16 and float32 that every kind of GPU in the cluster supports. auto: the same choice "
+        "for each group of GPUs by itself.",
     ),
 ]
 Margin = Annotated[
-    float, typer.Option(help="Share of each GPU's memory that stays free for what no model prices.")
+    float,
+    typer.Option(
+        help="Share of each GPU's memory reserved for CUDA context, NCCL buffers and fragmentation."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 DEFAULT_MARGIN = 0.05
 _LARGEST_FACTOR = 1e6
@@ -86,8 +88,8 @@ def factor_problems(texts: Sequence[str], option: str) -> Iterator[Problem]:
             yield Problem(
                 where=option,
                 found=f'"{text}"',
-                expected="something = how many times as long it takes, above 0",
-                remedy=f"Such as {option} {text.partition('=')[0] or 3}=1.3 for 30 % slower.",
+                expected="NAME=FACTOR with a factor above 0",
+                remedy=f"For example, {option} {text.partition('=')[0] or 3}=1.3 is 30 % slower.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Options that make the machines other than the prices say, read and checked."""
+"""Options that perturb the simulated or emulated machines: parsed and validated."""
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,27 +17,30 @@ if TYPE_CHECKING:
     from zorse_megatron.simulate.perturb import Perturbation
 
 Jitter = Annotated[
-    float, typer.Option(help="Random spread of computations: deviation over mean, as 0.05.")
+    float,
+    typer.Option(help="Vary compute times at random: relative standard deviation, e.g. 0.05."),
 ]
-Seed = Annotated[int, typer.Option(help="Of the random spread.")]
+Seed = Annotated[int, typer.Option(help="Seed for --jitter.")]
 SlowRank = Annotated[
     list[str] | None,
-    typer.Option(metavar="RANK=FACTOR", help="A rank that takes so many times as long."),
+    typer.Option(
+        metavar="RANK=FACTOR", help="Slow a rank's computations down by FACTOR; repeatable."
+    ),
 ]
 SlowKind = Annotated[
     list[str] | None,
-    typer.Option(metavar="KIND=FACTOR", help="The same for all GPUs of a kind."),
+    typer.Option(metavar="KIND=FACTOR", help="Slow all GPUs of a kind down by FACTOR; repeatable."),
 ]
 SlowLink = Annotated[
     list[str] | None,
     typer.Option(
         metavar="LINK=FACTOR",
-        help="The same for a link, such as new/nic0:out, the way out of node new's first adapter; "
-        "an unknown name is answered with names that there are.",
+        help="Divide a link's bandwidth by FACTOR; repeatable. new/nic0:out is the outgoing side "
+        "of node new's first NIC; an unknown name lists valid ones.",
     ),
 ]
 
-_NAMED_LINKS = 6  # of those that there are, in an error
+_NAMED_LINKS = 6  # how many valid names an error lists
 
 
 def link_names(comm: "CommCost", world_size: int) -> tuple[str, ...]:
@@ -56,7 +59,7 @@ def perturbation_of(
     slow_link: Sequence[str] | None = None,
     known_links: Collection[str] = (),
 ) -> "Perturbation":
-    """Read what is to differ from the prices. Raises CommandError with all that cannot be.
+    """Parse the perturbations. Raises CommandError with every invalid one.
 
     A link that takes n times as long has 1/n of its bandwidth. `known_links`: see `link_names`.
     """
@@ -79,7 +82,7 @@ def perturbation_of(
                 where="--jitter",
                 found=f"{jitter}",
                 expected="a number from 0 to 10",
-                remedy="0.05 spreads computations by about 5 %.",
+                remedy="0.05 varies compute times by about 5 %.",
             )
         )
     if problems:
@@ -94,7 +97,7 @@ def perturbation_of(
 
 
 def _unknown(ranks: Iterable[str], kinds: Iterable[str], cluster: Cluster) -> Iterator[Problem]:
-    """Yield the ranks and kinds that the cluster does not have."""
+    """Yield a problem for each rank and kind that the cluster does not have."""
     highest = cluster.world_size - 1
     for key in ranks:
         if not (key.isdecimal() and len(key) < 10 and str(int(key)) == key and int(key) <= highest):
@@ -110,12 +113,12 @@ def _unknown(ranks: Iterable[str], kinds: Iterable[str], cluster: Cluster) -> It
                 where="--slow-kind",
                 found=f'"{key}"',
                 expected=f"one of {', '.join(cluster.kinds)}, the kinds of this cluster",
-                remedy="Spell it as the table of ranks does.",
+                remedy="Use a kind of the cluster file, as the table of ranks shows it.",
             )
 
 
 def _unknown_links(links: Iterable[str], known: Collection[str]) -> Iterator[Problem]:
-    """Yield those that are not known, with some that are, the most alike first."""
+    """Yield a problem for each unknown link, listing the closest valid names first."""
     for name in links:
         if name not in known:
             some = difflib.get_close_matches(name, known, n=_NAMED_LINKS, cutoff=0.0)
@@ -123,5 +126,5 @@ def _unknown_links(links: Iterable[str], known: Collection[str]) -> Iterator[Pro
                 where="--slow-link",
                 found=f'"{name}"',
                 expected=f"one of the {len(known)} links between GPUs, such as {', '.join(some)}",
-                remedy="Names are made of those of nodes and switches in the cluster file.",
+                remedy="Link names are built from the node and switch names in the cluster file.",
             )

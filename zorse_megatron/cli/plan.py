@@ -47,26 +47,26 @@ _SAY_WHAT_FITS_UP_TO_RANKS = 128
 
 
 StrategyName = Annotated[
-    str, typer.Option("--strategy", help="zorse, or a baseline: stock, zorse-paper, cephalo.")
+    str, typer.Option("--strategy", help="zorse, or a baseline: stock, zorse-paper or cephalo.")
 ]
 Wire = Annotated[
     str | None,
     typer.Option(
         "--wire",
-        help="bf16 or fp16: let groups send gradients in it where that is faster. Sums are "
-        "made in fp32, but are not those of fp32 messages to the bit. Left out: none do.",
+        help="Communication dtype for gradients, bf16 or fp16, used by the groups it makes faster. "
+        "Gradients are still summed in fp32, but sending rounds them. Default: none.",
     ),
 ]
 PlanToWrite = Annotated[
-    Path | None, typer.Option("--out", metavar="PLAN", help="The plan file to write.")
+    Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan to this file.")
 ]
 PageToWrite = Annotated[
     Path | None,
     typer.Option(
         "--html",
         metavar="HTML",
-        help="A page to write about the plan: timeline, memory, stock at its best, what one "
-        "more GPU brings. Searches again for each kind of GPU.",
+        help="Write a report page: timeline, memory, the best stock layout, and what one more "
+        "GPU would bring (one more search per kind of GPU).",
     ),
 ]
 
@@ -189,7 +189,7 @@ def _wire_named(name: str | None) -> GradientWire | None:
         where="--wire",
         found=f'"{name}"',
         expected="bf16 or fp16",
-        remedy="Leave it out to send gradients as they are kept.",
+        remedy="Omit it to send gradients in the dtype they are accumulated in.",
     )
     raise CommandError("the command cannot be run", [problem])
 

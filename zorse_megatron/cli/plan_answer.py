@@ -34,18 +34,18 @@ def not_trainable_yet(found: Plan) -> str | None:
 def print_answer(
     prices: Priced, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
 ) -> None:
-    """Print the plan, the `sentences` on why it is that one, what was not taken, and notes."""
+    """Print the plan, the `sentences` on why it is that one, what was rejected, and notes."""
     print_plain(plan_line(outcome.plan))
     print_plan(outcome.plan)
     for sentence in sentences or _prediction(prices, outcome):
         print_plain(sentence)
     counts = outcome.considered
     print_plain(
-        f"considered in {outcome.plan_time_s:.1f} s: {number_of(counts.groupings, 'grouping')}, "
-        f"{number_of(counts.estimated, 'plan')} estimated, {counts.simulated} simulated"
+        f"searched in {outcome.plan_time_s:.1f} s: {number_of(counts.groupings, 'grouping')}, "
+        f"{number_of(counts.estimated, 'candidate')} estimated, {counts.simulated} simulated"
     )
     for each in outcome.rejected[:_MAX_REJECTED]:
-        print_plain(f"not taken: {each.what}: {each.why}")
+        print_plain(f"rejected: {each.what}: {each.why}")
     for note in notes_on(prices, outcome):
         print_plain(f"note: {note}")
     if out is not None:
@@ -59,11 +59,11 @@ def _prediction(prices: Priced, outcome: "Outcome") -> tuple[str, ...]:
     peaks, capacities = _peaks(outcome), prices.inputs.capacities_bytes
     rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
     return (
-        f"An iteration takes {outcome.iteration_s:.4g} s, {outcome.tokens_per_s:,.0f} tokens/s, "
-        f"{100 * outcome.efficiency:.0f} % of a rate that no plan exceeds.",
+        f"An iteration takes {outcome.iteration_s:.4g} s: {outcome.tokens_per_s:,.0f} tokens/s, "
+        f"{100 * outcome.efficiency:.0f} % of the upper bound.",
         bound_sentence(outcome.bound_s, outcome.recomputing_bound_s),
         f"The fullest GPU is rank {rank} ({prices.inputs.kinds[rank]}): {gib(peaks[rank])} of "
-        f"{gib(capacities[rank])} that may be filled.",
+        f"{gib(capacities[rank])} usable.",
     )
 
 

@@ -72,19 +72,19 @@ def _page(  # noqa: PLR0917
         pictures=tuple(_pictures(prices, plan)),
         replans=tuple(_replan_rows(replans)),
         no_replans=(
-            f"Not planned again: from {MOST_GPUS} GPUs on, each search takes too long."
+            f"Not searched: from {MOST_GPUS} GPUs on, each search takes too long."
             if replans is None
             else "No larger cluster has a plan that fits."
         ),
         rejected=tuple((each.what, each.why) for each in outcome.rejected),
         considered=(
-            f"The best of each other structure, of {counts.groupings:,} groupings, "
-            f"{counts.estimated:,} plans estimated and {counts.simulated:,} simulated."
+            f"The best of each other structure, among {counts.groupings:,} groupings, "
+            f"{counts.estimated:,} candidates estimated and {counts.simulated:,} simulated."
         ),
         notes=notes,
         footer=(
-            "Predicted by zorse-megatron's simulator, which plays the lists of actions that the "
-            "ranks execute. Not measured."
+            "Predicted by zorse-megatron's simulator, which executes the ranks' own lists of "
+            "actions. Not measured."
         ),
     )
 
@@ -114,7 +114,7 @@ def _cards(
         note="no layout of stock fits" if best_s is None else f"it takes {best_s:.4g} s",
     )
     yield Card(
-        label="Of a rate that no plan exceeds",
+        label="Of the upper bound on throughput",
         value=f"{100 * outcome.bound_s / outcome.iteration_s:.0f} %",
         note=f"no plan takes less than {outcome.bound_s:.4g} s",
     )

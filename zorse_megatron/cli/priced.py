@@ -81,9 +81,11 @@ def priced(
     if profile is not None:
         notes += [f"unlikely: {each}" for each in unlikely_times(profile, cluster.kinds)]
     if workload.dtype is None:
-        notes.insert(0, f"computed in {dtype}, as every kind of GPU can; --dtype changes it")
+        notes.insert(
+            0, f"compute dtype {dtype}, which every kind of GPU supports; change it with --dtype"
+        )
     elif dtype == "auto":
-        notes.insert(0, "every group computes in its own type, as its compute_dtype says")
+        notes.insert(0, "every group computes in its own compute_dtype")
     return Priced(
         cluster=cluster,
         workload=workload,

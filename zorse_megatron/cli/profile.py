@@ -26,7 +26,7 @@ from zorse_megatron.schema.profile_load import PROFILE_FILE, load_profile, save_
 from zorse_megatron.schema.strict import read_file
 
 profile = typer.Typer(
-    no_args_is_help=True, help="Times and memory: measure, import tables, show a profile."
+    no_args_is_help=True, help="Measure, import and show profiles of layer times and memory."
 )
 profile.command("measure", cls=TakesTrainingFlags)(measure_profile)
 # Below this a correction is the rounding of a fall between two points.
@@ -35,18 +35,18 @@ _SMALL_CHANGE = 0.005
 
 @profile.command("import")
 def import_profile(  # noqa: PLR0917
-    tables: Annotated[list[Path], typer.Argument(metavar="CSV...", help="The tables.")],
-    out: Annotated[Path, typer.Option(metavar="PROFILE", help="The file to write.")],
+    tables: Annotated[list[Path], typer.Argument(metavar="CSV...", help="Tables of measurements.")],
+    out: Annotated[Path, typer.Option(metavar="PROFILE", help="Write the profile here.")],
     model: Annotated[
         list[Path] | None,
-        typer.Option(metavar="YAML", help="Shape of a model that is not well known; repeatable."),
+        typer.Option(metavar="YAML", help="Model file for a model without a preset; repeatable."),
     ] = None,
-    origin: Annotated[str | None, typer.Option(help="Who measured, for the record.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of tables without that column.")] = "float32",
-    seq_length: Annotated[int, typer.Option(min=1, help="Of tables without that column.")] = 2048,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    origin: Annotated[str | None, typer.Option(help="Who measured it, for the record.")] = None,
+    dtype: Annotated[str, typer.Option(help="For tables without a dtype column.")] = "float32",
+    seq_length: Annotated[int, typer.Option(min=1, help="For tables without this column.")] = 2048,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Make a profile from CSV tables of measurements."""
+    """Build a profile from CSV tables of measurements."""
     with reported_errors(as_json=as_json):
         refuse_unwritable({"--out": out}, inputs=[*tables, *(model or ())])
         shapes = {shape.name: shape for shape in map(load_model, model or [])}
@@ -70,16 +70,17 @@ def import_profile(  # noqa: PLR0917
     count = len(summary["not_believed"])
     if count:
         print_plain(
-            f"note: {number_of(count, 'point')} will not be believed; zorse profile show lists them"
+            f"note: {number_of(count, 'point')} will be replaced by the fitted curve; "
+            "zorse profile show lists them"
         )
 
 
 @profile.command()
 def show(
     path: Annotated[Path, typer.Argument(metavar="PROFILE", help="The profile file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Say what a profile contains, and which of its points will not be believed."""
+    """Summarize a profile, and list the measured points that the fitted curves replace."""
     with reported_errors(as_json=as_json):
         loaded = load_profile(path)
     summary = _summary(loaded)
@@ -166,7 +167,7 @@ def _is_large(point: Replaced) -> bool:
 
 def _sentence(entry: dict[str, Any]) -> str:
     return (
-        f"not believed: {entry['gpu_kind']}, {entry['model']} at sequence length "
+        f"replaced: {entry['gpu_kind']}, {entry['model']} at sequence length "
         f"{entry['seq_length']} in {entry['dtype']}, tensor parallel {entry['tensor_parallel']}, "
         f"{entry['part']} {entry['direction']}, micro-batch {entry['micro_batch_size']}: "
         f"{1e3 * entry['measured_s']:.3f} ms, used {1e3 * entry['used_s']:.3f} ms"

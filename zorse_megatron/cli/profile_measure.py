@@ -28,22 +28,22 @@ def measure_profile(  # noqa: PLR0917
     cluster: ClusterFile,
     output: Annotated[
         Path,
-        typer.Option("--out", metavar="JSON", help="The profile to write, or to add to."),
+        typer.Option("--out", metavar="JSON", help="Write the profile here, or add to it."),
     ] = Path("profile.json"),
     max_micro_batch: Annotated[
-        int, typer.Option(min=1, max=65536, help="No larger micro-batches.")
+        int, typer.Option(min=1, max=65536, help="Largest micro-batch size to time.")
     ] = _LARGEST_SIZE,
     time_limit: Annotated[
         float,
-        typer.Option(min=0, help="No larger micro-batches behind one that took so many seconds."),
+        typer.Option(min=0, help="Stop growing micro-batches once one takes this many seconds."),
     ] = _TIME_LIMIT_S,
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time forward, backward and optimizer step of the layers that a training command builds.
+    """Time the layers of a training command: forward, backward and optimizer step.
 
-    Start it with srun or torchrun, one rank for each GPU of the cluster file. Each kind of GPU is
-    measured on one rank; micro-batches double until memory or a limit is reached.
+    Start it with srun or torchrun, one rank per GPU of the cluster file. One rank measures for each
+    kind of GPU, doubling the micro-batch until it reaches the memory or a limit.
     """
     with reported_errors(as_json=as_json):
         refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
@@ -77,7 +77,7 @@ def _workload(
         problem = Problem(
             where="--",
             found="no training command",
-            expected="the flags of a training command behind --",
+            expected="a training command's flags after --",
             remedy="Such as: zorse profile measure --cluster cluster.yaml -- --num-layers 32 ...",
         )
         raise CommandError("the command cannot be run", [problem])
@@ -87,7 +87,7 @@ def _workload(
             where=str(script),
             found="no such file",
             expected="your training script: it builds the layers",
-            remedy="Correct the path, or leave it out: Megatron's GPT layers are built then.",
+            remedy="Correct the path, or omit it to build Megatron's GPT layers.",
         )
         raise CommandError("the command cannot be run", [problem])
     workload = workload_of(model=None, flags=flags, judges=False)
@@ -115,4 +115,4 @@ def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
     for kind in found.measured_kinds:
         print_plain(f"  {kind}: measured")
     for kind in found.known_kinds:
-        print_plain(f"  {kind}: known already; --again measures anew")
+        print_plain(f"  {kind}: measured already; --again repeats it")

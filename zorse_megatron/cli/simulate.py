@@ -57,7 +57,7 @@ def simulate(  # noqa: PLR0917
     profile: Profiles = None,
     dtype: DtypeName = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw what each rank does, and when.")
+        Path | None, typer.Option(metavar="PNG", help="Draw each rank's timeline.")
     ] = None,
     memory: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw each rank's peak memory.")
@@ -66,7 +66,7 @@ def simulate(  # noqa: PLR0917
         Path | None, typer.Option(metavar="JSON", help="Write a trace for ui.perfetto.dev.")
     ] = None,
     topology: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw the cluster, groups in colours.")
+        Path | None, typer.Option(metavar="PNG", help="Draw the cluster, coloured by group.")
     ] = None,
     jitter: Jitter = 0.0,
     seed: Seed = 0,
@@ -75,7 +75,7 @@ def simulate(  # noqa: PLR0917
     slow_link: SlowLink = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate one iteration of a plan: time, tokens/s, and each rank's time and memory."""
+    """Predict a plan's iteration time, tokens/s, and each rank's time and memory."""
     pictures = Pictures(timeline=timeline, memory=memory, trace=trace, topology=topology)
     with reported_errors(as_json=as_json):
         refuse_other_formats(pictures)

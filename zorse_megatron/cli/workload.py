@@ -70,13 +70,13 @@ def workload_of(
     """
     if model is not None and flags is not None:
         raise _one_problem(
-            "--model", f"{model!r}, and flags behind --", "one of the two", "Leave one out."
+            "--model", f"{model!r}, and flags after --", "one of the two", "Leave one out."
         )
     if model is None and flags is None:
         raise _one_problem(
             "--model",
             "no model",
-            "--model with a file or a well-known model, or the training command's flags behind --",
+            "--model with a file or a well-known model, or the training command's flags after --",
             "Such as --model llama-7b, or: -- pretrain_gpt.py --num-layers 32 ...",
         )
     if model is not None and "--" in model and not _exists(model):
@@ -205,7 +205,7 @@ def _split(text: str) -> list[str]:
             "--model",
             f"flags that cannot be split into words ({error})",
             "the flags of a training command, quoted as in a shell",
-            "Check the quotes, or give the flags behind --.",
+            "Check the quotes, or give the flags after --.",
         ) from error
 
 

@@ -184,8 +184,8 @@ class AnalyticCompute:
             if kind not in self.kinds:
                 raise
             raise LookupError(
-                f"GPU kind {kind} has no units for {self.dtype}; expected a dtype that it computes "
-                "in. Train in another dtype, leave this kind out, or give a profile that has it."
+                f"GPU kind {kind} has no hardware support for {self.dtype}; expected a supported "
+                "dtype. Train in another dtype, omit this kind, or give a profile that has it."
             ) from error
 
 

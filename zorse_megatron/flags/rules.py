@@ -113,7 +113,7 @@ def _attention_problems(args: Namespace) -> Iterator[Problem]:
         yield Problem(
             where="--attention-backend",
             found=f"{backend!r} with --transformer-impl local",
-            expected="auto or unfused with it: stock takes no heed of the others",
+            expected="auto or unfused with it: stock ignores the others",
             remedy="Remove one of the two.",
         )
 

@@ -36,7 +36,7 @@ def dtype_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             yield Problem(
                 where="--" + name.replace("_", "-"),
                 found="it in a job whose plan has compute_dtype",
-                expected="no flag that presumes one type for all groups",
+                expected="no flag that assumes one dtype for all groups",
                 remedy="Remove the flag, or compute_dtype from the plan's groups.",
             )
 
@@ -58,7 +58,7 @@ def device_problems(
             yield Problem(
                 where=f"groups[{number}].compute_dtype" if group.compute_dtype else "--bf16",
                 found=f"bf16 for groups[{number}], which has {' and '.join(sorted(theirs))}",
-                expected="GPUs with units for bf16 (NVIDIA: Ampere or later)",
+                expected="GPUs that support bf16 (NVIDIA: Ampere or later)",
                 remedy="Use --fp16; or give each group a compute_dtype, as zorse plan does with "
                 "--dtype auto.",
             )
@@ -76,8 +76,8 @@ def wire_problems(args: Namespace, plan: Plan) -> list[Problem]:
             problems.append(
                 Problem(
                     where=where,
-                    found=f'"{group.gradient_wire}", while gradients are kept in fp16',
-                    expected="gradients that are kept in fp32",
+                    found=f'"{group.gradient_wire}", while gradients are accumulated in fp16',
+                    expected="gradients accumulated in fp32",
                     remedy="Add --accumulate-allreduce-grads-in-fp32, or remove gradient_wire.",
                 )
             )

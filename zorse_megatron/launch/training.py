@@ -61,7 +61,7 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
         yield Problem(
             where="--",
             found="no training command",
-            expected="it behind --, such as: -- pretrain_gpt.py --num-layers 32",
+            expected="one after --, such as: -- pretrain_gpt.py --num-layers 32",
             remedy="Give the script and Megatron's flags, without torchrun or srun.",
         )
     for flag in ("--zorse-plan", "--zorse-cluster"):
@@ -69,14 +69,14 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
             yield Problem(
                 where=flag,
                 found="it in the training command",
-                expected="it left to zorse launch",
+                expected="zorse launch to add it",
                 remedy="Leave it out.",
             )
     saves, loads = _value(given, "--save"), _value(given, "--load")
     if saves is not None and (not saves or saves.startswith("--")):
         yield Problem(
             where="--save",
-            found=f'"{saves}" behind it',
+            found=f'"{saves}" after it',
             expected="a directory",
             remedy="Such as --save checkpoints.",
         )
@@ -84,7 +84,7 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
         yield Problem(
             where="--load",
             found=f"{loads}, while --save says {saves}",
-            expected="the same directory: a job that is started again goes on from what it saved",
+            expected="the same directory: a restarted job resumes from what it saved",
             remedy="Leave --load out; to start from another checkpoint, give it as "
             "--pretrained-checkpoint.",
         )

@@ -210,7 +210,7 @@ def _alternatives(
 def _changes(plan: Plan, bottleneck: int) -> Iterator[tuple[str, Plan]]:
     if any(group.recompute for group in plan.groups):
         groups = tuple(replace(group, recompute=None) for group in plan.groups)
-        yield "nothing recomputed", replace(plan, groups=groups)
+        yield "no recomputation", replace(plan, groups=groups)
     if len(plan.chunks) != len(plan.groups):
         return
     chunks = list(plan.chunks)
@@ -238,38 +238,38 @@ def _with(plan: Plan, chunks: Sequence[object]) -> Plan:
 
 def _sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     yield (
-        f"An iteration takes {found.iteration_s:.3f} s, {found.tokens_per_s:,.0f} tokens/s, "
-        f"{100 * found.efficiency:.0f} % of a rate that no plan exceeds."
+        f"An iteration takes {found.iteration_s:.3f} s: {found.tokens_per_s:,.0f} tokens/s, "
+        f"{100 * found.efficiency:.0f} % of the upper bound."
     )
     yield bound_sentence(found.bound_s, found.recomputing_bound_s)
     load = found.loads[found.bottleneck_group]
     group = plan.groups[found.bottleneck_group]
     yield (
-        f"It is limited by {found.limited_by}: group {load.group} ({members(group, inputs.kinds)}) "
+        f"Limited by {found.limited_by}: group {load.group} ({members(group, inputs.kinds)}) "
         f"computes {100 * load.busy:.0f} % of the time, with {number_of(load.num_layers, 'layer')}."
     )
     told = ", ".join(f"{name} {100 * share:.0f} %" for name, share in found.critical_path[:4])
-    yield f"On the critical path: {told}."
+    yield f"Critical path: {told}."
     tightest = min(found.headroom, key=lambda each: each.free_bytes)
     yield (
-        f"Least memory is left on rank {tightest.rank} ({tightest.kind}): "
-        f"{tightest.free_bytes / _GIB:.2f} of {tightest.capacity_bytes / _GIB:.2f} GiB."
+        f"Tightest memory: rank {tightest.rank} ({tightest.kind}) has "
+        f"{tightest.free_bytes / _GIB:.2f} of {tightest.capacity_bytes / _GIB:.2f} GiB free."
     )
     yield from host_sentences(found.host)
     idle = [replica for each in plan.groups for replica in each.replicas if _only_holds(replica)]
     if idle:
         ranks = ", ".join(str(replica.ranks[0]) for replica in idle[:8])
-        yield f"{len(idle)} GPUs only hold state (ranks {ranks})."
+        yield f"{len(idle)} GPUs only store state (ranks {ranks})."
     for other in found.alternatives:
-        yield f"Instead: {other.what}: {other.why_not}."
+        yield f"Alternative, {other.what}: {other.why_not}."
     yield from _replanned(found)
 
 
 def bound_sentence(bound_s: float, recomputing_bound_s: float) -> str:
-    """Say what no plan can beat."""
+    """State the lower bounds that no plan can beat."""
     return (
-        f"No plan takes less than {bound_s:.3f} s, and none that recomputes every layer less than "
-        f"{recomputing_bound_s:.3f} s: the work over the rates of all GPUs, nobody ever waiting."
+        f"Lower bound of any plan: {bound_s:.3f} s; with every layer recomputed, "
+        f"{recomputing_bound_s:.3f} s (all GPUs at full speed, no waiting)."
     )
 
 
@@ -279,13 +279,13 @@ def _replanned(found: Explanation) -> Iterator[str]:
     again_s = found.replans.again_s
     if again_s < 0.995 * found.iteration_s:
         yield (
-            f"Planned again, the same GPUs take {again_s:.3f} s: "
+            f"A new search finds {again_s:.3f} s on the same GPUs: "
             f"{100 * (found.iteration_s / again_s - 1):.1f} % faster than this plan."
         )
     for more in found.replans.one_more:
         gain = f"{more.iteration_s:.3f} s, {faster(more.speedup)}"
         told = gain if more.speedup >= _FASTER else faster(more.speedup)
-        yield f"One more {more.kind} in node {more.node}, planned again: {told}."
+        yield f"With one more {more.kind} in node {more.node}: {told}."
 
 
 def faster(speedup: float) -> str:

@@ -59,19 +59,19 @@ def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[HostNeed, ...]
 
 
 def host_sentences(needs: Sequence[HostNeed]) -> Iterator[str]:
-    """Always something: that nothing waits there, too."""
+    """Say what is offloaded, what is missing, or that nothing is offloaded."""
     if not needs:
-        yield "Nothing waits in host memory."
+        yield "Nothing is offloaded to host memory."
         return
     listed = "; ".join(need.words for need in needs[:_MOST_TOLD])
     more = f"; {len(needs) - _MOST_TOLD} more nodes" if len(needs) > _MOST_TOLD else ""
-    yield f"In host memory wait {listed}{more}."
+    yield f"Offloaded to host memory: {listed}{more}."
     for need in needs:
         if need.missing_bytes:
             missing = need.missing_bytes / _GIB
-            yield f"That is {missing:.1f} GiB more than the host of node {need.node} has."
+            yield f"That exceeds the host memory of node {need.node} by {missing:.1f} GiB."
     if any(need.has_bytes is None for need in needs):
-        yield "The cluster file does not say how much host memory there is."
+        yield "The cluster file does not give host memory."
 
 
 def host_problems(needs: Sequence[HostNeed], why: str) -> Iterator[Problem]:

@@ -192,7 +192,7 @@ def _number_problems(global_batch_size: int, memory_margin: float) -> Iterator[P
             where="memory margin",
             found=f"{memory_margin}",
             expected="a share of the memory, at least 0 and below 1",
-            remedy="0.05 leaves one twentieth free.",
+            remedy="0.05 reserves one twentieth.",
         )
 
 

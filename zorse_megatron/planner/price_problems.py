@@ -38,8 +38,8 @@ def kind_problems(computes: Mapping[str, ProfiledCompute]) -> Iterator[Problem]:
         except LookupError as error:
             yield Problem(
                 where=f"GPU kind {kind}",
-                found=f"no way to price it ({error})",
-                expected="times in the profile, or published figures of the kind",
+                found=f"no cost for it ({error})",
+                expected="measured times in a profile, or published figures for the kind",
                 remedy="Profile it, or describe it under gpu_kinds of the cluster file.",
             )
 
@@ -56,9 +56,9 @@ def _no_units(kind: str, compute: ProfiledCompute) -> Problem:
     own = common_dtype([compute.kinds[kind]])
     return Problem(
         where=f"GPU kind {kind}",
-        found=f"no units for {compute.dtype}",
-        expected="a type that it computes in, or its times in this one in a profile",
-        remedy=f"zorse plan has --dtype auto: every group then computes in what its GPUs have, "
-        f"{own} where there is a {kind}. Or give --dtype {PRICED_IN[own]} for all groups, if all "
-        "kinds have it. Profile it in this type if it does compute in it.",
+        found=f"no hardware support for {compute.dtype}",
+        expected="a supported dtype, or measured times in this one",
+        remedy="With zorse plan --dtype auto, every group computes in a dtype its GPUs support, "
+        f"{own} with a {kind}. Or use --dtype {PRICED_IN[own]} for all groups, if all kinds "
+        "support it. Profile it in this dtype if it does support it.",
     )

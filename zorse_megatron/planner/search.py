@@ -170,12 +170,12 @@ def _rejected(inputs: Inputs, search: _Searched) -> Iterator[Rejected]:
 def _notes(inputs: Inputs, best: Verdict) -> Iterator[str]:
     if any(group.gradient_wire for group in best.plan.groups):
         yield (
-            "gradients of some groups are sent in 16 bits, which --wire allowed: sums differ from "
-            "fp32 ones by one rounding of each part"
+            "some groups send gradients in 16 bits, as --wire allows: each part is rounded once "
+            "before the fp32 sum"
         )
-    yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory is left free"
+    yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory is reserved (--margin)"
     if best.is_extrapolated:
         yield "the iteration was extrapolated from two shorter batches"
     offloads = any(group.offload for group in best.plan.groups)
     if offloads and any(host is None for host in inputs.host_bytes):
-        yield "the cluster does not say how much host memory there is: it is taken to be enough"
+        yield "the cluster file does not give host memory: it is assumed to suffice"

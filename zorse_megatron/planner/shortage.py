@@ -104,12 +104,12 @@ def _problem(inputs: Inputs, least: Shortage) -> Problem:
     )
     return Problem(
         where=f"GPU memory of {', '.join(least.kinds)} ({len(ranks)} GPUs, first rank {ranks[0]})",
-        found=f"{capacity / _GIB:.2f} GiB that a plan may fill, after a margin of "
+        found=f"{capacity / _GIB:.2f} GiB usable, after a margin of "
         f"{100 * inputs.memory_margin:.3g} %",
         expected=f"{gib_missing(least.bytes_per_gpu)} more on each, "
-        f"{gib_missing(least.total_bytes)} in all; then {groups} would fit",
-        remedy="Add GPUs or take larger ones, leave out GPUs that are too small for one layer, "
-        f"take a smaller model or a shorter sequence, or lower the margin.{more}",
+        f"{gib_missing(least.total_bytes)} in total, for {groups} to fit",
+        remedy="Use more or larger GPUs, drop GPUs that are too small for one layer, use a smaller "
+        f"model or a shorter sequence, or lower the margin.{more}",
     )
 
 

@@ -27,10 +27,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Task(Protocol[T_co]):
-    """Something to be done by a worker, here or in another process."""
+    """A unit of work for a worker, in this process or another."""
 
     def run(self, worker: "Worker") -> T_co:
-        """Do it."""
+        """Run the task on `worker` and return its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Price:
     sources: tuple[Source, ...]
 
     def run(self, worker: Worker) -> list[Estimate]:
-        """Do it."""
+        """Estimate the sources."""
         return worker.price(self.sources)
 
 
@@ -205,7 +205,7 @@ class Look:
     estimate: Estimate
 
     def run(self, worker: Worker) -> Preview | None:
-        """Do it."""
+        """Simulate part of the batch."""
         return worker.judge.preview(self.estimate)
 
 
@@ -218,7 +218,7 @@ class Fit:
     refits: int
 
     def run(self, worker: Worker) -> Fitted | None:
-        """Do it."""
+        """Simulate, with more free memory where it does not fit."""
         return worker.fit(self.estimate, self.best_s, refits=self.refits)
 
 
@@ -229,5 +229,5 @@ class HandOver:
     plan: Plan
 
     def run(self, worker: Worker) -> SimulationResult | None:
-        """Do it."""
+        """Return the simulation of the plan, if it is the fastest so far."""
         return worker.simulation_of(self.plan)

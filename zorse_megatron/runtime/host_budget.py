@@ -1,4 +1,4 @@
-"""Whether what is to wait in host memory fits there: checked before the start, for each node.
+"""Check before the start, node by node, that host memory holds what the plan offloads.
 
 All ranks of a node share its memory, so they are checked together. What a rank may then take is
 what it needs and an equal part of the rest.
@@ -110,7 +110,7 @@ def check_host_memory(needs: Iterable[HostNeed], *, limit_bytes: int | None) -> 
         for need in here:
             budgets[need.rank] = need.num_bytes + spare // len(here)
     if problems:
-        raise HostMemoryError("What is to wait in host memory does not fit there", problems)
+        raise HostMemoryError("The offloaded data does not fit in host memory", problems)
     return budgets
 
 
@@ -127,7 +127,7 @@ def _problem(node: str, here: Sequence[HostNeed], budget: int, *, is_limit: bool
     source = "--zorse-host-memory-limit" if is_limit else "what it has available"
     return Problem(
         where=f"node {node}",
-        found=f"{needed:,} bytes that are to wait in its memory ({ranks})",
+        found=f"{needed:,} bytes to offload to its memory ({ranks})",
         expected=f"at most {budget:,} bytes, {source}",
         remedy=f"{needed - budget:,} bytes are missing and most of it is {largest}: "
         f"{HOST_REMEDIES[largest]}; or put less on this node.",

@@ -56,7 +56,7 @@ def _ranks(plan: Plan) -> Iterator[Problem]:
             yield Problem(
                 where=f"{places[rank][0]}.ranks",
                 found=f"rank {rank}",
-                expected="ranks that are counted from 0",
+                expected="ranks numbered from 0",
                 remedy="Use the global ranks of torch.distributed.",
             )
         if len(places[rank]) > 1:
@@ -117,7 +117,7 @@ def _layer_order(spans: list[Span]) -> Iterator[Problem]:
         if late[0] < early[0]:
             yield Problem(
                 where=f"chunks[{after}].layers",
-                found=f"{list(late)} behind {list(early)} of chunks[{before}]",
+                found=f"{list(late)} after {list(early)} of chunks[{before}]",
                 expected="chunks in model order",
                 remedy="Sort the chunks by their first layer.",
             )
@@ -153,7 +153,7 @@ def _hops(plan: Plan) -> Iterator[Problem]:
         if is_last or plan.chunks[index + 1].group == chunk.group:
             yield Problem(
                 where=f"chunks[{index}].hop",
-                found="a hop behind the last chunk"
+                found="a hop after the last chunk"
                 if is_last
                 else f"a hop to chunks[{index + 1}] of the same group {chunk.group}",
                 expected="a hop only to a chunk of another group",
@@ -254,10 +254,10 @@ def without_units(
         if without:
             yield Problem(
                 where=f"groups[{number}].compute_dtype",
-                found=f'"{group.compute_dtype}" on {", ".join(without)}, without units for it',
-                expected="a type that all GPUs of the group compute in",
-                remedy="V100 and T4 have fp16, GPUs from Ampere on bf16 too, all have fp32; or "
-                "place these GPUs in another group.",
+                found=f'"{group.compute_dtype}" on {", ".join(without)}, without support for it',
+                expected="a dtype that all GPUs of the group support",
+                remedy="V100 and T4 support fp16, GPUs from Ampere on also bf16, all of them fp32; "
+                "or place these GPUs in another group.",
             )
 
 
