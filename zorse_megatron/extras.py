@@ -1,4 +1,4 @@
-"""What the light install leaves out, and which of the package's extras brings it.
+"""What the basic installation lacks, and which of the package's extras provides it.
 
 The light install plans; `[train]` trains, `[plots]` draws. Commands say before their work what they
 lack, with the command that brings it.

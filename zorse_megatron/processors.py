@@ -1,4 +1,4 @@
-"""How many processors there are for this process."""
+"""Number of processors available to this process."""
 
 import os
 

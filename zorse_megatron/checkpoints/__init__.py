@@ -1,1 +1,1 @@
-"""Checkpoint folders: which there are, which are whole, which one training goes on from."""
+"""Checkpoint directories: which are complete, and which one training resumes from."""

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? At a look, by names and sizes; or read to the end, by checksums."""
+"""Check that a checkpoint is complete: by names and sizes, or by checksums."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -31,7 +31,7 @@ RESTORE = "Restore it from a copy."
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What a file must be."""
+    """Expected size and checksum of a file."""
 
     checksum: str
     num_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""`zorse actions`: what each rank does in one iteration."""
+"""`zorse actions`: print what each rank executes in one iteration."""
 
 from pathlib import Path
 from typing import Annotated

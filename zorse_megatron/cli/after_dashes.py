@@ -1,4 +1,4 @@
-"""Commands that take the flags of a training command after `--`.
+"""Commands that take a training command's flags after `--`.
 
 `zorse plan --cluster cluster.yaml -- pretrain_gpt.py --num-layers 32 ...`: what follows `--` is
 kept apart, so that it is neither read as options of ours nor as names of files.

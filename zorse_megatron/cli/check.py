@@ -1,4 +1,4 @@
-"""`zorse check`: are files valid, what do they say, and do they go together?"""
+"""`zorse check`: validate files, alone and together."""
 
 from collections.abc import Sequence
 from pathlib import Path

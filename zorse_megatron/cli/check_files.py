@@ -1,4 +1,4 @@
-"""What a file is (plan, cluster, model or profile), whether it is valid, and what it says."""
+"""Recognise a file (plan, cluster, model or profile), validate it and summarize it."""
 
 import dataclasses
 import difflib

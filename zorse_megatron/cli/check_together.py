@@ -1,4 +1,4 @@
-"""Whether files and training flags go together: plan and cluster, plan and model, and memory."""
+"""Validate files and training flags against each other: plan, cluster, model, memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`zorse checkpoint`: which checkpoints are whole, and which one training goes on from."""
+"""`zorse checkpoint`: which checkpoints are complete, and which one training resumes from."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What all commands have in common: habits of the command line, and usage errors as JSON."""
+"""What all commands share: command-line conventions, and usage errors as JSON."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`zorse compare`: stock Megatron, the strategies and ours, trained on one emulated cluster."""
+"""`zorse compare`: train stock Megatron, the baselines and ours on one emulated cluster."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

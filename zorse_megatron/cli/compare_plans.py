@@ -1,4 +1,4 @@
-"""`zorse compare-plans`: what each strategy makes of the same cluster and model."""
+"""`zorse compare-plans`: every strategy's plan for the same cluster and model."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class _Row:
 
     @property
     def found(self) -> "Outcome | StockLayout | None":
-        """Whichever there is."""
+        """The plan or the stock layout that was found."""
         return self.outcome or self.stock
 
 

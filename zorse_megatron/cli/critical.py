@@ -1,4 +1,4 @@
-"""The critical path in a few lines: what the iteration is spent on, and where."""
+"""Summarize the critical path: where the iteration spends its time."""
 
 from collections import defaultdict
 from dataclasses import dataclass

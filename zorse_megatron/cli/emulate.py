@@ -1,4 +1,4 @@
-"""`zorse emulate`: train on an emulated cluster, and find how long an iteration takes there."""
+"""`zorse emulate`: train on an emulated cluster, and report the cluster's iteration time."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`zorse explain`: what limits a plan, what else was possible, and what would help."""
+"""`zorse explain`: bottleneck, alternatives and possible improvements of a plan."""
 
 from collections import defaultdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether a plan is for this model and this training command.
+"""Check that a plan matches the model and the training command.
 
 The plugin checks the parsed arguments of a run again (all of them, also those that Megatron
 derives); this is the part that needs neither torch nor Megatron.

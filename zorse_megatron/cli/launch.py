@@ -1,4 +1,4 @@
-"""`zorse launch`: the batch script, or each node's torchrun line, that starts a plan's ranks."""
+"""`zorse launch`: the Slurm job or torchrun commands that start a plan's ranks."""
 
 import shlex
 from collections.abc import Sequence

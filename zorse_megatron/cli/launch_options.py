@@ -1,4 +1,4 @@
-"""The options of `zorse launch`: all that is wrong with them at once, before any file is read."""
+"""Validate the options of `zorse launch`, all at once, before any file is read."""
 
 import re
 from collections import Counter

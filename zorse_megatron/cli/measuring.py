@@ -1,4 +1,4 @@
-"""What the commands that measure have in common: they run as the ranks of a job."""
+"""What the measuring commands share: they run as the ranks of a job."""
 
 import os
 import socket

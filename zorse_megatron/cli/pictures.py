@@ -1,4 +1,4 @@
-"""The pictures and the trace of a simulated iteration. matplotlib is imported for pictures only."""
+"""Figures and trace of a simulated iteration. Only figures import matplotlib."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`zorse plan`: the plan that trains a model fastest on a cluster, and why."""
+"""`zorse plan`: find the fastest plan for a model on a cluster, and explain it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args

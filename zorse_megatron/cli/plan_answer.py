@@ -1,4 +1,4 @@
-"""What `zorse plan` says of the plan that it found, to people and to programs."""
+"""The answer of `zorse plan`, as text and as JSON."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

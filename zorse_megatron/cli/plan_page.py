@@ -1,4 +1,4 @@
-"""`zorse plan --html`: the plan, why it is that one, stock's best and replans on one page."""
+"""`zorse plan --html`: plan, reasons, best stock layout and gains of more GPUs on one page."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A plan as a table for people and as JSON for programs."""
+"""A plan as a table and as JSON."""
 
 from collections.abc import Sequence
 from itertools import groupby

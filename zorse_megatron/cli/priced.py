@@ -1,4 +1,4 @@
-"""From the options of a command to cluster, model and prices."""
+"""From a command's options to cluster, model and costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""`zorse profile`: measure, make a profile from tables, and say what one contains."""
+"""`zorse profile`: measure, import and show profiles."""
 
 import dataclasses
 from collections import defaultdict

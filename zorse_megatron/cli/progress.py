@@ -1,4 +1,4 @@
-"""What is being done, on stderr, while a command takes long: a bar or a clock on a terminal.
+"""Show progress on stderr while a command runs long: a bar or a clock on a terminal.
 
 Elsewhere, in a job's log for instance, one plain line every `QUIET_S` seconds.
 """
@@ -17,12 +17,12 @@ class Progress(Protocol):
 
     @property
     def phase(self) -> str:
-        """What is done now."""
+        """The current phase."""
         ...
 
     @property
     def done(self) -> int:
-        """How many are done."""
+        """Number of finished items."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What each rank does with its time and memory: a table of the ranks that are alike, and JSON."""
+"""Each rank's time and memory: a table with equal ranks merged, and JSON."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def rank_table(plan: Plan, result: "SimulationResult", cluster: Cluster) -> Tabl
 
 
 def ranks_as_json(plan: Plan, result: "SimulationResult", cluster: Cluster) -> list[dict[str, Any]]:
-    """Every rank."""
+    """Every rank's numbers as plain values."""
     capacities = capacities_bytes(cluster)
     return [
         {

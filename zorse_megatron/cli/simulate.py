@@ -1,4 +1,4 @@
-"""`zorse simulate`: how long one iteration of a plan takes, and what each rank does meanwhile."""
+"""`zorse simulate`: predict a plan's iteration time and each rank's activity."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""Simulating a plan for a command, and whether it fits into memory."""
+"""Simulate a plan for a command, and check that it fits in memory."""
 
 from collections import defaultdict
 from collections.abc import Iterator

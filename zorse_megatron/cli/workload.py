@@ -1,4 +1,4 @@
-"""What is to be trained: from a model file or a well-known name, or from Megatron's own flags."""
+"""The model and batch to train, from a model file, a preset or Megatron's flags."""
 
 import dataclasses
 import shlex

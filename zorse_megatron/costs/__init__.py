@@ -1,1 +1,1 @@
-"""What things cost: time of computations and transfers, bytes of memory."""
+"""Cost models: time of computations and transfers, bytes of memory."""

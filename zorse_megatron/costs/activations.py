@@ -1,4 +1,4 @@
-"""What a transformer layer keeps from its forward to its backward, tensor by tensor.
+"""Activations that a transformer layer keeps for its backward, tensor by tensor.
 
 The list is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with the widths of
 grouped queries and gated feed-forward layers in place of theirs, and flash attention (Dao et al.

@@ -1,4 +1,4 @@
-"""Times from published figures: a roofline with fitted shares. For what nobody measured.
+"""Times from published figures, for GPUs without measurements: a roofline with fitted shares.
 
 Williams et al. 2009 (roofline), with the sum of compute and memory time in place of their maximum:
 in a layer the two are different kernels that run one after the other.

@@ -1,4 +1,4 @@
-"""Times of kinds that compute in types of their own: each kind's from a cost model of its own."""
+"""Times when kinds compute in different dtypes: one cost model per kind."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

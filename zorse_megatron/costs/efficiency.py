@@ -1,4 +1,4 @@
-"""What GPUs reach of their published figures in transformer layers.
+"""Fraction of their published peak that GPUs reach in transformer layers.
 
 A layer's pass is priced as operations / (peak x share) + bytes / memory bandwidth. The shares below
 were fitted to the layer times that the authors of Zorse published (MLSys 2026, MIT licence; sums of

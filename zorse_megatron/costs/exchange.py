@@ -1,4 +1,4 @@
-"""How long it takes that every rank sends each owner its part of a buffer directly.
+"""Time of an exchange in which every rank sends each owner its part of a buffer directly.
 
 Unlike around a ring, what the ranks behind a slow link have to say crosses it rank by rank: of a
 buffer of S bytes over n ranks, k of which are behind the link and own O bytes, k (S - O) bytes

@@ -1,4 +1,4 @@
-"""What the simulator and the planner ask of a cost model. Times in seconds, sizes in bytes.
+"""The cost-model interface of simulator and planner. Times in seconds, sizes in bytes.
 
 Implementations: `costs.compute` (from a profile, or analytic where nothing was measured),
 `costs.memory` and `costs.comm` (over the topology graph).
@@ -89,7 +89,7 @@ class CommCost(Protocol):
         """Sum of a buffer into shards of these sizes, best of the forms that the rule allows."""
 
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """The reverse."""
+        """Time of an all-gather, the reverse of a reduce-scatter."""
 
     def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """The same sum where every rank sends each owner its part directly."""

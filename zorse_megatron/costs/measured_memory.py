@@ -1,4 +1,4 @@
-"""Memory of a model of which every part was measured: no shape, no formula."""
+"""Memory of a model whose parts were all measured: no shape, no formula."""
 
 from dataclasses import dataclass
 

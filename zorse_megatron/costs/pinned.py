@@ -1,4 +1,4 @@
-"""What blocks of pinned host memory take: torch's allocator keeps them for others of their size."""
+"""Size of pinned host blocks: torch's allocator rounds them up and caches them."""
 
 _FLOAT32_BYTES = 4
 

@@ -1,4 +1,4 @@
-"""What a price rests on."""
+"""Where a cost comes from."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What a collective over a set of ranks needs to know of the network: nodes, not pairs of ranks.
+"""The network view of a collective over a set of ranks: nodes, not pairs of ranks.
 
 A ring visits the nodes one after the other, those on one switch and in one region together. It
 enters and leaves each node once, so the node's NICs carry the ring's traffic once, whatever the

@@ -1,4 +1,4 @@
-"""How much one link carries in a gather or a scatter over a ring, and by which form.
+"""Load of one link in a ring gather or scatter, and in which form.
 
 A reduce-scatter is an all-gather backwards: each link carries the same, so one formula serves both
 (the additions hide behind the transfers). The forms are those that collective libraries have for

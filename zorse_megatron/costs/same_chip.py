@@ -1,4 +1,4 @@
-"""Kinds of GPU that compute alike."""
+"""Kinds of GPU with the same chip."""
 
 from collections.abc import Iterator, Mapping
 

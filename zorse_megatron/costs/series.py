@@ -1,4 +1,4 @@
-"""Which measured times answer for a model on a kind of GPU: its own, or the closest there are."""
+"""Select the measured times for a model on a kind of GPU: its own, or the closest."""
 
 import math
 from collections.abc import Iterator, Mapping

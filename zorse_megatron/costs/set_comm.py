@@ -1,4 +1,4 @@
-"""Communication of tensor-parallel sets: what all ranks of a set do at the same time."""
+"""Communication of tensor-parallel sets, whose ranks all communicate at once."""
 
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.topology.device_sets import as_devices

@@ -1,4 +1,4 @@
-"""Times in a profile that the chip's published peak does not allow, or that look like another unit.
+"""Detect implausible times in a profile: beyond the chip's peak, or in another unit.
 
 A time of milliseconds taken for seconds prices everything a thousand times too high, and no other
 check finds it: the file is valid.

@@ -1,4 +1,4 @@
-"""Who is compared: stock Megatron in its best even layouts, the strategies' plans, and ours."""
+"""The systems compared: stock in its best even layouts, the baselines, and ours."""
 
 from dataclasses import dataclass
 

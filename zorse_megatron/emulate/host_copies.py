@@ -1,4 +1,4 @@
-"""Copies between an emulated GPU and its host, and what waits in the host meanwhile.
+"""Copies between an emulated GPU and its host, and what is offloaded meanwhile.
 
 Each direction of a GPU's link to the host is a stream of its own, as in `runtime.host_memory`: a
 copy starts behind what the rank has computed so far and behind the copy before it, and takes what

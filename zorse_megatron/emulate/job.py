@@ -1,4 +1,4 @@
-"""What an emulated job is: said once by whoever starts it, read by each of its ranks."""
+"""Description of an emulated job, written by its starter and read by its ranks."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""What an operation puts on the links of the emulated cluster, by the planner's own prices.
+"""Load that an operation puts on the emulated cluster's links, at the planner's costs.
 
 The emulation does not judge these prices: it shares them with the planner (`costs.comm`), and finds
 out what schedule, order, overlap and runtime make of them.

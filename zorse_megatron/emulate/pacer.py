@@ -1,4 +1,4 @@
-"""Lets every layer's forward and backward, and the optimizer step, take the emulated GPU's time.
+"""Give every layer's forward and backward, and the optimizer step, the emulated GPU's time.
 
 The tiny model computes as always; only the rank's clock moves on by what the cost models say for
 the real one. A layer's time passes when its forward returns, and when its backward begins, so that

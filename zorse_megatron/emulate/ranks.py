@@ -32,7 +32,7 @@ class Ended:
 
     @property
     def succeeded(self) -> bool:
-        """Whether all ended well."""
+        """Whether all ranks exited with status 0."""
         return not any(status != 0 for status in self.statuses)
 
     def tail(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Does the emulation keep time? A schedule whose duration is known, on the ranks of a job.
+"""Self-test of the emulation: run a schedule whose duration is known.
 
 1. A pipeline: rank 0 starts `NUM_MESSAGES` small messages, and each rank computes for c seconds on
    each before it passes it on. It fills, and then its slowest step sets the beat: with ways of
@@ -39,7 +39,7 @@ class SelfTest:
 
     @property
     def error(self) -> float:
-        """Relative, without sign."""
+        """Relative error, without sign."""
         return abs(self.found_s / self.expected_s - 1)
 
     @property

@@ -1,4 +1,4 @@
-"""How many bytes tensors stand for in an emulated job."""
+"""Bytes that tensors of an emulated job represent."""
 
 from collections.abc import Sequence
 from typing import Protocol

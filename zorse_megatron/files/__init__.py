@@ -1,1 +1,1 @@
-"""Files on disk: outputs that are written whole or not at all, and inputs that have an end."""
+"""Files on disk: outputs are written completely or not at all, inputs are bounded."""

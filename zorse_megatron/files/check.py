@@ -1,4 +1,4 @@
-"""Whether files can be written, before the work whose results they take."""
+"""Check that outputs can be written before the work that produces them."""
 
 import errno
 import fcntl

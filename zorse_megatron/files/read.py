@@ -1,4 +1,4 @@
-"""Reading a file that somebody names: what has an end, and not more than files of ours need."""
+"""Read a bounded file that a user names."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What a command does when nobody takes what it prints: a full disk, a closed pipe."""
+"""Handle a stdout that accepts no more: a full disk, a closed pipe."""
 
 import contextlib
 import errno

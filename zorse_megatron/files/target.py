@@ -1,4 +1,4 @@
-"""What a path that is written to leads to: a regular file, or a stream that is open already."""
+"""What an output path resolves to: a regular file, or an open stream."""
 
 import errno
 import os

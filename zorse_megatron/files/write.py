@@ -1,4 +1,4 @@
-"""Writing a file: all of it or nothing, to a regular file or an open stream, behind links.
+"""Write a file atomically, to a regular file or an open stream, following links.
 
 Every command writes through here. A file is written beside its place and then renamed, so that
 whoever reads it sees the old text or the new one, also if the machine stops half way.

@@ -1,1 +1,1 @@
-"""Megatron's flags: which there are, how a command line is read, and what a plan does with each."""
+"""Megatron's flags: the list, how to parse a command line, and what a plan does with each."""

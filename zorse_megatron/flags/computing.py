@@ -1,4 +1,4 @@
-"""How a training command computes, out of its flags."""
+"""Derive how a training command computes from its flags."""
 
 from argparse import Namespace
 from typing import cast

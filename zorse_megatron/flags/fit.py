@@ -1,4 +1,4 @@
-"""Where the model and the batch of a command are not those of its plan."""
+"""Compare a command's model and batch with its plan."""
 
 from argparse import Namespace
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One judgement of a training command, by a run before it imports torch and by check and launch."""
+"""Validate a training command: by a run before it imports torch, and by check and launch."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron that a plan does not work with, and those whose matter the plan decides.
+"""Flags that a plan does not support, and those that it decides itself.
 
 A flag is refused unless its argument has the parser's default, is off, or is among `accepted`.
 Names are those of parsed arguments; a star stands for any ending, so that new flags of a family are

@@ -1,4 +1,4 @@
-"""What is wrong with a command's arguments under a plan, or for the making of one.
+"""Validate a command's arguments under a plan, or for planning.
 
 The same rules judge a command line that is read without Megatron (`flags.command`) and the
 arguments that Megatron has parsed; the latter may say more, as from a checkpoint.

@@ -1,4 +1,4 @@
-"""The model out of Megatron's command line, without importing Megatron.
+"""The model from Megatron's command line, without importing Megatron.
 
 Only flags that the shape depends on are read; all others are left to Megatron, which checks them
 again. Names and defaults are those of megatron-core 0.19 (`megatron/training/arguments.py`).

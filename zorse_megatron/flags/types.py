@@ -1,4 +1,4 @@
-"""In which type the groups of a plan compute, and what in a command does not go with it."""
+"""Compute dtypes of a plan's groups, and flags that contradict them."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What moves or updates whole shards, each in one pass over memory.
+"""One-pass kernels that move or update whole shards.
 
 Every kernel is a function with two bodies: Triton (`on_triton/`) and plain torch, which is the
 reference and runs wherever Triton does not. `dispatch` decides which, and says so once.

@@ -1,4 +1,4 @@
-"""What the kernels ask of their arguments, and the chunks in which plain torch works on them."""
+"""Argument checks of the kernels, and the pieces in which plain torch works."""
 
 from collections.abc import Iterator, Mapping
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""Where the kernels run: in Triton or in plain torch. Decided here only, once, and said once."""
+"""Decide, once and only here, whether kernels run in Triton or in plain torch."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,1 +1,1 @@
-"""Starts a plan's ranks on the GPUs that it means: batch scripts, torchrun's lines, ranks."""
+"""Start a plan's ranks on its GPUs: batch scripts, torchrun commands, rank assignment."""

@@ -1,4 +1,4 @@
-"""Whether a script is as it was written, or somebody's work is in it by now."""
+"""Detect whether a script was edited since it was written."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""Which rank a process is that srun has started on a node of the cluster file."""
+"""The rank of a process that srun started on a node of the cluster file."""
 
 from collections.abc import Mapping
 

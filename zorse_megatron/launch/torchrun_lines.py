@@ -1,4 +1,4 @@
-"""The torchrun line of each node.
+"""The torchrun command of each node.
 
 torchrun gives ranks out in the order of --node-rank, and a node as many as its --nproc-per-node
 says: the numbers need not be equal (`_assign_worker_ranks` in torch's

@@ -1,1 +1,1 @@
-"""Measures a real cluster: which devices there are, what joins them, how long layers take."""
+"""Measure a real cluster: its devices, its links, and layer times."""

@@ -1,4 +1,4 @@
-"""What a device can do: rate of matrix products, of copies, and of its link to the host."""
+"""A device's rates: matrix products, memory copies, host link."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What all ranks of a job see of their devices and hosts."""
+"""All ranks' views of their devices and hosts."""
 
 import torch
 

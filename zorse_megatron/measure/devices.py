@@ -1,4 +1,4 @@
-"""What a rank sees of its device and its host.
+"""One rank's view of its device and its host.
 
 Reading is behind one small interface, so that everything above it runs without GPUs.
 """

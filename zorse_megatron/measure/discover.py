@@ -33,7 +33,7 @@ SOURCE = "zorse discover"
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """What is asked for."""
+    """What to measure."""
 
     cluster: Path
     """The cluster file to write."""
@@ -51,7 +51,7 @@ class Discovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Discovered:
-    """What came of it."""
+    """What was measured."""
 
     nodes: tuple[SeenNode, ...]
     num_measured: int

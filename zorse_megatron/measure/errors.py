@@ -1,4 +1,4 @@
-"""What goes wrong while a cluster is measured."""
+"""Errors of measuring a cluster."""
 
 from zorse_megatron.errors import ZorseError
 

@@ -33,7 +33,7 @@ class Passes(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of its tensors."""
         ...
 
     def num_parameters(self, part: Part) -> int:

@@ -37,7 +37,7 @@ from zorse_megatron.schema.profile_load import save_profile
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRun:
-    """What is asked for."""
+    """What to measure."""
 
     cluster: Path
     output: Path
@@ -57,7 +57,7 @@ class ProfileRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """What came of it."""
+    """What was measured."""
 
     measured_kinds: tuple[str, ...]
     known_kinds: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How far a measurement is, for whoever shows it."""
+"""Progress of a measurement, for display."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

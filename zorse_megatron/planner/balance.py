@@ -1,4 +1,4 @@
-"""How evenly whole layers can be dealt out to groups: a quick look before anything is priced."""
+"""How evenly whole layers can be divided among groups: a quick score before any costing."""
 
 import heapq
 import math

@@ -1,4 +1,4 @@
-"""Times that no plan can beat: the work over the rates of all GPUs, none of which ever waits."""
+"""Lower bounds of the iteration time: all work at full speed on all GPUs, without waiting."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

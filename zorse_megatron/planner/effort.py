@@ -1,4 +1,4 @@
-"""How much a search looks at, by the size of the cluster."""
+"""Search budget, by cluster size."""
 
 from dataclasses import dataclass
 

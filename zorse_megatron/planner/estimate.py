@@ -1,4 +1,4 @@
-"""How long an iteration of a plan takes, in closed form, and the best layers for its groups.
+"""Iteration time of a candidate in closed form, and the best layers for its groups.
 
 1f1b, with groups j = 0, 1, ... in model order: busy_j of the slowest replica, passage_j of one
 micro-batch (forward and backward; the mean over samples, because what fills and drains hardly ever
@@ -92,7 +92,7 @@ class _Seat:
 
 
 class Estimator:
-    """Prices outlines."""
+    """Costs candidates."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs

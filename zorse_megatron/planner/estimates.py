@@ -1,4 +1,4 @@
-"""What has been priced in closed form so far, and the best of it."""
+"""The candidates costed in closed form so far, and the best of them."""
 
 from itertools import zip_longest
 

@@ -1,4 +1,4 @@
-"""Why a plan takes as long as it does, and what would make it faster. Plain data and sentences."""
+"""Why a plan takes as long as it does, and what would make it faster: data and sentences."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Simulations are a million objects that refer to one another, but never in circles."""
+"""Suspend garbage collection: simulations create a million objects without cycles."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Do not look for circles meanwhile: that takes a third as long as making the objects."""
+    """Suspend collection, which would take a third as long as creating the objects."""
     was_collecting = gc.isenabled()
     gc.disable()
     try:

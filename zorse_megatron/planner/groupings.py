@@ -1,4 +1,4 @@
-"""Which groupings the search looks at, the most promising first."""
+"""The groupings that the search considers, most promising first."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""How long the messages between two groups are on their way, for the plan file.
+"""Cost of inter-stage transfers between two groups, for the plan file.
 
 Where it counts is decided with the places of the groups (`flight`): estimates depend on it too.
 """

@@ -1,4 +1,4 @@
-"""What a plan needs of each node's host memory, against what the node has."""
+"""A plan's host memory per node, against what the node has."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class HostNeed:
 
     @property
     def num_bytes(self) -> int:
-        """All categories."""
+        """Bytes of all categories."""
         return sum(count for _, count in self.by_category_bytes)
 
     @property

@@ -1,4 +1,4 @@
-"""What a search is priced with: computation, memory and notes on what both rest on."""
+"""The cost models of a search: computation, memory, and notes on their sources."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a search starts from: cluster, model and profile, joined and checked."""
+"""The inputs of a search: cluster, model and profile, joined and validated."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Lets the simulator decide: how long a plan takes, and whether it fits."""
+"""Evaluate candidates in the simulator: iteration time, and whether they fit in memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""How many layers each group gets: exact dynamic programming over a table of prices.
+"""Layers per group, by exact dynamic programming over a table of costs.
 
 A pipeline takes the time of its slowest group, and one pass of a micro-batch through all groups to
 fill and to drain it. So what is minimised is max(busy) + sum(passage). For each ceiling on busy

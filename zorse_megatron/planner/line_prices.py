@@ -1,4 +1,4 @@
-"""What each piece of a line of GPUs costs with each number of layers, in closed form, all at once.
+"""Cost of every segment of a device order with every number of layers, vectorised.
 
 The formulas are those of `stage`, for 1f1b and interleaved with one chunk: whole parameters and
 gradients on each GPU; activations of what is in flight, by its part of the piece's speed; optimizer

@@ -1,4 +1,4 @@
-"""Looks for the line of GPUs, the micro-batch sizes and the cut that make the best pipeline."""
+"""Search device orders, micro-batch sizes and contiguous partitions for the best pipeline."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Last reductions and gathers of the pieces of a line of GPUs."""
+"""Last reductions and all-gathers of the segments of a device order."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""All GPUs in a line, and the best way to cut it into groups that follow one another.
+"""Device orders, and their best contiguous partition into groups.
 
 Good pipelines over many nodes have groups of GPUs that are near one another, in an order that
 crosses slow links once, with whole numbers of layers and equal times. Groups along the edges of

@@ -1,4 +1,4 @@
-"""Exact split of a batch over unequal replicas: sizes and counts that end soonest.
+"""Exact min-max split of a batch over unequal replicas: sizes and counts.
 
 Each replica runs n micro-batches of m samples, n * m samples in all; 0 is allowed. The slowest
 replica's n * t(m) is minimised exactly, with the sums n * m adding up to the batch exactly.

@@ -1,4 +1,4 @@
-"""What communication takes, in closed form: hops between teams, links in all, collectives."""
+"""Communication time in closed form: inter-stage transfers, link loads, collectives."""
 
 from collections import Counter
 from collections.abc import Sequence

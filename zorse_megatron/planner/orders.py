@@ -1,4 +1,4 @@
-"""In which order groups follow one another in the model."""
+"""Orders in which groups follow one another in the model."""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations

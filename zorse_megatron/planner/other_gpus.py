@@ -1,4 +1,4 @@
-"""The same search on other GPUs: on some of the cluster's, or with one more of a kind."""
+"""The same search on other GPUs: a subset of the cluster's, or one more of a kind."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

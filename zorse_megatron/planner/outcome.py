@@ -1,4 +1,4 @@
-"""What a search hands back: the plan, how good it is, and what was rejected."""
+"""The result of a search: the plan, its quality, and what was rejected."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A plan in outline, before it is priced and after."""
+"""A candidate before and after it is costed."""
 
 from dataclasses import dataclass, replace
 

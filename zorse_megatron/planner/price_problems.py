@@ -1,4 +1,4 @@
-"""Why kinds of GPU cannot be priced in the types that are asked for."""
+"""Why some kinds of GPU have no cost in the requested dtypes."""
 
 from collections.abc import Collection, Iterator, Mapping
 

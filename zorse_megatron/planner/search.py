@@ -102,7 +102,7 @@ class _Searched:
 
     @property
     def considered(self) -> Considered:
-        """In all so far."""
+        """Counts of the whole search so far."""
         return replace(
             self.before,
             estimated=self.before.estimated + self.judge.estimator.num_estimated,

@@ -1,4 +1,4 @@
-"""What is missing where nothing fits: the least memory that makes a plan possible."""
+"""The smallest memory shortfall when no plan fits."""
 
 import math
 from collections import Counter
@@ -40,7 +40,7 @@ class Shortage:
 
     @property
     def total_bytes(self) -> int:
-        """In all."""
+        """Bytes missing on all GPUs together."""
         return self.bytes_per_gpu * self.num_gpus
 
 

@@ -1,4 +1,4 @@
-"""One iteration of a plan by the simulator, with the costs that its search had."""
+"""Simulate one iteration of a plan with the costs of its search."""
 
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.schema.plan import Plan

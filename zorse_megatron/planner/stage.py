@@ -1,4 +1,4 @@
-"""What a team costs with a number of layers, in closed form: time, and what it must give up.
+"""Cost of a device group with a number of layers, in closed form: time, recomputation, offload.
 
 If memory (see `stage_memory`) does not suffice, layers are recomputed, as few as possible; if that
 is not enough, optimizer state and then activations wait in the host.

@@ -1,4 +1,4 @@
-"""What the GPUs of a team must hold with a number of layers, in closed form.
+"""Memory of a device group with a number of layers, in closed form.
 
 As in `simulate.ledger`: whole parameters and gradients (1f1b) or shards and the chunks in use
 (breadth_first), what is kept of every micro-batch in flight, logits, buffers; optimizer state (and

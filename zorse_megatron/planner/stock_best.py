@@ -1,4 +1,4 @@
-"""Stock Megatron at its best: on all GPUs, and on those of them that serve it best.
+"""Stock Megatron at its best: on all GPUs, and on the best subset of them.
 
 One answer for everybody who compares with stock. The simulator plays stock's own 1F1B, whose
 transfers stop the ranks (`STOCK_1F1B`).
@@ -49,7 +49,7 @@ class StockLayout:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of an iteration."""
+        """Tokens per second of an iteration."""
         return self.inputs.global_batch_size * self.inputs.sequence_length / self.iteration_s
 
     @property

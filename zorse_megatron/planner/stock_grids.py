@@ -1,4 +1,4 @@
-"""Stock Megatron's even layouts: pipeline times data parallelism, one of everything for all.
+"""Stock Megatron's even layouts: pipeline times data parallelism, uniform settings.
 
 Stages have equally many layers, where stock may count embedding and output layer as one each
 (`--account-for-embedding-in-pipeline-split`, `--account-for-loss-in-pipeline-split`); so 26 layers
@@ -57,7 +57,7 @@ class Outlook:
 
 
 def grids(inputs: Inputs) -> Iterator[Grid]:
-    """All of them."""
+    """All even layouts."""
     batch = inputs.global_batch_size
     for stages in range(1, inputs.world_size + 1):
         width = inputs.world_size // stages

@@ -1,4 +1,4 @@
-"""A team: the GPUs of one group, as classes of equal ones."""
+"""The GPUs of one group, as classes of equal ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

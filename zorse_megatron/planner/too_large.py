@@ -1,4 +1,4 @@
-"""What is too large to be planned in ten minutes is refused before the search, not in the midst."""
+"""Refuse, before the search, what cannot be planned in ten minutes."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Shares of training state by free memory: even where that fits, else as even as it can be."""
+"""Water-filling of training state over free memory: as even as capacities allow."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Where nothing fits: the longest sequence, the most layers, the largest batch that would."""
+"""The longest sequence, most layers and largest batch that fit when the request does not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Which groups send their gradients in 16 bits: those whose plan is faster with it.
+"""Choose the groups that send gradients in 16 bits: those that get faster.
 
 Only where the search may (`SearchSpace.gradient_wire`), as it rounds: see docs/limits.md. It comes
 last, group by group, as it changes only how long a reduction is.

@@ -1,4 +1,4 @@
-"""Plans in a few words."""
+"""Short descriptions of plans."""
 
 from collections import Counter
 from collections.abc import Sequence

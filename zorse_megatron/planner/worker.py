@@ -1,4 +1,4 @@
-"""What one process does for a search: it prices plans in closed form and simulates them."""
+"""One search process: costs candidates in closed form and simulates them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class Spent:
     """Forwards and backwards that were simulated."""
 
     def __add__(self, other: "Spent") -> "Spent":
-        """Of both."""
+        """The sum of both."""
         return Spent(
             groupings=self.groupings + other.groupings,
             estimated=self.estimated + other.estimated,
@@ -88,7 +88,7 @@ class Worker:
 
     @property
     def spent(self) -> Spent:
-        """So far."""
+        """Work done so far."""
         return Spent(
             groupings=len(self.sources.groupings.seen),
             estimated=self.estimator.num_estimated,

@@ -53,7 +53,7 @@ class Workers:
 
     @property
     def spent(self) -> Spent:
-        """By all of them."""
+        """Work done by all workers."""
         return sum((place.spent for place in self._places), Spent())
 
     def do(self, tasks: Sequence[Task[T]]) -> list[T]:

@@ -1,4 +1,4 @@
-"""The search for the best plan: many are priced in closed form, then the simulator decides."""
+"""The search for the best plan: closed form first, then the simulator decides."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward waits in host memory.
+"""Offload of activations between a forward and its backward.
 
 Source of the idea: Zorse (MLSys 2026) and Cephalo (ICS 2025) offload boundary activations. Here
 what autograd saves and what carries gradients is offloaded, by storage: with full recomputation

@@ -1,4 +1,4 @@
-"""Tensors that travel between chunks: cut along the batch dimension, joined again."""
+"""Tensors sent between chunks: split and joined along the batch dimension."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Memory that waits in the host: its bytes leave the device and come back, the tensors stay.
+"""Host memory for tensors whose bytes leave the device and come back.
 
 Copies run on streams of their own, one for each direction, so that they overlap with computation;
 the host never waits for them. On CPU the "host" is other memory of the same machine and a copy is

@@ -1,4 +1,4 @@
-"""What a rank's memory holds, by category, sampled behind every action.
+"""A rank's memory by category, sampled after every action.
 
 Counted are the bytes of what the runtime knows: whole parameters and gradients, shards, optimizer
 state, what forwards keep, messages. On a GPU the allocator's own figure stands beside them. The

@@ -1,4 +1,4 @@
-"""Reduce-scatter with 16-bit messages and sums in fp32: half the bytes of the fp32 one.
+"""Reduce-scatter with 16-bit messages and fp32 sums: half the bytes of fp32.
 
 Every rank sends each owner its part of the buffer in 16 bits, all in one all-to-all of unequal
 parts. The owner adds them to its own part, which is never rounded, in fp32 and in the order of the

@@ -1,4 +1,4 @@
-"""A flat buffer that is whole only while it is needed; in between, a rank keeps its own part.
+"""A flat buffer that is unsharded on demand; otherwise a rank keeps its own shard.
 
 Tensors that are views of the buffer (parameters, their gradients) stay what they are: only the
 memory behind them comes and goes, as in torch's first FSDP and in Megatron's

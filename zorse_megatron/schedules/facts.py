@@ -1,4 +1,4 @@
-"""What can be read off lists of actions."""
+"""Queries on lists of actions."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""The play of a plan that says how long messages are on their way (`hop` of its chunks).
+"""Schedule a plan that gives the cost of its inter-stage transfers (`hop` of its chunks).
 
 An order that is found without them lets a group start what in truth has not arrived, and makes it
 wait for that while other work is there.

@@ -1,4 +1,4 @@
-"""When a group makes its chunks' parameters whole, and when it drops them again.
+"""When a group unshards and reshards its chunks' parameters.
 
 A group works through *units*: each is one chunk, whose parameters must be whole while it lasts.
 The chunk of the next unit is gathered while the current one runs, behind the release of the

@@ -1,4 +1,4 @@
-"""1F1B over unequal groups: how many micro-batches each replica may have in flight.
+"""1F1B over unequal groups: each replica's in-flight limit.
 
 Megatron's 1F1B lets stage s of S hold S - s micro-batches: one for itself and one for each stage
 behind it. In samples: what one round of micro-batches of this group and of every later group

@@ -1,4 +1,4 @@
-"""The order in which replicas run their micro-batches, found by playing the pipeline once.
+"""Order of the micro-batches of all replicas, found by simulating the pipeline once.
 
 List scheduling: each replica, whenever it is free, starts its next backward or its next forward, a
 forward only if it has fewer micro-batches in flight than its limit. Which of the two it prefers,

@@ -1,4 +1,4 @@
-"""What a valid plan can ask for that cannot be done: all of it at once, by name."""
+"""What a valid plan may ask for but this version cannot execute: all of it, by name."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Proof that action lists can be executed: they are played with the runtime's own rules.
+"""Check that action lists can execute, by simulating them with the runtime's rules.
 
 The rules: a rank runs its list in order; a send or a receive starts a transfer and never waits; a
 forward or backward waits for the receives that it consumes; transfers between two ranks in one

@@ -49,7 +49,7 @@ class GpuKindEntry:
     memory: Bytes | None = None
     """What may be filled."""
     memory_bandwidth: BytesPerSecond | None = None
-    """Of its own memory."""
+    """Bandwidth of the GPU's memory."""
     peak: PeakEntry | None = None
     """Peak rates by type of number."""
 

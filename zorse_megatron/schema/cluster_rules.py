@@ -1,4 +1,4 @@
-"""The rules that tie the values of a cluster file together; all breaches are reported at once."""
+"""Validate values of a cluster file against each other; report all breaches at once."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

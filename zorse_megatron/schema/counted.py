@@ -1,4 +1,4 @@
-"""Numbers of things, in words."""
+"""Counts with their nouns."""
 
 
 def number_of(count: int, noun: str, plural: str = "") -> str:

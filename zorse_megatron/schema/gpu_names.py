@@ -1,4 +1,4 @@
-"""Names of GPUs that a cluster file may not use: which of several is meant, or why none is."""
+"""GPU names that a cluster file may not use: ambiguous ones, and unsupported vendors."""
 
 import re
 from collections.abc import Iterable

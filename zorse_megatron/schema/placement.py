@@ -1,4 +1,4 @@
-"""Whether ranks are on the GPUs, and on the nodes, that the plan means: in files, and in a job."""
+"""Check that ranks are on the plan's GPUs and nodes: in files, and in a job."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

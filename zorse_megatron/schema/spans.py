@@ -1,4 +1,4 @@
-"""Half-open spans of integers: which numbers are covered never, and which more than once.
+"""Half-open spans of integers: find numbers covered never or more than once.
 
 Work and memory grow with the number of spans, not with the size of the numbers, so that a plan
 with an absurd layer count or rank is reported rather than enumerated.

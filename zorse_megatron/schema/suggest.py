@@ -1,4 +1,4 @@
-"""What a mistyped name may have meant."""
+"""Suggest a known name for a mistyped one."""
 
 import difflib
 from collections.abc import Iterable

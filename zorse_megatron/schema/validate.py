@@ -1,4 +1,4 @@
-"""The rules that tie the values of a plan together.
+"""Validate values of a plan against each other.
 
 Each rule is one function that yields a Problem for every breach; `problems_of` runs them all, so
 that a bad plan gets all its errors at once.

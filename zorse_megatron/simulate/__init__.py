@@ -1,1 +1,1 @@
-"""Prices the action lists that the runtime executes: time, memory, and why."""
+"""Costs the runtime's action lists: time, memory, and why."""

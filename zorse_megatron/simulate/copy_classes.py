@@ -1,4 +1,4 @@
-"""Which of several copies of a pipeline run at the same times (see `equal_ranks`).
+"""Which copies of a pipeline run at the same times (see `equal_ranks`).
 
 Colour refinement (one-dimensional Weisfeiler-Leman) on copies and links: copies that look the same
 are of one class; links are alike if they have the same bandwidth and are crossed by equally many

@@ -1,4 +1,4 @@
-"""The critical path: from the end of the iteration back, always to what was waited for last."""
+"""The critical path: backwards from the end, always to the last dependency to finish."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""Plays tasks forward in time: every task starts as soon as what it waits for is done.
+"""Event-driven execution of tasks: each starts as soon as its dependencies are done.
 
 Event-driven: a heap of ends, and a `Network` that shares links among the flows under way. All ends
 of one moment are handled before the links are shared anew. Deterministic: events of equal time are

@@ -1,4 +1,4 @@
-"""Ranks that are bound to do the same at the same time, so that one of them can stand for all.
+"""Ranks that must behave identically, so that one can be simulated for all.
 
 Copies. Let the R replicas of each group run equally many micro-batches of m samples, let r be the
 greatest common divisor of the R * m and the extra samples in flight of all groups, and L the least

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation."""
+"""Errors of a simulation."""
 
 from collections.abc import Sequence
 

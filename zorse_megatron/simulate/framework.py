@@ -1,4 +1,4 @@
-"""What a training framework does that a plan does not say."""
+"""Behaviour of a training framework beyond what a plan says."""
 
 from dataclasses import dataclass
 from typing import Literal

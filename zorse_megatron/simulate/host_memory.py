@@ -1,4 +1,4 @@
-"""What waits in host memory, by rank: the other side of what the plan's offload settings free.
+"""Host memory by rank: the counterpart of the plan's offload settings.
 
 In blocks of pinned memory, as a run on GPUs allocates them (`runtime.host_memory`): for each chunk
 one with its shard of parameters, one for each kind of optimizer state, one for each layer's input.

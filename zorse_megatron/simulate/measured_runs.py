@@ -1,4 +1,4 @@
-"""Whole training runs that others measured, as plans: what the simulator is checked against."""
+"""Published training runs as plans, to validate the simulator against."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ class PeakMemory:
 
     @property
     def total_bytes(self) -> int:
-        """The peak in all."""
+        """Peak of all categories together."""
         return self.total.num_bytes
 
 

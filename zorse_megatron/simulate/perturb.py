@@ -1,4 +1,4 @@
-"""What may differ from the cost models: random jitter, a mis-profiled rank or kind, a slow link."""
+"""Perturbations of the cost models: jitter, a mis-profiled rank or kind, a slow link."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""What each action of a plan costs: durations and flows, asked of the cost models once."""
+"""Costs of all actions of a plan: durations and flows, evaluated once."""
 
 from collections.abc import Mapping, Sequence
 

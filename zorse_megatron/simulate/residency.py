@@ -54,7 +54,7 @@ class Passing:
 
     @property
     def num_bytes(self) -> int:
-        """Both."""
+        """Bytes of parameters and state together."""
         return self.parameter_bytes + self.state_bytes
 
 

@@ -1,4 +1,4 @@
-"""Simulates the runs of Sailor (SOSP 2025) on GH200 nodes, from what was measured of the parts.
+"""Simulate the runs of Sailor (SOSP 2025) on GH200 nodes from measurements of their parts.
 
 How these runs train is known from their source, github.com/eth-easl/sailor (MIT), at tag sosp25_ae:
 Megatron-DeepSpeed with `PipelineEngine` (deepspeed/pipe_engine.py), float32 with tf32 products (the

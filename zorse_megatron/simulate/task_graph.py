@@ -1,4 +1,4 @@
-"""Tasks and which of them wait for which: what action lists become before they are played.
+"""Tasks and their dependencies, translated from action lists.
 
 Every task starts as soon as all tasks that it waits for are done. Streams, on which tasks run one
 after the other, are chains of such waits.
@@ -109,5 +109,5 @@ class Program:
 
 
 def live(tasks: Iterable[int | None]) -> tuple[int, ...]:
-    """Only what is a task."""
+    """Tasks only, without placeholders."""
     return tuple(task for task in tasks if task is not None and task >= 0)

@@ -1,4 +1,4 @@
-"""A played program: tasks, their times, and the sizes that they were priced with."""
+"""A simulated program: tasks, their times, and their sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

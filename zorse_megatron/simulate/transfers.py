@@ -1,4 +1,4 @@
-"""Matches sends and receives, in the order in which both ends start them, as NCCL does."""
+"""Match sends and receives in the order in which both ends post them, as NCCL does."""
 
 from dataclasses import dataclass, field
 

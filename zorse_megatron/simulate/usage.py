@@ -1,4 +1,4 @@
-"""What each rank did with its time."""
+"""How each rank spent its time."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

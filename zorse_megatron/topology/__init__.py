@@ -1,1 +1,1 @@
-"""The cluster as a graph: links that are shared, routes over them, and where to cut it."""
+"""The cluster as a graph: shared links, routes over them, and where to partition it."""

@@ -1,4 +1,4 @@
-"""How fast a link is, by message size.
+"""Bandwidth of a link by message size.
 
 Either a constant bandwidth behind a latency, or a curve fitted to measurements:
 GB/s = quadratic * x^2 + linear * x + constant with x = log2(message size in MB, 10^6 bytes), the

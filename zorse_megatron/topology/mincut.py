@@ -1,4 +1,4 @@
-"""The cheapest cut of a component that leaves GPUs on both sides. Exact.
+"""The exact minimum cut of a component that leaves GPUs on both sides.
 
 Three facts make it fast on graphs of clusters:
 

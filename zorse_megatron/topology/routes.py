@@ -1,4 +1,4 @@
-"""The way from one rank to another: which links it takes, and what the narrowest one carries.
+"""Routes between ranks: their links, and the bandwidth of the narrowest one.
 
 Links are named with a direction (`node/nic0:out`), because they carry both ways at once: two
 transfers contend where they share a link in the same direction.
@@ -34,12 +34,12 @@ class Route:
 
     @cached_property
     def bytes_per_s(self) -> float:
-        """Of the narrowest link."""
+        """Bandwidth of the narrowest link."""
         return min((link.bytes_per_s for link in self.links), default=float("inf"))
 
     @cached_property
     def latency_s(self) -> float:
-        """Of all links together."""
+        """Latency of all links together."""
         return sum(link.latency_s for link in self.links)
 
 

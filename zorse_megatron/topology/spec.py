@@ -71,12 +71,12 @@ class NodeSpec:
 
     @property
     def port_bytes_per_s(self) -> float:
-        """Of one NIC or bundle."""
+        """Bandwidth of one NIC or bundle."""
         return self.nics_bytes_per_s / self.num_ports
 
     @property
     def nics_bytes_per_s(self) -> float:
-        """All NICs together."""
+        """Bandwidth of all NICs together."""
         if self.nic_curves:
             return max(curve.max_bytes_per_s for _, curve in self.nic_curves)
         return self.num_nics * self.nic_bytes_per_s

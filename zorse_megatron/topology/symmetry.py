@@ -1,4 +1,4 @@
-"""When are two groupings the same but for the names of identical nodes, switches and GPUs?"""
+"""Groupings that are equal up to the names of identical nodes, switches and GPUs."""
 
 from dataclasses import dataclass
 from functools import cached_property

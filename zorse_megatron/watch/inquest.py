@@ -1,4 +1,4 @@
-"""Decides which rank is to blame when ranks end one after the other, and when that is clear.
+"""Decide which rank is to blame when ranks end one after another, and when that is clear.
 
 One rank that dies takes others with it: their connections break, and their own errors arrive within
 milliseconds of its death. Reports are collected for as long as the kind of the first one asks, and

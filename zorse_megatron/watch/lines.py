@@ -19,7 +19,7 @@ class LineSocket:
         self._received = b""
 
     def fileno(self) -> int:
-        """For `select`."""
+        """File descriptor, for `select`."""
         return self.connection.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ class LineSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send what has waited."""
+        """Send what is queued."""
         while self._to_send and self.is_open:
             try:
                 sent = self.connection.send(self._to_send)

@@ -1,4 +1,4 @@
-"""Splits a process into a rank and its watcher."""
+"""Fork a process into a rank and its watcher."""
 
 import contextlib
 import gc

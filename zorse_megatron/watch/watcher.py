@@ -1,4 +1,4 @@
-"""The process that watches one rank, its child: learns how it ends, tells, ends it if it must.
+"""The parent process of one rank: reports how it ends, and ends it if necessary.
 
 It does next to nothing, holds no lock of the rank's and needs neither torch nor the job's store, so
 that it answers whatever the rank does: compiles, saves for minutes, holds Python's lock in a long
