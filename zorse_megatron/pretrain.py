@@ -327,13 +327,13 @@ def _train(
         )
     activate(plan_run)
     if command.metrics is not None:
-        from zorse_megatron.adapter import rebind
-        from zorse_megatron.adapter.metrics import metrics_records
-        from zorse_megatron.adapter.record_files import RecordFiles, check_record
+        from zorse_megatron.adapter.metrics import metrics_hooks
+        from zorse_megatron.adapter.patches.registry import REGISTRY
+        from zorse_megatron.adapter.record_files import RecordFiles, check_hooks
 
-        rebind.apply(metrics_records(command.metrics))
+        REGISTRY.apply(metrics_hooks(command.metrics))
         if plan_run is None:
-            rebind.apply([check_record(RecordFiles(metrics=command.metrics))])
+            REGISTRY.apply(check_hooks(RecordFiles(metrics=command.metrics)))
     from zorse_megatron.adapter.entry import run_entry
 
     run_entry(command.script, megatron_flags)

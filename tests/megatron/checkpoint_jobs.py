@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.megatron import tiny_gpt
 from tests.megatron.tiny_gpt import Setup
-from zorse_megatron.adapter.rebind import applied
+from zorse_megatron.adapter.patches.registry import REGISTRY
 
 PARTS = 6  # every job sums the gradients of as many parts, so all jobs train alike
 
@@ -101,7 +101,7 @@ def _save(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.utils import unwrap_model
 
-    from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
+    from zorse_megatron.adapter.checkpoint_parallel import PARALLEL_HOOKS
 
     strategy: Any = TorchDistSaveShardedStrategy(cached_metadata=job.constant_structure)
     if job.fully_parallel:
@@ -116,7 +116,7 @@ def _save(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
             directory.mkdir()
         dist.barrier()
         del metadata["dp_cp_group"]
-        with applied([] if job.stock else CHECKPOINT_RECORDS):
+        with REGISTRY.applied({} if job.stock else PARALLEL_HOOKS):
             dist_checkpointing.save(state, str(directory), strategy, content_metadata=metadata)
         directory = directory.with_name(directory.name + "_next")
 
@@ -129,7 +129,7 @@ def _load(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
     from megatron.core.utils import unwrap_model
 
-    from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
+    from zorse_megatron.adapter.checkpoint_parallel import PARALLEL_HOOKS
 
     metadata = dist_checkpointing.load_content_metadata(str(directory))
     assert metadata is not None
@@ -142,7 +142,7 @@ def _load(job: Job, chunk: Any, optimizer: Any, collection: Any, directory: Path
     strategy: Any = TorchDistLoadShardedStrategy()
     if job.fully_parallel:
         strategy = FullyParallelLoadStrategyWrapper(strategy, collection.dp_cp)
-    with applied([] if job.stock else CHECKPOINT_RECORDS):
+    with REGISTRY.applied({} if job.stock else PARALLEL_HOOKS):
         state = dist_checkpointing.load(request, str(directory), strategy)
     chunk.load_state_dict(state["model"])
     if job.weights_only:

@@ -7,16 +7,17 @@ import sys
 
 
 def main() -> None:
-    from zorse_megatron.adapter import cpu_mode, rebind
+    from zorse_megatron.adapter import cpu_mode
 
     if cpu_mode.needed():
         cpu_mode.enable()
         sys.argv[1:] = cpu_mode.with_cpu_flags(sys.argv[1:])
 
     from zorse_megatron.adapter import gpt_entry
-    from zorse_megatron.adapter.stock_fixes import STOCK_FIXES
+    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.stock_fixes import stock_fixes
 
-    rebind.apply(STOCK_FIXES)
+    REGISTRY.apply(stock_fixes())
     gpt_entry.main()
 
 

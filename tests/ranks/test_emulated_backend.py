@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.adapter.rebind import applied
+from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.emulate.backend import BACKEND, register
 from zorse_megatron.emulate.link_model import LinkModel
 from zorse_megatron.emulate.rank_clock import RankClock
-from zorse_megatron.emulate.seams import seam_records
+from zorse_megatron.emulate.seams import seam_hooks
 from zorse_megatron.emulate.sizes import AsTheyAre
 from zorse_megatron.emulate.switchboard import call, conducted
 from zorse_megatron.runtime.narrow_wire import Wire, reduce_scatter_narrow
@@ -133,7 +133,7 @@ def narrow_reduction(clock):
     """6 elements, two of each rank, in 16 bits: each owner takes 4 bytes from two others."""
     rank = dist.get_rank()
     full = torch.arange(6.0) + rank
-    with applied(seam_records()):
+    with REGISTRY.applied(seam_hooks()):
         work = reduce_scatter_narrow(
             full,
             ((0, 2), (2, 4), (4, 6)),

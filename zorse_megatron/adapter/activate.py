@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from zorse_megatron.adapter import rebind
-from zorse_megatron.adapter.stock_fixes import STOCK_FIXES
+from zorse_megatron.adapter.patches import under_plan
+from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.stock_fixes import stock_fixes
 from zorse_megatron.adapter.versions import check_megatron, installed_megatron
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.log import say
@@ -47,19 +48,25 @@ class PlanRun:
 def activate(run: PlanRun | None) -> None:
     """Apply all hooks that must be in place before the user's script is imported.
 
-    Without a plan, stock Megatron stays as it is but for `STOCK_FIXES`. Imports Megatron: enable
+    Without a plan, stock Megatron stays as it is but for `stock_fixes`. Imports Megatron: enable
     CPU mode first where it is needed. Raises SeamError when Megatron is not as we know it.
     """
     check_megatron(installed_megatron())
-    rebind.apply(STOCK_FIXES)
+    REGISTRY.apply(stock_fixes())
     if run is None:
         return
-    from zorse_megatron.adapter.hooks import argument_records, entry_records
+    from zorse_megatron.adapter.argument_hooks import argument_hooks
+    from zorse_megatron.adapter.sample_readers import with_middle_chunks
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kinds = None if run.cluster is None else run.cluster.kinds
-    rebind.apply(argument_records(run.plan, world_size=world_size, kinds=kinds))
-    rebind.apply(entry_records(partial(_pretrain_under_plan, run)))
+    REGISTRY.apply(
+        {
+            **argument_hooks(run.plan, world_size=world_size, kinds=kinds),
+            under_plan.PRETRAIN: partial(_pretrain_under_plan, run),
+            under_plan.IS_FIRST_OR_LAST_STAGE: with_middle_chunks,
+        }
+    )
     say(
         f"plan {fingerprint(run.plan)}: {run.plan.world_size} ranks in groups of "
         + "|".join(str(len(run.plan.groups[c.group].ranks)) for c in run.plan.chunks)

@@ -9,8 +9,8 @@ from megatron.core import optimizer as stock
 
 from zorse_megatron.adapter.distributed_optimizer import UnevenDistributedOptimizer
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
-from zorse_megatron.adapter.rebind import Rebinding, applied
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches import under_plan
+from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.errors import FlagError, Problem
 
 
@@ -35,7 +35,10 @@ def build_uneven_optimizer(
     problems = _problems(config)
     if problems:
         raise FlagError("The optimizer state cannot be cut into unequal shards", problems)
-    with applied([_uneven_class(checkpoint_layout, state_waits=state_waits)]):
+    uneven_class = partial(
+        UnevenDistributedOptimizer, checkpoint_layout=checkpoint_layout, state_waits=state_waits
+    )
+    with REGISTRY.applied({under_plan.OPTIMIZER_CLASS: lambda _stock: uneven_class}):
         return stock.get_megatron_optimizer(
             replace(config, use_distributed_optimizer=True),
             list(model_chunks),
@@ -44,34 +47,6 @@ def build_uneven_optimizer(
             pg_collection=pg_collection,
             dump_param_to_param_group_map=dump_param_to_param_group_map,
         )
-
-
-def _uneven_class(checkpoint_layout: CheckpointLayout, *, state_waits: bool) -> Rebinding:
-    return Rebinding(
-        target="megatron.core.optimizer:DistributedOptimizer",
-        make=lambda _stock: partial(
-            UnevenDistributedOptimizer,
-            checkpoint_layout=checkpoint_layout,
-            state_waits=state_waits,
-        ),
-        why="get_megatron_optimizer names the optimizer's class instead of taking it; bound only "
-        "while it builds",
-        versions=MEGATRON_VERSIONS,
-        test="tests/megatron/test_uneven_optimizer.py",
-        delete_when="get_megatron_optimizer takes the class of the distributed optimizer",
-        parameters=(
-            "optimizer",
-            "config",
-            "grad_scaler",
-            "init_state_fn",
-            "model_chunks",
-            "per_model_buffers",
-            "data_parallel_group",
-            "data_parallel_group_gloo",
-            "data_parallel_group_idx",
-            "distributed_optimizer_instance_id",
-        ),
-    )
 
 
 # (field, value it must have, flag): who would step, or when, would no longer be the shard's owner.

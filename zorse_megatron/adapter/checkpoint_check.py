@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zorse_megatron.adapter.checkpoint_files import gathered, on_rank_0, read_together
-from zorse_megatron.adapter.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches import checkpoints
+from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.checkpoints.check import (
     Look,
     content_problem,
@@ -31,8 +31,6 @@ from zorse_megatron.checkpoints.folder import NON_PERSISTENT, Checkpoint
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
 from zorse_megatron.log import say
 from zorse_megatron.watch.rank import is_communication_error
-
-_TEST = "tests/megatron/test_damaged_checkpoints.py"
 
 
 def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:
@@ -213,14 +211,4 @@ def _not_the_folder_of_save(args: Namespace) -> Problem:
     )
 
 
-LOAD_RECORDS: list[Rebinding] = [
-    Rebinding(
-        target="megatron.training.training:load_checkpoint",
-        make=_make_load,
-        why="where a checkpoint cannot be loaded, stock ends with status 0 or with a traceback; to "
-        "a batch system the job then looks done, or worth another start",
-        versions=MEGATRON_VERSIONS,
-        test=_TEST,
-        delete_when="load_checkpoint raises CheckpointingException for all that it cannot load",
-    )
-]
+LOAD_HOOKS: Replacements = {checkpoints.LOAD_CHECKPOINT: _make_load}

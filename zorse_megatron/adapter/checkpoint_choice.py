@@ -7,66 +7,35 @@ it has read for a while), and all ranks would load what was found to be damaged.
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from zorse_megatron.adapter.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches import checkpoints
+from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.checkpoints.choice import Load
 from zorse_megatron.checkpoints.folder import Checkpoint
 
-_TEST = "tests/megatron/test_damaged_checkpoints.py"
 
-
-def same_on_all(args: Namespace, load: Load | None, chosen: Checkpoint | None) -> list[Rebinding]:
+def same_on_all(args: Namespace, load: Load | None, chosen: Checkpoint | None) -> Replacements:
     """Set `--ckpt-step`, and return what keeps ranks from reading tracker files.
 
     `chosen`: the same on all ranks; None: there is nothing to load.
     """
     if load is None or chosen is None:
-        return []
+        return {}
     is_persistent = chosen.root != load.non_persistent
     if is_persistent and not chosen.is_release and args.ckpt_step is None:
         args.ckpt_step = chosen.iteration  # also where this rank sees no tracker file
-    records = [_tracker_record(chosen)]
+    tracker = chosen.iteration, chosen.is_release
+    hooks: dict[Rebinding, Make] = {checkpoints.READ_TRACKER: partial(_always, tracker)}
     if load.non_persistent is not None:
-        records.append(_non_persistent_record(-1 if is_persistent else chosen.iteration))
-    return records
+        iteration = -1 if is_persistent else chosen.iteration  # -1: it is none of these
+        hooks[checkpoints.NON_PERSISTENT_ITERATION] = partial(_always, iteration)
+    return hooks
 
 
-def _tracker_record(chosen: Checkpoint) -> Rebinding:
-    def make(_stock: Callable[..., Any]) -> Callable[..., Any]:
-        def read_metadata(tracker_filename: Any) -> tuple[int, bool]:
-            return chosen.iteration, chosen.is_release
+def _always(answer: Any, _stock: Callable[..., Any]) -> Callable[..., Any]:
+    def known(*_args: Any, **_kwargs: Any) -> Any:
+        return answer
 
-        return read_metadata
-
-    return Rebinding(
-        target="megatron.training.checkpointing:read_metadata",
-        make=make,
-        parameters=("tracker_filename",),
-        why="of what ranks read stock takes the highest iteration; a node that still sees the "
-        "tracker file as it was would have all ranks load a damaged checkpoint",
-        versions=MEGATRON_VERSIONS,
-        test=_TEST,
-        delete_when="rank 0 reads the tracker file for all",
-    )
-
-
-def _non_persistent_record(iteration: int) -> Rebinding:
-    """`iteration`: of the checkpoint to load; -1: it is none of these."""
-
-    def make(_stock: Callable[..., Any]) -> Callable[..., Any]:
-        def get_iteration(*_args: Any, **_kwargs: Any) -> int:
-            return iteration
-
-        return get_iteration
-
-    return Rebinding(
-        target="megatron.training.checkpointing:_get_non_persistent_iteration",
-        make=make,
-        parameters=("non_persistent_global_dir", "args", "checkpointing_context"),
-        why="the same of the folder of --non-persistent-save-interval",
-        versions=MEGATRON_VERSIONS,
-        test=_TEST,
-        delete_when="rank 0 reads the tracker file for all",
-    )
+    return known

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zorse_megatron.adapter.checkpoint_files import gathered, on_rank_0, read_together
-from zorse_megatron.adapter.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches import checkpoints
+from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.checkpoints.check import LAST_OF_STOCK
 from zorse_megatron.checkpoints.manifest import (
     MANIFEST,
@@ -91,25 +91,4 @@ def _writer(name: str) -> int | None:
     return 0 if shard is None else int(shard[1])
 
 
-MANIFEST_RECORDS: list[Rebinding] = [
-    Rebinding(
-        target="megatron.core.dist_checkpointing:save",
-        make=_make_save,
-        parameters=(
-            "sharded_state_dict",
-            "checkpoint_dir",
-            "sharded_strategy",
-            "validate_access_integrity",
-            "async_sharded_save",
-            "preprocess_common_before_consistancy_check",
-            "content_metadata",
-            "async_strategy",
-            "verify_integrity",
-        ),
-        why="a shard that is cut short or changed is found only by sizes and checksums; those of "
-        "--verify-integrity are computed by one rank for all, and have no sizes",
-        versions=MEGATRON_VERSIONS,
-        test="tests/megatron/test_damaged_checkpoints.py",
-        delete_when="save_integrity_manifest is computed by all ranks, and its manifest has sizes",
-    )
-]
+MANIFEST_HOOKS: Replacements = {checkpoints.SAVE_SHARDS: _make_save}

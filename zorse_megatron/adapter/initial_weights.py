@@ -26,9 +26,9 @@ from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.compute_dtype import torch_dtype
 from zorse_megatron.adapter.exact_values import keep_exact
+from zorse_megatron.adapter.patches import under_plan
+from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.process_groups import PipelinePosition
-from zorse_megatron.adapter.rebind import Rebinding, applied
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
 from zorse_megatron.schema.plan import ComputeDtype
 
 
@@ -109,34 +109,24 @@ def _build_whole(
     object.__setattr__(config, "transformer", transformer)
     alone = copy.copy(collection)
     alone.pp = PipelinePosition(0, 1)
-    with applied([_dropping_layers(targets)]):
+    with REGISTRY.applied({under_plan.BUILD_MODULE: partial(_dropping_layers, targets)}):
         builder = config.get_builder_cls()(config)
         return builder.build_model(alone, pre_process=True, post_process=True)
 
 
-def _dropping_layers(targets: Mapping[int, _Target]) -> Rebinding:
-    def make(build_module: Callable[..., Any]) -> Callable[..., Any]:
-        def build_and_drop(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-            module = build_module(spec_or_module, *args, **kwargs)
-            if isinstance(module, BaseTransformerLayer):
-                target = targets.get(kwargs["layer_number"] - 1)
-                if target is not None:
-                    _copy_parameters(module, target)
-                module.to_empty(device="meta")
-            return module
+def _dropping_layers(
+    targets: Mapping[int, _Target], build_module: Callable[..., Any]
+) -> Callable[..., Any]:
+    def build_and_drop(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+        module = build_module(spec_or_module, *args, **kwargs)
+        if isinstance(module, BaseTransformerLayer):
+            target = targets.get(kwargs["layer_number"] - 1)
+            if target is not None:
+                _copy_parameters(module, target)
+            module.to_empty(device="meta")
+        return module
 
-        return build_and_drop
-
-    return Rebinding(
-        target="megatron.core.transformer.transformer_block:build_module",
-        make=make,
-        parameters=("spec_or_module", "args", "kwargs"),
-        why="the whole model is built for its random numbers; a layer must not keep its memory "
-        "beyond its copy",
-        versions=MEGATRON_VERSIONS,
-        test="tests/megatron/test_exactness.py::test_initial_weights_do_not_depend_on_the_plan",
-        delete_when="Megatron can initialise a stage as part of the whole model",
-    )
+    return build_and_drop
 
 
 def _copy_parameters(source: torch.nn.Module, target: _Target) -> None:

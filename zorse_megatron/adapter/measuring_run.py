@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.adapter import cpu_mode, rebind
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.patches import without_plan
+from zorse_megatron.adapter.patches.registry import REGISTRY
 
 
 class Built(BaseException):
@@ -28,28 +29,13 @@ def run_until_built(
     from zorse_megatron.adapter.activate import activate
 
     activate(None)
-    rebind.apply([_building(use)])
+    REGISTRY.apply({without_plan.SETUP_WHEN_MEASURING: functools.partial(_use_what_is_built, use)})
     from zorse_megatron.adapter.entry import run_entry
 
     try:
         run_entry(script, flags)
     except Built:
         return
-
-
-def _building(use: Callable[[Any, Any], None]) -> rebind.Rebinding:
-    return rebind.Rebinding(
-        target="megatron.training.training:setup_model_and_optimizer",
-        make=functools.partial(_use_what_is_built, use),
-        parameters=(
-            *("model_type", "model_provider_func", "checkpointing_context"),
-            *("cfg_container", "pg_collection"),
-        ),
-        why="the user's own flags, and script, build the layers that are measured",
-        versions=MEGATRON_VERSIONS,
-        test="tests/megatron/test_measure_layers.py",
-        delete_when="Megatron can build model and optimizer from a command line without training",
-    )
 
 
 def _use_what_is_built(

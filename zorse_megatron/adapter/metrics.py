@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args
 
-from zorse_megatron.adapter.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches import without_plan
+from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.errors import OutputError
 from zorse_megatron.files.write import append_line
 from zorse_megatron.log import complain
@@ -60,35 +60,9 @@ def _number(value: Any) -> float | int | bool | None:
     return number if math.isfinite(number) else None
 
 
-def metrics_records(path: Path) -> list[Rebinding]:
+def metrics_hooks(path: Path) -> Replacements:
     """Return the hook that writes `path`; apply it once, before training starts."""
-    return [
-        Rebinding(
-            target="megatron.training.training:training_log",
-            make=lambda stock: _recording(stock, MetricsFile(path)),
-            parameters=(
-                "loss_dict",
-                "total_loss_dict",
-                "learning_rate",
-                "iteration",
-                "loss_scale",
-                "report_memory_flag",
-                "skipped_iter",
-                "grad_norm",
-                "params_norm",
-                "num_zeros_in_grad",
-                "max_attention_logit",
-                "pg_collection",
-                "is_first_iteration",
-                "seqlen_squared_sum_in_batch",
-                "total_real_tokens_in_batch",
-            ),
-            why="stock's log lines are rounded and averaged over the logging interval",
-            versions=MEGATRON_VERSIONS,
-            test="tests/megatron/test_metrics.py",
-            delete_when="Megatron writes its scalars in full precision without TensorBoard",
-        )
-    ]
+    return {without_plan.LOG_STEP: lambda stock: _recording(stock, MetricsFile(path))}
 
 
 def _recording(stock: Callable[..., Any], metrics: MetricsFile) -> Callable[..., Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zorse_megatron.adapter.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches import without_plan
+from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.errors import OutputError, Problem
 from zorse_megatron.files.check import folder_problems, unwritable_problems
 from zorse_megatron.runtime.memory_ledger import memory_name
@@ -48,7 +48,7 @@ def check_record_files(files: RecordFiles) -> None:
         raise OutputError("What the run records could not be written", told)
 
 
-def check_record(files: RecordFiles) -> Rebinding:
+def check_hooks(files: RecordFiles) -> Replacements:
     """Return the hook that asks in a stock run; under a plan it is asked before groups are made."""
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,21 +58,7 @@ def check_record(files: RecordFiles) -> Rebinding:
 
         return setup_model_and_optimizer
 
-    return Rebinding(
-        target="megatron.training.training:setup_model_and_optimizer",
-        make=make,
-        parameters=(
-            "model_type",
-            "model_provider_func",
-            "checkpointing_context",
-            "cfg_container",
-            "pg_collection",
-        ),
-        why="ranks can tell each other what they cannot write here, and nothing is built yet",
-        versions=MEGATRON_VERSIONS,
-        test="tests/megatron/test_record_files.py",
-        delete_when="--zorse-metrics goes",
-    )
+    return {without_plan.SETUP_WHEN_RECORDING: make}
 
 
 def _problems(files: RecordFiles, rank: int, *, is_last: bool) -> Iterator[Problem]:

@@ -3,7 +3,8 @@
 import importlib.util
 from collections.abc import Callable
 
-from zorse_megatron.adapter.rebind import Rebinding
+from zorse_megatron.adapter.patches import without_plan
+from zorse_megatron.adapter.patches.rebind import Replacements
 
 
 def _skip_when_built(compile_helpers: Callable[[], None]) -> Callable[[], None]:
@@ -16,15 +17,6 @@ def _skip_when_built(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     return compile_helpers_if_missing
 
 
-STOCK_FIXES: list[Rebinding] = [
-    Rebinding(
-        target="megatron.core.datasets.utils:compile_helpers",
-        make=_skip_when_built,
-        parameters=(),
-        why="the wheel ships the built extension helpers_cpp but no Makefile; stock runs make "
-        "regardless and exits with status 1",
-        versions=">=0.19,<0.20",
-        test="tests/megatron/test_stock_on_cpu.py::test_stock_trains",
-        delete_when="the wheel ships the Makefile, or compile_helpers looks before it builds",
-    ),
-]
+def stock_fixes() -> Replacements:
+    """For every run, with a plan or without one."""
+    return {without_plan.COMPILE_HELPERS: _skip_when_built}

@@ -9,24 +9,26 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args, training
 
-from zorse_megatron.adapter import global_groups, rebind
+from zorse_megatron.adapter import global_groups
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
-from zorse_megatron.adapter.checkpoint_check import LOAD_RECORDS, check_before_load, load_of
+from zorse_megatron.adapter.checkpoint_check import LOAD_HOOKS, check_before_load, load_of
 from zorse_megatron.adapter.checkpoint_choice import same_on_all
-from zorse_megatron.adapter.checkpoint_manifest import MANIFEST_RECORDS
-from zorse_megatron.adapter.checkpoint_records import CHECKPOINT_RECORDS
+from zorse_megatron.adapter.checkpoint_manifest import MANIFEST_HOOKS
+from zorse_megatron.adapter.checkpoint_parallel import PARALLEL_HOOKS
 from zorse_megatron.adapter.compute_dtype import (
     check_device,
     compute_dtypes,
     with_one_loss_scale,
 )
 from zorse_megatron.adapter.exact_values import take_exact
-from zorse_megatron.adapter.hooks import training_records
 from zorse_megatron.adapter.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
+from zorse_megatron.adapter.patches import checkpoints, under_plan
+from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
+from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.process_groups import create_groups
 from zorse_megatron.adapter.recompute import set_recompute
@@ -90,9 +92,9 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     load = load_of(args, skips_damaged=run.skips_damaged)
     run.enter("while it sets up the model and the data")
     try:
-        with rebind.applied(_records(session, cfg.model)):
+        with REGISTRY.applied(_hooks(session, cfg.model)):
             chosen = None if load is None else check_before_load(load)
-            with rebind.applied(same_on_all(args, load, chosen)):
+            with REGISTRY.applied(same_on_all(args, load, chosen)):
                 result = stock_pretrain(
                     pg_collection=session.collection, skip_model_parallel_init=True
                 )
@@ -145,38 +147,55 @@ def _configure(cfg: Any, session: PlanSession) -> None:
         set_recompute(cfg.model.transformer, group.recompute)
 
 
-def _records(session: PlanSession, model_config: Any) -> list[rebind.Rebinding]:
-    of_checkpoints = [*CHECKPOINT_RECORDS, *MANIFEST_RECORDS, *LOAD_RECORDS]
-    return [*of_checkpoints, *_session_records(session, model_config)]
+def _hooks(session: PlanSession, model_config: Any) -> Replacements:
+    return {
+        **PARALLEL_HOOKS,
+        **MANIFEST_HOOKS,
+        **LOAD_HOOKS,
+        checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.enter),
+        **_model_hooks(session, model_config),
+        **_data_hooks(session),
+        **_report_hooks(session),
+    }
 
 
-def _session_records(session: PlanSession, model_config: Any) -> list[rebind.Rebinding]:
-    last_rank = session.plan.world_size - 1
-    knows = session.last_group_ranks
-    return training_records(
-        make_models=partial(build_one_by_one, session, model_config),
-        make_ddp=lambda _stock: partial(wrap_chunk, session),
-        make_optimizer=lambda _stock: partial(_build_optimizer, session),
-        forward_backward=session.forward_backward,
-        make_loader=partial(
-            plan_loader_builder,
-            global_batch_size=session.plan.global_batch_size,
-            micro_batches=session.micro_batches,
-        ),
-        make_datasets=partial(datasets_on_rank_0, rank=session.rank),
-        make_save=partial(_save_once, session.enter),
-        make_sequence_count=partial(
+def _model_hooks(session: PlanSession, model_config: Any) -> Replacements:
+    return {
+        under_plan.BUILD_MODELS: partial(build_one_by_one, session, model_config),
+        under_plan.DDP_CLASS: lambda _stock: partial(wrap_chunk, session),
+        under_plan.GET_OPTIMIZER: lambda _stock: partial(_build_optimizer, session),
+        under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
+    }
+
+
+def _data_hooks(session: PlanSession) -> Replacements:
+    build_loader = partial(
+        plan_loader_builder,
+        global_batch_size=session.plan.global_batch_size,
+        micro_batches=session.micro_batches,
+    )
+    hooks: dict[Rebinding, Make] = {
+        under_plan.BUILD_LOADER: build_loader,
+        under_plan.BUILD_DATASETS: partial(datasets_on_rank_0, rank=session.rank),
+    }
+    if session.samples.are_packed:
+        hooks[under_plan.COUNT_SEQUENCES] = partial(
             counting_each_chunk,
             loop=training,
             num_chunks=session.num_chunks,
             device=session.device,
         )
-        if session.samples.are_packed
-        else None,
-        tell_last_rank=None
-        if last_rank in knows
-        else partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank),
-    )
+    return hooks
+
+
+def _report_hooks(session: PlanSession) -> Replacements:
+    """Where the last rank does not know the losses, it is told them."""
+    last_rank = session.plan.world_size - 1
+    knows = session.last_group_ranks
+    if last_rank in knows:
+        return {}
+    tell = partial(tell_last_rank, source=knows[0], target=last_rank, rank=session.rank)
+    return {under_plan.TRAIN_STEP: tell, under_plan.EVALUATE: tell}
 
 
 def _save_once(

@@ -1,5 +1,6 @@
 """The versions that we know, checked before Megatron is imported."""
 
+import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from packaging.version import Version
 from zorse_megatron.errors import Problem, SeamError
 
 MEGATRON_VERSIONS = ">=0.19,<0.20"
-
+TORCH_VERSIONS = ">=2.11"
 
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?", re.MULTILINE)
 
@@ -35,6 +36,16 @@ def installed_megatron() -> str | None:
         return None
     number = dict(_NUMBER.findall(info.read_text()))
     return f"{number['MAJOR']}.{number['MINOR']}.{number['PATCH']}{number['PRE_RELEASE']}"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of a distribution, None where it is not there; of Megatron what an import finds."""
+    if distribution == "megatron-core":
+        return installed_megatron()
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def check_megatron(version: str | None) -> None:

@@ -40,7 +40,7 @@ def preload() -> None:
     import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
 
     # What a rank imports late, once it has its plan and its flags.
-    import zorse_megatron.adapter.emulation_records
+    import zorse_megatron.adapter.emulation_hooks
     import zorse_megatron.adapter.gpt_entry
     import zorse_megatron.adapter.metrics
     import zorse_megatron.adapter.training

@@ -15,15 +15,15 @@ def emulate(job: EmulatedJob, rank: int) -> None:
     from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
-    from zorse_megatron.adapter import rebind
-    from zorse_megatron.adapter.emulation_records import emulation_records
+    from zorse_megatron.adapter.emulation_hooks import emulation_hooks
+    from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.emulate.backend import register
-    from zorse_megatron.emulate.host_seams import host_records
+    from zorse_megatron.emulate.host_seams import host_hooks
     from zorse_megatron.emulate.memory_cap import MemoryCap
     from zorse_megatron.emulate.model_sizes import ModelSizes
     from zorse_megatron.emulate.pacer import Pacer
     from zorse_megatron.emulate.rank_clock import RankClock
-    from zorse_megatron.emulate.seams import seam_records
+    from zorse_megatron.emulate.seams import seam_hooks
     from zorse_megatron.emulate.switchboard import call
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
@@ -42,8 +42,8 @@ def emulate(job: EmulatedJob, rank: int) -> None:
         perturbation=job.perturbation,
         report=job.report(rank),
     )
-    records = emulation_records(watch=pacer.watch, around_step=pacer.around_step)
-    rebind.apply([*seam_records(), *host_records(pacer), *records])
+    of_megatron = emulation_hooks(watch=pacer.watch, around_step=pacer.around_step)
+    REGISTRY.apply({**seam_hooks(), **host_hooks(pacer), **of_megatron})
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What an emulated rank rebinds outside of Megatron, one record each."""
+"""Hooks of an emulated rank into torch.distributed and into collectives of the runtime."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,60 +6,22 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.adapter.rebind import Rebinding
+from zorse_megatron.adapter.patches import emulation
+from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.emulate.backend import BACKEND, WRAPPED, EmulatedGroup
 from zorse_megatron.emulate.messages import CollectiveKind
 
-_TEST = "tests/megatron/test_emulation.py"
-_VERSIONS = ">=2.11"
-_BUNDLED: dict[str, CollectiveKind] = {
-    "_start_reduce_scatter": "reduce_scatter",
-    "_start_all_gather": "all_gather",
-}
 
-
-def seam_records() -> list[Rebinding]:
+def seam_hooks() -> Replacements:
     """Return the hooks into torch.distributed and into this package's runtime."""
-    record = functools.partial(Rebinding, versions=_VERSIONS, test=_TEST)
-    return [
-        record(
-            target="torch.distributed:init_process_group",
-            make=_on_emulated,
-            why="Megatron's --distributed-backend knows nccl and gloo only",
-            delete_when="Megatron takes any registered backend",
-        ),
-        record(
-            target="torch.distributed:new_group",
-            make=_on_emulated,
-            why="Megatron asks for gloo groups by name",
-            delete_when="Megatron takes any registered backend",
-        ),
-        record(
-            target="torch.distributed:get_backend",
-            make=_named_as_wrapped,
-            parameters=("group",),
-            why="callers choose by this name how to call, and the calls are those of gloo",
-            delete_when="the runtime asks groups for abilities and not for names",
-        ),
-        record(
-            target="zorse_megatron.runtime.narrow_wire:_start_exchange",
-            make=_exchanged,
-            parameters=("full", "parts", "group", "sent", "received"),
-            why="messages of the tiny model stand for parts of the real one, in 16 bits",
-            delete_when="the emulated backend knows the sizes of messages by their parts",
-        ),
-        *(
-            record(
-                target=f"zorse_megatron.runtime.collectives:{name}",
-                make=functools.partial(_bundled, kind),
-                parameters=("full", "parts", "group"),
-                why="over gloo this is one call for each owner; on GPUs it is one launch, whose "
-                "time is that of one operation",
-                delete_when="the runtime makes one call for both backends",
-            )
-            for name, kind in _BUNDLED.items()
-        ),
-    ]
+    return {
+        emulation.INIT_PROCESS_GROUP: _on_emulated,
+        emulation.NEW_GROUP: _on_emulated,
+        emulation.GET_BACKEND: _named_as_wrapped,
+        emulation.START_EXCHANGE: _exchanged,
+        emulation.START_REDUCE_SCATTER: functools.partial(_bundled, "reduce_scatter"),
+        emulation.START_ALL_GATHER: functools.partial(_bundled, "all_gather"),
+    }
 
 
 def _on_emulated(stock: Callable[..., Any]) -> Callable[..., Any]:

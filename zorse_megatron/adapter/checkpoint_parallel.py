@@ -11,11 +11,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.exchange_utils import exchange_loaded_objects_gather_object
 from megatron.core.utils import get_pg_size
 
-from zorse_megatron.adapter.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
-
-_FULLY_PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
-_TEST = "tests/megatron/test_optimizer_checkpoint.py"
+from zorse_megatron.adapter.patches import checkpoints
+from zorse_megatron.adapter.patches.rebind import Replacements
 
 
 def _make_load(stock_load: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,25 +43,7 @@ def _make_save(stock_apply: Callable[..., Any]) -> Callable[..., Any]:
     return apply_saving_parallelization
 
 
-CHECKPOINT_RECORDS: list[Rebinding] = [
-    Rebinding(
-        target=f"{_FULLY_PARALLEL}:FullyParallelLoadStrategyWrapper.load",
-        make=_make_load,
-        parameters=("self", "sharded_state_dict", "checkpoint_dir", "async_strategy"),
-        why="with --ckpt-fully-parallel-load, groups of several ranks gather loaded objects over "
-        "the world; groups of one rank skip that, and the job hangs",
-        versions=MEGATRON_VERSIONS,
-        test=f"{_TEST}::test_training_goes_on_exactly",
-        delete_when="exchange_loaded_objects_gather_object uses the parallelization group",
-    ),
-    Rebinding(
-        target=f"{_FULLY_PARALLEL}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-        make=_make_save,
-        parameters=("self", "sharded_state_dict"),
-        why="with --ckpt-assume-constant-structure, groups of one rank validate with the world at "
-        "every save and the others only at the first one, and the second save hangs",
-        versions=MEGATRON_VERSIONS,
-        test=f"{_TEST}::test_saves_of_constant_structure",
-        delete_when="the first-save validation does not depend on the size of the group",
-    ),
-]
+PARALLEL_HOOKS: Replacements = {
+    checkpoints.LOAD_IN_PARALLEL: _make_load,
+    checkpoints.SAVE_IN_PARALLEL: _make_save,
+}

@@ -1,0 +1,13 @@
+"""Every record of a rebound name fits the Megatron, the torch and the code that are installed."""
+
+from tests.megatron.preloaded import run_megatron_ranks
+
+
+def _problems() -> list[str]:
+    from zorse_megatron.adapter.patches.registry import REGISTRY
+
+    return [str(problem) for record in REGISTRY.records for problem in REGISTRY.problems(record)]
+
+
+def test_every_record_fits_what_is_installed() -> None:
+    assert run_megatron_ranks(1, _problems) == [[]]

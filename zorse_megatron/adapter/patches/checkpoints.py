@@ -1,0 +1,91 @@
+"""Names of Megatron's checkpoints that a run under a plan rebinds."""
+
+from functools import partial
+
+from zorse_megatron.adapter.patches.rebind import Rebinding
+from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+
+_FULLY_PARALLEL = "megatron.core.dist_checkpointing.strategies.fully_parallel"
+_OPTIMIZER_TEST = "tests/megatron/test_optimizer_checkpoint.py"
+_record = partial(
+    Rebinding, versions=MEGATRON_VERSIONS, test="tests/megatron/test_damaged_checkpoints.py"
+)
+
+SAVE_CHECKPOINT = Rebinding(
+    target="megatron.training.training:save_checkpoint",
+    becomes="The same; a tied embedding of which a rank has two copies is saved once.",
+    why="a tied embedding of which a rank has two copies must be saved once",
+    versions=MEGATRON_VERSIONS,
+    test="tests/megatron/test_exactness.py",
+    delete_when="stock's parallel save gives copies of a tensor on one rank to one writer",
+)
+SAVE_SHARDS = _record(
+    target="megatron.core.dist_checkpointing:save",
+    parameters=(
+        "sharded_state_dict",
+        "checkpoint_dir",
+        "sharded_strategy",
+        "validate_access_integrity",
+        "async_sharded_save",
+        "preprocess_common_before_consistancy_check",
+        "content_metadata",
+        "async_strategy",
+        "verify_integrity",
+    ),
+    becomes="The same, and then a manifest of the files: [checkpoints.md](checkpoints.md).",
+    why="a shard that is cut short or changed is found only by sizes and checksums; those of "
+    "--verify-integrity are computed by one rank for all, and have no sizes",
+    delete_when="save_integrity_manifest is computed by all ranks, and its manifest has sizes",
+)
+SAVE_IN_PARALLEL = Rebinding(
+    target=f"{_FULLY_PARALLEL}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+    parameters=("self", "sharded_state_dict"),
+    becomes="The same; groups of one rank validate when the others do.",
+    why="with --ckpt-assume-constant-structure, groups of one rank validate with the world at "
+    "every save and the others only at the first one, and the second save hangs",
+    versions=MEGATRON_VERSIONS,
+    test=f"{_OPTIMIZER_TEST}::test_saves_of_constant_structure",
+    delete_when="the first-save validation does not depend on the size of the group",
+)
+LOAD_CHECKPOINT = _record(
+    target="megatron.training.training:load_checkpoint",
+    becomes="The same; what cannot be loaded ends every rank with status 2.",
+    why="where a checkpoint cannot be loaded, stock ends with status 0 or with a traceback; to "
+    "a batch system the job then looks done, or worth another start",
+    delete_when="load_checkpoint raises CheckpointingException for all that it cannot load",
+)
+LOAD_IN_PARALLEL = Rebinding(
+    target=f"{_FULLY_PARALLEL}:FullyParallelLoadStrategyWrapper.load",
+    parameters=("self", "sharded_state_dict", "checkpoint_dir", "async_strategy"),
+    becomes="The same; groups of one rank take part in the exchange of loaded objects.",
+    why="with --ckpt-fully-parallel-load, groups of several ranks gather loaded objects over "
+    "the world; groups of one rank skip that, and the job hangs",
+    versions=MEGATRON_VERSIONS,
+    test=f"{_OPTIMIZER_TEST}::test_training_goes_on_exactly",
+    delete_when="exchange_loaded_objects_gather_object uses the parallelization group",
+)
+READ_TRACKER = _record(
+    target="megatron.training.checkpointing:read_metadata",
+    parameters=("tracker_filename",),
+    becomes="The iteration that rank 0 has chosen, on all ranks; no tracker file is read again.",
+    why="of what ranks read stock takes the highest iteration; a node that still sees the "
+    "tracker file as it was would have all ranks load a damaged checkpoint",
+    delete_when="rank 0 reads the tracker file for all",
+)
+NON_PERSISTENT_ITERATION = _record(
+    target="megatron.training.checkpointing:_get_non_persistent_iteration",
+    parameters=("non_persistent_global_dir", "args", "checkpointing_context"),
+    becomes="The same, with `--non-persistent-ckpt-type global`.",
+    why="ranks read the folder of --non-persistent-save-interval themselves, too",
+    delete_when="rank 0 reads the tracker file for all",
+)
+
+CHECKPOINTS = (
+    SAVE_CHECKPOINT,
+    SAVE_SHARDS,
+    SAVE_IN_PARALLEL,
+    LOAD_CHECKPOINT,
+    LOAD_IN_PARALLEL,
+    READ_TRACKER,
+    NON_PERSISTENT_ITERATION,
+)

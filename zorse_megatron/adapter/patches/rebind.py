@@ -1,0 +1,193 @@
+"""Rebinding a name at its use site: one record each, checked, undoable, never silent.
+
+Only a record of a `Registry` can be applied, once at a time. Before anything is changed, every
+record is compared with what is installed: the version, that the name exists, its signature. What
+does not fit stops the job with a `SeamError` that lists all of it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from zorse_megatron.adapter.versions import installed_version
+from zorse_megatron.errors import Problem, SeamError
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebinding:
+    """One name that is bound to something of ours.
+
+    `target` is `package.module:attribute` (attribute may be dotted: `Class.method`). `parameters`
+    are the parameter names that the target must have, in order (None: any, or it is no function).
+    `versions` is a PEP 440 specifier for the distribution that the target is of ("": any, for this
+    package). `becomes` says what takes the name's place, `test` which test fails without it.
+    """
+
+    target: str
+    becomes: str
+    why: str
+    versions: str
+    test: str
+    delete_when: str
+    parameters: tuple[str, ...] | None = None
+
+    @property
+    def distribution(self) -> str:
+        """Name of the distribution whose version `versions` is about."""
+        top = self.target.partition(":")[0].partition(".")[0]
+        return {"megatron": "megatron-core", "zorse_megatron": "zorse-megatron"}.get(top, top)
+
+
+Make = Callable[[Any], Any]
+"""Gets what a name is bound to, a function or a class, and returns what is to take its place.
+
+Of a method, static or of a class, it gets and returns the plain function (with `self` or `cls`).
+"""
+Replacements = Mapping[Rebinding, Make]
+
+
+class Registry:
+    """All records that there are; none but these can be applied."""
+
+    def __init__(
+        self,
+        records: Sequence[Rebinding],
+        *,
+        installed: Callable[[str], str | None] = installed_version,
+    ) -> None:
+        """`installed`: the version of a distribution; None: it is not there."""
+        self.records = tuple(records)
+        self._installed = installed
+        self._in_place: set[Rebinding] = set()
+
+    def apply(self, replacements: Replacements) -> Callable[[], None]:
+        """Apply all, in their order, or none. Returns the undo; undo what came last first.
+
+        Raises SeamError with everything that does not fit.
+        """
+        self._refuse_misuse(replacements)
+        if problems := [problem for record in replacements for problem in self.problems(record)]:
+            raise SeamError("Megatron has changed where zorse-megatron hooks into it", problems)
+        undo: list[tuple[Any, str, Any]] = []
+
+        def restore() -> None:
+            while undo:
+                owner, name, original = undo.pop()
+                if original is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
+            self._in_place.difference_update(replacements)
+
+        self._in_place.update(replacements)
+        try:
+            for record, make in replacements.items():
+                owner, name = _locate(record.target)
+                raw = _current(owner, name)
+                replacement = _like(raw, make(_function(raw)))
+                # A name that a class inherits is put back by taking ours away.
+                undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+                setattr(owner, name, replacement)
+        except BaseException:
+            restore()
+            raise
+        return restore
+
+    @contextmanager
+    def applied(self, replacements: Replacements) -> Iterator[None]:
+        """Apply all records for the duration of a `with` block."""
+        restore = self.apply(replacements)
+        try:
+            yield
+        finally:
+            restore()
+
+    def problems(self, record: Rebinding) -> list[Problem]:
+        """Compare one record with what is installed."""
+        version = self._installed(record.distribution)
+        # Release candidates of a known version have the same seams.
+        known = SpecifierSet(record.versions)
+        if record.versions and (
+            version is None or not known.contains(Version(version), prereleases=True)
+        ):
+            found = f"{record.distribution} {version or 'not installed'}"
+            return [_problem(record, found, f"{record.distribution} {record.versions}")]
+        try:
+            raw = _current(*_locate(record.target))
+        except (ImportError, AttributeError) as error:
+            return [_problem(record, f"no such name ({error})", "the name to exist")]
+        if record.parameters is None:
+            return []
+        found_parameters = tuple(inspect.signature(_function(raw)).parameters)
+        if found_parameters == record.parameters:
+            return []
+        expected = f"parameters {record.parameters}"
+        return [_problem(record, f"parameters {found_parameters}", expected)]
+
+    def _refuse_misuse(self, replacements: Replacements) -> None:
+        """Raise SeamError where our own code applies what it must not."""
+        unknown = [record for record in replacements if record not in self.records]
+        twice = [record for record in replacements if record in self._in_place]
+        problems = [
+            Problem(
+                where=record.target,
+                found="a record that is not in the registry",
+                expected="one of zorse_megatron/adapter/patches/registry.py",
+                remedy="List it there: documents and tests are made from that list.",
+            )
+            for record in unknown
+        ]
+        problems += [
+            Problem(
+                where=record.target,
+                found="a record that is applied already",
+                expected="each to be applied once",
+                remedy="Undo the first one before, or apply it in one place only.",
+            )
+            for record in twice
+        ]
+        if problems:
+            raise SeamError("Names are rebound in a way that is not allowed", problems)
+
+
+def _locate(target: str) -> tuple[Any, str]:
+    """Return the owner object and the last attribute name of `target`."""
+    module_name, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name
+
+
+def _current(owner: Any, name: str) -> Any:
+    """What the name is bound to; static methods and those of a class as they are defined."""
+    return inspect.getattr_static(owner, name) if inspect.isclass(owner) else getattr(owner, name)
+
+
+def _function(raw: Any) -> Any:
+    return raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+
+
+def _like(raw: Any, replacement: Any) -> Any:
+    """Static, or of the class, as what it takes the place of."""
+    return type(raw)(replacement) if isinstance(raw, staticmethod | classmethod) else replacement
+
+
+def _problem(record: Rebinding, found: str, expected: str) -> Problem:
+    of = "Megatron" if record.distribution == "megatron-core" else record.distribution
+    known = f"This {of} differs from the versions we know ({record.versions}); install one of those"
+    return Problem(
+        where=record.target,
+        found=found,
+        expected=expected,
+        remedy=f"{known}. The hook is needed because: {record.why}",
+    )

@@ -1,0 +1,28 @@
+"""Every function and class that is rebound in this project; no other record can be applied.
+
+Beside it there are CPU mode, which stands in for torch.cuda as a whole where there is no GPU
+(`adapter/cpu_mode.py`), and the values of Megatron's `parallel_state` that are made from the plan
+(`adapter/global_groups.py`).
+"""
+
+from zorse_megatron.adapter.patches.checkpoints import CHECKPOINTS
+from zorse_megatron.adapter.patches.emulation import EMULATION
+from zorse_megatron.adapter.patches.rebind import Rebinding, Registry
+from zorse_megatron.adapter.patches.under_plan import UNDER_A_PLAN
+from zorse_megatron.adapter.patches.without_plan import ALWAYS, MEASURING, RECORDING
+
+OF_A_RUN: dict[str, tuple[Rebinding, ...]] = {
+    "Under a plan": UNDER_A_PLAN,
+    "Under a plan, in checkpoints": CHECKPOINTS,
+    "Always, also without a plan": ALWAYS,
+    "With `--zorse-metrics`": RECORDING,
+    "In `zorse profile measure`": MEASURING,
+}
+"""When names are rebound -> their records."""
+OF_AN_EMULATED_RUN: dict[str, tuple[Rebinding, ...]] = {
+    "In `zorse emulate` and `zorse compare`": EMULATION,
+}
+
+REGISTRY = Registry(
+    [record for records in (OF_A_RUN | OF_AN_EMULATED_RUN).values() for record in records]
+)

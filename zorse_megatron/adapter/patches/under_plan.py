@@ -1,0 +1,189 @@
+"""Names of Megatron's training that a run under a plan rebinds."""
+
+from functools import partial
+
+from zorse_megatron.adapter.patches.rebind import Rebinding
+from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+
+_EXACT = "tests/megatron/test_exactness.py"
+_LOOP = "megatron.training.training"
+_record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
+
+PARSE_ARGS = Rebinding(
+    target="megatron.training.arguments:parse_args",
+    parameters=("extra_args_provider", "ignore_unknown_args"),
+    becomes="The same, and then the flags are compared with the plan.",
+    why="flags are checked against the plan, and what the plan decides is set",
+    versions=MEGATRON_VERSIONS,
+    test="tests/megatron/test_bad_input.py",
+    delete_when="upstream takes a plan, or patches/ is merged",
+)
+VALIDATE_ARGS = _record(
+    target="megatron.training.arguments:validate_args",
+    parameters=("args", "defaults"),
+    becomes="The same, with one rank per stage, so that stock's grid arithmetic is that of one "
+    "replica.",
+    why="stock divides the world size by the stages and the batch by the quotient; unequal "
+    "groups have no such quotient",
+    delete_when="validate_args stops assuming equal data-parallel groups",
+)
+PRETRAIN = _record(
+    target="megatron.training:pretrain",
+    parameters=(
+        "cfg_container",
+        "train_valid_test_dataset_provider",
+        "model_type",
+        "forward_step_func",
+        "model_provider",
+        "process_non_loss_data_func",
+        "get_embedding_ranks",
+        "get_position_embedding_ranks",
+        "non_loss_data_func",
+        "store",
+        "inprocess_call_wrapper",
+        "p2p_communicator",
+        "pg_collection",
+        "skip_model_parallel_init",
+    ),
+    becomes="The same, with process groups made from the plan.",
+    why="an unmodified script passes no process groups; they are made from the plan here",
+    delete_when="scripts pass pg_collection themselves",
+)
+IS_FIRST_OR_LAST_STAGE = _record(
+    target="megatron.training.utils:is_first_or_last_pipeline_stage",
+    parameters=("vp_stage",),
+    becomes="The same; also true on groups in between whose layers must know where documents end.",
+    why="scripts read samples on the first and the last stage only; with "
+    "--reset-attention-mask layers in between would attend across documents",
+    delete_when="stock sends attention masks and packing to middle stages",
+)
+BUILD_MODELS = _record(
+    target="megatron.training.models.gpt:unimodal_build_distributed_models",
+    parameters=(
+        "build_model_func",
+        "transformer_config",
+        "pg_collection",
+        "ddp_config",
+        "overlap_param_gather_with_optimizer_step",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+        "wrap_with_ddp",
+        "data_parallel_random_init",
+        "mixed_precision_wrapper",
+        "pre_wrap_hook",
+        "model_type",
+    ),
+    becomes="The same, for one chunk of the rank after the other.",
+    why="a rank's chunks are as many pipeline stages to stock, which knows one, or "
+    "virtual ones at equal distances; and one chunk must be wrapped and released before "
+    "the next one is built",
+    delete_when="build_distributed_models takes the stages to build, and wraps each before "
+    "it builds the next",
+)
+DDP_CLASS = _record(
+    target="megatron.training.models.dist_utils:DistributedDataParallel",
+    becomes="Stock's class with shards of unequal size.",
+    why="the builder names the wrapper's class instead of taking it",
+    delete_when="build_distributed_models takes the DDP class as an argument",
+)
+BUILD_MODULE = Rebinding(
+    target="megatron.core.transformer.transformer_block:build_module",
+    parameters=("spec_or_module", "args", "kwargs"),
+    becomes="The same, while initial weights are made: a layer of the whole model is dropped "
+    "once its weights are copied.",
+    why="the whole model is built for its random numbers; a layer must not keep its memory "
+    "beyond its copy",
+    versions=MEGATRON_VERSIONS,
+    test="tests/megatron/test_exactness.py::test_initial_weights_do_not_depend_on_the_plan",
+    delete_when="Megatron can initialise a stage as part of the whole model",
+)
+GET_OPTIMIZER = _record(
+    target=f"{_LOOP}:get_megatron_optimizer",
+    parameters=(
+        "config",
+        "model_chunks",
+        "config_overrides",
+        "use_gloo_process_groups",
+        "pg_collection",
+        "dump_param_to_param_group_map",
+    ),
+    becomes="Stock's distributed optimizer on those shards.",
+    why="setup_model_and_optimizer passes no pg_collection and names the optimizer's class",
+    delete_when="setup_model_and_optimizer passes pg_collection and takes the class",
+)
+OPTIMIZER_CLASS = Rebinding(
+    target="megatron.core.optimizer:DistributedOptimizer",
+    parameters=(
+        "optimizer",
+        "config",
+        "grad_scaler",
+        "init_state_fn",
+        "model_chunks",
+        "per_model_buffers",
+        "data_parallel_group",
+        "data_parallel_group_gloo",
+        "data_parallel_group_idx",
+        "distributed_optimizer_instance_id",
+    ),
+    becomes="Stock's class with shards of unequal size, while the optimizer is built.",
+    why="get_megatron_optimizer names the optimizer's class instead of taking it; bound only "
+    "while it builds",
+    versions=MEGATRON_VERSIONS,
+    test="tests/megatron/test_uneven_optimizer.py",
+    delete_when="get_megatron_optimizer takes the class of the distributed optimizer",
+)
+GET_SCHEDULE = _record(
+    target=f"{_LOOP}:get_forward_backward_func",
+    parameters=("pp_size", "vp_size", "schedule_pg_collection"),
+    becomes="The executor.",
+    why="the schedule is the plan's list of actions",
+    delete_when="pretrain takes a forward_backward_func",
+)
+BUILD_DATASETS = _record(
+    target=f"{_LOOP}:build_train_valid_test_datasets",
+    parameters=("build_train_valid_test_datasets_provider", "train_valid_test_num_samples"),
+    becomes="The same; rank 0 builds the index files for all, on whatever stage it is.",
+    why="rank 0 must build the data sets for all, and may be on a middle stage",
+    delete_when="stock lets a rank of the first stage build and decide",
+)
+BUILD_LOADER = _record(
+    target=f"{_LOOP}:build_pretraining_data_loader",
+    parameters=("dataset", "consumed_samples"),
+    becomes="Stock's loader; each replica takes its samples.",
+    why="replicas read unequal parts of the global batch",
+    delete_when="stock's samplers take the samples of each replica",
+)
+COUNT_SEQUENCES = _record(
+    target=f"{_LOOP}:consume_seqlen_stats_in_iteration",
+    parameters=(),
+    becomes="The same, for packed samples: the number of tokens, which each chunk has counted.",
+    why="stock adds up lengths of packed sequences over the world, and divides by a number "
+    "of stages that counted them; ranks without micro-batches would not take part",
+    delete_when="stock sums over one data-parallel group, with every rank",
+)
+_reporting = partial(
+    _record,
+    becomes="The same; the job's last rank, which prints, is told the loss if it does not know it.",
+    why="stock prints the loss on the job's last rank, which does not know it here",
+    delete_when="print_rank_last prints on a rank of the last stage",
+)
+TRAIN_STEP = _reporting(target=f"{_LOOP}:train_step")
+EVALUATE = _reporting(target=f"{_LOOP}:evaluate")
+
+UNDER_A_PLAN = (
+    PARSE_ARGS,
+    VALIDATE_ARGS,
+    PRETRAIN,
+    IS_FIRST_OR_LAST_STAGE,
+    BUILD_MODELS,
+    DDP_CLASS,
+    BUILD_MODULE,
+    GET_OPTIMIZER,
+    OPTIMIZER_CLASS,
+    GET_SCHEDULE,
+    BUILD_DATASETS,
+    BUILD_LOADER,
+    COUNT_SEQUENCES,
+    TRAIN_STEP,
+    EVALUATE,
+)
