@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zorse_megatron.emulate.messages import Collective, CollectiveKind, Name, Transfer
 from zorse_megatron.emulate.rank_clock import RankClock
 from zorse_megatron.emulate.sizes import Sizes
+from zorse_megatron.runtime.collectives import OperationKind
 
 BACKEND = "emulated"
 WRAPPED = "gloo"
@@ -98,13 +99,24 @@ class EmulatedGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def bundle(self, kind: CollectiveKind, part_bytes: Sequence[int], start: Any) -> list[Any]:
+    def one_operation(
+        self,
+        kind: OperationKind,
+        parts: Sequence[torch.Tensor],
+        start: Callable[[], Sequence[Any]],
+        *,
+        sent_as: torch.dtype | None,
+    ) -> Sequence[Any]:
         """Do what `start` does on this group as one operation, as one launch of NCCL would be.
 
-        `start` makes one or more calls whose works it returns; `part_bytes`: what each rank owns.
+        See `runtime.collectives.CountsOperations`.
         """
         if not self.clock.is_running or self.size() == 1:
-            return list(start())
+            return start()
+        part_bytes = self.sizes.part_bytes(parts)
+        if sent_as is not None:
+            whole = parts[0].element_size()
+            part_bytes = [size * sent_as.itemsize // whole for size in part_bytes]
         self._bundled = []
         try:
             start()

@@ -6,8 +6,10 @@ but takes part in every call. All ranks call in the same order with the same bou
 then give the same result on every run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,9 @@ def reduce_scatter_uneven(
     The other intervals hold leftovers afterwards. Returns the work when `async_op`, else None
     when done. Raises ValueError when `bounds` do not fit the buffer and the group.
     """
-    return finish(_start_reduce_scatter(full, views(full, bounds, group), group), async_op)
+    parts = views(full, bounds, group)
+    start = partial(_start_reduce_scatter, full, parts, group)
+    return finish(as_one_operation("reduce_scatter", parts, group, start), async_op)
 
 
 def all_gather_uneven(
@@ -64,7 +68,47 @@ def all_gather_uneven(
     Returns the work when `async_op`, else None when done. Raises ValueError when `bounds` do not
     fit the buffer and the group.
     """
-    return finish(_start_all_gather(full, views(full, bounds, group), group), async_op)
+    parts = views(full, bounds, group)
+    start = partial(_start_all_gather, full, parts, group)
+    return finish(as_one_operation("all_gather", parts, group, start), async_op)
+
+
+OperationKind = Literal["reduce_scatter", "all_gather", "exchange"]
+
+
+@runtime_checkable
+class CountsOperations(Protocol):
+    """A process group that is told which calls are one operation.
+
+    Over gloo an operation may be one call for each owner, where NCCL has one launch.
+    """
+
+    def one_operation(
+        self,
+        kind: OperationKind,
+        parts: Sequence[torch.Tensor],
+        start: Callable[[], Sequence[Work]],
+        *,
+        sent_as: torch.dtype | None,
+    ) -> Sequence[Work]:
+        """Return what `start`, which makes the calls, returns, or one work for all of it.
+
+        `parts`: what each rank owns; `sent_as`: in which type it is sent; None: in its own.
+        """
+
+
+def as_one_operation(
+    kind: OperationKind,
+    parts: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    start: Callable[[], Sequence[Work]],
+    *,
+    sent_as: torch.dtype | None = None,
+) -> Sequence[Work]:
+    """Start the calls of one operation; a group that counts operations counts one."""
+    if isinstance(group, CountsOperations):
+        return group.one_operation(kind, parts, start, sent_as=sent_as)
+    return start()
 
 
 def views(

@@ -8,12 +8,13 @@ the sum has the same bits whatever arrives first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from zorse_megatron.kernels import pack, sum_parts
-from zorse_megatron.runtime.collectives import Works, finish, views
+from zorse_megatron.runtime.collectives import Works, as_one_operation, finish, views
 from zorse_megatron.runtime.transport import Work
 from zorse_megatron.schedules.shards import Interval
 
@@ -61,7 +62,8 @@ def _exchange(
     received = full.new_empty(others * own.numel(), dtype=wire.dtype)
     start = sum(part.numel() for part in parts[:me])
     _narrow(sent, full, (start, start + own.numel()), wire)
-    works = _start_exchange(full, parts, group, sent, received)
+    start_calls = partial(_start_exchange, parts, group, sent, received)
+    works = as_one_operation("exchange", parts, group, start_calls, sent_as=wire.dtype)
     return _Exchange(Works(works), sent, received, own=own, place=me, wire=wire)
 
 
@@ -77,7 +79,6 @@ def _narrow(sent: torch.Tensor, full: torch.Tensor, own: Interval, wire: Wire) -
 
 
 def _start_exchange(
-    full: torch.Tensor,
     parts: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     sent: torch.Tensor,

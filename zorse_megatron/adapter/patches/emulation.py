@@ -14,7 +14,6 @@ _of_megatron = partial(_record, versions=MEGATRON_VERSIONS)
 _of_torch = partial(_record, versions=TORCH_VERSIONS)
 _of_ours = partial(_record, versions="")
 _LINK = "zorse_megatron.runtime.host_memory:HostLink"
-_COLLECTIVES = "zorse_megatron.runtime.collectives"
 
 WRAP_MODEL = _of_megatron(
     target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
@@ -72,24 +71,6 @@ GET_BACKEND = _of_torch(
     delete_when="the runtime asks groups for abilities and not for names",
 )
 
-_one_operation = partial(
-    _of_ours,
-    parameters=("full", "parts", "group"),
-    becomes="The same calls, counted as one operation.",
-    why="over gloo this is one call for each owner; on GPUs it is one launch, whose "
-    "time is that of one operation",
-    delete_when="the runtime makes one call for both backends",
-)
-START_REDUCE_SCATTER = _one_operation(target=f"{_COLLECTIVES}:_start_reduce_scatter")
-START_ALL_GATHER = _one_operation(target=f"{_COLLECTIVES}:_start_all_gather")
-START_EXCHANGE = _of_ours(
-    target="zorse_megatron.runtime.narrow_wire:_start_exchange",
-    parameters=("full", "parts", "group", "sent", "received"),
-    becomes="The same calls, counted as one operation, in 16 bits.",
-    why="messages of the tiny model stand for parts of the real one, in 16 bits",
-    delete_when="the emulated backend knows the sizes of messages by their parts",
-)
-
 _copying = partial(
     _of_ours,
     becomes="The same copy, with the time that it takes.",
@@ -134,9 +115,6 @@ EMULATION = (
     INIT_PROCESS_GROUP,
     NEW_GROUP,
     GET_BACKEND,
-    START_REDUCE_SCATTER,
-    START_ALL_GATHER,
-    START_EXCHANGE,
     START_TO_HOST,
     START_FROM_HOST,
     HOLD_BACK,
