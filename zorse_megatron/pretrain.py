@@ -26,10 +26,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zorse_megatron.errors import FlagError, Problem, ZorseError
 from zorse_megatron.extras import refuse_without
@@ -40,6 +40,11 @@ from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.plan import Plan
 from zorse_megatron.watch.inquest import LEAST_SILENCE_S, Limits
 from zorse_megatron.watch.rank import BAD_INPUT, WatchedRank
+
+if TYPE_CHECKING:
+    import torch
+
+    from zorse_megatron.runtime.host_memory import HostLink
 
 _NEED_PLAN = (
     "--zorse-cluster",
@@ -237,7 +242,9 @@ def _no_script(script: Path) -> Problem:
     )
 
 
-def run(argv: Sequence[str]) -> None:
+def run(
+    argv: Sequence[str], *, make_host_link: "Callable[[torch.device], HostLink] | None" = None
+) -> None:
     """Run the command. Raises ZorseError before anything is lost if its input cannot be used."""
     environment = dict(os.environ)
     place = None if "RANK" in environment else rank_place(environment, socket.gethostname())
@@ -281,7 +288,7 @@ def run(argv: Sequence[str]) -> None:
             plan, replace(command.limits, exit_s=exit_s), _own_node(cluster)
         )
     with watch.last_words():
-        _train(command, plan, cluster, watch, hub_address)
+        _train(command, plan, cluster, watch, hub_address, make_host_link=make_host_link)
 
 
 def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
@@ -297,7 +304,13 @@ def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
 
 
 def _train(
-    command: Command, plan: Plan | None, cluster: Cluster | None, watch: WatchedRank, hub: str
+    command: Command,
+    plan: Plan | None,
+    cluster: Cluster | None,
+    watch: WatchedRank,
+    hub: str,
+    *,
+    make_host_link: "Callable[[torch.device], HostLink] | None",
 ) -> None:
     """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
     from zorse_megatron.adapter import cpu_mode
@@ -324,6 +337,7 @@ def _train(
             update=command.update,
             skips_damaged=command.skips_damaged,
             enter=watch.enter,
+            make_host_link=make_host_link,
         )
     activate(plan_run)
     if command.metrics is not None:
@@ -347,15 +361,20 @@ def _own_node(cluster: Cluster | None) -> str:
     return name if node is None else node.name
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    make_host_link: "Callable[[torch.device], HostLink] | None" = None,
+) -> None:
     """Entry point; exits with status 2 and all problems on bad input.
 
     `argv` (default: the process's own) starts with the script, if there is one. The patch to
     upstream's pretrain_gpt.py calls this from inside the script, which then runs a second time,
-    without our flags (see patches/).
+    without our flags (see patches/). `make_host_link`: gets the rank's device, returns its link to
+    host memory; for ranks that stand for others, such as emulated ones.
     """
     try:
-        run(sys.argv[1:] if argv is None else argv)
+        run(sys.argv[1:] if argv is None else argv, make_host_link=make_host_link)
     except ZorseError as error:
         complain(str(error), everywhere=error.is_of_one_rank)
         sys.exit(BAD_INPUT)

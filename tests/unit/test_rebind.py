@@ -139,8 +139,9 @@ def test_a_missing_name_is_refused(library, name):
 
 
 def test_a_missing_module_is_refused():
-    of = record("x", target="a_module_that_is_nowhere:x", versions="")
-    refused(registry(of), {of: marked}, "a_module_that_is_nowhere:x", "no such name")
+    of = record("x", target="a_module_that_is_nowhere:x")
+    records = Registry([of], installed=lambda _distribution: "1.5")
+    refused(records, {of: marked}, "a_module_that_is_nowhere:x", "no such name")
 
 
 @pytest.mark.parametrize("version", ["1.3.9", "2.0", None])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
@@ -17,6 +17,11 @@ from zorse_megatron.log import say
 from zorse_megatron.schema.cluster import Cluster
 from zorse_megatron.schema.load import fingerprint
 from zorse_megatron.schema.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from zorse_megatron.runtime.host_memory import HostLink
 
 
 def _unheard(_phase: str) -> None:
@@ -43,6 +48,8 @@ class PlanRun:
     """Go on from an older checkpoint where the latest is damaged."""
     enter: Callable[[str], None] = _unheard
     """Told in which phase this rank is from now on."""
+    make_host_link: "Callable[[torch.device], HostLink] | None" = None
+    """Gets the device, returns its link to host memory; None: `HostLink` itself."""
 
 
 def activate(run: PlanRun | None) -> None:

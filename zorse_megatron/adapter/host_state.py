@@ -70,6 +70,7 @@ class HostState:
         self._state: dict[int, ChunkState] = {}
         if optimizer_state:
             self._state = {id(chunk): self._state_of(chunk, link) for chunk in self.chunks}
+        link.expect_state(self)
 
     def _state_of(self, chunk: Any, link: HostLink) -> ChunkState:
         with self._only(chunk):

@@ -78,6 +78,7 @@ class PlanSession:
     host_memory_limit_bytes: int | None = None
     enter: Callable[[str], None] | None = None
     """Told in which phase this rank is from now on."""
+    make_host_link: Callable[[torch.device], HostLink] = HostLink
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)
@@ -105,7 +106,7 @@ class PlanSession:
         self.kept: KeptActivations | None = None
         self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
         self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
-        self.host_link = HostLink(_device()) if self.offload != Offload() else None
+        self.host_link = self.make_host_link(_device()) if self.offload != Offload() else None
         self.wire = wire_of(
             self.plan,
             self.rank,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from zorse_megatron.runtime.host_memory import HostBacked, HostLink, joined_in_host
-from zorse_megatron.schedules.shards import state_pieces
 
 _CATEGORY = "optimizer state"
 
@@ -152,7 +151,9 @@ class ChunkState:
         moments, mains = self._make(allocate)
         self.whole = [flat.memory for flat in (*moments.values(), *mains)]
         """All of it."""
-        self.pieces = [StatePiece(slices) for slices in _cut(self.shards)]
+        self.pieces = [
+            StatePiece(slices) for slices in _cut(self.shards, link.piece_sizes(self.shards))
+        ]
         first = first_main = 0
         for piece in self.pieces:
             for name, flat in moments.items():
@@ -213,15 +214,10 @@ class _Flat:
         return tensor
 
 
-def _piece_sizes(shards: Sequence[OwnedShard]) -> Sequence[int]:
-    """Elements of each piece."""
-    return state_pieces(sum(shard.tensor.numel() for shard in shards))
-
-
-def _cut(shards: Sequence[OwnedShard]) -> Iterator[list[_Slice]]:
+def _cut(shards: Sequence[OwnedShard], sizes: Sequence[int]) -> Iterator[list[_Slice]]:
     """The slices of each piece; one piece without any where there are no shards."""
     todo = [(shard, 0) for shard in reversed(shards)]
-    for size in _piece_sizes(shards):
+    for size in sizes:
         slices: list[_Slice] = []
         at = main_at = 0
         while at < size or (todo and not todo[-1][0].tensor.numel()):

@@ -42,6 +42,7 @@ from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.fit import model_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
+from zorse_megatron.runtime.host_memory import HostLink
 from zorse_megatron.schema.load import fingerprint
 
 
@@ -87,6 +88,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         memory_limit_bytes=run.memory_limit_bytes,
         host_memory_limit_bytes=run.host_memory_limit_bytes,
         enter=run.enter,
+        make_host_link=run.make_host_link or HostLink,
     )
     _configure(cfg, session)
     load = load_of(args, skips_damaged=run.skips_damaged)

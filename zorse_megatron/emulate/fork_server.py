@@ -44,7 +44,7 @@ def preload() -> None:
     import zorse_megatron.adapter.gpt_entry
     import zorse_megatron.adapter.metrics
     import zorse_megatron.adapter.training
-    import zorse_megatron.emulate.host_seams
+    import zorse_megatron.emulate.host_link
     import zorse_megatron.emulate.memory_cap
     import zorse_megatron.emulate.model_sizes
     import zorse_megatron.emulate.seams

@@ -5,20 +5,32 @@ Takes the arguments of `zorse_megatron.pretrain`, and trains as that does, on th
 
 import atexit
 import os
+from functools import partial
+from typing import TYPE_CHECKING
 
 from zorse_megatron import pretrain
 from zorse_megatron.emulate.job import EmulatedJob, current_job
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def emulate(job: EmulatedJob, rank: int) -> None:
-    """Put the emulation in place, before Megatron reads its arguments. For CPU mode only."""
+    import torch
+
+    from zorse_megatron.runtime.host_memory import HostLink
+
+
+def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]":
+    """Put the emulation in place, before Megatron reads its arguments. For CPU mode only.
+
+    Returns what makes the rank's link to host memory.
+    """
     from zorse_megatron.adapter import cpu_mode
 
     cpu_mode.enable()
     from zorse_megatron.adapter.emulation_hooks import emulation_hooks
     from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.emulate.backend import register
-    from zorse_megatron.emulate.host_seams import host_hooks
+    from zorse_megatron.emulate.host_link import EmulatedHostLink
     from zorse_megatron.emulate.memory_cap import MemoryCap
     from zorse_megatron.emulate.model_sizes import ModelSizes
     from zorse_megatron.emulate.pacer import Pacer
@@ -43,13 +55,14 @@ def emulate(job: EmulatedJob, rank: int) -> None:
         report=job.report(rank),
     )
     of_megatron = emulation_hooks(watch=pacer.watch, around_step=pacer.around_step)
-    REGISTRY.apply({**seam_hooks(), **host_hooks(pacer), **of_megatron})
+    REGISTRY.apply({**seam_hooks(), **of_megatron})
+    return partial(EmulatedHostLink, pacer)
 
 
 def main() -> None:
     """Entry point."""
-    emulate(current_job(), int(os.environ["RANK"]))
-    pretrain.main()
+    make_host_link = emulate(current_job(), int(os.environ["RANK"]))
+    pretrain.main(make_host_link=make_host_link)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class ActivationOffload:
         self._send(key, [HostBacked(t, self.link, "activations") for t in found.values()])
 
     def _send(self, key: tuple[int, int], memories: list[HostBacked]) -> None:
+        self.link.expect_activations(memories)
         # What the forward before this one kept has had this one's time to leave.
         self.let_go(wait=True)
         for memory in memories:

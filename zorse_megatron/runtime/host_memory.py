@@ -6,11 +6,13 @@ done when it has been started: the same order of events, which is what tests nee
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from zorse_megatron.costs.pinned import pinned_bytes
+from zorse_megatron.schedules.shards import state_pieces
 
 
 class HostMemoryFull(Exception):
@@ -42,8 +44,19 @@ def joined_in_host(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
 
 
+class Copy(Protocol):
+    """A copy under way, as the CUDA event behind it."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+
 class HostLink:
-    """The copy streams of one device, to host memory and back; counts what waits in the host."""
+    """The copy streams of one device, to host memory and back; counts what waits in the host.
+
+    A rank is given its link. A subclass may be one whose copies take other times; what is going to
+    be copied is told it before (`expect_activations`, `expect_state`).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,21 +107,29 @@ class HostLink:
         """Count host memory as free again."""
         self.held[category] -= host_bytes_of(host.nbytes, pinned=self.is_cuda)
 
-    def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> "torch.cuda.Event | None":
+    def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> Copy | None:
         """Copy behind all that the current stream has been given; returns what to wait for."""
         self.sent_bytes += source.nbytes
         return self._copy(source, host, self._to_host)
 
-    def start_from_host(
-        self, host: torch.Tensor, target: torch.Tensor
-    ) -> "torch.cuda.Event | None":
+    def start_from_host(self, host: torch.Tensor, target: torch.Tensor) -> Copy | None:
         """Copy back; `target` must not be read before the current stream waits for the result."""
         self.brought_bytes += target.nbytes
         return self._copy(host, target, self._from_host)
 
-    def hold_back(self, copied: "torch.cuda.Event") -> None:
-        """Let the current stream wait for a copy."""
+    def hold_back(self, copied: Any) -> None:
+        """Let the current stream wait for a copy that this link has started."""
         torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def expect_activations(self, memories: "Sequence[HostBacked]") -> None:
+        """Told what a forward has kept, before it is sent. Here nothing depends on it."""
+
+    def expect_state(self, state: Any) -> None:
+        """Told the `HostState` of an optimizer, once it is made. Here nothing depends on it."""
+
+    def piece_sizes(self, shards: Sequence[Any]) -> Sequence[int]:
+        """Elements of each piece in which the state of shards (`OwnedShard`) comes and goes."""
+        return state_pieces(sum(shard.tensor.numel() for shard in shards))
 
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, stream: "torch.cuda.Stream | None"
@@ -140,8 +161,8 @@ class HostBacked:
         self.link = link
         self.host: torch.Tensor | None = None
         self.is_away = False
-        self._leaving: torch.cuda.Event | None = None
-        self._coming: torch.cuda.Event | None = None
+        self._leaving: Copy | None = None
+        self._coming: Copy | None = None
         self._is_leaving = False
 
     def part(self, tensor: torch.Tensor, start_bytes: int) -> "HostBacked":

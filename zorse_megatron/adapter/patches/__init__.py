@@ -1,4 +1,4 @@
-"""What is rebound in Megatron, in torch.distributed and, to emulate, in this package.
+"""What is rebound in Megatron and, to emulate, in torch.distributed.
 
 `registry.py` lists every record; `rebind.py` checks, applies and undoes them. The records say what
 and why; what takes a name's place is made where it belongs, and passed in. Nothing here imports

@@ -27,8 +27,8 @@ class Rebinding:
 
     `target` is `package.module:attribute` (attribute may be dotted: `Class.method`). `parameters`
     are the parameter names that the target must have, in order (None: any, or it is no function).
-    `versions` is a PEP 440 specifier for the distribution that the target is of ("": any, for this
-    package). `becomes` says what takes the name's place, `test` which test fails without it.
+    `versions` is a PEP 440 specifier for the distribution that the target is of. `becomes` says
+    what takes the name's place, `test` which test fails without it.
     """
 
     target: str
@@ -43,7 +43,7 @@ class Rebinding:
     def distribution(self) -> str:
         """Name of the distribution whose version `versions` is about."""
         top = self.target.partition(":")[0].partition(".")[0]
-        return {"megatron": "megatron-core", "zorse_megatron": "zorse-megatron"}.get(top, top)
+        return "megatron-core" if top == "megatron" else top
 
 
 Make = Callable[[Any], Any]
@@ -115,9 +115,7 @@ class Registry:
         version = self._installed(record.distribution)
         # Release candidates of a known version have the same seams.
         known = SpecifierSet(record.versions)
-        if record.versions and (
-            version is None or not known.contains(Version(version), prereleases=True)
-        ):
+        if version is None or not known.contains(Version(version), prereleases=True):
             found = f"{record.distribution} {version or 'not installed'}"
             return [_problem(record, found, f"{record.distribution} {record.versions}")]
         try:
