@@ -126,10 +126,10 @@ def setting(device: torch.device, options: argparse.Namespace) -> dict[str, Any]
 def main() -> int:
     """Run the benchmark and print its result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    parser.add_argument("--dry", action="store_true", help="small sizes on the CPU, to try it out")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--dry", action="store_true", help="dry run: small sizes on the CPU")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes (default: 64 MB to 4 GB)")
-    parser.add_argument("--seconds", type=float, help="time for each figure (default: 0.5)")
+    parser.add_argument("--seconds", type=float, help="seconds per measurement (default: 0.5)")
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
         parser.error("found no GPU; expected one, or --dry to try the script without")

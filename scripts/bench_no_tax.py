@@ -155,10 +155,12 @@ def run_pairs(options: argparse.Namespace, work: Path) -> list[Pair]:
 def main() -> int:
     """Run the benchmark and print its result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of jobs (default: 5)")
-    parser.add_argument("--iterations", type=int, default=30, help="of each job (default: 30)")
-    parser.add_argument("--warm-up", type=int, default=10, help="iterations left out (default: 10)")
+    parser.add_argument(
+        "--iterations", type=int, default=30, help="iterations per job (default: 30)"
+    )
+    parser.add_argument("--warm-up", type=int, default=10, help="warm-up iterations (default: 10)")
     options = parser.parse_args()
     if not 1 <= options.warm_up < options.iterations or options.pairs < 1:
         parser.error("expected --pairs of at least 1, and 1 <= --warm-up < --iterations")

@@ -205,22 +205,32 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; with --dry-run, sizes are those of `TINY`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--dry-run", action="store_true", help="on the CPU, with a tiny model")
+    add("--dry-run", action="store_true", help="run on the CPU, with a tiny model")
     add("--json", type=Path, metavar="FILE", help="write the result")
     add("--budget", type=float, default=24.0, help="GPU memory in GB (default: 24)")
-    add("--ranks", type=int, default=1, help="GPUs for the overlap of gathers (default: 1, none)")
+    add("--ranks", type=int, default=1, help="GPUs to overlap all-gathers on (default: 1, none)")
     add("--hidden", type=int, default=4096)
     add("--heads", type=int, default=32)
     add("--sequence", type=int, default=2048)
     add("--vocabulary", type=int, default=32000)
-    add("--layers", type=int, default=12, help="of the large model (default: 12)")
-    add("--small-layers", type=int, default=4, help="of the small model (default: 4)")
+    add("--layers", type=int, default=12, help="layers of the large model (default: 12)")
+    add("--small-layers", type=int, default=4, help="layers of the small model (default: 4)")
     add("--micro-batch-size", type=int, default=2)
-    add("--micro-batches", type=int, default=32, help="of the large model (default: 32)")
-    add("--small-micro-batches", type=int, default=256, help="of the small one (default: 256)")
-    add("--iterations", type=int, default=8, help="of each run (default: 8)")
-    add("--warm-up", type=int, default=3, help="iterations left out (default: 3)")
-    add("--time-limit", type=float, default=3600.0, help="of each run, in seconds")
+    add(
+        "--micro-batches",
+        type=int,
+        default=32,
+        help="micro-batches of the large model (default: 32)",
+    )
+    add(
+        "--small-micro-batches",
+        type=int,
+        default=256,
+        help="micro-batches of the small one (default: 256)",
+    )
+    add("--iterations", type=int, default=8, help="iterations per run (default: 8)")
+    add("--warm-up", type=int, default=3, help="warm-up iterations (default: 3)")
+    add("--time-limit", type=float, default=3600.0, help="seconds per run")
     options = parser.parse_args(argv)
     if options.dry_run:
         vars(options).update(TINY)

@@ -190,8 +190,8 @@ def measure(num_ranks: int, links: str, repeat: int) -> Row:
 def main() -> int:
     """Run the benchmark and print its result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each, fastest counts")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of each; the fastest counts")
     options = parser.parse_args()
     if options.repeat < 1:
         parser.error("expected --repeat of at least 1")

@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument(
         "--rebuild-gb-per-s",
         type=float,
-        help="another rate for the rebuild of received activations, to see what depends on it",
+        help="another rate for rebuilding received activations, for a sensitivity check",
     )
     options = parser.parse_args()
     if options.rebuild_gb_per_s is not None and not options.rebuild_gb_per_s > 0:

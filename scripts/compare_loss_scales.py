@@ -186,9 +186,11 @@ def main() -> int:
     """Run all jobs and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep results here, and go on from it"
+        "--json", type=Path, metavar="FILE", help="save results here, and resume from them"
     )
-    parser.add_argument("--iterations", type=int, default=300, help="of each job (default: 300)")
+    parser.add_argument(
+        "--iterations", type=int, default=300, help="iterations per job (default: 300)"
+    )
     for name, choices, default, what in (
         ("batch", sorted(MICRO_BATCH_SIZES), [8, 1024], f"samples of {SEQ_LENGTH} tokens"),
         ("precision", list(PRECISIONS), list(PRECISIONS), "type and loss scale"),

@@ -186,10 +186,12 @@ def main() -> int:
     """Run all jobs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep results here, and go on from it"
+        "--json", type=Path, metavar="FILE", help="save results here, and resume from them"
     )
     parser.add_argument("--seeds", type=int, default=5, help="seeds (default: 5)")
-    parser.add_argument("--iterations", type=int, default=300, help="of each job (default: 300)")
+    parser.add_argument(
+        "--iterations", type=int, default=300, help="iterations per job (default: 300)"
+    )
     options = parser.parse_args()
     if options.seeds < 1 or options.iterations < 1:
         parser.error("expected --seeds and --iterations of at least 1")

@@ -109,7 +109,7 @@ def _cards(
     fitting = [stock.fitting for _, stock in stocks if stock.fitting is not None]
     best_s = min((each.iteration_s for each in fitting), default=None)
     yield Card(
-        label="Against stock at its best",
+        label="Against the best stock layout",
         value="-" if best_s is None else f"{best_s / outcome.iteration_s:.2f} x",
         note="no layout of stock fits" if best_s is None else f"it takes {best_s:.4g} s",
     )
@@ -186,7 +186,7 @@ def _pictures(prices: Priced, plan: Plan) -> Iterator["Picture"]:
         )
         yield Picture(
             title="One iteration",
-            hint="What each GPU does, and when: the very actions that its rank executes.",
+            hint="Each GPU's timeline, made of the actions that its rank executes.",
             png=timeline.read_bytes(),
         )
         memory = draw_memory(
@@ -198,7 +198,7 @@ def _pictures(prices: Priced, plan: Plan) -> Iterator["Picture"]:
         )
         yield Picture(
             title="Memory",
-            hint="What each GPU holds at its peak, against what it has.",
+            hint="Peak memory of each GPU, against its capacity.",
             png=memory.read_bytes(),
         )
 

@@ -38,7 +38,8 @@ TELL_EVERY = 10
 
 def main(
     output: Annotated[
-        Path, typer.Option(help="Folder for figures, logs and numbers; its old ones are replaced.")
+        Path,
+        typer.Option(help="Directory for figures, logs and numbers; earlier ones are replaced."),
     ] = Path("demo-output"),
     iterations: Annotated[
         int, typer.Option(min=MIN_ITERATIONS, help="Training iterations of each job.")
