@@ -31,7 +31,7 @@ def test_table_of_ranks_and_critical_path(run):
         percents = [int(cell.removesuffix(" %")) for cell in row[3:7]]
         assert sum(percents) == pytest.approx(100, abs=2)
     assert any(line.startswith("critical path: ") and "backward" in line for line in lines)
-    assert any(line.startswith("it runs through: ") for line in lines)
+    assert any(line.startswith("critical path by group: ") for line in lines)
     assert any(line.startswith("note: compute dtype float16, which every kind") for line in lines)
     assert any(line.startswith("note: V100-16: analytic") for line in lines)
 

@@ -33,7 +33,7 @@ class CriticalShares:
     by_work: dict[str, float]
     by_group: dict[int, float]
     contention_s: float
-    """Of transfers and collectives: what they would have been faster on idle links."""
+    """Time that transfers and collectives lose to contention for links."""
     num_steps: int
 
 
@@ -76,11 +76,11 @@ def critical_lines(plan: Plan, result: "SimulationResult") -> list[str]:
     names = {number: group.name or f"group {number}" for number, group in enumerate(plan.groups)}
     lines = [
         f"critical path: {spelt(list(shares.by_work.items()))}",
-        f"it runs through: {spelt([(names[n], s) for n, s in shares.by_group.items()])}",
+        f"critical path by group: {spelt([(names[n], s) for n, s in shares.by_group.items()])}",
     ]
     if shares.contention_s > 0.001 * whole_s:
         percent = 100 * shares.contention_s / whole_s
-        lines.append(f"links that are shared at the same time make it {percent:.1f} % longer")
+        lines.append(f"of which link contention: {percent:.1f} %")
     return lines
 
 
