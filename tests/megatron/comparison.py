@@ -39,7 +39,7 @@ BASE_FLAGS = (
     *("--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH_SIZE)),
     *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-iters", "3", "--lr-decay-iters", "40"),
     *("--weight-decay", "0.1", "--attention-dropout", "0", "--hidden-dropout", "0"),
-    *("--eval-interval", "1000", "--eval-iters", "1", "--log-interval", "1", "--seed", "11"),
+    *("--eval-interval", "1000", "--eval-iters", "0", "--log-interval", "1", "--seed", "11"),
     *("--distributed-timeout-minutes", "1", "--num-workers", "0", "--calculate-per-token-loss"),
 )
 

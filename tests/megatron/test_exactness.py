@@ -99,7 +99,7 @@ def assert_tied_copies_are_equal(run: Recorded) -> None:
     assert others and all(torch.equal(copy, embedding) for copy in others)
 
 
-@pytest.mark.parametrize("layout", ["3|2", "2|1|2", "5, one idle"])
+@pytest.mark.parametrize("layout", ["2|1|2", "5, one idle"])
 @pytest.mark.parametrize(
     "more",
     [

@@ -33,7 +33,9 @@ TRAINING = (
 
 
 def zorse(*words: str, death: str = "", grace_s: float = 30) -> RunResult:
-    env = {"ZORSE_TEST_NODES": "2,2", "ZORSE_TEST_DEATH": death}
+    # Only where a rank dies is the process that builds the layers a new one that imports Megatron.
+    forks = {} if death else {"ZORSE_TEST_FORKS": "1"}
+    env = {"ZORSE_TEST_NODES": "2,2", "ZORSE_TEST_DEATH": death, **forks}
     return run_ranks(
         words,
         WORLD,

@@ -14,7 +14,7 @@ from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.search import find_plan
 
 _WANTED = os.environ.get("ZORSE_OPTIMALITY_CASES")
-CASES = int(_WANTED or 24)
+CASES = int(_WANTED or 12)
 GPUS, LAYERS = os.environ.get("ZORSE_OPTIMALITY_SIZE", "6x12" if _WANTED else "4x6").split("x")
 SIZE = {"most_gpus": int(GPUS), "most_layers": int(LAYERS)}
 MOST_SIMULATED = 20_000

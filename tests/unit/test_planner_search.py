@@ -88,8 +88,11 @@ def test_equal_inputs_give_equal_plans():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth_first"])
-def test_the_runtime_executes_what_is_found(schedule):
-    outcome = find_plan(lab(space=SearchSpace(schedules=(schedule,))))
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_runtime_executes_what_is_found(schedule, seed):
+    inputs = random_case(seed, most_gpus=4, most_layers=8)
+    space = dataclasses.replace(inputs.space, schedules=(schedule,), offload=True)
+    outcome = find_plan(dataclasses.replace(inputs, space=space))
     refuse_unsupported(outcome.plan)  # raises where something is not executed
 
 
