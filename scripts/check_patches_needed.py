@@ -4,8 +4,8 @@
     python scripts/check_patches_needed.py DistributedOptimizer compile_helpers
 
 Prints one line for each record. The exit status is 0 if every test fails without its record, 1 if
-one passes, 2 if nothing matches the words. Records are left out by a `sitecustomize` that every
-Python process of the test imports; the package itself knows nothing of it.
+one passes or does not end in time, 2 if nothing matches the words. A `sitecustomize`, which every
+Python process of the test imports, leaves the record out; the package itself knows nothing of it.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def fails_without(record: Rebinding, *, timeout_s: float) -> tuple[bool, str]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return True, f"had not ended after {timeout_s:g} s"
+            return False, f"not ended after {timeout_s:g} s"
     # 1: tests failed. Anything else but 0 is no verdict: no such test, say.
     if done.returncode not in (0, 1):
         raise SystemExit(f"{record.test}: pytest ended with {done.returncode}\n{done.stdout}")
@@ -78,7 +78,7 @@ def main() -> int:
     for record in records:
         fails, how = fails_without(record, timeout_s=given.timeout)
         verdicts.append(fails)
-        verdict = "fails without it" if fails else "PASSES WITHOUT IT"
+        verdict = "fails without it" if fails else "DOES NOT FAIL WITHOUT IT"
         print(f"{record.target} ({record.test}): {verdict}: {how}", flush=True)
     return 0 if all(verdicts) else 1
 

@@ -16,7 +16,7 @@ SAVE_CHECKPOINT = Rebinding(
     becomes="The same; a tied embedding of which a rank has two copies is saved once.",
     why="a tied embedding of which a rank has two copies must be saved once",
     versions=MEGATRON_VERSIONS,
-    test="tests/megatron/test_exactness.py",
+    test="tests/megatron/test_checkpoints.py::test_resumes",
     delete_when="stock's parallel save gives copies of a tensor on one rank to one writer",
 )
 SAVE_SHARDS = _record(

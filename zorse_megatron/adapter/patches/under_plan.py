@@ -6,19 +6,20 @@ from zorse_megatron.adapter.patches.rebind import Rebinding
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
 
 _EXACT = "tests/megatron/test_exactness.py"
+_SCRIPT = "tests/megatron/test_upstream_script.py"
 _LOOP = "megatron.training.training"
-_record = partial(Rebinding, versions=MEGATRON_VERSIONS, test=_EXACT)
+_record = partial(Rebinding, versions=MEGATRON_VERSIONS)
+_training = partial(_record, test=f"{_EXACT}::test_follows_stock")
 
-PARSE_ARGS = Rebinding(
+PARSE_ARGS = _record(
     target="megatron.training.arguments:parse_args",
     parameters=("extra_args_provider", "ignore_unknown_args"),
     becomes="The same, and then the flags are compared with the plan.",
     why="flags are checked against the plan, and what the plan decides is set",
-    versions=MEGATRON_VERSIONS,
     test="tests/megatron/test_bad_input.py",
     delete_when="upstream takes a plan, or patches/ is merged",
 )
-VALIDATE_ARGS = _record(
+VALIDATE_ARGS = _training(
     target="megatron.training.arguments:validate_args",
     parameters=("args", "defaults"),
     becomes="The same, with one rank per stage, so that stock's grid arithmetic is that of one "
@@ -27,7 +28,7 @@ VALIDATE_ARGS = _record(
     "groups have no such quotient",
     delete_when="validate_args stops assuming equal data-parallel groups",
 )
-PRETRAIN = _record(
+PRETRAIN = _training(
     target="megatron.training:pretrain",
     parameters=(
         "cfg_container",
@@ -55,9 +56,10 @@ IS_FIRST_OR_LAST_STAGE = _record(
     becomes="The same; also true on groups in between whose layers must know where documents end.",
     why="scripts read samples on the first and the last stage only; with "
     "--reset-attention-mask layers in between would attend across documents",
+    test=f"{_SCRIPT}::test_layers_in_the_middle_know_where_documents_end",
     delete_when="stock sends attention masks and packing to middle stages",
 )
-BUILD_MODELS = _record(
+BUILD_MODELS = _training(
     target="megatron.training.models.gpt:unimodal_build_distributed_models",
     parameters=(
         "build_model_func",
@@ -80,24 +82,23 @@ BUILD_MODELS = _record(
     delete_when="build_distributed_models takes the stages to build, and wraps each before "
     "it builds the next",
 )
-DDP_CLASS = _record(
+DDP_CLASS = _training(
     target="megatron.training.models.dist_utils:DistributedDataParallel",
     becomes="Stock's class with shards of unequal size.",
     why="the builder names the wrapper's class instead of taking it",
     delete_when="build_distributed_models takes the DDP class as an argument",
 )
-BUILD_MODULE = Rebinding(
+BUILD_MODULE = _record(
     target="megatron.core.transformer.transformer_block:build_module",
     parameters=("spec_or_module", "args", "kwargs"),
     becomes="The same, while initial weights are made: a layer of the whole model is dropped "
     "once its weights are copied.",
     why="the whole model is built for its random numbers; a layer must not keep its memory "
     "beyond its copy",
-    versions=MEGATRON_VERSIONS,
-    test="tests/megatron/test_exactness.py::test_initial_weights_do_not_depend_on_the_plan",
+    test=f"{_EXACT}::test_initial_weights_do_not_depend_on_the_plan",
     delete_when="Megatron can initialise a stage as part of the whole model",
 )
-GET_OPTIMIZER = _record(
+GET_OPTIMIZER = _training(
     target=f"{_LOOP}:get_megatron_optimizer",
     parameters=(
         "config",
@@ -111,7 +112,7 @@ GET_OPTIMIZER = _record(
     why="setup_model_and_optimizer passes no pg_collection and names the optimizer's class",
     delete_when="setup_model_and_optimizer passes pg_collection and takes the class",
 )
-OPTIMIZER_CLASS = Rebinding(
+OPTIMIZER_CLASS = _record(
     target="megatron.core.optimizer:DistributedOptimizer",
     parameters=(
         "optimizer",
@@ -128,25 +129,24 @@ OPTIMIZER_CLASS = Rebinding(
     becomes="Stock's class with shards of unequal size, while the optimizer is built.",
     why="get_megatron_optimizer names the optimizer's class instead of taking it; bound only "
     "while it builds",
-    versions=MEGATRON_VERSIONS,
     test="tests/megatron/test_uneven_optimizer.py",
     delete_when="get_megatron_optimizer takes the class of the distributed optimizer",
 )
-GET_SCHEDULE = _record(
+GET_SCHEDULE = _training(
     target=f"{_LOOP}:get_forward_backward_func",
     parameters=("pp_size", "vp_size", "schedule_pg_collection"),
     becomes="The executor.",
     why="the schedule is the plan's list of actions",
     delete_when="pretrain takes a forward_backward_func",
 )
-BUILD_DATASETS = _record(
+BUILD_DATASETS = _training(
     target=f"{_LOOP}:build_train_valid_test_datasets",
     parameters=("build_train_valid_test_datasets_provider", "train_valid_test_num_samples"),
     becomes="The same; rank 0 builds the index files for all, on whatever stage it is.",
     why="rank 0 must build the data sets for all, and may be on a middle stage",
     delete_when="stock lets a rank of the first stage build and decide",
 )
-BUILD_LOADER = _record(
+BUILD_LOADER = _training(
     target=f"{_LOOP}:build_pretraining_data_loader",
     parameters=("dataset", "consumed_samples"),
     becomes="Stock's loader; each replica takes its samples.",
@@ -159,6 +159,7 @@ COUNT_SEQUENCES = _record(
     becomes="The same, for packed samples: the number of tokens, which each chunk has counted.",
     why="stock adds up lengths of packed sequences over the world, and divides by a number "
     "of stages that counted them; ranks without micro-batches would not take part",
+    test=f"{_SCRIPT}::test_trains_on_packed_documents",
     delete_when="stock sums over one data-parallel group, with every rank",
 )
 _reporting = partial(
@@ -167,8 +168,8 @@ _reporting = partial(
     why="stock prints the loss on the job's last rank, which does not know it here",
     delete_when="print_rank_last prints on a rank of the last stage",
 )
-TRAIN_STEP = _reporting(target=f"{_LOOP}:train_step")
-EVALUATE = _reporting(target=f"{_LOOP}:evaluate")
+TRAIN_STEP = _reporting(target=f"{_LOOP}:train_step", test=f"{_EXACT}::test_follows_stock")
+EVALUATE = _reporting(target=f"{_LOOP}:evaluate", test=f"{_EXACT}::test_evaluation_follows_stock")
 
 UNDER_A_PLAN = (
     PARSE_ARGS,
