@@ -5,6 +5,9 @@ PYTHON312 ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests of a file share what is slow to make, so they stay in one process.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile \
+	--no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -30,10 +33,10 @@ demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and co
 	@$(BIN)/python -m zorse_megatron.demo
 
 test: lint ## Run the linters and all tests
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations 20
+	@$(PYTEST) --durations 20
 
-check: lint ## Run the linters and the fast tests (seconds, no Megatron)
-	@$(BIN)/python -m pytest tests/unit
+check: lint ## Run the linters and the tests of tests/unit (no Megatron)
+	@$(PYTEST) tests/unit
 
 lint: $(INSTALLED) ## Run the linters alone: format, style, types, layers
 	@$(BIN)/ruff format --check --quiet .
