@@ -5,13 +5,19 @@ nodes, each with a kind of CPU of its own.
 `ZORSE_TEST_FORKS=1`: the process that builds the layers is forked, and has Megatron imported.
 """
 
+import fcntl
+import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
+from tests.megatron.server import end_with_parent, leave, run_as_main
+
+MESSAGE_BYTES = 1 << 17  # a flag file or an environment may be long
 RANK = int(os.environ["RANK"])
 
 
@@ -37,32 +43,84 @@ def dying(show: Callable[[Any], None], when: int) -> Callable[[Any], None]:
     return run
 
 
+class ForkServer:
+    """Forks what `layer_process` starts; `popen` is what it needs of `subprocess.Popen`.
+
+    It is forked itself before this rank starts threads: a child of a rank with threads of gloo's
+    would keep the locks that those held.
+    """
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self._ours.close()
+            end_with_parent()
+            serve(theirs)
+            os._exit(0)
+        theirs.close()
+
+    def popen(
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[str],
+        pass_fds: Sequence[int],
+        **_others: Any,
+    ) -> "Forked":
+        request = {"words": list(words), "env": dict(env), "fds": [1, 2, *pass_fds]}
+        output = stdout.fileno()
+        socket.send_fds(self._ours, [json.dumps(request).encode()], [output, output, *pass_fds])
+        return Forked(int(self._ours.recv(MESSAGE_BYTES)), self._ours)
+
+
 class Forked:
-    """What `layer_process` needs of `subprocess.Popen`."""
-
-    def __init__(
-        self, words: Sequence[str], *, env: Mapping[str, str], stdout: IO[str], **_others: Any
-    ) -> None:
-        self.status: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            from tests.megatron.server import leave, run_as_main
-
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stdout.fileno(), 2)
-            os.environ.clear()
-            os.environ.update(env)
-            sys.argv = list(words[2:])
-            leave(run_as_main(words[2]))
+    def __init__(self, pid: int, server: socket.socket) -> None:
+        self.pid = pid
+        self._server = server
+        self._status: int | None = None
 
     def wait(self) -> int:
-        if self.status is None:
-            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.status
+        if self._status is None:
+            self._status = int(self._server.recv(MESSAGE_BYTES))
+        return self._status
 
     def kill(self) -> None:
-        if self.status is None:
+        if self._status is None:
             os.kill(self.pid, signal.SIGKILL)
+
+
+def serve(client: socket.socket) -> None:
+    """Fork one process after the other: answers its pid, and its exit status once it has ended."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(client, MESSAGE_BYTES, 8)
+        if not message:
+            return
+        request = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            client.close()
+            end_with_parent()
+            become(request, fds)
+        for each in fds:
+            os.close(each)
+        client.send(str(pid).encode())
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        client.send(str(status).encode())
+
+
+def become(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
+    """Run the module of `python -m` words, with `fds` under the numbers that they have there."""
+    # Above all of both, so that none is overwritten before it is copied.
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
+    for copy, number in zip(copies, request["fds"], strict=True):
+        os.dup2(copy, number)
+    for each in copies:
+        os.close(each)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = list(request["words"][2:])
+    leave(run_as_main(sys.argv[0]))
 
 
 def main() -> None:
@@ -70,7 +128,7 @@ def main() -> None:
     if "ZORSE_TEST_FORKS" in os.environ:
         from zorse_megatron.measure import layer_process
 
-        vars(layer_process)["subprocess"] = SimpleNamespace(Popen=Forked, DEVNULL=None)
+        vars(layer_process)["subprocess"] = SimpleNamespace(Popen=ForkServer().popen, DEVNULL=None)
     rank, _, when = os.environ.get("ZORSE_TEST_DEATH", "").partition(":")
     if rank == str(RANK):
         from zorse_megatron.measure import discover, profile_run

@@ -117,10 +117,14 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
     """Turn this forked child into a rank and run the entry module as `__main__`."""
     os.setpgid(0, 0)  # so that its own children (data loaders, checkpoint writers) end with it
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     output = os.open(Path(job["output_dir"], f"rank_{rank}.txt"), os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
