@@ -19,8 +19,8 @@ from statistics import median
 from zorse_megatron.demo.jobs import Job, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 STAGES = 2
 REPLICAS = 2

@@ -41,8 +41,8 @@ from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Offload
+from zorse_megatron.schema.plan.plan import Offload
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 IN_HOST = Offload(parameters=True, optimizer_state=True, activations=True)
 MAX_SLOWDOWN, MAX_PEAK_ERROR = 0.05, 0.08

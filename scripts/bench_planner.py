@@ -22,12 +22,12 @@ from typing import Any
 from zorse_megatron.planner.bound import best_layers_per_s, lower_bound_s
 from zorse_megatron.planner.inputs import Inputs, make_inputs
 from zorse_megatron.planner.search import STRATEGIES, NoPlanError, find_plan
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.profile import Profile
-from zorse_megatron.schema.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TOKENS_PER_STEP = 2**20

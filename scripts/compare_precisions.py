@@ -23,8 +23,8 @@ from statistics import mean
 from zorse_megatron.demo.jobs import Job, Progress, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 NUM_LAYERS = 4
 SEQ_LENGTH = 32

@@ -24,11 +24,10 @@ from zorse_megatron.planner.inputs import Inputs, make_inputs
 from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,
@@ -37,6 +36,7 @@ from zorse_megatron.schema.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.result import SimulationResult

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.schema.profile_import import Imported, Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_import import Imported, Settings, Table, import_tables
 
 MEASURED = Path(__file__).parents[2] / "shared" / "measured"
 TABLES = (

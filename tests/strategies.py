@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,
@@ -29,7 +29,7 @@ from zorse_megatron.schema.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.schema.validate import SCHEDULE_PARAMETERS
+from zorse_megatron.schema.plan.plan_rules import SCHEDULE_PARAMETERS
 
 Integers = int | SearchStrategy[int]
 _RECOMPUTE = (

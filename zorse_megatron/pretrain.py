@@ -36,8 +36,8 @@ from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
 from zorse_megatron.measure.ranks_env import node_name, rank_place
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.watch.inquest import LEAST_SILENCE_S, Limits
 from zorse_megatron.watch.rank import BAD_INPUT, WatchedRank
 
@@ -253,7 +253,7 @@ def run(
     command = split_command(argv)
     plan = cluster = None
     if command.cluster is not None:
-        from zorse_megatron.schema.cluster_yaml import load_cluster
+        from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 
         cluster = load_cluster(command.cluster)
         if place is not None:
@@ -264,8 +264,8 @@ def run(
         from zorse_megatron.flags.command import read_command
         from zorse_megatron.flags.judge import refuse_misfit
         from zorse_megatron.schedules.refusals import refuse_unsupported
-        from zorse_megatron.schema.load import load_plan
-        from zorse_megatron.schema.placement import refuse_other_cluster
+        from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
+        from zorse_megatron.schema.plan.plan_json import load_plan
 
         plan = load_plan(command.plan)
         refuse_unsupported(plan, str(command.plan))
@@ -293,7 +293,7 @@ def run(
 
 def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
     """Let a child of this process be the rank; in a job that cannot be the plan's, none."""
-    from zorse_megatron.schema.rank_names import rank_name
+    from zorse_megatron.schema.plan.rank_names import rank_name
     from zorse_megatron.watch.start import watched
 
     if os.environ.get("WORLD_SIZE") != str(plan.world_size):

@@ -16,8 +16,7 @@ import torch
 from tests.megatron.launch import run_ranks
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     ComputeDtype,
     Group,
@@ -26,6 +25,7 @@ from zorse_megatron.schema.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.megatron.comparison import LAYOUTS
 from zorse_megatron.adapter import activate
 from zorse_megatron.pretrain import main
-from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 if __name__ == "__main__":
     save_plan(LAYOUTS["2|1"], Path(os.environ["ZORSE_TEST_PLAN"]))

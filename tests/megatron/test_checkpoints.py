@@ -13,7 +13,7 @@ from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, Recorded, plan_run, r
 from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.shared import directory_of, name_of
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 MAX_DIFFERENCE = 1e-5
 SAVED, STEPS = 2, 4

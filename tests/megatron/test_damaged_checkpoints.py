@@ -14,7 +14,7 @@ from zorse_megatron.checkpoints.check import State, look_at
 from zorse_megatron.checkpoints.folder import TRACKER, Checkpoint, read_tracker
 from zorse_megatron.checkpoints.manifest import MANIFEST, STOCK_MANIFEST, file_record
 from zorse_megatron.pretrain import BAD_INPUT
-from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 PLAN = LAYOUTS["2|1"]
 STEPS, INTERVAL = 6, 2

@@ -29,7 +29,7 @@ from tests.megatron.comparison import (
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.strategies import plans
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import Hop, Plan
+from zorse_megatron.schema.plan.plan import Hop, Plan
 
 MAX_LOSS_DIFFERENCE = 2e-5
 MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4

@@ -11,9 +11,9 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.cli.main import app
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.judge import judged
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.load import load_plan
-from zorse_megatron.schema.profile_load import load_profile
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schema.profile.profile_json import load_profile
 from zorse_megatron.watch.rank import LOST_RANK
 
 WORLD = 4

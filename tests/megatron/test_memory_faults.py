@@ -21,8 +21,8 @@ from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.ministages import BOTH_ENDS, in_the_host
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_exactness import UNTIED
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.watch.rank import LOST_RANK
 
 TIMEOUT_S = 12.0

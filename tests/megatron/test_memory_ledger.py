@@ -27,9 +27,9 @@ from tests.megatron.test_exactness import UNTIED, flags_for
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.costs.memory import TransformerMemory, precision_of
 from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.plan import Plan, Recompute, Schedule
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import Plan, Recompute, Schedule
+from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.ledger import Category, changes_of
 from zorse_megatron.simulate.result import SimulationResult

@@ -45,7 +45,7 @@ from tests.megatron.test_exactness import (
     flags_for,
 )
 from tests.strategies import lowerable_plans
-from zorse_megatron.schema.plan import Plan, Schedule
+from zorse_megatron.schema.plan.plan import Plan, Schedule
 
 CANONICAL = ("breadth first", "all in the host")
 PLANS = {

@@ -22,8 +22,8 @@ from tests.unit.planner_cases import simulated
 from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.search import find_plan
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.trace import load_trace
 
 SAVED, STEPS = 3, 6

@@ -9,7 +9,7 @@ import pytest
 from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, run_recorded
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.watch.rank import LOST_RANK
 
 PLAN = LAYOUTS["2|1|2"]

@@ -12,7 +12,7 @@ from tests.megatron.upstream import SCRIPT
 from tests.printed import run_zorse
 from tests.unit.test_docs import commands_in, text_of
 from zorse_megatron.demo.model import demo_plan
-from zorse_megatron.schema.load import save_plan
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 TRAIN = "torchrun --nproc-per-node "
 FLAGS = (

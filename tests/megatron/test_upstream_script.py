@@ -29,8 +29,8 @@ from tests.megatron.test_exactness import (
 )
 from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, needs_upstream
 from tests.unit.test_patches import apply
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Plan, Schedule
+from zorse_megatron.schema.plan.plan import Plan, Schedule
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 pytestmark = needs_upstream
 

@@ -14,7 +14,7 @@ import pytest
 from tests.ranks.test_watch import watched_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
 from zorse_megatron.launch.training import MODULE, Training
-from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 
 CLUSTER = parse_cluster(
     b"nodes:\n"

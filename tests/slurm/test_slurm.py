@@ -19,7 +19,7 @@ from tests.megatron.comparison import BASE_FLAGS
 from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
-from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 STEPS, SAVED_EVERY, KILLED_AFTER, STOPPED_AFTER = 100, 20, 30, 45

@@ -2,7 +2,7 @@
 
 from zorse_megatron.schedules.actions import COMPUTE
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.trace import Span
 
 ACTION_S = 0.001

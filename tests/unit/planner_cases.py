@@ -12,7 +12,7 @@ from zorse_megatron.planner.inputs import Inputs, SearchSpace
 from zorse_megatron.planner.microbatch import WorkerClass, best_split
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.water import water_fill
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from zorse_megatron.errors import ProfileError
-from zorse_megatron.schema.profile_load import parse_profile
+from zorse_megatron.schema.profile.profile_json import parse_profile
 
 GOOD: dict[str, Any] = {
     "schema_version": 1,

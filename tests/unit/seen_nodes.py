@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from zorse_megatron.measure.cluster_text import MeasuredKind
 from zorse_megatron.measure.devices import SeenDevice, SeenNic, SeenRank
 from zorse_megatron.measure.link_tasks import LinkTask
-from zorse_megatron.schema.gpu import LinkType
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Transfers
+from zorse_megatron.schema.gpus.gpu import LinkType
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.profile.profile import Transfers
 
 MEASURED = MeasuredKind(
     memory_bytes=24_000_000_000,

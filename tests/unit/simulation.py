@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, ActionLists, Kind
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.sizes import Sizes

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.strategies import plans
 from zorse_megatron.runtime.batch_sampler import PlanBatchSampler
 from zorse_megatron.schedules.samples import replica_micro_batches
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 @given(plan=plans(max_world=6), epoch=st.integers(1, 40), size=st.integers(1, 5), data=st.data())

@@ -22,7 +22,7 @@ from zorse_megatron.schedules.breadth_first import (
     parameters_setting,
 )
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import Offload, Plan, Schedule
+from zorse_megatron.schema.plan.plan import Offload, Plan, Schedule
 from zorse_megatron.simulate.ledger import Category
 
 breadth_first_plans = lowerable_plans(schedule_names=("breadth_first",))

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 from tests.unit.plan_samples import good, load
 from zorse_megatron import __version__
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema.json_schema import json_schema_text
-from zorse_megatron.schema.load import fingerprint
+from zorse_megatron.schema.plan.json_schema import json_schema_text
+from zorse_megatron.schema.plan.plan_json import fingerprint
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from zorse_megatron.emulate.tiny import Training, training_flags
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.computing import computing_from_flags
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.computing import JobRecompute
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.model.computing import JobRecompute
+from zorse_megatron.schema.model.model_presets import MODELS
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 

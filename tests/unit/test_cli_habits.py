@@ -14,7 +14,7 @@ from typer.main import get_command
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema import counted
+from zorse_megatron.schema.text import counted
 
 WITHOUT_JSON = {"actions", "schema"}
 

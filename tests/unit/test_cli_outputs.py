@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in, write_lab
 from tests.unit.test_profile_import import LAYERS
-from zorse_megatron.schema.load import load_plan, parse_plan
-from zorse_megatron.schema.profile_load import load_profile
+from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
+from zorse_megatron.schema.profile.profile_json import load_profile
 
 PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
 SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")

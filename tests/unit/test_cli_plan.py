@@ -26,8 +26,8 @@ from zorse_megatron.planner.outcome import Considered, Outcome, Progress, Reject
 from zorse_megatron.planner.replan import OneMore, Replans
 from zorse_megatron.planner.search import NoPlanError
 from zorse_megatron.planner.simulate_plan import simulate_plan
-from zorse_megatron.schema.load import load_plan, parse_plan
-from zorse_megatron.schema.plan import Offload, Predictions, Recompute
+from zorse_megatron.schema.plan.plan import Offload, Predictions, Recompute
+from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 
 PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
 COMPARE = ("compare-plans", *PLAN[1:])

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from tests.unit.test_profile_import import LAYERS, LINKS
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema.profile_load import load_profile
+from zorse_megatron.schema.profile.profile_json import load_profile
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import ClusterError
-from zorse_megatron.schema.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
 
 NODE = "gpus: 4 x T4, nics: 10 Gb/s"
 LIKE = "gpu_kinds: [{{name: Z1, like: {}}}]\nnodes: [{{gpus: 4 x Z1}}]"

@@ -16,10 +16,10 @@ from zorse_megatron.planner.other_gpus import on_ranks
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.stock_best import subsets
 from zorse_megatron.planner.stock_grids import GridPrices, grids, plan_of_grid
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.load import load_plan
-from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.profile_load import load_profile
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schema.profile.profile_json import load_profile
 from zorse_megatron.simulate.framework import STOCK_1F1B
 
 ROOT = Path(__file__).parents[2]

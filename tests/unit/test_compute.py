@@ -11,10 +11,10 @@ from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.efficiency import shares_of
 from zorse_megatron.costs.flops import attention_flops, elementwise_bytes, layer_flops
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile_load import parse_profile
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.profile.profile_json import parse_profile
 
 LLAMA = MODELS["llama-7b"]
 

@@ -11,10 +11,10 @@ from tests.measured import imported, needs_measured
 from zorse_megatron.costs.analytic import AnalyticCompute
 from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.curve import fit_curve
-from zorse_megatron.schema.gpu import Dtype
-from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Profile, Times
+from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.profile.profile import Profile, Times
 
 pytestmark = needs_measured
 

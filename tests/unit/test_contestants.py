@@ -25,8 +25,8 @@ from zorse_megatron.emulate.tiny import HIDDEN_SIZE
 from zorse_megatron.planner.inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.stock_best import stock_on_best
 from zorse_megatron.planner.stock_grids import Grid
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)

@@ -19,7 +19,7 @@ from zorse_megatron.demo.jobs import Progress, progress_in
 from zorse_megatron.demo.model import demo_plan, training_flags
 from zorse_megatron.demo.report import loss_table, write_json
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.load import dump_plan, parse_plan
+from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration       12/      40 | consumed samples:          288 | "

@@ -22,7 +22,7 @@ from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.flags.in_words import decided_table, refused_table
 from zorse_megatron.pretrain import split_command
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.topology.from_cluster import topology_of
 
 ROOT = Path(__file__).parents[2]

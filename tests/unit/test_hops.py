@@ -17,7 +17,7 @@ from zorse_megatron.schedules.interleaved import interleaved
 from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
-from zorse_megatron.schema.plan import Hop, Plan
+from zorse_megatron.schema.plan.plan import Hop, Plan
 
 played_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
 

@@ -7,8 +7,8 @@ import pytest
 from tests.unit.cli_samples import runner_in
 from zorse_megatron.errors import ModelError
 from zorse_megatron.flags.shape import shape_from_flags
-from zorse_megatron.schema.hugging_face import parse_config
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.model.hugging_face import parse_config
+from zorse_megatron.schema.model.model_presets import MODELS
 
 # As published, without what the shape does not depend on.
 LLAMA_3_8B = {

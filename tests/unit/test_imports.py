@@ -38,7 +38,7 @@ def late():
     from zorse_megatron.gone.deeper import (
         Name,
     )
-from zorse_megatron.schema import gpu, gone as other
+from zorse_megatron.schema import gpus, gone as other
 from zorse_megatron.topology import (
     graph,
     vanished,

@@ -10,20 +10,20 @@ from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
 from zorse_megatron.errors import ClusterError
-from zorse_megatron.schema.cluster_file import ClusterFile
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.instances import INSTANCES
-from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.model_yaml import ModelFile, parse_model
-from zorse_megatron.schema.presets import GPU_KINDS, canonical_kind
-from zorse_megatron.schema.profile import Profile
-from zorse_megatron.schema.profile_import import (
+from zorse_megatron.schema.cluster.cloud_instances import INSTANCES
+from zorse_megatron.schema.cluster.cluster_file import ClusterFile
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS, canonical_kind
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.model.model_yaml import ModelFile, parse_model
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_import import (
     LAYER_TABLE,
     LINK_TABLE,
     MEMORY_TABLE,
     TENSOR_PARALLEL_TABLE,
 )
-from zorse_megatron.schema.profile_load import parse_profile
+from zorse_megatron.schema.profile.profile_json import parse_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOTS = {"cluster-file.md": ClusterFile, "model-file.md": ModelFile, "profile-file.md": Profile}

@@ -15,7 +15,7 @@ from zorse_megatron.schedules.hops import pipeline_for
 from zorse_megatron.schedules.interleaved import interleaved
 from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import Plan, Schedule
+from zorse_megatron.schema.plan.plan import Plan, Schedule
 
 
 def computations(lists: ActionLists, rank: int) -> list[str]:

@@ -21,8 +21,8 @@ from zorse_megatron.launch.ranks import torch_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
 from zorse_megatron.launch.training import Training, training_of
 from zorse_megatron.measure.ranks_env import rank_place
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 TRAINING = Training(

@@ -12,7 +12,7 @@ from tests.unit.plan_samples import good, load
 from zorse_megatron.adapter.gradient_wire import wire_of
 from zorse_megatron.adapter.loss_divisor import loss_divisor, tokens_as_power_of_two
 from zorse_megatron.adapter.loss_report import with_token_counts
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 PLAN = load(good())
 TOKENS_EACH = 32

@@ -21,7 +21,7 @@ from zorse_megatron.schedules.actions import (
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 COLLECTIVES = {Kind.GATHER, Kind.REDUCE, Kind.SCALE, Kind.STEP, Kind.TIE}
 EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")

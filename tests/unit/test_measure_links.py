@@ -12,10 +12,10 @@ from zorse_megatron.measure.link_fits import LARGEST_ERROR, fit_line, link_curve
 from zorse_megatron.measure.link_tasks import link_tasks
 from zorse_megatron.measure.nodes import kinds_of_gpu, nodes_of
 from zorse_megatron.measure.profile_parts import with_links, with_transfers, without_transfers
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import LinkCurve, Profile, Source
-from zorse_megatron.schema.profile_load import dump_profile, parse_profile
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.profile.profile import LinkCurve, Profile, Source
+from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile
 from zorse_megatron.topology.from_cluster import topology_of
 
 latencies = st.floats(1e-7, 1e-1)

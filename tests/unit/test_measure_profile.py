@@ -27,8 +27,8 @@ from zorse_megatron.measure.profile_parts import (
     with_step,
     without_series,
 )
-from zorse_megatron.schema.profile import Profile, Source
-from zorse_megatron.schema.profile_load import dump_profile, parse_profile, save_profile
+from zorse_megatron.schema.profile.profile import Profile, Source
+from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile, save_profile
 
 FLAGS_IN_ONE_TEXT = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000 "

@@ -8,8 +8,8 @@ from tests.measured import imported, needs_measured
 from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.interface import MemoryCost
 from zorse_megatron.costs.memory import TransformerMemory, memory_from_profile, precision_of
-from zorse_megatron.schema.computing import Computing
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.model.computing import Computing
+from zorse_megatron.schema.model.model_presets import MODELS
 
 GPT, LLAMA = MODELS["gpt-6.7b"], MODELS["llama-7b"]
 

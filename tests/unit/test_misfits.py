@@ -21,9 +21,9 @@ from zorse_megatron.planner.inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.search import find_plan
 from zorse_megatron.planner.shortage import fitting, no_plan
 from zorse_megatron.planner.what_fits import fits_problem, what_fits
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.simulate.host_memory import host_bytes
 
 CLUSTER = """

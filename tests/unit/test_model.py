@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.measured import MEASURED, needs_measured
-from zorse_megatron.schema import model as model_module
-from zorse_megatron.schema import model_presets
-from zorse_megatron.schema.model import ModelShape, padded_vocab_size
-from zorse_megatron.schema.model_presets import MODELS, canonical_model
-from zorse_megatron.schema.model_yaml import parse_model
+from zorse_megatron.schema.model import model_presets
+from zorse_megatron.schema.model import model_shape as model_module
+from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
+from zorse_megatron.schema.model.model_shape import ModelShape, padded_vocab_size
+from zorse_megatron.schema.model.model_yaml import parse_model
 
 
 def shape(**changes):

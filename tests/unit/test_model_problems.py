@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zorse_megatron.errors import ModelError
 from zorse_megatron.flags.shape import shape_from_flags
-from zorse_megatron.schema.model_yaml import load_model, parse_model
+from zorse_megatron.schema.model.model_yaml import load_model, parse_model
 
 MODEL = {
     "num_layers": "2",

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.schema import device_names, gpu_names, presets
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.device_names import kind_of_device
-from zorse_megatron.schema.placement import Found, placement_problems, unchecked_kinds
-from zorse_megatron.schema.presets import GPU_KINDS
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.rank_placement import Found, placement_problems, unchecked_kinds
+from zorse_megatron.schema.gpus import device_names, gpu_names
+from zorse_megatron.schema.gpus import gpu_presets as presets
+from zorse_megatron.schema.gpus.device_names import kind_of_device
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 
 WELL_KNOWN = sorted(GPU_KINDS)
 

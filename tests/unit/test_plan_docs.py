@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema.load import parse_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import parse_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "plan-file.md").read_text(encoding="utf-8")

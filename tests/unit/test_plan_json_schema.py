@@ -7,8 +7,8 @@ from jsonschema import Draft202012Validator
 
 from tests.strategies import plans
 from tests.unit.plan_samples import good, problems
-from zorse_megatron.schema.json_schema import json_schema, json_schema_text
-from zorse_megatron.schema.load import dump_plan
+from zorse_megatron.schema.plan.json_schema import json_schema, json_schema_text
+from zorse_megatron.schema.plan.plan_json import dump_plan
 
 VALIDATOR = Draft202012Validator(json_schema())
 
@@ -18,9 +18,11 @@ def test_the_schema_is_a_schema():
 
 
 def test_the_committed_file_is_current():
-    committed = resources.files("zorse_megatron.schema").joinpath("plan.schema.json").read_text()
+    committed = (
+        resources.files("zorse_megatron.schema.plan").joinpath("plan.schema.json").read_text()
+    )
     assert committed == json_schema_text(), (
-        "run: zorse schema > zorse_megatron/schema/plan.schema.json"
+        "run: zorse schema > zorse_megatron/schema/plan/plan.schema.json"
     )
 
 

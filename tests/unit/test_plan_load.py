@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load, only_problem, problems, problems_in, spoil
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schema.load import dump_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import dump_plan
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load, only_problem, problems
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.validate import problems_of
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_rules import problems_of
 
 
 def with_layers(*layers):

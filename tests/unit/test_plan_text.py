@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan_samples import good, load, problems_in, spoil
 from zorse_megatron.errors import PlanError
-from zorse_megatron.schema.load import dump_plan, load_plan
+from zorse_megatron.schema.plan.plan_json import dump_plan, load_plan
 
 TEXT = dump_plan(load(good()))
 

@@ -10,13 +10,13 @@ from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.search import STRATEGIES, find_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.gpu import common_dtype
-from zorse_megatron.schema.model_presets import MODELS
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Profile
-from zorse_megatron.schema.profile_load import parse_profile
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.gpus.gpu import common_dtype
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_json import parse_profile
 
 MODEL = dataclasses.replace(MODELS["llama-1b"], num_layers=8, seq_length=512)
 LAB = """

@@ -12,8 +12,8 @@ from zorse_megatron.planner.judge import Judge
 from zorse_megatron.planner.outline import Outline
 from zorse_megatron.planner.search import find_plan
 from zorse_megatron.planner.teams import Teams
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.validate import problems_of
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_rules import problems_of
 
 REGIONS = """
 name: regions

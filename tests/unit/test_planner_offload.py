@@ -11,7 +11,7 @@ from zorse_megatron.planner.inputs import Inputs, SearchSpace
 from zorse_megatron.planner.outline import Estimate, Outline
 from zorse_megatron.planner.teams import Teams
 from zorse_megatron.schedules import shards
-from zorse_megatron.schema.plan import Offload
+from zorse_megatron.schema.plan.plan import Offload
 
 # Shards are cut at multiples of 64 elements, and so are pieces here; of 12 bytes of state each.
 GRAIN = 64

@@ -10,8 +10,8 @@ from zorse_megatron.planner.inputs import make_inputs
 from zorse_megatron.planner.other_gpus import on_ranks, with_one_more
 from zorse_megatron.planner.replan import Replans, replan
 from zorse_megatron.planner.search import find_plan
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
 
 CLUSTER = """
 name: lab

@@ -16,9 +16,9 @@ from zorse_megatron.planner.outcome import Outcome
 from zorse_megatron.planner.search import STRATEGIES, find_plan
 from zorse_megatron.planner.words import in_words
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.load import dump_plan, fingerprint, parse_plan
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan_json import dump_plan, fingerprint, parse_plan
 
 CLUSTER = """
 name: lab

@@ -11,7 +11,7 @@ from zorse_megatron.planner.effort import Effort
 from zorse_megatron.planner.worker import Price, Spent, Worker
 from zorse_megatron.planner.workers import Workers, workers_for
 from zorse_megatron.planner.zorse import Found, search
-from zorse_megatron.schema.load import dump_plan
+from zorse_megatron.schema.plan.plan_json import dump_plan
 
 CLUSTER = """
 name: lab

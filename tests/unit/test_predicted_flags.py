@@ -10,8 +10,8 @@ from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.analytic import AnalyticCompute
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.computing import computing_from_flags
-from zorse_megatron.schema.computing import USUAL, Computing, JobRecompute
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
+from zorse_megatron.schema.model.model_presets import MODELS
 
 QUIET = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 SAMPLES, LAYERS = 2, 5  # of a micro-batch and of the first group

@@ -19,7 +19,7 @@ from tests.unit.test_docs import DOCUMENTS, ROOT, commands_in
 from tests.unit.test_hugging_face import LLAMA_3_2_1B
 from tests.unit.test_profile_import import LAYERS
 from zorse_megatron.demo.model import demo_plan
-from zorse_megatron.schema.load import dump_plan
+from zorse_megatron.schema.plan.plan_json import dump_plan
 
 WITH_THEIR_OWN_TEST = {
     "docs/cli.md": "tests/unit/test_cli_docs.py",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.unit.profile_samples import good, problems, spoil
 from zorse_megatron.errors import ProfileError
-from zorse_megatron.schema.profile_load import (
+from zorse_megatron.schema.profile.profile_json import (
     dump_profile,
     joined,
     load_profile,

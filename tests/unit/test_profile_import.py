@@ -2,9 +2,9 @@ import pytest
 
 from tests.measured import imported, needs_measured
 from zorse_megatron.errors import ProfileError
-from zorse_megatron.schema.model_yaml import parse_model
-from zorse_megatron.schema.profile_import import Settings, Table, import_tables
-from zorse_megatron.schema.profile_load import dump_profile, parse_profile
+from zorse_megatron.schema.model.model_yaml import parse_model
+from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile
 
 LAYERS = """model,gpu,seq_length,dtype,micro_batch_size,forward_ms,backward_ms
 llama-7b,t4,512,float16,2,14.0,42.0

@@ -21,7 +21,7 @@ from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schedules.samples import micro_batches, pieces, replica_micro_batches
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,

@@ -15,7 +15,7 @@ from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,

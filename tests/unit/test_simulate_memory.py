@@ -13,7 +13,7 @@ from tests.unit.test_simulate_times import one_group, priced, run_case
 from zorse_megatron.schedules import shards
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.sizes import Sizes
 

@@ -18,7 +18,7 @@ from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
 from zorse_megatron.schedules.order import Pipeline
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
     ModelFingerprint,

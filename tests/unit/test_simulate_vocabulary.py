@@ -8,7 +8,7 @@ from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_simulate_times import one_group
 from zorse_megatron.schedules.actions import parse_action_lists
-from zorse_megatron.schema.plan import Chunk, ModelFingerprint, Offload
+from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Offload
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.ledger import Category
 

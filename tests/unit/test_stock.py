@@ -17,8 +17,8 @@ from zorse_megatron.planner.search import find_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.stock_best import stock_on_all, stock_on_best, subsets
 from zorse_megatron.planner.stock_grids import grids, plan_of_grid, stages_of
-from zorse_megatron.schema.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.model_presets import MODELS
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.simulate.framework import STOCK_1F1B
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")

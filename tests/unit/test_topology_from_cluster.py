@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import load_cluster, parse_cluster
-from zorse_megatron.schema.profile import LinkCurve, Profile, Source
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.schema.profile.profile import LinkCurve, Profile, Source
 from zorse_megatron.topology.from_cluster import topology_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

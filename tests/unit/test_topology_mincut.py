@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from tests.topologies import GB_PER_S, many_nodes, node, topologies, two_regions
 from tests.unit.test_topology_graph import least_cut
-from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.graph import (
     CAPACITY,

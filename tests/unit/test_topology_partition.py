@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.topologies import many_nodes, node, topologies, two_regions
-from zorse_megatron.schema.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.grouping import Grouping, hardware_key, normalised
 from zorse_megatron.topology.mergers import mergers_of

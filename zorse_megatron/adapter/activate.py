@@ -14,9 +14,9 @@ from zorse_megatron.adapter.stock_fixes import stock_fixes
 from zorse_megatron.adapter.versions import check_megatron, installed_megatron
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.log import say
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.load import fingerprint
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.unknown import unknown_problems
 from zorse_megatron.log import say
-from zorse_megatron.schema.gpu import GpuKind
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def argument_hooks(

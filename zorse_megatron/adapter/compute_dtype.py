@@ -14,7 +14,7 @@ import torch
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
-from zorse_megatron.schema.plan import ComputeDtype, Plan
+from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
 
 _TORCH: dict[ComputeDtype, torch.dtype] = {
     "fp16": torch.float16,

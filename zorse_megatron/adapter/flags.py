@@ -12,8 +12,8 @@ from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.fit import layout_of, world_problems
 from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
-from zorse_megatron.schema.gpu import GpuKind
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def fit_to_plan(

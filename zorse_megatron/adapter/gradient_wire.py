@@ -4,7 +4,7 @@ import torch
 
 from zorse_megatron.adapter.loss_divisor import tokens_as_power_of_two
 from zorse_megatron.runtime.narrow_wire import Wire
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def wire_of(plan: Plan, rank: int, *, sequence_length: int, loss_divisor: float) -> Wire | None:

@@ -29,7 +29,7 @@ from zorse_megatron.adapter.exact_values import keep_exact
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.process_groups import PipelinePosition
-from zorse_megatron.schema.plan import ComputeDtype
+from zorse_megatron.schema.plan.plan import ComputeDtype
 
 
 def copy_single_process_weights(

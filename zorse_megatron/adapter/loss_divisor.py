@@ -9,7 +9,7 @@ would take 17.
 
 from collections.abc import Collection
 
-from zorse_megatron.schema.plan import ComputeDtype, Plan
+from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
 
 
 def tokens_as_power_of_two(plan: Plan, *, sequence_length: int) -> float:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.errors import PlanError
 from zorse_megatron.log import say
-from zorse_megatron.schema.device_names import GPU_KIND, kind_of_device
-from zorse_megatron.schema.placement import Found, placement_problems, unchecked_kinds
-from zorse_megatron.schema.presets import canonical_kind
+from zorse_megatron.schema.cluster.rank_placement import Found, placement_problems, unchecked_kinds
+from zorse_megatron.schema.gpus.device_names import GPU_KIND, kind_of_device
+from zorse_megatron.schema.gpus.gpu_presets import canonical_kind
 
 
 def check_placement(run: PlanRun) -> None:

@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 class PipelinePosition:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zorse_megatron.schema.plan import Recompute
+from zorse_megatron.schema.plan.plan import Recompute
 
 _ALL_LAYERS = 1_000_000
 

@@ -49,7 +49,7 @@ from zorse_megatron.schedules.facts import edges_of, gathered_before_use, left_i
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
-from zorse_megatron.schema.plan import ComputeDtype, Offload, Plan
+from zorse_megatron.schema.plan.plan import ComputeDtype, Offload, Plan
 from zorse_megatron.trace import Trace
 
 

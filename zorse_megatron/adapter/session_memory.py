@@ -27,7 +27,7 @@ from zorse_megatron.runtime.host_budget import (
 from zorse_megatron.runtime.host_memory import HostLink, HostMemoryFull
 from zorse_megatron.runtime.memory_ledger import MemoryLedger, out_of_host_memory
 from zorse_megatron.schedules.actions import Action
-from zorse_megatron.schema.plan import Offload, Plan
+from zorse_megatron.schema.plan.plan import Offload, Plan
 
 
 def make_ledger(

@@ -15,7 +15,7 @@ from megatron.training import get_args
 from zorse_megatron.adapter.global_groups import presented
 from zorse_megatron.adapter.process_groups import PipelinePosition, stages_of
 from zorse_megatron.flags.fit import layout, layout_of
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

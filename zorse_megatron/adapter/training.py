@@ -43,7 +43,7 @@ from zorse_megatron.flags.fit import model_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_memory import HostLink
-from zorse_megatron.schema.load import fingerprint
+from zorse_megatron.schema.plan.plan_json import fingerprint
 
 
 def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from zorse_megatron.cli.console import print_plain, reported_errors
-from zorse_megatron.schema.load import load_plan
+from zorse_megatron.schema.plan.plan_json import load_plan
 
 
 def actions(

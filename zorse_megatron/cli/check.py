@@ -19,7 +19,7 @@ from zorse_megatron.cli.options import AsJson, DtypeName
 from zorse_megatron.cli.plan_table import print_plan
 from zorse_megatron.cli.workload import dtype_named
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def check(

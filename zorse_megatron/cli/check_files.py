@@ -14,19 +14,19 @@ from zorse_megatron.cli.profile import counts_of
 from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import CLUSTER_FILE, parse_cluster
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.file_kind import FileKind
-from zorse_megatron.schema.load import PLAN_FILE, parse_plan
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.model_yaml import MODEL_FILE, parse_model
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Profile
-from zorse_megatron.schema.profile_load import PROFILE_FILE, parse_profile
-from zorse_megatron.schema.strict import read_file
-from zorse_megatron.schema.yaml_text import read_yaml
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.model.model_yaml import MODEL_FILE, parse_model
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import PLAN_FILE, parse_plan
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_json import PROFILE_FILE, parse_profile
+from zorse_megatron.schema.text.counted import number_of
+from zorse_megatron.schema.text.file_kind import FileKind
+from zorse_megatron.schema.text.strict import read_file
+from zorse_megatron.schema.text.yaml_text import read_yaml
 
 Content = Plan | Cluster | ModelShape | Profile
 

@@ -18,12 +18,12 @@ from zorse_megatron.cli.simulated import (
 )
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.gpu import Dtype, GpuKind
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.placement import cluster_problems
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.profile import Profile
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.rank_placement import cluster_problems
+from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.profile.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,10 +36,10 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.check import folder_problems
 from zorse_megatron.files.write import NotWritten
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.profile import Profile
-from zorse_megatron.schema.profile_load import joined, load_profile
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
 if TYPE_CHECKING:
     from zorse_megatron.emulate.comparison import Result

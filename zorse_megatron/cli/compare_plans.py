@@ -28,8 +28,8 @@ from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
 from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome, Strategy

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import missing_extra
-from zorse_megatron.schema.json_text import layout
+from zorse_megatron.schema.text.json_text import layout
 
 _WIDTH_IN_FILES = 120
 

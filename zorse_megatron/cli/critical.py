@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.schedules.actions import TRANSFERS, Kind, parse_action
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.task_graph import REPORT
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from zorse_megatron.cli.console import print_json, print_plain, reported_errors
 from zorse_megatron.cli.measuring import Again, as_ranks
 from zorse_megatron.cli.options import AsJson
 from zorse_megatron.files.check import refuse_unwritable
-from zorse_megatron.schema.counted import number_of
+from zorse_megatron.schema.text.counted import number_of
 
 if TYPE_CHECKING:
     from zorse_megatron.measure.discover import Discovered

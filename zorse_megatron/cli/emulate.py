@@ -40,8 +40,8 @@ from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.load import load_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import load_plan
 
 if TYPE_CHECKING:
     from zorse_megatron.emulate.run import EmulatedRun

@@ -23,10 +23,10 @@ from zorse_megatron.cli.priced import Priced, priced_for_plan
 from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.schema.load import load_plan
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.spans import spans_of, spell
-from zorse_megatron.schema.strict import plain
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schema.plan.spans import spans_of, spell
+from zorse_megatron.schema.text.strict import plain
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.explain import Explanation, Headroom

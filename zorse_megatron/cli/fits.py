@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.schema.gpu import Dtype, GpuKind
-from zorse_megatron.schema.plan import ModelFingerprint, Plan
+from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.schema.plan.plan import ModelFingerprint, Plan
 
 _VOCABULARY = "--vocab-size"
 

@@ -34,11 +34,11 @@ from zorse_megatron.launch.components import components_of, refuse_odd_names
 from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
 from zorse_megatron.launch.training import Training, training_of
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.load import fingerprint, load_plan
-from zorse_megatron.schema.placement import refuse_other_cluster
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
 
 
 def launch(  # noqa: PLR0917

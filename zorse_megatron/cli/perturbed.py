@@ -10,7 +10,7 @@ import typer
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import factor_problems, factors
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster import Cluster
 
 if TYPE_CHECKING:
     from zorse_megatron.costs.interface import CommCost

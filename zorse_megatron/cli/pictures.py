@@ -10,7 +10,7 @@ from zorse_megatron.cli.priced import Priced
 from zorse_megatron.cli.simulated import capacities_bytes
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult

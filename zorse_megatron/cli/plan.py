@@ -32,10 +32,10 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.files.write import NotWritten, write_text
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.load import dump_plan, save_plan
-from zorse_megatron.schema.plan import GradientWire, Plan
-from zorse_megatron.schema.suggest import did_you_mean
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.plan.plan import GradientWire, Plan
+from zorse_megatron.schema.plan.plan_json import dump_plan, save_plan
+from zorse_megatron.schema.text.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome, Strategy

@@ -8,9 +8,9 @@ from zorse_megatron.cli.plan_table import plan_line, print_plan
 from zorse_megatron.cli.priced import Priced
 from zorse_megatron.errors import PlanError
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.strict import plain
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.text.counted import number_of
+from zorse_megatron.schema.text.strict import plain
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome

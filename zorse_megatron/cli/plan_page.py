@@ -10,8 +10,8 @@ from zorse_megatron.cli.plan_table import memory_saved_by, plan_line
 from zorse_megatron.cli.priced import Priced
 from zorse_megatron.cli.progress import progress_bar
 from zorse_megatron.cli.simulated import capacities_bytes, simulated, types_of
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.spans import spell
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.spans import spell
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.explain import Explanation

@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.console import print_table
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.load import fingerprint
-from zorse_megatron.schema.plan import Group, Plan, Replica
-from zorse_megatron.schema.spans import spans_of, spell
+from zorse_megatron.schema.plan.plan import Group, Plan, Replica
+from zorse_megatron.schema.plan.plan_json import fingerprint
+from zorse_megatron.schema.plan.spans import spans_of, spell
+from zorse_megatron.schema.text.counted import number_of
 
 
 def plan_line(plan: Plan) -> str:

@@ -10,13 +10,13 @@ from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
 from zorse_megatron.cli.workload import Workload, at_seq_length
 from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.plan import GradientWire, Plan
-from zorse_megatron.schema.profile import Profile
-from zorse_megatron.schema.profile_load import joined, load_profile
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import GradientWire, Plan
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.inputs import Inputs
@@ -107,7 +107,7 @@ def priced_for_plan(
 ) -> Priced:
     """Price what an existing plan does. Raises where it is for another cluster or model."""
     from zorse_megatron.cli.fits import model_problems
-    from zorse_megatron.schema.placement import cluster_problems
+    from zorse_megatron.schema.cluster.rank_placement import cluster_problems
 
     cluster = load_cluster(cluster_file)
     if workload.lacks_seq_length and plan.model.seq_length is not None:

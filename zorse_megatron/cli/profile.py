@@ -15,15 +15,15 @@ from zorse_megatron.cli.profile_measure import measure_profile
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.files.check import refuse_unwritable
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.gpu import Dtype
-from zorse_megatron.schema.json_text import layout
-from zorse_megatron.schema.model_yaml import load_model
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Profile, Times
-from zorse_megatron.schema.profile_import import Settings, Table, import_tables
-from zorse_megatron.schema.profile_load import PROFILE_FILE, load_profile, save_profile
-from zorse_megatron.schema.strict import read_file
+from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.model_yaml import load_model
+from zorse_megatron.schema.profile.profile import Profile, Times
+from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_json import PROFILE_FILE, load_profile, save_profile
+from zorse_megatron.schema.text.counted import number_of
+from zorse_megatron.schema.text.json_text import layout
+from zorse_megatron.schema.text.strict import read_file
 
 profile = typer.Typer(
     no_args_is_help=True, help="Measure, import and show profiles of layer times and memory."

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from zorse_megatron.cli.console import gib
 from zorse_megatron.cli.simulated import capacities_bytes
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.spans import spans_of, spell
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.spans import spans_of, spell
 
 if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult

@@ -2,7 +2,7 @@
 
 import typer
 
-from zorse_megatron.schema.json_schema import json_schema_text
+from zorse_megatron.schema.plan.json_schema import json_schema_text
 
 
 def schema() -> None:

@@ -41,9 +41,9 @@ from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.files.check import refuse_unwritable
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.load import load_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schema.text.counted import number_of
 
 if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult

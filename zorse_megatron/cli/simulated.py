@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from zorse_megatron.cli.console import CommandError, gib
 from zorse_megatron.cli.priced import Priced
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.spans import spans_of, spell
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.spans import spans_of, spell
 
 if TYPE_CHECKING:
     from zorse_megatron.simulate.perturb import Perturbation

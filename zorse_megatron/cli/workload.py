@@ -17,14 +17,14 @@ from zorse_megatron.flags.shape import (
     dtype_from_flags,
     shape_from_flags,
 )
-from zorse_megatron.schema.computing import USUAL, Computing
-from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, GpuKind
-from zorse_megatron.schema.hugging_face import config_path, load_config
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.model_presets import MODELS, canonical_model
-from zorse_megatron.schema.model_yaml import load_model
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.suggest import did_you_mean
+from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, DtypeChoice, GpuKind
+from zorse_megatron.schema.model.computing import USUAL, Computing
+from zorse_megatron.schema.model.hugging_face import config_path, load_config
+from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.model.model_yaml import load_model
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.text.suggest import did_you_mean
 
 # As in model files: a number with digits too many is reported, not computed with.
 MAX_LAYERS = 100_000

@@ -25,10 +25,10 @@ from zorse_megatron.costs.flops import (
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.costs.same_chip import equal_kinds
-from zorse_megatron.schema.computing import USUAL, Computing
-from zorse_megatron.schema.gpu import Dtype, GpuKind
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.presets import GPU_KINDS
+from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.computing import USUAL, Computing
+from zorse_megatron.schema.model.model_shape import ModelShape
 
 # Nothing is faster than the CPU can launch it: about 20 kernels forward and 40 backward, 5 us each.
 _LEAST_FORWARD_S, _LEAST_BACKWARD_S = 100e-6, 200e-6

@@ -21,11 +21,11 @@ from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.costs.series import Series, Wanted, closest
-from zorse_megatron.schema.computing import USUAL, Computing
-from zorse_megatron.schema.gpu import Dtype, GpuKind
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Part, Profile
+from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.computing import USUAL, Computing
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.profile.profile import Part, Profile
 
 
 @dataclass(frozen=True, kw_only=True)

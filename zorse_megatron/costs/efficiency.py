@@ -11,7 +11,7 @@ the GPU clocks higher than its data sheet assumes.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zorse_megatron.schema.gpu import Dtype
+from zorse_megatron.schema.gpus.gpu import Dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ A multiply-add counts as two operations; a backward pass has twice the operation
 are counted for the causal half only: flash kernels skip the other one.
 """
 
-from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.model.model_shape import ModelShape
 
 
 def attention_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:

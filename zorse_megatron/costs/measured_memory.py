@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.memory import Precision
-from zorse_megatron.schema.profile import PartMemory, Profile
+from zorse_megatron.schema.profile.profile import PartMemory, Profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from zorse_megatron.schema.gpu import GpuKind
-from zorse_megatron.schema.presets import GPU_KINDS
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 
 
 def equal_kinds(kind: str, kinds: Mapping[str, GpuKind]) -> Iterator[str]:

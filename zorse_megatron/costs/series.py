@@ -8,9 +8,9 @@ from functools import cached_property
 from zorse_megatron.costs.curve import Curve, Replaced, fit_curve
 from zorse_megatron.costs.efficiency import is_sixteen_bit
 from zorse_megatron.costs.same_chip import equal_kinds
-from zorse_megatron.schema.gpu import Dtype, GpuKind
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.profile import Part, Profile, Times
+from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.profile.profile import Part, Profile, Times
 
 # How unlike two series are that differ in one thing, against a factor of e in parameters (1.0).
 # Fitted by leaving out each series of the public times in turn: a model of another family is worse

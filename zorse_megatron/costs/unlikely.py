@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from zorse_megatron.costs.flops import layer_flops
-from zorse_megatron.schema.gpu import GpuKind
-from zorse_megatron.schema.profile import Profile, Times
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.profile.profile import Profile, Times
 
 # Clocks and figures are not exact to more; a published peak counts the boost clock.
 _FASTEST = 0.9

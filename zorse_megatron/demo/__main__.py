@@ -28,8 +28,8 @@ from zorse_megatron.demo.report import (
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.stdout import one_line_if_not_printed
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 CORPUS_BYTES = 2_000_000
 # Without a terminal there is no line to redraw: one line per this many iterations.

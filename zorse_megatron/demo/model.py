@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     ClusterFingerprint,
     Group,

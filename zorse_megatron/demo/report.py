@@ -23,8 +23,8 @@ from zorse_megatron.demo.compare import (
 from zorse_megatron.files.write import write_text
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
 from zorse_megatron.processors import num_processors
-from zorse_megatron.schema.load import dump_plan, fingerprint
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import dump_plan, fingerprint
 from zorse_megatron.trace import load_trace
 
 if TYPE_CHECKING:

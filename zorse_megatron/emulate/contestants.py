@@ -11,8 +11,8 @@ from zorse_megatron.planner.search import NoPlanError, find_plan
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.stock_best import Stock, stock_on_all, stock_on_best
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.text.counted import number_of
 
 STOCK = "stock, all GPUs"
 BEST_GPUS = "stock, best GPUs"

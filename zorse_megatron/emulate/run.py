@@ -25,8 +25,8 @@ from zorse_megatron.emulate.tiny import (
     training_flags,
 )
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.schema.load import save_plan
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
 
 CORPUS_BYTES = 200_000

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.schema.computing import JobRecompute
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.plan import ModelFingerprint, Plan
+from zorse_megatron.schema.model.computing import JobRecompute
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import ModelFingerprint, Plan
 
 # No parameter is padded, so that buckets end where the real model's do.
 HIDDEN_SIZE = 64

@@ -4,7 +4,7 @@ from argparse import Namespace
 from typing import cast
 
 from zorse_megatron.flags.rules import RECOMPUTED_MODULES, recompute_argument
-from zorse_megatron.schema.computing import Attention, Computing, JobRecompute, Module
+from zorse_megatron.schema.model.computing import Attention, Computing, JobRecompute, Module
 
 
 def computing_from_flags(args: Namespace) -> Computing:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.refused import DECIDED
 from zorse_megatron.flags.table import spelling_of
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 # Plan field -> (argument, how a missing argument is to be read once arguments are validated).
 _MODEL_FIELDS = {

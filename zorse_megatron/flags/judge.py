@@ -8,8 +8,8 @@ from zorse_megatron.flags.command import Command
 from zorse_megatron.flags.fit import world_problems
 from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.unknown import judged_unknown
-from zorse_megatron.schema.gpu import GpuKind
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.plan.plan import Plan
 
 Judgement = tuple[list[Problem], list[str]]
 """Problems, and notes for people."""

@@ -20,8 +20,8 @@ from zorse_megatron.flags.table import spelling_of
 from zorse_megatron.flags.types import device_problems, dtype_problems, wire_problems
 from zorse_megatron.flags.verdicts import is_refused, refusable
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.gpu import GpuKind
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.plan.plan import Plan
 
 _WITHOUT = "Remove the flag, or train without --zorse-plan."
 # Argument -> values of it that a plan does not work with, and what to do.

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.errors import ModelError, Problem
-from zorse_megatron.schema.gpu import Dtype
-from zorse_megatron.schema.model import (
+from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.model.model_shape import (
     Activation,
     ModelShape,
     PositionEmbedding,
     default_ffn_hidden_size,
     padded_vocab_size,
 )
-from zorse_megatron.schema.model_yaml import problems_of
+from zorse_megatron.schema.model.model_yaml import problems_of
 
 _DIGITS = 9
 _POSITIONS: dict[str, PositionEmbedding] = {

@@ -4,9 +4,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.gpu import ComputeDtype, GpuKind
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.presets import GPU_KINDS
+from zorse_megatron.schema.gpus.gpu import ComputeDtype, GpuKind
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.plan.plan import Plan
 
 # Each presumes one type for the whole job.
 _ONE_TYPE = ("fp16_lm_cross_entropy", "fp32_residual_connection", "grad_reduce_in_bf16")

@@ -13,7 +13,7 @@ from zorse_megatron.checkpoints.folder import TRACKER
 from zorse_megatron.launch.components import Component
 from zorse_megatron.launch.torchrun_lines import described
 from zorse_megatron.launch.training import MODULE, Training
-from zorse_megatron.schema.spans import spell
+from zorse_megatron.schema.plan.spans import spell
 
 _OF_SRUN_TOO = "cpus-per-task="
 _PARAMETERS = """\

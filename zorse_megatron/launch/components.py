@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from zorse_megatron.errors import LaunchError, Problem
-from zorse_megatron.schema.cluster import Cluster, Node
-from zorse_megatron.schema.suggest import did_you_mean
+from zorse_megatron.schema.cluster.cluster import Cluster, Node
+from zorse_megatron.schema.text.suggest import did_you_mean
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

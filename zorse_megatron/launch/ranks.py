@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.measure.ranks_env import RankPlace
-from zorse_megatron.schema.cluster import Cluster, Node
+from zorse_megatron.schema.cluster.cluster import Cluster, Node
 
 
 def torch_environment(

@@ -3,7 +3,7 @@
 From `man sbatch` of Slurm 24.05; and those of Pyxis, the container plugin of many GPU clusters.
 """
 
-from zorse_megatron.schema.suggest import did_you_mean
+from zorse_megatron.schema.text.suggest import did_you_mean
 
 _SBATCH = """
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint

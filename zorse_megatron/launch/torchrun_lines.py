@@ -8,8 +8,8 @@ says: the numbers need not be equal (`_assign_worker_ranks` in torch's
 import shlex
 
 from zorse_megatron.launch.training import MODULE, Training
-from zorse_megatron.schema.cluster import Cluster, Node
-from zorse_megatron.schema.spans import spell
+from zorse_megatron.schema.cluster.cluster import Cluster, Node
+from zorse_megatron.schema.plan.spans import spell
 
 DEFAULT_PORT = 29500
 

@@ -9,10 +9,10 @@ import yaml
 
 from zorse_megatron.measure.link_fits import line_of, total_bytes_per_s
 from zorse_megatron.measure.nodes import SeenNode
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import parse_cluster
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.profile import Transfers
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.profile.profile import Transfers
 
 _HEADER = (
     "# Written by `zorse discover`: ranks in the order of this file. Bandwidths and latencies\n"

@@ -5,8 +5,8 @@ import torch
 from zorse_megatron.measure.clock import median_s
 from zorse_megatron.measure.cluster_text import MeasuredKind
 from zorse_megatron.measure.devices import SeenDevice
-from zorse_megatron.schema.presets import GPU_KINDS
-from zorse_megatron.schema.quantities import COMPUTE_RATE
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.text.quantities import COMPUTE_RATE
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Large enough to fill the device, small enough for some seconds in all.

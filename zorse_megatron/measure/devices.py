@@ -6,8 +6,8 @@ Reading is behind one small interface, so that everything above it runs without 
 from dataclasses import dataclass
 from typing import Protocol
 
-from zorse_megatron.schema.device_names import kind_of_device
-from zorse_megatron.schema.gpu import LinkType
+from zorse_megatron.schema.gpus.device_names import kind_of_device
+from zorse_megatron.schema.gpus.gpu import LinkType
 
 
 @dataclass(frozen=True, kw_only=True)

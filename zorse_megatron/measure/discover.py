@@ -24,9 +24,9 @@ from zorse_megatron.measure.profile_parts import (
 )
 from zorse_megatron.measure.progress import OnProgress, Progress
 from zorse_megatron.measure.ranks_env import RankPlace
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.profile import Profile, Source, Transfers
-from zorse_megatron.schema.profile_load import save_profile
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.profile.profile import Profile, Source, Transfers
+from zorse_megatron.schema.profile.profile_json import save_profile
 
 SOURCE = "zorse discover"
 

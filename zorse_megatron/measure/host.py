@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zorse_megatron.measure.devices import SeenDevice, SeenNic
-from zorse_megatron.schema.device_names import GPU_KIND
+from zorse_megatron.schema.gpus.device_names import GPU_KIND
 
 _MEGABIT_BYTES = 1e6 / 8
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.model.model_shape import ModelShape
 
 # What a plan decides, or what has to do with other ranks, with checkpoints or with logs: a single
 # layer on a single rank needs none of it. Flag -> number of values that follow it; -1: all.

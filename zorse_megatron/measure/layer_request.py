@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from zorse_megatron.schema.profile import Part
+from zorse_megatron.schema.profile.profile import Part
 
 
 @dataclass(frozen=True, kw_only=True)

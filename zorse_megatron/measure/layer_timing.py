@@ -9,7 +9,7 @@ import torch
 from zorse_megatron.measure.clock import REPEATS, WARM_UP, median_s, timed_s
 from zorse_megatron.measure.layer_request import Answer, LayerRequest, MeasuredPass, MeasuredStep
 from zorse_megatron.measure.live_memory import held_memory
-from zorse_megatron.schema.profile import Part
+from zorse_megatron.schema.profile.profile import Part
 
 # Of the memory limit: the next size holds twice as much, and something else is there too.
 _SAFE_SHARE = 0.4

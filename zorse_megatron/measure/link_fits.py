@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from zorse_megatron.schema.profile import LinkCurve, Transfers
+from zorse_megatron.schema.profile.profile import LinkCurve, Transfers
 from zorse_megatron.topology.curves import LinkCurve as Curve
 from zorse_megatron.topology.curves import LogFit
 

@@ -9,7 +9,7 @@ from itertools import combinations_with_replacement
 from typing import Literal
 
 from zorse_megatron.measure.nodes import SeenNode
-from zorse_megatron.schema.profile import Transfers
+from zorse_megatron.schema.profile.profile import Transfers
 
 Operation = Literal["send", "all_gather", "all_reduce"]
 

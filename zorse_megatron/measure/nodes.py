@@ -8,8 +8,8 @@ from itertools import groupby
 from zorse_megatron.errors import Problem
 from zorse_megatron.measure.devices import SeenNic, SeenRank
 from zorse_megatron.measure.errors import MeasureError
-from zorse_megatron.schema.gpu import LinkType
-from zorse_megatron.schema.quantities import spell_bandwidth
+from zorse_megatron.schema.gpus.gpu import LinkType
+from zorse_megatron.schema.text.quantities import spell_bandwidth
 
 # From the slowest: what joins all devices of a node is what joins the worst of them.
 _LINK_TYPES: tuple[LinkType, ...] = ("pcie", "nvlink", "nvswitch")

@@ -8,7 +8,7 @@ from typing import Any
 from zorse_megatron.errors import Problem
 from zorse_megatron.measure.devices import SeenDevice
 from zorse_megatron.measure.errors import MeasureError
-from zorse_megatron.schema.gpu import LinkType
+from zorse_megatron.schema.gpus.gpu import LinkType
 
 
 def load_nvml() -> Any:

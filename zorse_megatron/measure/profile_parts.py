@@ -9,9 +9,9 @@ from pathlib import Path
 
 from zorse_megatron.costs.efficiency import element_bytes
 from zorse_megatron.measure.layer_request import MeasuredPass, MeasuredStep
-from zorse_megatron.schema.gpu import Dtype
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.profile import (
+from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.profile.profile import (
     LinkCurve,
     Part,
     PartMemory,
@@ -22,7 +22,7 @@ from zorse_megatron.schema.profile import (
     Transfers,
     UpdateTime,
 )
-from zorse_megatron.schema.profile_load import load_profile
+from zorse_megatron.schema.profile.profile_json import load_profile
 
 PARTS: tuple[Part, ...] = ("layer", "embedding", "head")
 

@@ -27,12 +27,12 @@ from zorse_megatron.measure.profile_parts import (
 )
 from zorse_megatron.measure.progress import OnProgress, Progress
 from zorse_megatron.measure.ranks_env import RankPlace
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.cluster_yaml import load_cluster
-from zorse_megatron.schema.gpu import Dtype
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.profile import Profile, Source
-from zorse_megatron.schema.profile_load import save_profile
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.profile.profile import Profile, Source
+from zorse_megatron.schema.profile.profile_json import save_profile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from itertools import product
 
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.schema.gpu import ComputeDtype
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.gpus.gpu import ComputeDtype
+from zorse_megatron.schema.plan.plan import Plan
 
 # All sizes up to here are looked at; beyond, powers of two, as a sample's time hardly changes.
 _EVERY_SIZE_UP_TO = 128

@@ -12,7 +12,7 @@ from zorse_megatron.planner.microbatch import Split, WorkerClass, best_split
 from zorse_megatron.planner.outline import Estimate, parts_of
 from zorse_megatron.planner.stage import StagePrice, Stages
 from zorse_megatron.planner.water import water_fill
-from zorse_megatron.schema.plan import (
+from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
     Offload,

@@ -12,9 +12,9 @@ from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.replan import Replans
 from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.planner.words import members
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.plan import Plan, Replica
-from zorse_megatron.schema.validate import problems_of
+from zorse_megatron.schema.plan.plan import Plan, Replica
+from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.simulate.critical_path import CriticalStep
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.result import SimulationResult

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from zorse_megatron.planner.jobs import Job
 from zorse_megatron.planner.network import Networks
-from zorse_megatron.schema.plan import Chunk, Hop
+from zorse_megatron.schema.plan.plan import Chunk, Hop
 
 
 def with_hops(

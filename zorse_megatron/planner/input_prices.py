@@ -9,11 +9,11 @@ from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.efficiency import is_sixteen_bit
 from zorse_megatron.costs.interface import ComputeCost, DtypeCosts
 from zorse_megatron.costs.memory import TransformerMemory, memory_from_profile, precision_of
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.computing import Attention, Computing
-from zorse_megatron.schema.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.profile import Profile
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.model.computing import Attention, Computing
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.profile.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

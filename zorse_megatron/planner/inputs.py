@@ -9,18 +9,18 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.input_prices import InputPrices
 from zorse_megatron.planner.price_problems import kind_problems, wire_problems
-from zorse_megatron.schema.cluster import Cluster
-from zorse_megatron.schema.computing import USUAL, Computing, JobRecompute
-from zorse_megatron.schema.gpu import (
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.gpus.gpu import (
     PRICED_IN,
     ComputeDtype,
     DtypeChoice,
     GpuKind,
     common_dtype,
 )
-from zorse_megatron.schema.model import ModelShape
-from zorse_megatron.schema.plan import ClusterFingerprint, GradientWire, ModelFingerprint
-from zorse_megatron.schema.profile import Profile, Source
+from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import ClusterFingerprint, GradientWire, ModelFingerprint
+from zorse_megatron.schema.profile.profile import Profile, Source
 from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.spec import TopologySpec
 

@@ -11,8 +11,8 @@ from zorse_megatron.planner.garbage import no_collection
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.outline import Estimate
 from zorse_megatron.planner.simulate_plan import simulate_plan
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.validate import problems_of
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.result import SimulationResult
 

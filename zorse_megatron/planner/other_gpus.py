@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.schema.plan import ClusterFingerprint
+from zorse_megatron.schema.plan.plan import ClusterFingerprint
 from zorse_megatron.topology.spec import TopologySpec
 
 # Machines rarely hold more; where each of a kind's has as many, the new GPU gets a node of its own.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.result import SimulationResult
 
 Strategy = Literal["zorse", "stock", "zorse-paper", "cephalo"]

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.gpu import PRICED_IN, Dtype, common_dtype
-from zorse_megatron.schema.plan import GradientWire
+from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, common_dtype
+from zorse_megatron.schema.plan.plan import GradientWire
 
 
 def wire_problems(wire: GradientWire | None, dtypes: Collection[Dtype]) -> Iterator[Problem]:

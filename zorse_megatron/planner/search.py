@@ -28,7 +28,7 @@ from zorse_megatron.planner.wire import with_narrow_wire
 from zorse_megatron.planner.words import in_words, structure
 from zorse_megatron.planner.zorse import search as search_all
 from zorse_megatron.planner.zorse_paper import zorse_paper_plans
-from zorse_megatron.schema.plan import Predictions
+from zorse_megatron.schema.plan.plan import Predictions
 
 __all__ = [
     "STRATEGIES",

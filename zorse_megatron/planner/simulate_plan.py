@@ -1,7 +1,7 @@
 """Simulate one iteration of a plan with the costs of its search."""
 
 from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.perturb import Perturbation

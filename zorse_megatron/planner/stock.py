@@ -12,7 +12,7 @@ from zorse_megatron.planner.judge import Judge, Verdict, best_first
 from zorse_megatron.planner.microbatch import Share
 from zorse_megatron.planner.stock_grids import GridPrices, plan_of_grid
 from zorse_megatron.planner.teams import Team, Teams
-from zorse_megatron.schema.plan import Group, Plan, Replica, Schedule
+from zorse_megatron.schema.plan.plan import Group, Plan, Replica, Schedule
 
 _SIMULATED = 6
 

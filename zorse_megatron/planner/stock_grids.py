@@ -17,7 +17,7 @@ from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.jobs import Job, Place, Settings
 from zorse_megatron.planner.stage import Stages
 from zorse_megatron.planner.teams import Team, Teams
-from zorse_megatron.schema.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
 
 _SIZES = (1, 2, 4, 8, 16)
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")

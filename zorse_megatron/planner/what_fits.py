@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.inputs import Inputs
 from zorse_megatron.planner.shortage import fitting, gib_missing, no_plan
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.model import ModelShape
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.text.counted import number_of
 
 Make = Callable[[ModelShape, int], Inputs]
 """Inputs for a model and a global batch on the same cluster."""

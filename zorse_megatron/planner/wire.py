@@ -7,7 +7,7 @@ last, group by group, as it changes only how long a reduction is.
 from dataclasses import replace
 
 from zorse_megatron.planner.judge import Judge, Verdict
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def with_narrow_wire(judge: Judge, best: Verdict) -> Verdict:

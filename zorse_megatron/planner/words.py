@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from zorse_megatron.schema.counted import number_of
-from zorse_megatron.schema.plan import Group, Plan
+from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.schema.text.counted import number_of
 
 
 def in_words(plan: Plan, kinds: Sequence[str]) -> str:

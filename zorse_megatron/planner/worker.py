@@ -17,7 +17,7 @@ from zorse_megatron.planner.outline import Estimate
 from zorse_megatron.planner.sources import Source, Sources
 from zorse_megatron.planner.stage import StagePrice
 from zorse_megatron.planner.teams import Team, Teams
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.result import SimulationResult
 
 _POLISHING_STEPS = 6

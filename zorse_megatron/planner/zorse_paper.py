@@ -18,7 +18,7 @@ from zorse_megatron.planner.judge import Judge, Verdict, best_first
 from zorse_megatron.planner.microbatch import Share, WorkerClass, best_split
 from zorse_megatron.planner.stock import even_group, whole_plan
 from zorse_megatron.planner.teams import Team, Teams
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.topology.gpu_graph import paper_groupings
 
 _SIMULATED = 5

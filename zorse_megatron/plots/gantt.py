@@ -10,8 +10,8 @@ from matplotlib.path import Path as Outline
 
 from zorse_megatron.plots.figure import TEXT, new_figure, save_figure
 from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Kind, parse_action
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.spans import spell
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.spans import spell
 from zorse_megatron.trace import Span
 
 _MS = 1e3

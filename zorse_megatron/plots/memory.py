@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from zorse_megatron.plots.figure import FAINT, TEXT, new_figure, save_figure
 from zorse_megatron.plots.rows import MAX_ROWS, Row, rows_of
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
 

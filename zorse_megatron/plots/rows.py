@@ -3,8 +3,8 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from zorse_megatron.schema.plan import Plan
-from zorse_megatron.schema.spans import spans_of, spell
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.spans import spans_of, spell
 
 MAX_ROWS = 40
 """More rows than this are too many to read."""

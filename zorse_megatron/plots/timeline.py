@@ -4,7 +4,7 @@ from pathlib import Path
 
 from zorse_megatron.plots.gantt import draw_gantt
 from zorse_megatron.plots.rows import MAX_ROWS, rows_of
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.result import SimulationResult
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.plots.boxes import Box, around
-from zorse_megatron.schema.quantities import spell_bandwidth
+from zorse_megatron.schema.text.quantities import spell_bandwidth
 from zorse_megatron.topology.spec import NodeSpec, TopologySpec
 
 # Up to so many GPUs each one is a box; beyond, a node is a bar.

@@ -19,7 +19,7 @@ from zorse_megatron.schedules.events import BACKWARD_COST, Event, GroupEvent, fo
 from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.materialise import Unit, between_units
 from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 PER_PASS = "per_pass"
 RESIDENT = "resident"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.schedules.samples import MicroBatch, Piece
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from zorse_megatron.schedules.events import BACKWARD_COST, Arrival, Event
 from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.order import Pipeline, Policy
 from zorse_megatron.schedules.samples import Piece
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 _Way = tuple[int, bool]
 """(chunk where messages arrive, forward?): one direction of a hop."""

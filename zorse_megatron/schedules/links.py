@@ -9,7 +9,7 @@ from zorse_megatron.schedules.samples import (
     micro_batches,
     pieces,
 )
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,7 @@ from zorse_megatron.schedules.order import Pipeline
 from zorse_megatron.schedules.refusals import refuse_unlowered
 from zorse_megatron.schedules.sequence import cut_into_lists
 from zorse_megatron.schedules.update import reductions, update_actions
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 # How many computations a receive is started early. One hides a message behind a single computation,
 # which is not enough where several replicas send over one slow link at once; more than two bring

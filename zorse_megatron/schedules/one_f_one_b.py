@@ -10,7 +10,7 @@ meanwhile.
 """
 
 from zorse_megatron.schedules.order import Policy, Worker
-from zorse_megatron.schema.plan import Group, Plan
+from zorse_megatron.schema.plan.plan import Group, Plan
 
 
 def one_f_one_b(plan: Plan) -> Policy:

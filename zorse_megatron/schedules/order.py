@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from zorse_megatron.schedules.events import BACKWARD_COST, Arrival, Event, forward_costs
 from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey, Piece
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 Worker = tuple[int, int]
 """(group, replica)."""

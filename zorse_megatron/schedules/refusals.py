@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.plan import Group, Plan
+from zorse_megatron.schema.plan.plan import Group, Plan
 
 
 def refuse_unsupported(plan: Plan, source: str = "The plan") -> None:

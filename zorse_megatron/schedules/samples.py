@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from zorse_megatron.schema.plan import Group, Plan
+from zorse_megatron.schema.plan.plan import Group, Plan
 
 
 @dataclass(frozen=True, kw_only=True)

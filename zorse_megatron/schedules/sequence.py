@@ -13,7 +13,7 @@ from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.samples import MicroBatch, Piece
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 _TRANSFER, _ACT, _COMPUTE = range(3)
 

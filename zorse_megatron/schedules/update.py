@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.links import Links
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def reductions(links: Links, events: Iterable[Event]) -> list[GroupEvent]:

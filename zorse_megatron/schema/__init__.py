@@ -1,1 +1,1 @@
-"""The plan file: what the planner and the runtime share."""
+"""The files that people and commands share: plan, cluster, profile and model, read strictly."""

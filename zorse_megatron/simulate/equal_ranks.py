@@ -33,7 +33,7 @@ from functools import cached_property
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
 from zorse_megatron.schedules.lower import lower_plan, may_favour_a_replica
-from zorse_megatron.schema.plan import Group, Plan
+from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.simulate.copy_classes import Edge, classify_copies
 from zorse_megatron.simulate.routes import EqualLinks
 from zorse_megatron.simulate.sizes import Sizes

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.computing import JobRecompute
-from zorse_megatron.schema.gpu import ComputeDtype
-from zorse_megatron.schema.plan import Plan
+from zorse_megatron.schema.gpus.gpu import ComputeDtype
+from zorse_megatron.schema.model.computing import JobRecompute
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.critical_path import critical_path
 from zorse_megatron.simulate.engine import play
 from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zorse_megatron.errors import Problem, ProfileError
-from zorse_megatron.schema.csv_table import NUMBER, POSITIVE, TEXT, Row, header_of, read_table
-from zorse_megatron.schema.json_text import read_text
-from zorse_megatron.schema.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.schema.presets import canonical_kind
-from zorse_megatron.schema.profile_load import PROFILE_FILE
+from zorse_megatron.schema.gpus.gpu_presets import canonical_kind
+from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.profile.profile_json import PROFILE_FILE
+from zorse_megatron.schema.text.csv_table import NUMBER, POSITIVE, TEXT, Row, header_of, read_table
+from zorse_megatron.schema.text.json_text import read_text
 
 RUN_TABLE = {
     "model": TEXT,

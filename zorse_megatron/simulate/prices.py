@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.schema.gpu import ComputeDtype
+from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.residency import SteppedUnit
 from zorse_megatron.simulate.routes import Routes, Work

@@ -19,8 +19,8 @@ from zorse_megatron.costs.measured_memory import MeasuredMemory
 from zorse_megatron.costs.memory import Precision
 from zorse_megatron.costs.set_comm import SetComm
 from zorse_megatron.errors import Problem, ProfileError
-from zorse_megatron.schema.profile import Profile
-from zorse_megatron.schema.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
 from zorse_megatron.simulate.framework import Framework
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.measured_runs import MeasuredRun, read_runs

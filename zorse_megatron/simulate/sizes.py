@@ -8,9 +8,9 @@ from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.shards import overlaps, shard_bounds
-from zorse_megatron.schema.computing import JobRecompute
-from zorse_megatron.schema.gpu import ComputeDtype
-from zorse_megatron.schema.plan import Group, Plan, Recompute, Replica
+from zorse_megatron.schema.gpus.gpu import ComputeDtype
+from zorse_megatron.schema.model.computing import JobRecompute
+from zorse_megatron.schema.plan.plan import Group, Plan, Recompute, Replica
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 
 _NARROW_BYTES = 2

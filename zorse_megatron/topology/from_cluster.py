@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from zorse_megatron.schema.cluster import Cluster, Node, Switch
-from zorse_megatron.schema.profile import Profile
+from zorse_megatron.schema.cluster.cluster import Cluster, Node, Switch
+from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.topology.curves import Curves, LinkCurve, LogFit, as_curves
 from zorse_megatron.topology.spec import (
     IntraKind,

@@ -1,0 +1,1 @@
+"""The cluster file: which GPUs there are, and what joins them."""

@@ -1,0 +1,35 @@
+"""Reading `cluster.yaml`: short forms, strict checks, and everything made explicit."""
+
+from pathlib import Path
+
+from zorse_megatron.errors import ClusterError
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_file import ClusterFile
+from zorse_megatron.schema.cluster.cluster_rules import problems_of
+from zorse_megatron.schema.cluster.resolve import resolved
+from zorse_megatron.schema.cluster.short_forms import spelled_out
+from zorse_megatron.schema.text.file_kind import FileKind
+from zorse_megatron.schema.text.strict import built, read_file
+from zorse_megatron.schema.text.yaml_text import read_yaml
+
+CLUSTER_FILE = FileKind(
+    name="cluster",
+    syntax="YAML",
+    document="docs/cluster-file.md",
+    error=ClusterError,
+    root=ClusterFile,
+)
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read, check and return the cluster in a file. Raises ClusterError with every problem."""
+    return parse_cluster(read_file(path, CLUSTER_FILE), source=str(path))
+
+
+def parse_cluster(data: bytes, *, source: str = "cluster") -> Cluster:
+    """Check and return the cluster in `data`; Problems call it `source`. Raises ClusterError."""
+    value, lines, problems = read_yaml(data, source, CLUSTER_FILE)
+    file: ClusterFile = built(
+        spelled_out(value), problems, CLUSTER_FILE, source, rules=problems_of, lines=lines
+    )
+    return resolved(file)

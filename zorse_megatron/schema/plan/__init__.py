@@ -1,0 +1,1 @@
+"""The plan file: what the planner and the runtime share."""

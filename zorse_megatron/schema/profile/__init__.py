@@ -1,0 +1,1 @@
+"""The profile: what was measured on which kind of GPU."""

@@ -1,0 +1,230 @@
+"""The profile: what was measured on which kind of GPU, and by whom.
+
+Times are of one micro-batch through one part of the model. Every entry names its source, so that a
+prediction can say what it rests on. Reading and writing the file is in `profile_load.py`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.model.model_shape import Activation, ModelShape, Norm, PositionEmbedding
+from zorse_megatron.schema.plan.plan import (
+    Count,
+    FiniteFloat,
+    Positive,
+    PositiveFloat,
+    refuse_non_integer,
+)
+
+_CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+Text = Annotated[str, Field(min_length=1)]
+# A layer that takes longer than a day for one micro-batch was not measured.
+Duration = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+Part = Literal["layer", "embedding", "head"]
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Source:
+    """Who found the figures, and how."""
+
+    name: Text
+    """What entries refer to; the name of the file, if one was imported."""
+    kind: Literal["measured", "analytic"]
+    """measured: a clock ran; analytic: computed from published figures."""
+    origin: str | None = None
+    """Publication, data set and licence, or the command that measured."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class ProfiledModel:
+    """The shape of a model that has entries: entries of one model price another by it."""
+
+    name: Text
+    """What entries refer to."""
+    num_layers: Positive
+    """Transformer layers."""
+    hidden_size: Positive
+    """Width of the residual stream."""
+    ffn_hidden_size: Positive
+    """Width of the feed-forward block."""
+    num_attention_heads: Positive
+    """Query heads."""
+    num_query_groups: Positive
+    """Key and value heads."""
+    kv_channels: Positive
+    """Width of one head."""
+    vocab_size: Positive
+    """Rows of the embedding table."""
+    seq_length: Positive
+    """Tokens per sample, where an entry does not say."""
+    tied_embeddings: bool = False
+    """Whether embedding and output layer share one table."""
+    activation: Activation = "gelu"
+    """Of the feed-forward block."""
+    norm: Norm = "layernorm"
+    """Kind of norm."""
+    position_embedding: PositionEmbedding = "rope"
+    """Kind of position embedding."""
+    max_positions: Count = 0
+    """Rows of a learned position table."""
+    linear_bias: bool = True
+    """Biases in all linear layers."""
+    qkv_bias: bool = False
+    """Biases of query, key and value only."""
+    qk_norm: bool = False
+    """Norms of query and key heads."""
+
+    def shape(self) -> ModelShape:
+        """Return the same as a model."""
+        return ModelShape(**vars(self))
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Times:
+    """Forward and backward time of one part, by micro-batch size; the lists go together."""
+
+    part: Part
+    """layer: one transformer layer; embedding; head: final norm, output layer and loss."""
+    model: Text
+    """A name in models."""
+    gpu_kind: Text
+    """On which kind of GPU."""
+    seq_length: Positive
+    """Tokens per sample."""
+    dtype: Dtype
+    """What was computed in."""
+    tensor_parallel: Positive = 1
+    """Ranks that split the part."""
+    source: Text
+    """A name in sources."""
+    micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    """Ascending."""
+    forward_s: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    """One for each micro-batch size."""
+    backward_s: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    """One for each micro-batch size."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class UpdateTime:
+    """Duration of one optimizer step."""
+
+    gpu_kind: Text
+    """On which kind of GPU."""
+    dtype: Dtype
+    """What the model was trained in."""
+    num_parameters: Positive
+    """That the step updated, on one GPU."""
+    update_s: PositiveFloat
+    """How long it took."""
+    source: Text
+    """A name in sources."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class PartMemory:
+    """Elements that one part has on each rank, for one sample."""
+
+    part: Part
+    """layer, embedding or head."""
+    model: Text
+    """A name in models."""
+    seq_length: Positive
+    """Tokens per sample."""
+    tensor_parallel: Positive = 1
+    """Ranks that split the part."""
+    source: Text
+    """A name in sources."""
+    parameters: Count
+    """On each rank."""
+    activation_elements: Count
+    """Kept from forward to backward."""
+    output_elements: Count
+    """Handed to the next part."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class LinkCurve:
+    """Bandwidth of a link by message size.
+
+    GB/s = quadratic x^2 + linear x + constant with x = log2(MB), the form in which Sailor (SOSP
+    2025) publishes its links; MB and GB are 10^6 and 10^9 bytes.
+    """
+
+    link: Literal["intra-node", "inter-node"]
+    """Between GPUs of one node, or between nodes."""
+    gpu_kind: Text
+    """The kind of GPU of the node."""
+    gpus_sharing: Positive
+    """GPUs that used the link at once."""
+    quadratic: FiniteFloat
+    """Of x^2."""
+    linear: FiniteFloat
+    """Of x."""
+    constant: FiniteFloat
+    """At 1 MB."""
+    max_bytes_per_s: PositiveFloat
+    """What no message exceeds."""
+    source: Text
+    """A name in sources."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Transfers:
+    """Times of messages by size, as measured; the lists go together.
+
+    A record of what `zorse discover` found: latencies and bandwidths of the cluster file, and
+    `links`, were fitted to it. No price rests on it.
+    """
+
+    operation: Literal["send", "all_gather", "all_reduce"]
+    """send: from one GPU to another one; all_gather and all_reduce among all that took part."""
+    nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=2)]
+    """Kinds of the nodes: one for inside a node, two for between nodes."""
+    gpu_kinds: Annotated[tuple[Text, ...], Field(min_length=2)]
+    """Of the GPUs that took part, one for each."""
+    source: Text
+    """A name in sources."""
+    num_bytes: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    """Ascending: of the message, or of what each GPU has in the end."""
+    time_s: Annotated[tuple[Duration, ...], Field(min_length=1)]
+    """One for each number of bytes; of a send one way."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it is about; a profile has it once."""
+        return (self.operation, self.nodes, self.gpu_kinds)
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Profile:
+    """All that is known of some models on some kinds of GPU."""
+
+    schema_version: Annotated[Literal[1], BeforeValidator(refuse_non_integer)]
+    """Version of the profile file format."""
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    """Who found the figures."""
+    models: tuple[ProfiledModel, ...] = ()
+    """Models that have entries."""
+    times: tuple[Times, ...] = ()
+    """Forward and backward times."""
+    updates: tuple[UpdateTime, ...] = ()
+    """Optimizer steps."""
+    memory: tuple[PartMemory, ...] = ()
+    """Memory of parts."""
+    links: tuple[LinkCurve, ...] = ()
+    """Links."""
+    transfers: tuple[Transfers, ...] = ()
+    """Times of messages, as measured."""
+
+    def gpu_kinds(self) -> tuple[str, ...]:
+        """Return the kinds that have times, in order of appearance."""
+        return tuple(dict.fromkeys(entry.gpu_kind for entry in self.times))
+
+    def model_named(self, name: str) -> ProfiledModel:
+        """Return the model that entries call `name`."""
+        return next(model for model in self.models if model.name == name)
