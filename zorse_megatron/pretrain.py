@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Literal
 
 from zorse_megatron.errors import FlagError, Problem, ZorseError
 from zorse_megatron.extras import refuse_without
+from zorse_megatron.launch.rank_environment import launched_rank, node_name
 from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
-from zorse_megatron.measure.ranks_env import node_name, rank_place
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.watch.inquest import LEAST_SILENCE_S, Limits
@@ -247,7 +247,7 @@ def run(
 ) -> None:
     """Run the command. Raises ZorseError before anything is lost if its input cannot be used."""
     environment = dict(os.environ)
-    place = None if "RANK" in environment else rank_place(environment, socket.gethostname())
+    place = None if "RANK" in environment else launched_rank(environment, socket.gethostname())
     if place is not None:  # before anything can go wrong, so that not every rank complains
         os.environ.update(torch_environment(place, environment, None))
     command = split_command(argv)

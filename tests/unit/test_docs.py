@@ -111,7 +111,7 @@ def our_flags():
     ]
     helps = [CliRunner().invoke(app, ["--help"]).stdout]
     helps += [CliRunner().invoke(app, [*c.split(), "--help"]).stdout for c in commands]
-    scripts = [*ROOT.glob("scripts/*.py"), ROOT / "zorse_megatron" / "demo" / "__main__.py"]
+    scripts = [*ROOT.glob("scripts/**/*.py"), ROOT / "zorse_megatron" / "demo" / "__main__.py"]
     programs = [path for path in sorted(scripts) if "__main__" in path.read_text(encoding="utf-8")]
     helps += [help_of(path) for path in programs]
     return set(re.findall(r"--[\w-]+", "\n".join(helps))) | {

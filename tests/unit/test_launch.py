@@ -17,10 +17,10 @@ from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron.errors import LaunchError
 from zorse_megatron.launch.batch_script import OWN_OPTIONS, BatchOptions, batch_script
 from zorse_megatron.launch.components import components_of
+from zorse_megatron.launch.rank_environment import launched_rank
 from zorse_megatron.launch.ranks import torch_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
 from zorse_megatron.launch.training import Training, training_of
-from zorse_megatron.measure.ranks_env import rank_place
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 
@@ -92,7 +92,7 @@ def tasks_of(script: str, pick: Any) -> list[dict[str, str]]:
 
 
 def variables_of(task: dict[str, str], cluster: Cluster | None) -> dict[str, str]:
-    return torch_environment(rank_place(task, "host"), task, cluster)
+    return torch_environment(launched_rank(task, "host"), task, cluster)
 
 
 @given(cluster=clusters(), partitions=PARTITIONS)
@@ -205,7 +205,7 @@ def test_a_job_on_other_nodes_is_refused(change: dict[str, str], message: str) -
 def test_torchruns_ranks_stay_as_they_are() -> None:
     words = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     environment = dict.fromkeys(words, "1") | {"WORLD_SIZE": "3", "MASTER_ADDR": "a"}
-    assert torch_environment(rank_place(environment, "b"), environment, CLUSTER) == {}
+    assert torch_environment(launched_rank(environment, "b"), environment, CLUSTER) == {}
 
 
 def test_a_command_that_saves_goes_on_from_there() -> None:

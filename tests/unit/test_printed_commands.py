@@ -42,7 +42,7 @@ NOT_RUN = {
     "python scripts/bench_no_tax.py": "minutes of timing",
     "python scripts/bench_offload_gpu.py": "GPUs; dry in tests/megatron/test_bench_offload.py",
     "python scripts/check_patches.py": "a checkout of Megatron-LM; tests/unit/test_patches.py",
-    "python scripts/check_truth.py": "tables of others; tests/unit/test_truth.py",
+    "python -m scripts.validation.sailor": "tables of others; tests/unit/test_validation.py",
     "python scripts/compare_": "minutes of training",
     "python scripts/memory_by_chunks.py": "tests/megatron/test_memory_by_chunks.py",
     "git apply": "a checkout of Megatron-LM; tests/unit/test_patches.py",

@@ -11,7 +11,7 @@ import typer
 from zorse_megatron.cli.console import reported_errors
 from zorse_megatron.cli.progress import OnProgress, progress_bar
 from zorse_megatron.extras import refuse_without
-from zorse_megatron.measure.ranks_env import RankPlace, rank_place
+from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank
 
 Again = Annotated[
     bool, typer.Option("--again", help="Measure again even what the files already have.")
@@ -21,7 +21,7 @@ Again = Annotated[
 @contextmanager
 def as_ranks(
     title: str, *, messages_on_gpu: bool, as_json: bool
-) -> Iterator[tuple[RankPlace, OnProgress]]:
+) -> Iterator[tuple[LaunchedRank, OnProgress]]:
     """Run the block on every rank of the job; yields this rank, and what shows progress.
 
     Errors end every rank with its message and exit code 1, or 3 where another rank is gone.
@@ -30,7 +30,7 @@ def as_ranks(
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     with reported_errors(as_json=as_json and is_first):
         refuse_without("train", what=f"measuring ({title})")
-        place = rank_place(os.environ, socket.gethostname())
+        place = launched_rank(os.environ, socket.gethostname())
         # Here and not above: other commands start without torch.
         from zorse_megatron.measure.job import measuring_job
 

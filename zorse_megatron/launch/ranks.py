@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from zorse_megatron.errors import LaunchError, Problem
-from zorse_megatron.measure.ranks_env import RankPlace
+from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
 
 
 def torch_environment(
-    place: RankPlace, environment: Mapping[str, str], cluster: Cluster | None
+    place: LaunchedRank, environment: Mapping[str, str], cluster: Cluster | None
 ) -> dict[str, str]:
     """Return the variables that torch.distributed and Megatron lack; none under torchrun.
 
@@ -46,7 +46,7 @@ def _host(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _problems(place: RankPlace, cluster: Cluster) -> list[Problem]:
+def _problems(place: LaunchedRank, cluster: Cluster) -> list[Problem]:
     problems = []
     if place.world_size != cluster.world_size:
         problems.append(

@@ -2,14 +2,14 @@
 
 import torch
 
+from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.measure.devices import DeviceReader, SeenRank
 from zorse_megatron.measure.host import CpuReader, host_memory_bytes, nics
 from zorse_megatron.measure.job import from_all
 from zorse_megatron.measure.nvml import NvmlReader, load_nvml
-from zorse_megatron.measure.ranks_env import RankPlace
 
 
-def seen_ranks(place: RankPlace) -> list[SeenRank]:
+def seen_ranks(place: LaunchedRank) -> list[SeenRank]:
     """Return what every rank sees. Collective. Raises MeasureError on a rank without a device."""
     on_node = sum(node == place.node for node in from_all(place.node))
     return from_all(

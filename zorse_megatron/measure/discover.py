@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zorse_megatron.files.write import write_bytes, write_text
+from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.measure.cluster_text import MeasuredKind, cluster_text, kinds_in
 from zorse_megatron.measure.device_probe import measured_kind
 from zorse_megatron.measure.device_ranks import seen_ranks
@@ -23,7 +24,6 @@ from zorse_megatron.measure.profile_parts import (
     without_transfers,
 )
 from zorse_megatron.measure.progress import OnProgress, Progress
-from zorse_megatron.measure.ranks_env import RankPlace
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.profile.profile import Profile, Source, Transfers
 from zorse_megatron.schema.profile.profile_json import save_profile
@@ -71,7 +71,7 @@ class _Known:
     """Whether the cluster file has these nodes."""
 
 
-def discover(place: RankPlace, wanted: Discovery, show: OnProgress) -> Discovered:
+def discover(place: LaunchedRank, wanted: Discovery, show: OnProgress) -> Discovered:
     """Measure what is missing and write both files on rank 0. Collective.
 
     The profile is written after each measurement, so that a run that is cut short loses nothing.
@@ -123,7 +123,7 @@ def _known(wanted: Discovery, nodes: Sequence[SeenNode], tasks: Sequence[LinkTas
     )
 
 
-def _timed(place: RankPlace, wanted: Discovery, task: LinkTask) -> Transfers:
+def _timed(place: LaunchedRank, wanted: Discovery, task: LinkTask) -> Transfers:
     """Run a task on its ranks and give the result to all. Collective."""
     found = None
     group = dist.new_group(list(task.ranks))  # by all ranks: its name counts the calls

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zorse_megatron.errors import ZorseError
+from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.measure.errors import MeasureError
-from zorse_megatron.measure.ranks_env import RankPlace
 from zorse_megatron.watch.exchange import exchange
 from zorse_megatron.watch.start import watched
 
@@ -20,7 +20,7 @@ _WAIT = timedelta(hours=12)
 
 
 @contextmanager
-def measuring_job(place: RankPlace, *, messages_on_gpu: bool) -> Iterator[None]:
+def measuring_job(place: LaunchedRank, *, messages_on_gpu: bool) -> Iterator[None]:
     """Join the job; the block runs in a child of this process, which watches it as in training.
 
     A rank that fails or is gone stops all of them. `messages_on_gpu`: whether this process itself

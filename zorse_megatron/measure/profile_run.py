@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.measure.device_ranks import seen_ranks
 from zorse_megatron.measure.errors import MeasureError
 from zorse_megatron.measure.job import from_rank, on_first_rank
@@ -26,7 +27,6 @@ from zorse_megatron.measure.profile_parts import (
     without_series,
 )
 from zorse_megatron.measure.progress import OnProgress, Progress
-from zorse_megatron.measure.ranks_env import RankPlace
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpus.gpu import Dtype
@@ -65,7 +65,7 @@ class Profiled:
     """Micro-batches and steps of this run."""
 
 
-def measure_profile(place: RankPlace, wanted: ProfileRun, show: OnProgress) -> Profiled:
+def measure_profile(place: LaunchedRank, wanted: ProfileRun, show: OnProgress) -> Profiled:
     """Measure what is missing, each kind of GPU on its first rank, one kind after the other.
 
     Collective. Rank 0 writes the profile after each micro-batch, so that a run that is cut short
@@ -140,7 +140,7 @@ def _check_cluster(wanted: ProfileRun, cluster: Cluster, nodes: Sequence[SeenNod
 
 
 def _measured(
-    place: RankPlace, wanted: ProfileRun, profile: Profile, series: Series
+    place: LaunchedRank, wanted: ProfileRun, profile: Profile, series: Series
 ) -> Iterator[Answer]:
     on_gpu = torch.cuda.is_available()
     memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(place.rank).memory_bytes

@@ -27,7 +27,7 @@ _PORTS_PER_JOB = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlace:
+class LaunchedRank:
     """One process of a job."""
 
     launcher: Launcher
@@ -52,7 +52,7 @@ class RankPlace:
         }
 
 
-def rank_place(environment: Mapping[str, str], host_name: str) -> RankPlace:
+def launched_rank(environment: Mapping[str, str], host_name: str) -> LaunchedRank:
     """Return which rank this process is; without torchrun and srun the only one.
 
     `host_name`: of this machine; ZORSE_NODE_NAME and the name that Slurm has for the node come
@@ -66,7 +66,7 @@ def rank_place(environment: Mapping[str, str], host_name: str) -> RankPlace:
         return _place_in_slurm(environment, node)
     _refuse_lone_task(environment)
     port = _number_or(environment, "MASTER_PORT", _PORTS.start)
-    return RankPlace(
+    return LaunchedRank(
         launcher="none",
         rank=0,
         world_size=1,
@@ -112,7 +112,7 @@ def _is_in_step(environment: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environment and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def _place_in_slurm(environment: Mapping[str, str], node: str) -> RankPlace:
+def _place_in_slurm(environment: Mapping[str, str], node: str) -> LaunchedRank:
     numbers = _numbers(environment, _SRUN)
     master = environment.get("MASTER_ADDR") or _first_host(environment)
     # Each component of a heterogeneous job has a number of its own: that of the first one counts.
@@ -150,7 +150,7 @@ def _place(
     numbers: Mapping[str, int],
     node: str,
     master: str,
-) -> RankPlace:
+) -> LaunchedRank:
     names = _TORCHRUN if launcher == "torchrun" else _SRUN
     rank, world_size, local_rank = (numbers[name] for name in names[:3])
     if not rank < world_size:
@@ -164,7 +164,7 @@ def _place(
                 )
             ]
         )
-    return RankPlace(
+    return LaunchedRank(
         launcher=launcher,
         rank=rank,
         world_size=world_size,

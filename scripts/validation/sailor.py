@@ -1,6 +1,6 @@
-"""How far the simulator is from whole training runs that others measured.
+"""How far the simulator is from the training runs that Sailor published.
 
-    python scripts/check_truth.py --measured DIR [--json OUT]
+    python -m scripts.validation.sailor --measured DIR [--json OUT]
 
 DIR has Sailor's (SOSP 2025) runs on GH200 nodes and what they measured of layers, memory and links:
 gh200_runs.csv, layer_latency_tp.csv, model_memory_tp.csv, link_bandwidth.csv. docs/simulator.md
@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.errors import ProfileError
-from zorse_megatron.simulate.sailor_runs import (
+from scripts.validation.sailor_runs import (
     PARTS,
     RUNS,
     Comparison,
     compare_runs,
     mean_absolute,
 )
+from zorse_megatron.errors import ProfileError
 
 _GB = 1e9
 

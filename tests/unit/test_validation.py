@@ -10,13 +10,13 @@ from statistics import fmean
 
 import pytest
 
+from scripts.validation.measured_runs import RUN_TABLE, read_runs
+from scripts.validation.sailor_runs import PARTS, RUNS, compare_runs, mean_absolute
 from tests.measured import MEASURED, needs_measured
 from zorse_megatron.errors import ProfileError
-from zorse_megatron.simulate.measured_runs import RUN_TABLE, read_runs
-from zorse_megatron.simulate.sailor_runs import PARTS, RUNS, compare_runs, mean_absolute
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "check_truth.py"
+COMMAND = [sys.executable, "-m", "scripts.validation.sailor"]
 ROW = "GPT-Neo-2.7,GH-96,4,2,2,4,0-15|16-33,1,64,2.29028,20011024384"
 
 
@@ -59,9 +59,11 @@ def test_the_bound_does_not_hang_on_the_rate_of_the_rebuild(gb_per_s, error):
 
 @needs_measured
 def test_the_table_in_the_documents_is_that_of_the_script(tmp_path):
-    out = tmp_path / "truth.json"
-    command = [sys.executable, str(SCRIPT), "--measured", str(MEASURED), "--json", str(out)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    out = tmp_path / "errors.json"
+    command = [*COMMAND, "--measured", str(MEASURED)]
+    printed = subprocess.run(
+        [*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert "mean absolute error: iteration time 5.0%, peak memory 5.5%" in printed
     content = json.loads(out.read_text())
     assert content["time_error"] == pytest.approx(mean_absolute([r.time_error for r in rows()]))
@@ -125,6 +127,6 @@ def test_runs_that_the_parts_do_not_fit(old, new, message):
 
 
 def test_a_directory_without_the_tables(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--measured", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [*COMMAND, "--measured", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and RUNS in done.stderr and "Traceback" not in done.stderr

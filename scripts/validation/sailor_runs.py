@@ -13,6 +13,7 @@ Every constant here is of the source named beside it. None was fitted to the run
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scripts.validation.measured_runs import MeasuredRun, read_runs
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.measured_memory import MeasuredMemory
@@ -23,7 +24,6 @@ from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
 from zorse_megatron.simulate.framework import Framework
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.simulate.measured_runs import MeasuredRun, read_runs
 from zorse_megatron.topology.from_cluster import measured_curves
 from zorse_megatron.topology.spec import NodeSpec, TopologySpec
 

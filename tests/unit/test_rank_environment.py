@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import LaunchError
-from zorse_megatron.measure.ranks_env import hosts_in, rank_place
+from zorse_megatron.launch.rank_environment import hosts_in, launched_rank
 
 TORCHRUN = {
     "RANK": "5",
@@ -26,51 +26,51 @@ SRUN = {
 
 
 def test_torchrun_says_which_rank_this_is() -> None:
-    place = rank_place(TORCHRUN, "worker")
+    place = launched_rank(TORCHRUN, "worker")
     assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("torchrun", 5, 8, 1)
     assert (place.node, place.master_address, place.master_port) == ("worker", "head", 29500)
     assert place.torch_environment() == TORCHRUN
 
 
 def test_srun_says_it_too_and_rank_0_is_on_the_first_host() -> None:
-    place = rank_place(SRUN, "host")
+    place = launched_rank(SRUN, "host")
     assert (place.launcher, place.rank, place.world_size, place.local_rank) == ("srun", 3, 8, 1)
     assert (place.node, place.master_address) == ("gpu09", "gpu08")
 
 
 def test_every_rank_of_a_step_has_the_same_port_and_another_step_another_one() -> None:
-    ports = {rank_place(SRUN | {"SLURM_PROCID": str(n)}, "host").master_port for n in range(8)}
+    ports = {launched_rank(SRUN | {"SLURM_PROCID": str(n)}, "host").master_port for n in range(8)}
     assert len(ports) == 1
-    assert rank_place(SRUN | {"SLURM_STEP_ID": "1"}, "host").master_port not in ports
+    assert launched_rank(SRUN | {"SLURM_STEP_ID": "1"}, "host").master_port not in ports
 
 
 def test_ranks_of_all_components_of_a_heterogeneous_job_have_the_same_port() -> None:
     """As Slurm 22.05 sets them: the second component has a number of its own."""
     first = {"SLURM_JOB_ID_HET_GROUP_0": "812", "SLURM_JOB_ID_HET_GROUP_1": "813"}
-    port = rank_place(SRUN | first, "host").master_port
-    assert rank_place(SRUN | first | {"SLURM_JOB_ID": "813"}, "host").master_port == port
+    port = launched_rank(SRUN | first, "host").master_port
+    assert launched_rank(SRUN | first | {"SLURM_JOB_ID": "813"}, "host").master_port == port
     without = {name: value for name, value in SRUN.items() if name != "SLURM_JOB_ID"}
-    assert rank_place(without | first, "host").master_port == port
-    assert rank_place(without | {"SLURM_JOBID": "812"}, "host").master_port == port
+    assert launched_rank(without | first, "host").master_port == port
+    assert launched_rank(without | {"SLURM_JOBID": "812"}, "host").master_port == port
 
 
 def test_rank_0_of_a_heterogeneous_job_is_in_its_first_component() -> None:
     component = {"SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]", "SLURM_STEP_NODELIST": "b[1-4]"}
-    assert rank_place(SRUN | component, "host").master_address == "a1"
+    assert launched_rank(SRUN | component, "host").master_address == "a1"
 
 
 def test_what_the_user_sets_comes_first() -> None:
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "ZORSE_NODE_NAME": "left"}
-    place = rank_place(SRUN | own, "host")
+    place = launched_rank(SRUN | own, "host")
     assert (place.node, place.master_address, place.master_port) == ("left", "127.0.0.1", 1234)
 
 
 def test_torchrun_inside_a_slurm_job_is_torchrun() -> None:
-    assert rank_place(SRUN | TORCHRUN, "host").rank == 5
+    assert launched_rank(SRUN | TORCHRUN, "host").rank == 5
 
 
 def test_a_process_started_by_hand_is_alone() -> None:
-    place = rank_place({}, "host")
+    place = launched_rank({}, "host")
     assert (place.launcher, place.rank, place.world_size, place.node) == ("none", 0, 1, "host")
 
 
@@ -80,12 +80,12 @@ def test_one_process_in_an_allocation_of_several_tasks_is_told_of_srun(
 ) -> None:
     shell = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | step
     with pytest.raises(LaunchError, match="Put srun in front"):
-        rank_place(shell, "host")
+        launched_rank(shell, "host")
 
 
 def test_every_missing_variable_is_named() -> None:
     with pytest.raises(LaunchError) as caught:
-        rank_place({"RANK": "one", "WORLD_SIZE": "2"}, "host")
+        launched_rank({"RANK": "one", "WORLD_SIZE": "2"}, "host")
     assert [problem.where for problem in caught.value.problems] == [
         "RANK",
         "LOCAL_RANK",
@@ -96,7 +96,7 @@ def test_every_missing_variable_is_named() -> None:
 
 def test_a_rank_beyond_the_last_one_is_refused() -> None:
     with pytest.raises(LaunchError, match="rank 8 of 8"):
-        rank_place(TORCHRUN | {"RANK": "8"}, "host")
+        launched_rank(TORCHRUN | {"RANK": "8"}, "host")
 
 
 _NAMES = st.from_regex(r"[a-z]{1,4}", fullmatch=True)
