@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.planner.bound import best_layers_per_s, lower_bound_s
-from zorse_megatron.planner.inputs import Inputs, make_inputs
-from zorse_megatron.planner.search import STRATEGIES, NoPlanError, find_plan
+from zorse_megatron.planner.baselines.lower_bound import best_layers_per_s, lower_bound_s
+from zorse_megatron.planner.find_plan import STRATEGIES, NoPlanError, find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS

@@ -14,12 +14,12 @@ from itertools import islice
 from typing import Any
 
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.topology.gpu_graph import paper_groupings
+from zorse_megatron.planner.groupings.candidates import candidates
+from zorse_megatron.planner.groupings.gpu_graph import paper_groupings
+from zorse_megatron.planner.groupings.neighbours import neighbours
+from zorse_megatron.planner.groupings.split import split_groupings
 from zorse_megatron.topology.graph import full_graph
-from zorse_megatron.topology.neighbours import neighbours
-from zorse_megatron.topology.partition import candidates
 from zorse_megatron.topology.spec import IntraKind, NodeSpec, RegionLink, SwitchSpec, TopologySpec
-from zorse_megatron.topology.split import split_groupings
 
 MAX_GROUPS = 64
 # Kind of GPU, link inside, its GB/s, Gb/s of the NICs together.

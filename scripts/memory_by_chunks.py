@@ -20,7 +20,7 @@ from zorse_megatron.costs.memory import TransformerMemory, precision_of
 from zorse_megatron.demo.jobs import Job, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.planner.inputs import Inputs, make_inputs
+from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
 from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan

@@ -15,7 +15,7 @@ from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.emulate.run import System, emulator
 from zorse_megatron.emulate.tiny import Training
-from zorse_megatron.planner.inputs import make_inputs
+from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import Offload, Recompute

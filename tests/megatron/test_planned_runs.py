@@ -8,8 +8,8 @@ import pytest
 from tests.megatron.comparison import plan_run, stock_run
 from tests.megatron.test_exactness import assert_equal_runs, flags_for
 from tests.unit.planner_cases import random_case, simulated
-from zorse_megatron.planner.inputs import Inputs, SearchSpace
-from zorse_megatron.planner.search import find_plan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.trace import load_trace
 
 STEPS = 2

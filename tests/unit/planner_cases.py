@@ -8,10 +8,10 @@ from itertools import permutations, product
 from tests.unit.fake_costs import FakeMemory
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.planner.inputs import Inputs, SearchSpace
-from zorse_megatron.planner.microbatch import WorkerClass, best_split
-from zorse_megatron.planner.simulate_plan import simulate_plan
-from zorse_megatron.planner.water import water_fill
+from zorse_megatron.planner.closed_form.batch_split import WorkerClass, best_split
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
+from zorse_megatron.planner.plans.water_filling import water_fill
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     ClusterFingerprint,

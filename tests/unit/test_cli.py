@@ -130,8 +130,8 @@ def test_the_command_needs_neither_torch_nor_megatron():
 import sys
 import zorse_megatron.cli.main
 print(sorted({"matplotlib", "numpy"} & set(sys.modules)))
-import zorse_megatron.planner.explain
-import zorse_megatron.planner.search
+import zorse_megatron.planner.explain.explanation
+import zorse_megatron.planner.find_plan
 import zorse_megatron.plots.memory
 import zorse_megatron.plots.timeline
 import zorse_megatron.plots.topology

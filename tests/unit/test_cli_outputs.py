@@ -38,7 +38,7 @@ def stop(*_args, **_kwargs):
 
 
 OUTPUTS = {
-    "plan": ((*PLAN, "--out"), "zorse_megatron.planner.search.find_plan"),
+    "plan": ((*PLAN, "--out"), "zorse_megatron.planner.find_plan.find_plan"),
     "timeline": ((*SIMULATE, "--timeline"), "zorse_megatron.cli.simulate.simulated"),
     "trace": ((*SIMULATE, "--trace"), "zorse_megatron.cli.simulate.simulated"),
     "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launch.load_plan"),

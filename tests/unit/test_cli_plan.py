@@ -17,15 +17,15 @@ from zorse_megatron import extras
 from zorse_megatron.cli import plan as plan_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
-from zorse_megatron.planner import explain as explain_module
-from zorse_megatron.planner import inputs as inputs_module
-from zorse_megatron.planner import replan as replan_module
-from zorse_megatron.planner import search as search_module
-from zorse_megatron.planner.explain import Explanation, GroupLoad, Headroom
+from zorse_megatron.planner import find_plan as search_module
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.explain import explanation as explain_module
+from zorse_megatron.planner.explain import replan as replan_module
+from zorse_megatron.planner.explain.explanation import Explanation, GroupLoad, Headroom
+from zorse_megatron.planner.explain.replan import OneMore, Replans
+from zorse_megatron.planner.find_plan import NoPlanError
+from zorse_megatron.planner.inputs import search_inputs as inputs_module
 from zorse_megatron.planner.outcome import Considered, Outcome, Progress, Rejected
-from zorse_megatron.planner.replan import OneMore, Replans
-from zorse_megatron.planner.search import NoPlanError
-from zorse_megatron.planner.simulate_plan import simulate_plan
 from zorse_megatron.schema.plan.plan import Offload, Predictions, Recompute
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.planner.inputs import make_inputs
-from zorse_megatron.planner.other_gpus import on_ranks
-from zorse_megatron.planner.simulate_plan import simulate_plan
-from zorse_megatron.planner.stock_best import subsets
-from zorse_megatron.planner.stock_grids import GridPrices, grids, plan_of_grid
+from zorse_megatron.planner.baselines.stock_best import subsets
+from zorse_megatron.planner.baselines.stock_grids import GridPrices, grids, plan_of_grid
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.inputs.other_gpus import on_ranks
+from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan_json import load_plan

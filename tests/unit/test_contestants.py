@@ -22,9 +22,9 @@ from zorse_megatron.emulate.run import EmulatedRun, System
 from zorse_megatron.emulate.self_test import SelfTest
 from zorse_megatron.emulate.stock_flags import flags_of_grid
 from zorse_megatron.emulate.tiny import HIDDEN_SIZE
-from zorse_megatron.planner.inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.stock_best import stock_on_best
-from zorse_megatron.planner.stock_grids import Grid
+from zorse_megatron.planner.baselines.stock_best import stock_on_best
+from zorse_megatron.planner.baselines.stock_grids import Grid
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 

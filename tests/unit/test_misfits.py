@@ -13,14 +13,14 @@ from zorse_megatron.cli.console import failure_as_json
 from zorse_megatron.cli.priced import priced
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.costs import pinned
-from zorse_megatron.planner import shortage
 from zorse_megatron.planner.errors import NoPlanError
-from zorse_megatron.planner.explain import explain
-from zorse_megatron.planner.host_need import host_needs
-from zorse_megatron.planner.inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.search import find_plan
-from zorse_megatron.planner.shortage import fitting, no_plan
-from zorse_megatron.planner.what_fits import fits_problem, what_fits
+from zorse_megatron.planner.explain.explanation import explain
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.shortage import gpu_memory as shortage
+from zorse_megatron.planner.shortage.gpu_memory import fitting, no_plan
+from zorse_megatron.planner.shortage.host_memory import host_needs
+from zorse_megatron.planner.shortage.what_fits import fits_problem, what_fits
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan_json import save_plan

@@ -6,12 +6,12 @@ import pytest
 
 from tests.unit.planner_cases import simulated
 from tests.unit.test_planner_search import lab
-from zorse_megatron.planner.estimate import Estimator
-from zorse_megatron.planner.inputs import Inputs, SearchSpace
-from zorse_megatron.planner.judge import Judge
-from zorse_megatron.planner.outline import Outline
-from zorse_megatron.planner.search import find_plan
-from zorse_megatron.planner.teams import Teams
+from zorse_megatron.planner.closed_form.candidate import Outline
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.evaluate.evaluator import Judge
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
 

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zorse_megatron.planner import balance, batches, water
-from zorse_megatron.planner.balance import deal
-from zorse_megatron.planner.layers import Price, best_layouts
-from zorse_megatron.planner.water import water_fill
+from zorse_megatron.planner.closed_form import balance
+from zorse_megatron.planner.closed_form.balance import deal
+from zorse_megatron.planner.closed_form.layer_assignment import Price, best_layouts
+from zorse_megatron.planner.plans import water_filling as water
+from zorse_megatron.planner.plans.water_filling import water_fill
+from zorse_megatron.planner.search import batched as batches
 
 prices = st.builds(
     lambda busy, passage: Price(busy_s=float(busy), passage_s=float(passage)),

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.test_planner_search import lab
-from zorse_megatron.planner.estimate import Estimator
-from zorse_megatron.planner.line_search import LineSearch
-from zorse_megatron.planner.lines import COARSE, FINE, lines
-from zorse_megatron.planner.teams import Teams
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.search.contiguous_partition import COARSE, FINE, lines
+from zorse_megatron.planner.search.device_order_search import LineSearch
 
 KINDS = ("T4", "L4", "A100-40", "V100-16", "A6000")
 # What it has -> kinds, regions, different orders of pools.

@@ -7,12 +7,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planner_cases import random_case
-from zorse_megatron.planner.estimate import Estimator
-from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.planner.line_prices import LinePrices, best_sizes
-from zorse_megatron.planner.line_tails import LineTails
-from zorse_megatron.planner.lines import FINE, _covers, _least_passages, best_cuts, lines
-from zorse_megatron.planner.teams import Teams
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.closed_form.segment_costs import LinePrices, best_sizes
+from zorse_megatron.planner.closed_form.segment_tails import LineTails
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.search.contiguous_partition import (
+    FINE,
+    _covers,
+    _least_passages,
+    best_cuts,
+    lines,
+)
 
 
 def prices_of(inputs: Inputs, *, level: int = 2, nested: bool = False) -> LinePrices:

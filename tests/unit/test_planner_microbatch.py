@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zorse_megatron.planner.microbatch import WorkerClass, best_split, rate_bound_s
+from zorse_megatron.planner.closed_form.batch_split import WorkerClass, best_split, rate_bound_s
 
 
 @st.composite

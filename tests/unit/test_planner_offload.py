@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from tests.unit.planner_cases import random_case, simulated
-from zorse_megatron.planner.build import Builder
-from zorse_megatron.planner.estimate import Estimator
-from zorse_megatron.planner.inputs import Inputs, SearchSpace
-from zorse_megatron.planner.outline import Estimate, Outline
-from zorse_megatron.planner.teams import Teams
+from zorse_megatron.planner.closed_form.candidate import Estimate, Outline
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
+from zorse_megatron.planner.plans.builder import Builder
 from zorse_megatron.schedules import shards
 from zorse_megatron.schema.plan.plan import Offload
 

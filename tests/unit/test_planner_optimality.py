@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.planner_cases import TooManyPlansError, best_by_trying, random_case
 from zorse_megatron.planner.errors import NoPlanError
-from zorse_megatron.planner.search import find_plan
+from zorse_megatron.planner.find_plan import find_plan
 
 _WANTED = os.environ.get("ZORSE_OPTIMALITY_CASES")
 CASES = int(_WANTED or 12)

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from zorse_megatron.planner import replan as replan_module
-from zorse_megatron.planner.explain import explain
-from zorse_megatron.planner.inputs import make_inputs
-from zorse_megatron.planner.other_gpus import on_ranks, with_one_more
-from zorse_megatron.planner.replan import Replans, replan
-from zorse_megatron.planner.search import find_plan
+from zorse_megatron.planner.explain import replan as replan_module
+from zorse_megatron.planner.explain.explanation import explain
+from zorse_megatron.planner.explain.replan import Replans, replan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.other_gpus import on_ranks, with_one_more
+from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 

@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 
 from tests.unit.planner_cases import fits, random_case, simulated
-from zorse_megatron.planner.bound import lower_bound_s
+from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
-from zorse_megatron.planner.explain import explain
-from zorse_megatron.planner.inputs import Inputs, SearchSpace, make_inputs
+from zorse_megatron.planner.explain.explanation import explain
+from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import Outcome
-from zorse_megatron.planner.search import STRATEGIES, find_plan
-from zorse_megatron.planner.words import in_words
+from zorse_megatron.planner.plans.describe import in_words
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 
-from zorse_megatron.planner.teams import Cell, Team
+from zorse_megatron.planner.closed_form.device_groups import Cell, Team
 
 FRESH = """Team((Cell(
     kind="T4", capacity_bytes=16, host_bytes=None, host_link_bytes_per_s=1e9, ranks=(0, 2)
@@ -13,7 +13,7 @@ FRESH = """Team((Cell(
 # Looks up there what was made here, and prints what it finds.
 THERE = f"""
 import pickle, sys
-from zorse_megatron.planner.teams import Cell, Team
+from zorse_megatron.planner.closed_form.device_groups import Cell, Team
 found, fresh = pickle.load(sys.stdin.buffer), {FRESH}
 print(found == fresh, {{fresh: "there"}}.get(found), {{found: "there"}}.get(fresh), hash(found))
 """

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.test_planner_search import lab
-from zorse_megatron.planner import workers as module
-from zorse_megatron.planner.effort import Effort
-from zorse_megatron.planner.worker import Price, Spent, Worker
-from zorse_megatron.planner.workers import Workers, workers_for
-from zorse_megatron.planner.zorse import Found, search
+from zorse_megatron.planner.search import workers as module
+from zorse_megatron.planner.search.effort import Effort
+from zorse_megatron.planner.search.worker import Price, Spent, Worker
+from zorse_megatron.planner.search.workers import Workers, workers_for
+from zorse_megatron.planner.search.zorse import Found, search
 from zorse_megatron.schema.plan.plan_json import dump_plan
 
 CLUSTER = """

@@ -11,12 +11,12 @@ from zorse_megatron.cli.priced import priced
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.emulate import contestants as contestants_module
 from zorse_megatron.emulate.contestants import BEST_GPUS, STOCK, Contestant, contestants
+from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best, subsets
+from zorse_megatron.planner.baselines.stock_grids import grids, plan_of_grid, stages_of
 from zorse_megatron.planner.errors import NoPlanError
-from zorse_megatron.planner.inputs import SearchSpace, make_inputs
-from zorse_megatron.planner.search import find_plan
-from zorse_megatron.planner.simulate_plan import simulate_plan
-from zorse_megatron.planner.stock_best import stock_on_all, stock_on_best, subsets
-from zorse_megatron.planner.stock_grids import grids, plan_of_grid, stages_of
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.simulate.framework import STOCK_1F1B

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from zorse_megatron.costs import rings
+from zorse_megatron.planner.groupings import grouping, pools
 from zorse_megatron.plots import topology_boxes
-from zorse_megatron.topology import grouping, pools
 
 ROOT = Path(__file__).resolve().parents[2]
 

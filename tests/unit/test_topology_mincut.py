@@ -9,6 +9,9 @@ from hypothesis import given, settings
 
 from tests.topologies import GB_PER_S, many_nodes, node, topologies, two_regions
 from tests.unit.test_topology_graph import least_cut
+from zorse_megatron.planner.groupings.grouping import Grouping
+from zorse_megatron.planner.groupings.mincut import cheapest_cut, reduce_graph
+from zorse_megatron.planner.groupings.split import split_groupings
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.graph import (
@@ -19,10 +22,7 @@ from zorse_megatron.topology.graph import (
     inner_graph,
     node_graph,
 )
-from zorse_megatron.topology.grouping import Grouping
-from zorse_megatron.topology.mincut import cheapest_cut, reduce_graph
 from zorse_megatron.topology.spec import RegionLink, TopologySpec
-from zorse_megatron.topology.split import split_groupings
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.topologies import many_nodes, node, topologies, two_regions
+from zorse_megatron.planner.groupings.candidates import candidates
+from zorse_megatron.planner.groupings.grouping import Grouping, hardware_key, normalised
+from zorse_megatron.planner.groupings.mergers import mergers_of
+from zorse_megatron.planner.groupings.neighbours import neighbours
+from zorse_megatron.planner.groupings.pools import Pool, pools_of, spread
+from zorse_megatron.planner.groupings.symmetry import Symmetry
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.topology.from_cluster import topology_of
-from zorse_megatron.topology.grouping import Grouping, hardware_key, normalised
-from zorse_megatron.topology.mergers import mergers_of
-from zorse_megatron.topology.neighbours import neighbours
-from zorse_megatron.topology.partition import candidates
-from zorse_megatron.topology.pools import Pool, pools_of, spread
 from zorse_megatron.topology.spec import SwitchSpec, TopologySpec
-from zorse_megatron.topology.symmetry import Symmetry
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -143,8 +143,8 @@ def test_candidates_of_cluster_b_have_what_the_planner_looks_for() -> None:
 def test_the_order_does_not_depend_on_the_process() -> None:
     script = (
         "from tests.topologies import two_regions\n"
-        "from zorse_megatron.topology.neighbours import neighbours\n"
-        "from zorse_megatron.topology.partition import candidates\n"
+        "from zorse_megatron.planner.groupings.neighbours import neighbours\n"
+        "from zorse_megatron.planner.groupings.candidates import candidates\n"
         "found = list(candidates(two_regions(), limit=150))\n"
         "found += neighbours(two_regions(), found[40].grouping)\n"
         "print(found)"

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.topologies import many_nodes, two_regions
+from zorse_megatron.planner.groupings.split import split_groupings
 from zorse_megatron.plots.boxes import Box, around, set_on_lines
 from zorse_megatron.plots.topology import draw_topology
 from zorse_megatron.plots.topology_boxes import boxes_of
 from zorse_megatron.topology.spec import TopologySpec
-from zorse_megatron.topology.split import split_groupings
 
 
 def every_box(box: Box) -> list[Box]:

@@ -121,7 +121,11 @@ def _memory(
     plan: Plan, cluster: Cluster, workload: Workload, profiles: Sequence[Path], source: str
 ) -> str:
     """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
-    from zorse_megatron.planner.host_need import host_needs, host_problems, host_sentences
+    from zorse_megatron.planner.shortage.host_memory import (
+        host_needs,
+        host_problems,
+        host_sentences,
+    )
 
     prices = priced_on(plan, cluster, workload, profiles)
     result = simulated(plan, prices, source=source)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from zorse_megatron.emulate.comparison import Result
     from zorse_megatron.emulate.contestants import Contestant
     from zorse_megatron.emulate.report import Report
-    from zorse_megatron.planner.inputs import Inputs
+    from zorse_megatron.planner.inputs.search_inputs import Inputs
     from zorse_megatron.simulate.perturb import Perturbation
 
 
@@ -126,7 +126,7 @@ def _compared(  # noqa: PLR0917
 ) -> "Report":
     from zorse_megatron.emulate.contestants import contestants
     from zorse_megatron.emulate.report import Report
-    from zorse_megatron.planner.inputs import make_inputs
+    from zorse_megatron.planner.inputs.search_inputs import make_inputs
 
     assert workload.dtype is not None and workload.global_batch_size is not None
     inputs = make_inputs(

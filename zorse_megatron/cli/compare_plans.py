@@ -32,8 +32,8 @@ from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from zorse_megatron.planner.baselines.stock_best import StockLayout
     from zorse_megatron.planner.outcome import Outcome, Strategy
-    from zorse_megatron.planner.stock_best import StockLayout
 
 STOCK = "stock, all GPUs"
 BEST_GPUS = "stock, best GPUs"
@@ -100,7 +100,7 @@ def compare_plans(  # noqa: PLR0917
 
 
 def _rows(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> Iterator[_Row]:
-    from zorse_megatron.planner.search import NoPlanError, find_plan
+    from zorse_megatron.planner.find_plan import NoPlanError, find_plan
 
     if strategy == "stock":
         yield from _stock_rows(prices)
@@ -116,7 +116,7 @@ def _rows(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> Iter
 
 def _stock_rows(prices: Priced) -> Iterator[_Row]:
     """Stock Megatron as `zorse compare` trains it: on all GPUs, and on the best of them."""
-    from zorse_megatron.planner import stock_best
+    from zorse_megatron.planner.baselines import stock_best
 
     for name, found in (
         (STOCK, stock_best.stock_on_all(prices.inputs)),
@@ -190,7 +190,7 @@ def _as_json(prices: Priced, rows: list[_Row]) -> list[dict[str, Any]]:
 
 
 def _bound_s(prices: Priced) -> float:
-    from zorse_megatron.planner.bound import lower_bound_s
+    from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 
     return lower_bound_s(prices.inputs)
 

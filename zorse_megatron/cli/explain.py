@@ -29,8 +29,8 @@ from zorse_megatron.schema.plan.spans import spans_of, spell
 from zorse_megatron.schema.text.strict import plain
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.explain import Explanation, Headroom
-    from zorse_megatron.planner.replan import Replans
+    from zorse_megatron.planner.explain.explanation import Explanation, Headroom
+    from zorse_megatron.planner.explain.replan import Replans
 
 
 def explain(  # noqa: PLR0917
@@ -52,7 +52,7 @@ def explain(  # noqa: PLR0917
 ) -> None:
     """Explain a plan: its bottleneck, memory headroom, rejected alternatives, what would help."""
     with reported_errors(as_json=as_json):
-        from zorse_megatron.planner.explain import explain as explained
+        from zorse_megatron.planner.explain.explanation import explain as explained
 
         plan = load_plan(path)
         refuse_too_many_micro_batches(plan, str(path))
@@ -77,7 +77,7 @@ def explain(  # noqa: PLR0917
 def _replans(prices: Priced, *, shows_progress: bool) -> "Replans | None":
     """Search again; None where there is no plan, as a plan that does not fit is explained too."""
     from zorse_megatron.planner.errors import NoPlanError
-    from zorse_megatron.planner.replan import replan
+    from zorse_megatron.planner.explain.replan import replan
 
     with progress_bar(wanted=shows_progress) as on_progress:
         try:

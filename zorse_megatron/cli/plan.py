@@ -197,7 +197,7 @@ def _wire_named(name: str | None) -> GradientWire | None:
 def _found(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
     """Search. Raises NoPlanError that also says what would fit."""
     from zorse_megatron.planner.errors import NoPlanError
-    from zorse_megatron.planner.search import find_plan
+    from zorse_megatron.planner.find_plan import find_plan
 
     with progress_bar(wanted=shows_progress) as on_progress:
         try:
@@ -207,7 +207,7 @@ def _found(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> "Ou
 
 
 def _what_fits(prices: Priced, strategy: "Strategy") -> Problem:
-    from zorse_megatron.planner.what_fits import fits_problem, not_looked_for, what_fits
+    from zorse_megatron.planner.shortage.what_fits import fits_problem, not_looked_for, what_fits
 
     ranks, most = prices.inputs.world_size, _SAY_WHAT_FITS_UP_TO_RANKS
     if strategy != "zorse":
@@ -220,7 +220,7 @@ def _what_fits(prices: Priced, strategy: "Strategy") -> Problem:
 
 def _reasons(prices: Priced, found: Plan) -> tuple[str, ...]:
     """Why the plan takes as long as it does, in plain words."""
-    from zorse_megatron.planner.explain import explain
+    from zorse_megatron.planner.explain.explanation import explain
 
     if found.world_size > _EXPLAIN_UP_TO_RANKS:
         return ()

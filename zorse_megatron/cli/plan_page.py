@@ -14,10 +14,10 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.spans import spell
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.explain import Explanation
+    from zorse_megatron.planner.baselines.stock_best import Stock
+    from zorse_megatron.planner.explain.explanation import Explanation
+    from zorse_megatron.planner.explain.replan import Replans
     from zorse_megatron.planner.outcome import Outcome
-    from zorse_megatron.planner.replan import Replans
-    from zorse_megatron.planner.stock_best import Stock
     from zorse_megatron.plots.plan_page import Card, ContestRow, Picture, PlanPage, ReplanRow
 
 _HEADINGS = (
@@ -30,9 +30,9 @@ def plan_page(
     prices: Priced, outcome: "Outcome", notes: Sequence[str], *, shows_progress: bool
 ) -> str:
     """Return the page. Searches once more for each kind of GPU, below 256 of them."""
-    from zorse_megatron.planner.explain import explain
-    from zorse_megatron.planner.replan import replan
-    from zorse_megatron.planner.stock_best import stock_on_all, stock_on_best
+    from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best
+    from zorse_megatron.planner.explain.explanation import explain
+    from zorse_megatron.planner.explain.replan import replan
 
     with progress_bar(wanted=shows_progress, title="page") as on_progress:
         replans = replan(prices.inputs, found_s=outcome.iteration_s, on_progress=on_progress)
@@ -53,7 +53,7 @@ def _page(  # noqa: PLR0917
     stocks: Sequence[tuple[str, "Stock"]],
     notes: Sequence[str],
 ) -> "PlanPage":
-    from zorse_megatron.planner.replan import MOST_GPUS
+    from zorse_megatron.planner.explain.replan import MOST_GPUS
     from zorse_megatron.plots.plan_page import PlanPage
 
     plan, inputs, counts = outcome.plan, prices.inputs, outcome.considered
@@ -204,7 +204,7 @@ def _pictures(prices: Priced, plan: Plan) -> Iterator["Picture"]:
 
 
 def _replan_rows(replans: "Replans | None") -> Iterator["ReplanRow"]:
-    from zorse_megatron.planner.explain import faster
+    from zorse_megatron.planner.explain.explanation import faster
     from zorse_megatron.plots.plan_page import ReplanRow
 
     for more in replans.one_more if replans else ():

@@ -19,7 +19,7 @@ from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.inputs import Inputs
+    from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Priced:
 
     def inputs_for(self, model: ModelShape, global_batch_size: int) -> "Inputs":
         """The same for another model and batch."""
-        from zorse_megatron.planner.inputs import make_inputs
+        from zorse_megatron.planner.inputs.search_inputs import make_inputs
 
         return make_inputs(
             self.cluster,
@@ -62,7 +62,7 @@ def priced(
 ) -> Priced:
     """Price a workload on a cluster. Raises a ZorseError with every problem."""
     # Here and not above: other commands start faster without these imports.
-    from zorse_megatron.planner.inputs import SearchSpace, make_inputs
+    from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 
     margin = checked_share(margin, "--margin")
     profile = joined([load_profile(path) for path in profiles]) if profiles else None

@@ -25,7 +25,7 @@ def simulated(
     plan: Plan, priced: Priced, *, source: str, perturbation: "Perturbation | None" = None
 ) -> "SimulationResult":
     """Simulate one iteration. Raises PlanError or CommandError where that cannot be done."""
-    from zorse_megatron.planner.simulate_plan import simulate_plan
+    from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
     from zorse_megatron.simulate.errors import SimulationError
 
     refuse_too_many_micro_batches(plan, source)

@@ -6,7 +6,7 @@ from typing import Any
 
 from zorse_megatron.emulate.contestants import BEST_GPUS, STOCK, Contestant
 from zorse_megatron.emulate.run import EmulatedRun
-from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from zorse_megatron.emulate.run import System
 from zorse_megatron.emulate.stock_flags import flags_of_grid
 from zorse_megatron.errors import PlanError
-from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.baselines.stock_best import Stock, stock_on_all, stock_on_best
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.find_plan import NoPlanError, find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import Strategy
-from zorse_megatron.planner.search import NoPlanError, find_plan
-from zorse_megatron.planner.simulate_plan import simulate_plan
-from zorse_megatron.planner.stock_best import Stock, stock_on_all, stock_on_best
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.counted import number_of

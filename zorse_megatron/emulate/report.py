@@ -11,7 +11,7 @@ from typing import Any
 from zorse_megatron.emulate.comparison import Result, Row, as_json, rows_of
 from zorse_megatron.emulate.contestants import OURS
 from zorse_megatron.files.write import write_text
-from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.plots.contest import Bar, Panel, draw_bars, draw_panels
 
 FILES = ("compare.json", "bars.png", "timeline.png", "compare.html")

@@ -24,7 +24,7 @@ from zorse_megatron.emulate.tiny import (
     plan_for_tiny,
     training_flags,
 )
-from zorse_megatron.planner.inputs import Inputs
+from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation

@@ -1,8 +1,8 @@
 """Megatron's flags for an even layout of stock, on the tiny model that is trained in emulation."""
 
 from zorse_megatron.emulate.tiny import HIDDEN_SIZE
-from zorse_megatron.planner.inputs import Inputs
-from zorse_megatron.planner.stock_grids import Grid
+from zorse_megatron.planner.baselines.stock_grids import Grid
+from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 # Stock's default: buckets of so many parameters (`DistributedDataParallel.__init__`).
 _BUCKET_PARAMETERS = 40_000_000

@@ -7,11 +7,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
+from zorse_megatron.planner.groupings.grouping import Grouping
 from zorse_megatron.plots.boxes import Box, set_on_lines
 from zorse_megatron.plots.figure import FAINT, TEXT, new_figure, save_figure
 from zorse_megatron.plots.topology_boxes import Scale, boxes_of, spell_kinds
 from zorse_megatron.schema.text.quantities import spell_bandwidth
-from zorse_megatron.topology.grouping import Grouping
 from zorse_megatron.topology.spec import TopologySpec
 
 _LEGEND_UP_TO = 18

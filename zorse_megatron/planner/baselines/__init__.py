@@ -1,0 +1,1 @@
+"""What plans are compared with: other planners, stock Megatron, a lower bound."""

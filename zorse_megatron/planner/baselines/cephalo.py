@@ -1,0 +1,68 @@
+"""Baseline `cephalo`: one group of all GPUs, as Cephalo trains (ICS 2025), on our cost models.
+
+Uneven micro-batch sizes and counts, training state sharded by free memory, layered accumulation:
+every layer is gathered once per pass, runs all micro-batches, and is reduced. Every layer is
+recomputed; what is kept waits in the host only where it does not fit.
+"""
+
+from dataclasses import replace
+
+from zorse_megatron.planner.closed_form.candidate import Estimate, Outline
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict, best_first
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+
+_LEVELS = (1, 2, 4, 8)
+_LAYERS_PER_CHUNK = (1, 2, 4)
+_SIMULATED = 3
+
+
+def cephalo_plans(inputs: Inputs, judge: Judge, teams: Teams) -> list[Verdict]:
+    """Verdicts on the best plans that fit, fastest first."""
+    world = teams.of(tuple(range(inputs.world_size)))
+    found: list[Estimate] = []
+    for layers in _LAYERS_PER_CHUNK:
+        for level in _LEVELS:
+            outline = Outline(
+                teams=(world,),
+                levels=(min(level, inputs.global_batch_size),),
+                schedule="breadth_first",
+                num_chunks=-(-inputs.num_layers // layers),
+                origin="together",
+            )
+            found += judge.estimator.best(outline)
+    verdicts: list[Verdict] = []
+    for estimate in sorted(found, key=lambda each: each.iteration_s):
+        verdict = _fitted(judge, estimate)
+        if verdict is not None:
+            verdicts.append(verdict)
+            if len(verdicts) == _SIMULATED:
+                break
+    return best_first(verdicts)
+
+
+def cephalo_inputs(inputs: Inputs) -> Inputs:
+    """The same with its search space: it always recomputes every layer."""
+    return replace(inputs, space=replace(inputs.space, recompute=("full",)))
+
+
+def _fitted(judge: Judge, estimate: Estimate) -> Verdict | None:
+    """Simulate; once more with what was missing kept free."""
+    for _ in range(3):
+        verdict = judge.judge(estimate)
+        if verdict is not None and verdict.fits:
+            return verdict
+        missing = max(verdict.overflow_bytes) if verdict is not None else 0
+        more = _with_reserve(judge.estimator, estimate, missing)
+        if more is None:
+            return None
+        estimate = more
+    return None
+
+
+def _with_reserve(estimator: Estimator, estimate: Estimate, missing: int) -> Estimate | None:
+    before = (estimate.outline.reserves or (0,))[0]
+    reserve = before + missing + min(estimator.inputs.capacities_bytes) // 200
+    outline = replace(estimate.outline, reserves=(reserve,))
+    return estimator.estimate(outline, estimate.layers)

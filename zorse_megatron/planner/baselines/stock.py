@@ -1,0 +1,65 @@
+"""Baseline `stock`: the best even layout as a plan, every GPU with the same work.
+
+The layouts are those of `stock_grids`, on all GPUs: a plan covers all ranks of its cluster. As a
+plan it is executed by this project's runtime and priced so; what stock Megatron itself takes, on
+all GPUs and on the best of them, says `stock_best`.
+"""
+
+from zorse_megatron.planner.baselines.stock_grids import GridPrices, plan_of_grid
+from zorse_megatron.planner.closed_form.batch_split import Share
+from zorse_megatron.planner.closed_form.device_groups import Team, Teams
+from zorse_megatron.planner.closed_form.stage import Settings
+from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict, best_first
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.plans.builder import chunks_of, offload_of, recompute_of
+from zorse_megatron.schema.plan.plan import Group, Plan, Replica, Schedule
+
+_SIMULATED = 6
+
+
+def stock_plans(inputs: Inputs, judge: Judge, teams: Teams) -> list[Verdict]:
+    """Verdicts on the best grids that fit, fastest first."""
+    verdicts: list[Verdict] = []
+    for outlook in GridPrices(inputs).outlooks():
+        if outlook.fullest > 1:
+            break
+        verdict = judge.judge_plan(plan_of_grid(inputs, outlook.grid))
+        if verdict is not None and verdict.fits:
+            verdicts.append(verdict)
+            if len(verdicts) == _SIMULATED:
+                break
+    return best_first(verdicts)
+
+
+def even_group(
+    team: Team, shares: dict[int, Share], settings: Settings, num_layers: int, num_chunks: int = 1
+) -> Group:
+    """A group with equal shards."""
+    return Group(
+        replicas=tuple(
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=shares[rank].micro_batch_size,
+                num_microbatches=shares[rank].num_microbatches,
+                shard_weight=1.0,
+            )
+            for rank in team.ranks
+        ),
+        recompute=recompute_of(settings, num_layers, num_chunks),
+        offload=offload_of(settings),
+    )
+
+
+def whole_plan(
+    inputs: Inputs, groups: list[Group], layers: list[int], schedule: str, num_chunks: int
+) -> Plan:
+    """Groups in model order as a plan."""
+    return Plan(
+        schema_version=1,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=tuple(groups),
+        chunks=chunks_of(layers, num_chunks),
+        schedule=Schedule(name=schedule),  # type: ignore[arg-type]
+        cluster=inputs.cluster,
+    )

@@ -1,0 +1,189 @@
+"""Stock Megatron at its best: on all GPUs, and on the best subset of them.
+
+One answer for everybody who compares with stock. The simulator plays stock's own 1F1B, whose
+transfers stop the ranks (`STOCK_1F1B`).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from zorse_megatron.planner.baselines.lower_bound import best_layers_per_s
+from zorse_megatron.planner.baselines.stock_grids import (
+    Grid,
+    GridPrices,
+    Outlook,
+    no_grid,
+    plan_of_grid,
+)
+from zorse_megatron.planner.evaluate.evaluator import computations
+from zorse_megatron.planner.evaluate.gc_paused import no_collection
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.inputs.other_gpus import on_ranks
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.simulate.framework import STOCK_1F1B
+from zorse_megatron.simulate.result import SimulationResult
+
+_GIB = 2**30
+# The closed form leaves out what layouts communicate: those so much slower may still be faster.
+_MAY_BE_FASTER = 1.5
+# Forwards and backwards that may be simulated, on all GPUs and on all smaller sets together, and
+# the number of those.
+_MOST_COMPUTATIONS = 60_000
+_MOST_SETS = 3
+_MOST_MISFITS = 3  # layouts that the closed form says do not fit, simulated to see which is closest
+_MOST_KINDS = 5  # beyond, only the fastest ones together
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockLayout:
+    """An even layout on some GPUs, by the simulator."""
+
+    inputs: Inputs
+    """With these GPUs alone."""
+    ranks: tuple[int, ...]
+    """In the whole cluster."""
+    grid: Grid
+    iteration_s: float
+    peaks_bytes: tuple[int, ...]
+
+    @property
+    def fullest(self) -> float:
+        """Highest peak of a rank over what its GPU may hold; it fits up to 1."""
+        return max(self._filled)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of an iteration."""
+        return self.inputs.global_batch_size * self.inputs.sequence_length / self.iteration_s
+
+    @property
+    def words(self) -> str:
+        """For people: GPUs and layout."""
+        counts = Counter(self.inputs.kinds)
+        return f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}: {self.grid.words}"
+
+    @property
+    def reason(self) -> str:
+        """Why it does not fit; empty where it does."""
+        if self.fullest <= 1:
+            return ""
+        rank = max(range(len(self._filled)), key=self._filled.__getitem__)
+        needed, had = self.peaks_bytes[rank] / _GIB, self.inputs.capacities_bytes[rank] / _GIB
+        return (
+            f"memory: {self.grid.words} comes closest, and needs {needed:.1f} of {had:.1f} GiB on "
+            f"rank {self.ranks[rank]} ({self.inputs.kinds[rank]})"
+        )
+
+    @property
+    def _filled(self) -> list[float]:
+        pairs = zip(self.peaks_bytes, self.inputs.capacities_bytes, strict=True)
+        return [peak / capacity for peak, capacity in pairs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stock:
+    """Stock's best layout on one set of GPUs, or why there is none."""
+
+    layout: StockLayout | None
+    """The fastest that fits; if none does, the one that comes closest. None: no grid at all."""
+    reason: str
+    """Why nothing fits: memory or divisibility; empty where something does."""
+
+    @property
+    def fitting(self) -> StockLayout | None:
+        """None where nothing fits."""
+        return None if self.reason else self.layout
+
+
+def stock_on_all(inputs: Inputs) -> Stock:
+    """Stock on all GPUs of the cluster."""
+    return _stock_on(inputs, tuple(range(inputs.world_size)), _MOST_COMPUTATIONS)
+
+
+def stock_on_best(inputs: Inputs) -> Stock:
+    """Stock on those GPUs, not all, that it is fastest on: some kinds, a power of two of them."""
+    ranked: list[tuple[float, float, tuple[int, ...], Inputs]] = []
+    for ranks in subsets(inputs):
+        part = on_ranks(inputs, ranks)
+        found = GridPrices(part).outlooks()
+        if found:
+            ranked.append((max(1.0, found[0].fullest), found[0].iteration_s, ranks, part))
+    if not ranked:
+        return Stock(layout=None, reason="divisibility: fewer GPUs make no even layout either")
+    ranked.sort(key=lambda row: row[:3])
+    hopeful = [row for row in ranked[:_MOST_SETS] if row[0] == ranked[0][0]]
+    budget = _MOST_COMPUTATIONS // len(hopeful)
+    tried = [_stock_on(part, ranks, budget) for *_, ranks, part in hopeful]
+    fitting = [each for each in tried if each.fitting is not None]
+    return min(fitting, key=_iteration_s) if fitting else min(tried, key=_fullest)
+
+
+def subsets(inputs: Inputs) -> Iterator[tuple[int, ...]]:
+    """Yield GPUs of some kinds, all of them and a power of two; the fastest kinds first."""
+    kinds = dict.fromkeys(inputs.kinds)
+    fastest = sorted(kinds, key=lambda kind: -best_layers_per_s(inputs, kind))
+    chosen = [
+        some
+        for count in range(1, len(fastest) + 1)
+        for some in combinations(fastest, count)
+        if len(fastest) <= _MOST_KINDS or some == tuple(fastest[:count])
+    ]
+    seen = {tuple(range(inputs.world_size))}
+    for some in chosen:
+        ranks = tuple(rank for rank, kind in enumerate(inputs.kinds) if kind in some)
+        for number in (len(ranks), 2 ** (len(ranks).bit_length() - 1)):
+            if ranks[:number] not in seen:
+                seen.add(ranks[:number])
+                yield ranks[:number]
+
+
+def _stock_on(part: Inputs, ranks: tuple[int, ...], budget: int) -> Stock:
+    outlooks = GridPrices(part).outlooks()
+    if not outlooks:
+        return Stock(layout=None, reason=no_grid(part))
+    layouts = list(_simulated(part, ranks, outlooks, budget))
+    fitting = [each for each in layouts if each.fullest <= 1]
+    if fitting:
+        best = min(fitting, key=lambda each: each.iteration_s)
+        return Stock(layout=best, reason="")
+    closest = min(layouts, key=lambda each: each.fullest)
+    return Stock(layout=closest, reason=closest.reason)
+
+
+def _simulated(
+    inputs: Inputs, ranks: tuple[int, ...], outlooks: list[Outlook], budget: int
+) -> Iterator[StockLayout]:
+    """Simulate what may be the fastest, best first; if nothing fits, what may come closest."""
+    best_s, spent, misfits = float("inf"), 0, 0
+    for outlook in outlooks:
+        hopeless = outlook.iteration_s > _MAY_BE_FASTER * best_s
+        if best_s < float("inf") and (hopeless or outlook.fullest > 1):
+            continue
+        misfits += outlook.fullest > 1
+        if spent > budget or misfits > _MOST_MISFITS:
+            return
+        plan = plan_of_grid(inputs, outlook.grid)
+        spent += computations(plan)
+        with no_collection():
+            result: SimulationResult = simulate_plan(inputs, plan, framework=STOCK_1F1B)
+        layout = StockLayout(
+            inputs=inputs,
+            ranks=ranks,
+            grid=outlook.grid,
+            iteration_s=result.iteration_s,
+            peaks_bytes=result.peak_memory_bytes,
+        )
+        if layout.fullest <= 1:
+            best_s = min(best_s, layout.iteration_s)
+        yield layout
+
+
+def _iteration_s(stock: Stock) -> float:
+    assert stock.layout is not None
+    return stock.layout.iteration_s
+
+
+def _fullest(stock: Stock) -> float:
+    return stock.layout.fullest if stock.layout is not None else float("inf")

@@ -1,0 +1,189 @@
+"""Stock Megatron's even layouts: pipeline times data parallelism, uniform settings.
+
+Stages have equally many layers, where stock may count embedding and output layer as one each
+(`--account-for-embedding-in-pipeline-split`, `--account-for-loss-in-pipeline-split`); so 26 layers
+make four stages, of 6, 7, 7 and 6. One micro-batch size, one recomputation setting, a distributed
+optimizer with equal shards, 1F1B, ranks in the order of the cluster: what a user gets without
+writing a layout by hand.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.planner.closed_form.device_groups import Team, Teams
+from zorse_megatron.planner.closed_form.stage import Job, Place, Settings
+from zorse_megatron.planner.closed_form.stage_costs import Stages
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
+
+_SIZES = (1, 2, 4, 8, 16)
+_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """One even layout."""
+
+    layers: tuple[int, ...]
+    """Of each stage."""
+    counts_ends: tuple[bool, bool]
+    """Whether embedding and output layer count as a layer each."""
+    width: int
+    """Data-parallel ranks of each stage."""
+    micro_batch_size: int
+    mode: RecomputeMode
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        layers = "" if len(set(self.layers)) == 1 else f" ({'+'.join(map(str, self.layers))})"
+        return (
+            f"PP {len(self.layers)}{layers} DP {self.width}, micro-batches of "
+            f"{self.micro_batch_size}, recompute {self.mode}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What the closed form says of a layout."""
+
+    grid: Grid
+    iteration_s: float
+    fullest: float
+    """Memory of the fullest rank over what its GPU may hold."""
+
+
+def grids(inputs: Inputs) -> Iterator[Grid]:
+    """All even layouts."""
+    batch = inputs.global_batch_size
+    for stages in range(1, inputs.world_size + 1):
+        width = inputs.world_size // stages
+        split = stages_of(inputs.num_layers, stages)
+        if inputs.world_size % stages or batch % width or split is None:
+            continue
+        for size, mode in itertools.product(_SIZES, _MODES):
+            if mode in inputs.space.recompute and batch % (width * size) == 0:
+                yield Grid(
+                    layers=split[0],
+                    counts_ends=split[1],
+                    width=width,
+                    micro_batch_size=size,
+                    mode=mode,
+                )
+
+
+def stages_of(num_layers: int, stages: int) -> tuple[tuple[int, ...], tuple[bool, bool]] | None:
+    """Layers of each stage, and which ends count as one; None where they cannot be even.
+
+    >>> stages_of(26, 4)
+    ((6, 7, 7, 6), (True, True))
+    """
+    for ends in ((False, False), (True, True), (False, True), (True, False)):
+        total = num_layers + sum(ends)
+        if total % stages or (stages == 1 and any(ends)):
+            continue
+        layers = [total // stages] * stages
+        layers[0] -= ends[0]
+        layers[-1] -= ends[1]
+        if min(layers) > 0:
+            return tuple(layers), ends
+    return None
+
+
+def no_grid(inputs: Inputs) -> str:
+    """Say why GPUs, layers and batch cannot be divided evenly."""
+    world, batch = inputs.world_size, inputs.global_batch_size
+    stages = [s for s in range(1, world + 1) if world % s == 0]
+    even = [s for s in stages if stages_of(inputs.num_layers, s) is not None]
+    widths = ", ".join(f"{world // s} (PP {s})" for s in even)
+    return (
+        f"divisibility: {world} GPUs make {_listed(stages)} stages, of which {inputs.num_layers} "
+        f"layers can be split evenly into {_listed(even)}; data parallelism would then be "
+        f"{widths}, and none of these divides a batch of {batch}"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
+    """The same layout as a plan, for the simulator."""
+    count = inputs.global_batch_size // (grid.width * grid.micro_batch_size)
+    # Stock knows one type for the whole job.
+    one_type = inputs.dtype_of(range(inputs.world_size))
+    groups, chunks, first = [], [], 0
+    for stage, layers in enumerate(grid.layers):
+        ranks = range(stage * grid.width, (stage + 1) * grid.width)
+        replicas = tuple(
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=grid.micro_batch_size,
+                num_microbatches=count,
+                shard_weight=1.0,
+            )
+            for rank in ranks
+        )
+        recompute = None if grid.mode == "none" else Recompute(mode=grid.mode)
+        groups.append(Group(replicas=replicas, recompute=recompute, compute_dtype=one_type))
+        chunks.append(Chunk(group=stage, layers=(first, first + layers)))
+        first += layers
+    return Plan(
+        schema_version=1,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=tuple(groups),
+        chunks=tuple(chunks),
+        schedule=Schedule(name="1f1b"),
+        cluster=inputs.cluster,
+    )
+
+
+class GridPrices:
+    """Prices layouts in closed form."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.stages = Stages(inputs)
+
+    @cached_property
+    def _teams(self) -> Teams:
+        return Teams(self.inputs)
+
+    def outlooks(self) -> list[Outlook]:
+        """All layouts: first those that fit, fastest first; then the others, least full first."""
+        found = [self._outlook(grid) for grid in grids(self.inputs)]
+        return sorted(
+            found, key=lambda each: (max(1.0, each.fullest), each.iteration_s, each.fullest)
+        )
+
+    def _outlook(self, grid: Grid) -> Outlook:
+        """Slowest stage and time to fill; memory of the fullest rank."""
+        width, size = grid.width, grid.micro_batch_size
+        count = self.inputs.global_batch_size // (width * size)
+        busy_s = fill_s = fullest = 0.0
+        for at, layers in enumerate(grid.layers):
+            team = self._teams.of(tuple(range(at * width, (at + 1) * width)))
+            settings = Settings(mode=grid.mode, recomputed=0 if grid.mode == "none" else layers)
+            job = self._job(team, grid, at)
+            share = self.stages.memory.shared_bytes(job, settings) / width
+            need = share + self.stages.memory.local_bytes(job, settings, size, count)
+            fullest = max(fullest, need / min(cell.capacity_bytes for cell in team.cells))
+            both_s = max(passes.both_s for passes in self.stages.passes(job, settings))
+            busy_s = max(busy_s, count * both_s)
+            fill_s += both_s
+        return Outlook(grid=grid, iteration_s=busy_s + fill_s, fullest=fullest)
+
+    @staticmethod
+    def _job(team: Team, grid: Grid, at: int) -> Job:
+        stages = len(grid.layers)
+        place = Place(
+            is_first=at == 0,
+            is_last=at == stages - 1,
+            window=float((stages - at) * grid.width * grid.micro_batch_size),
+        )
+        return Job(team, grid.layers[at], (grid.micro_batch_size,) * len(team.cells), place)

@@ -1,0 +1,138 @@
+"""Communication time in closed form: inter-stage transfers, link loads, collectives."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.planner.closed_form.device_groups import Team
+from zorse_megatron.planner.groupings.grouping import hardware_key
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.simulate.framework import RUNTIME
+
+_STATISTIC_BYTES = 4
+# Pairs of ranks of a hop that are looked at; of more, as many at equal distances.
+_MOST_PAIRS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """From one team to the next, in one direction."""
+
+    loads: tuple[tuple[str, float, float], ...]
+    """(link, bytes per second, share of all samples that cross it)."""
+    crowd_s_per_byte: float
+    """Time on the busiest of these links for each byte that all replicas send together."""
+    source: int
+    target: int
+    """A typical pair of ranks."""
+
+
+class Networks:
+    """Prices communication, each thing once."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.boundary = inputs.memory.boundary_bytes(1)
+        self._hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
+        self._gathers: dict[tuple[tuple[int, ...], int], float] = {}
+        self._like: dict[tuple[object, ...], float] = {}
+        looks: dict[object, int] = {}
+        self._look_of_node = [
+            looks.setdefault(hardware_key(node), len(looks)) for node in inputs.spec.nodes
+        ]
+        self._alone: dict[tuple[int, int, int], float] = {}
+        self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        world = tuple(range(inputs.world_size))
+        sums = RUNTIME.sums_at_scale + 1 + RUNTIME.sums_behind_step
+        self.statistics_s = (
+            sums * inputs.comm.all_reduce_s(world, _STATISTIC_BYTES) if len(world) > 1 else 0.0
+        )
+        """Of all sums of one number in a step."""
+
+    def hop(self, source: Team, target: Team) -> Hop:
+        """The links from one team to another. O(ranks)."""
+        key = (source.ranks, target.ranks)
+        if key not in self._hops:
+            self._hops[key] = self._find(*key)
+        return self._hops[key]
+
+    def _find(self, sources: Sequence[int], targets: Sequence[int]) -> Hop:
+        count = min(_MOST_PAIRS, max(len(sources), len(targets)))
+        pairs = [
+            (sources[i * len(sources) // count], targets[i * len(targets) // count])
+            for i in range(count)
+        ]
+        crossed: Counter[tuple[str, float]] = Counter()
+        for pair in pairs:
+            crossed.update(self.inputs.comm.shared_links(*pair))
+        loads = tuple(
+            (name, rate, number / count) for (name, rate), number in sorted(crossed.items())
+        )
+        return Hop(
+            loads=loads,
+            crowd_s_per_byte=max((share / rate for _, rate, share in loads), default=0.0),
+            source=pairs[0][0],
+            target=pairs[0][1],
+        )
+
+    def hop_s(self, hop: Hop, *, size: int, round_samples: float) -> float:
+        """One micro-batch's way, when all replicas of a round send at once."""
+        key = (hop.source, hop.target, size)
+        if key not in self._alone:
+            self._alone[key] = self.inputs.comm.transfer_s(
+                hop.source, hop.target, size * self.boundary
+            )
+        return max(self._alone[key], round_samples * self.boundary * hop.crowd_s_per_byte)
+
+    def busiest_link_s(self, hops: Sequence[Hop]) -> float:
+        """How long the busiest link takes for all samples, each hop passed once."""
+        loads: dict[str, float] = {}
+        for hop in hops:
+            for name, rate, share in hop.loads:
+                loads[name] = loads.get(name, 0.0) + share / rate
+        most = max(loads.values(), default=0.0)
+        return most * self.inputs.global_batch_size * self.boundary
+
+    def even_gather_s(self, team: Team, num_bytes: int, pieces: int = 1) -> float:
+        """An all-gather (or reduce-scatter) of equal shards over a team, on idle links.
+
+        `pieces`: of how many equal parts, one after the other.
+        """
+        ranks = team.ranks
+        if len(ranks) < 2:
+            return 0.0
+        key = (ranks, num_bytes // pieces // len(ranks))
+        if key not in self._gathers:
+            self._gathers[key] = self.inputs.comm.all_gather_s(ranks, (key[1],) * len(ranks))
+        return pieces * self._gathers[key]
+
+    def like_gather_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """As `even_gather_s`, computed once for all ranks that look like these."""
+        spec = self.inputs.spec
+        on_node = Counter(spec.node_of(rank) for rank in ranks)
+        key = (
+            tuple(sorted((self._look_of_node[node], count) for node, count in on_node.items())),
+            num_bytes,
+        )
+        if key not in self._like:
+            shares = (num_bytes // len(ranks),) * len(ranks)
+            alone, ascending = len(ranks) == 1, tuple(sorted(ranks))
+            self._like[key] = 0.0 if alone else self.inputs.comm.all_gather_s(ascending, shares)
+        return self._like[key]
+
+    def crowding(self, teams: Sequence[Team]) -> tuple[int, ...]:
+        """For each team with ranks on several nodes, how many such teams share a node with it."""
+        on_node: Counter[int] = Counter()
+        spread = []
+        for team in teams:
+            nodes = self.nodes(team)
+            spread.append(nodes if len(nodes) > 1 else ())
+            on_node.update(spread[-1])
+        return tuple(max((on_node[node] for node in nodes), default=1) for nodes in spread)
+
+    def nodes(self, team: Team) -> tuple[int, ...]:
+        """The nodes that a team has ranks on."""
+        if team.ranks not in self._nodes:
+            spec = self.inputs.spec
+            self._nodes[team.ranks] = tuple(sorted({spec.node_of(rank) for rank in team.ranks}))
+        return self._nodes[team.ranks]

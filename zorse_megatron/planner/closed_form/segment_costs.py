@@ -1,0 +1,268 @@
+"""Cost of every segment of a device order with every number of layers, vectorised.
+
+The formulas are those of `stage`, for 1f1b and interleaved with one chunk: whole parameters and
+gradients on each GPU; activations of what is in flight, by its part of the piece's speed; optimizer
+state wherever there is room; as few layers recomputed as fit. Numbers of micro-batches are not
+rounded. What is priced here only chooses cuts: `Estimator` prices those again.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.segment_tails import Floats, LineTails
+from zorse_megatron.planner.closed_form.stage_costs import Stages
+from zorse_megatron.planner.closed_form.stage_memory import BUFFERS
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+
+Class = tuple[str, int]
+"""GPUs of one kind with as much memory to fill: (kind, bytes)."""
+
+
+def classes_of(inputs: Inputs) -> list[Class]:
+    """All classes of GPUs of the cluster."""
+    return sorted(set(zip(inputs.kinds, inputs.capacities_bytes, strict=True)))
+
+
+def best_sizes(inputs: Inputs, stages: Stages, level: int) -> dict[Class, int]:
+    """For each class the micro-batch size with the best rate up to a level."""
+
+    def cost(kind: str, size: int) -> tuple[float, int]:
+        return sum(stages.layer_s(kind, size)) / size, size
+
+    return {
+        each: min(cost(each[0], size) for size in range(1, level + 1))[1]
+        for each in classes_of(inputs)
+    }
+
+
+class LinePrices:
+    """Prices of one line for given micro-batch sizes. What is known: [start, stop, layers].
+
+    While they are found, arrays hold only the pieces that can be groups: [class, piece, layers].
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        stages: Stages,
+        teams: Teams,
+        tails: LineTails,
+        *,
+        sizes: Mapping[Class, int],
+        nested: bool,
+    ) -> None:
+        """`sizes`: of a micro-batch by class of GPUs. `nested`: only pieces whose rounds are powers
+        of two times one another, so that 1f1b's samples in flight suffice, with those on their way.
+        Otherwise groups are out of step, and as much is in flight as under interleaved.
+        """
+        self.inputs = inputs
+        self.stages = stages
+        self.teams = teams
+        self.tails = tails
+        self.units = tails.units
+        self.nested = nested
+        self.num_units = len(self.units)
+        self.num_layers = inputs.num_layers
+        self.classes = classes_of(inputs)
+        self.sizes = np.array([sizes[each] for each in self.classes], dtype=float)
+        counts = np.zeros((len(self.classes), self.num_units + 1))
+        for number, unit in enumerate(self.units):
+            counts[self.classes.index(self._class(unit[0])), number + 1] = len(unit)
+        self._ahead = counts.cumsum(axis=1)
+        """[class, unit]: GPUs before it."""
+        possible = np.isfinite(tails.per_layer_s)
+        if nested:
+            possible &= self._is_nested()
+        self.starts, self.stops = np.nonzero(possible)
+        self.counts = self._ahead[:, self.stops] - self._ahead[:, self.starts]
+        """[class, piece]: GPUs of it."""
+        self._price()
+
+    def _class(self, rank: int) -> Class:
+        return self.inputs.kinds[rank], self.inputs.capacities_bytes[rank]
+
+    def sizes_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Micro-batch size of each cell of the team of these ranks."""
+        by_class = dict(zip(self.classes, self.sizes, strict=True))
+        cells = self.teams.of(ranks).cells
+        return tuple(int(by_class[cell.kind, cell.capacity_bytes]) for cell in cells)
+
+    def _per_class(self, value: object) -> Floats:
+        return np.array(value, dtype=float)[:, None, None]
+
+    def _price(self) -> None:
+        rows = list(zip(self.classes, map(int, self.sizes), strict=True))
+        compute = self.inputs.compute
+        layer_s = self._per_class([sum(self.stages.layer_s(k, m)) / m for (k, _), m in rows])
+        again_s = self._per_class([compute.recompute_s(k, m, "full") / m for (k, _), m in rows])
+        layers = np.arange(self.num_layers + 1, dtype=float)[None, None, :]
+        counts = self.counts[..., None]
+        ends_s = self._ends_s(rows)
+        present = counts > 0
+        busy_s = np.full(self._shape, np.inf)
+        slowest = np.full(self._shape, np.inf)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            plain_s = layer_s + ends_s / layers
+            share = (1 / plain_s) / (counts / plain_s).sum(axis=0)
+            for recomputed, copies_s in self._ways(share, layers):
+                sample_s = plain_s + recomputed * again_s / layers
+                rate = (counts / sample_s).sum(axis=0)
+                time_s = self.inputs.global_batch_size * layers[0] / rate + copies_s
+                better = np.isfinite(recomputed) & (layers[0] > 0) & (time_s < busy_s)
+                passage = np.where(present, self.sizes[:, None, None] * sample_s, 0.0)
+                busy_s = np.where(better, time_s, busy_s)
+                slowest = np.where(better, passage.max(axis=0), slowest)
+        passage_s = layers[0] * np.where(np.isfinite(slowest), slowest, 0.0)
+        passage_s += 2 * self._hops_s()[self.starts, None]
+        self.busy_s = self._by_ends(busy_s)
+        self.passage_s = self._by_ends(np.where(np.isfinite(busy_s), passage_s, np.inf))
+
+    def _by_ends(self, of_pieces: Floats) -> Floats:
+        """[start, stop, layers], infinite where no group can be."""
+        ends = self.num_units + 1
+        result = np.full((ends, ends, self.num_layers + 1), np.inf)
+        result[self.starts, self.stops] = of_pieces
+        return result
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return len(self.starts), self.num_layers + 1
+
+    def _ends_s(self, rows: Sequence[tuple[tuple[str, int], int]]) -> Floats:
+        """Embedding and head, per sample, where the piece has the line's first or last unit."""
+        compute = self.inputs.compute
+        result = np.zeros((len(rows), len(self.starts), 1))
+        for number, ((kind, _), size) in enumerate(rows):
+            first, last = compute.embedding(kind, size), compute.head(kind, size)
+            result[number, self._is_first, 0] += (first.forward_s + first.backward_s) / size
+            result[number, self._is_last, 0] += (last.forward_s + last.backward_s) / size
+        return result
+
+    @property
+    def _is_first(self) -> np.ndarray:
+        return self.starts == 0
+
+    @property
+    def _is_last(self) -> np.ndarray:
+        return self.stops == self.num_units
+
+    def _ways(self, share: Floats, layers: Floats) -> Iterator[tuple[Floats, Floats]]:
+        """Layers that must be recomputed (infinite where that does not help), and what it costs
+        beside, [piece, layers]: with optimizer state on the GPUs, and in the host."""
+        sizes, counts = self.sizes[:, None, None], self.counts[..., None]
+        kept = self.stages.memory.kept
+        spared = kept["none"] - kept["full"]
+        batch = self.inputs.global_batch_size
+        number = np.ceil(batch * share / sizes - 1e-9)  # of micro-batches, whole ones
+        in_flight = sizes * np.maximum(1, np.ceil(self._window() * number / batch - 1e-9))
+        room = self._capacities() - self._fixed(layers) - in_flight * layers * kept["none"]
+        room -= sizes * (BUFFERS * self.stages.memory.boundary + self._head())
+        moment = sizes * spared
+        present = counts > 0
+        each = np.where(present, (moment - room) / (in_flight * spared), -np.inf)
+        least = np.where(present, room, np.inf).min(axis=0)
+        by_rank = np.where(least >= 0, 0.0, each.max(axis=0))
+        state = self._state(layers)
+        left = np.where(present, counts * room, 0.0).sum(axis=0) - state
+        gained = np.maximum((counts * in_flight * spared).sum(axis=0), 1.0)
+        by_team = np.where(left >= 0, 0.0, ((counts * moment).sum(axis=0) - left) / gained)
+        yield self._whole(np.maximum(by_rank, by_team), layers), np.zeros(self._shape)
+        if self.inputs.space.offload:
+            copies_s = state / np.maximum(counts.sum(axis=0), 1) / self._host_link
+            yield self._whole(by_rank, layers), copies_s
+
+    def _whole(self, needed: Floats, layers: Floats) -> Floats:
+        """Whole layers, infinite where there are not as many."""
+        whole = np.maximum(0.0, np.ceil(needed - 1e-9))
+        most = layers[0] if "full" in self.inputs.space.recompute else 0.0
+        return np.where(whole <= most, whole, np.inf)
+
+    @cached_property
+    def _host_link(self) -> float:
+        """Of the GPU with the slowest one."""
+        comm = self.inputs.comm
+        return min(comm.host_link_bytes_per_s(rank) for unit in self.units for rank in unit)
+
+    def _window(self) -> Floats:
+        """Samples in flight of pieces, [1, piece, 1]."""
+        own = self.sizes @ self.counts
+        behind = self._samples_behind()[self.starts]
+        if self.nested:
+            return (behind + self._in_transit()[self.stops])[None, :, None]
+        return (2 * behind - own)[None, :, None]
+
+    def _samples_behind(self) -> Floats:
+        """Of one micro-batch on each GPU from a unit on, [start]."""
+        ahead: Floats = self.sizes @ self._ahead
+        return ahead[-1] - ahead
+
+    def _is_nested(self) -> np.ndarray:
+        """[start, stop]: whether the round is a power of two times the smallest micro-batch."""
+        behind = self._samples_behind() / self.sizes.min()
+        own = behind[:, None] - behind[None, :]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            exponents = np.log2(own)
+            return np.abs(exponents - np.round(exponents)) < 1e-9
+
+    def _in_transit(self) -> Floats:
+        """Samples on the way behind a piece and back, [stop]: of hops between all nodes behind."""
+        per_s = sum(
+            count * size / sum(self.stages.layer_s(kind, int(size)))
+            for count, size, (kind, _) in zip(
+                self._ahead[:, -1], self.sizes, self.classes, strict=True
+            )
+        )
+        hops_s = self._hops_s()
+        spec = self.inputs.spec
+        nodes = [spec.node_of(unit[0]) for unit in self.units]
+        crossed = [0.0] + [
+            hops_s[at] if nodes[at] != nodes[at - 1] else 0.0 for at in range(1, self.num_units)
+        ]
+        behind = np.concatenate([np.cumsum(crossed[::-1])[::-1], [0.0]])
+        return np.asarray(2 * behind * per_s / self.num_layers)
+
+    def _capacities(self) -> Floats:
+        return self._per_class([capacity for _, capacity in self.classes])
+
+    def _parameters(self, layers: Floats) -> Floats:
+        memory = self.inputs.memory
+        every = np.broadcast_to(layers * self.stages.memory.layer_parameters, (1, *self._shape))
+        result = every.astype(float)
+        result[:, self._is_first] += memory.embedding_parameters()
+        result[:, self._is_last] += memory.head_parameters(tied_on_same_rank=False)
+        return result
+
+    def _fixed(self, layers: Floats) -> Floats:
+        memory = self.inputs.memory
+        per_parameter = (memory.parameter_bytes(1000) + memory.gradient_bytes(1000)) / 1000
+        return self._parameters(layers) * per_parameter
+
+    def _state(self, layers: Floats) -> Floats:
+        return (self._parameters(layers) * self.inputs.memory.state_bytes(1000) / 1000)[0]
+
+    def _head(self) -> Floats:
+        """Bytes per sample where the piece is the last, [1, piece, 1]."""
+        return np.where(self._is_last, 2.0 * self.stages.memory.head, 0.0)[None, :, None]
+
+    def _hops_s(self) -> Floats:
+        """One micro-batch's way to the piece that starts at each unit, [start]."""
+        result = np.zeros(self.num_units + 1)
+        size = int(self.sizes.max())
+        for start in range(1, self.num_units):
+            ends = self.units[start - 1][-1], self.units[start][0]
+            result[start] = self.inputs.comm.transfer_s(*ends, size * self.stages.memory.boundary)
+        return result
+
+    @cached_property
+    def highest_s(self) -> float:
+        """The longest time of any piece that fits, infinite where none does."""
+        finite = self.busy_s[np.isfinite(self.busy_s)]
+        return float(finite.max()) if finite.size else math.inf
+
+    def most_layers(self, ceiling_s: float) -> np.ndarray:
+        """[start, stop]: the most layers in time; more layers always take longer."""
+        return (self.busy_s <= ceiling_s).sum(axis=2)

@@ -1,0 +1,1 @@
+"""Simulate plans: how long an iteration takes, and whether it fits."""

@@ -1,0 +1,237 @@
+"""Evaluate candidates in the simulator: iteration time, and whether they fit in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zorse_megatron.errors import PlanError
+from zorse_megatron.planner.closed_form.candidate import Estimate
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.evaluate.gc_paused import no_collection
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.plans.builder import Builder
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.result import SimulationResult
+
+# Computations of one simulation beyond which a shorter batch is simulated twice instead.
+MOST_COMPUTATIONS = 60_000
+# A shorter batch is so many times what is in flight at most, so that fill and drain are complete.
+_ROUNDS = 4
+# Parts of a batch that may stand for it, smallest first, if they are so many times what is in
+# flight.
+_PARTS = (8, 4)
+_TIMES_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A plan and what the simulator says."""
+
+    estimate: Estimate | None
+    plan: Plan
+    result: SimulationResult | None
+    """None where it was dropped to save memory."""
+    iteration_s: float
+    peaks_bytes: tuple[int, ...]
+    """Rank -> highest memory."""
+    overflow_bytes: tuple[int, ...]
+    """Group -> most that one of its ranks has too much, below 0 where all fit."""
+    is_extrapolated: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within its capacity."""
+        return all(overflow <= 0 for overflow in self.overflow_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What a simulation of a part of the batch lets expect."""
+
+    iteration_s: float
+    overflow_bytes: tuple[int, ...]
+    """As in `Verdict`."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's peak is within its capacity."""
+        return all(overflow <= 0 for overflow in self.overflow_bytes)
+
+
+class Judge:
+    """Simulates plans and remembers the verdicts."""
+
+    def __init__(self, inputs: Inputs, estimator: Estimator) -> None:
+        self.inputs = inputs
+        self.estimator = estimator
+        self.builder = Builder(inputs, estimator.stages, estimator.flight)
+        self.num_simulated = 0
+        self.num_computations = 0
+        """Forwards and backwards simulated so far: the search's budget is counted in them."""
+        self._verdicts: dict[object, Verdict | None] = {}
+        self._shorter: dict[int, _Shorter] = {}
+        self._previews: dict[int, dict[object, Preview | None]] = {}
+
+    def judge(self, estimate: Estimate) -> Verdict | None:
+        """Simulate an estimate's plan; None where no plan can be made of it."""
+        plan = self.builder.plan(estimate)
+        if plan is None:
+            return None
+        return self.judge_plan(plan, estimate)
+
+    def preview(self, estimate: Estimate) -> Preview | None:
+        """Simulate a part of the batch: a few times what is in flight at most, where that is less.
+
+        What the part took beyond filling, draining and the last reduction, over what its busiest
+        rank computed, is taken to be the same for the whole batch. None where the part would not
+        be much shorter, or no plan can be made.
+        """
+        size = self._part_of_batch(estimate)
+        if size is None:
+            return None
+        if size not in self._previews:
+            self._previews[size] = {}
+        key = (estimate.outline, estimate.layers)
+        found = self._previews[size]
+        if key not in found:
+            shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
+            found[key] = self._previewed(estimate, shorter.judge(estimate, self))
+        return found[key]
+
+    def _part_of_batch(self, estimate: Estimate) -> int | None:
+        batch = self.inputs.global_batch_size
+        if estimate.outline.schedule == "breadth_first":
+            return None
+        in_flight = max(job.place.window for job in estimate.jobs)
+        parts = [part for part in _PARTS if batch // part >= _TIMES_IN_FLIGHT * in_flight]
+        return batch // parts[0] if parts else None
+
+    def _previewed(self, estimate: Estimate, short: Verdict | None) -> Preview | None:
+        if short is None or short.result is None:
+            return None
+        once_s = min(estimate.fill_s + estimate.tail_s, short.iteration_s)
+        busy_s = max(usage.busy_s for usage in short.result.usage)
+        steady = (short.iteration_s - once_s) / busy_s
+        return Preview(
+            iteration_s=once_s + steady * estimate.busy_s, overflow_bytes=short.overflow_bytes
+        )
+
+    def judge_plan(self, plan: Plan, estimate: Estimate | None = None) -> Verdict | None:
+        """Simulate a plan; None where it breaks the plan file's rules or cannot be lowered."""
+        key = (plan.groups, plan.chunks, plan.schedule.name)
+        if key not in self._verdicts:
+            verdict = self._verdict_on(plan, estimate)
+            # A result holds every task of the simulation: only the newest one is handed out.
+            self._verdicts[key] = None if verdict is None else replace(verdict, result=None)
+            return verdict
+        return self._verdicts[key]
+
+    def _verdict_on(self, plan: Plan, estimate: Estimate | None) -> Verdict | None:
+        if problems_of(plan):
+            return None
+        if computations(plan) > MOST_COMPUTATIONS and estimate is not None:
+            short = self._extrapolated(plan, estimate)
+            if short is not None:
+                return short
+        return self._whole(plan, estimate)
+
+    def _whole(self, plan: Plan, estimate: Estimate | None) -> Verdict | None:
+        result = self.simulated(plan)
+        if result is None:
+            return None
+        return self._verdict(plan, estimate, result, result.iteration_s)
+
+    def simulated(self, plan: Plan) -> SimulationResult | None:
+        """Play a plan; None where it cannot be lowered."""
+        inputs = self.inputs
+        self.num_simulated += 1
+        self.num_computations += computations(plan)
+        with no_collection():
+            try:
+                return simulate_plan(inputs, plan, merge_equal_ranks=True)
+            except (PlanError, SimulationError):
+                return None
+
+    def _extrapolated(self, plan: Plan, estimate: Estimate) -> Verdict | None:
+        """Two shorter batches, and a straight line through their times."""
+        batch = self.inputs.global_batch_size
+        rounds = max(
+            sum(r.micro_batch_size for r in group.replicas if r.num_microbatches)
+            for group in plan.groups
+        )
+        first = _ROUNDS * rounds * max(1, len(plan.groups) // 2)
+        if 3 * first > batch:
+            return None
+        verdicts = []
+        for size in (first, 2 * first):
+            shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
+            verdict = shorter.judge(estimate, self)
+            if verdict is None:
+                return None
+            verdicts.append(verdict)
+        one, two = verdicts
+        assert two.result is not None, "it was simulated just now"
+        slope = (two.iteration_s - one.iteration_s) / first
+        iteration_s = two.iteration_s + slope * (batch - 2 * first)
+        return replace(self._verdict(plan, estimate, two.result, iteration_s), is_extrapolated=True)
+
+    def _verdict(
+        self,
+        plan: Plan,
+        estimate: Estimate | None,
+        result: SimulationResult,
+        iteration_s: float,
+    ) -> Verdict:
+        peaks, capacities = result.peak_memory_bytes, self.inputs.capacities_bytes
+        return Verdict(
+            estimate=estimate,
+            plan=plan,
+            result=result,
+            iteration_s=iteration_s,
+            peaks_bytes=peaks,
+            overflow_bytes=tuple(
+                max(peaks[rank] - capacities[rank] for rank in group.ranks) for group in plan.groups
+            ),
+        )
+
+
+class _Shorter:
+    """The same search with a shorter batch."""
+
+    def __init__(self, inputs: Inputs, batch: int) -> None:
+        self.inputs = replace(inputs, global_batch_size=batch)
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        return Estimator(self.inputs)
+
+    @cached_property
+    def judge_(self) -> Judge:
+        return Judge(self.inputs, self.estimator)
+
+    def judge(self, estimate: Estimate, whole: Judge) -> Verdict | None:
+        """The same outline, layers and settings; only the batch is shorter."""
+        plan = self.judge_.builder.plan(estimate)
+        if plan is None:
+            return None
+        result = self.judge_._whole(plan, None)
+        whole.num_simulated += 1
+        whole.num_computations += computations(plan)
+        return result
+
+
+def computations(plan: Plan) -> int:
+    """Forwards and backwards of a plan."""
+    per_group = [
+        sum(replica.num_microbatches for replica in group.replicas) for group in plan.groups
+    ]
+    return 2 * sum(per_group[chunk.group] for chunk in plan.chunks)
+
+
+def best_first(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Those that fit, fastest first."""
+    fitting = [verdict for verdict in verdicts if verdict.fits]
+    return sorted(fitting, key=lambda verdict: verdict.iteration_s)

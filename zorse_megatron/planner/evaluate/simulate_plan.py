@@ -1,0 +1,32 @@
+"""Simulate one iteration of a plan with the costs of its search."""
+
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.simulate.framework import RUNTIME, Framework
+from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.simulate.result import SimulationResult
+
+
+def simulate_plan(
+    inputs: Inputs,
+    plan: Plan,
+    *,
+    perturbation: Perturbation | None = None,
+    framework: Framework = RUNTIME,
+    merge_equal_ranks: bool = False,
+) -> SimulationResult:
+    """See `simulate`, also for what is raised."""
+    return simulate(
+        plan,
+        inputs.compute,
+        inputs.memory,
+        inputs.comm,
+        inputs.kinds,
+        sequence_length=inputs.sequence_length,
+        by_dtype=inputs.by_dtype,
+        recompute=inputs.recompute,
+        perturbation=perturbation,
+        framework=framework,
+        merge_equal_ranks=merge_equal_ranks,
+    )

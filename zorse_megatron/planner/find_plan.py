@@ -1,0 +1,181 @@
+"""The search: the entry to this package."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner.baselines.cephalo import cephalo_inputs, cephalo_plans
+from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.planner.baselines.stock import stock_plans
+from zorse_megatron.planner.baselines.stock_best import stock_on_all
+from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
+from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict
+from zorse_megatron.planner.inputs.limits import refuse_too_large
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.outcome import (
+    STRATEGIES,
+    Considered,
+    Outcome,
+    Progress,
+    Rejected,
+    Strategy,
+)
+from zorse_megatron.planner.plans.describe import in_words, structure
+from zorse_megatron.planner.search.communication_dtype import with_narrow_wire
+from zorse_megatron.planner.search.zorse import search as search_all
+from zorse_megatron.planner.shortage.gpu_memory import no_plan
+from zorse_megatron.schema.plan.plan import Predictions
+
+__all__ = [
+    "STRATEGIES",
+    "Considered",
+    "NoPlanError",
+    "Outcome",
+    "PlannerInputError",
+    "Progress",
+    "Rejected",
+    "Strategy",
+    "find_plan",
+]
+
+_REJECTED = 10
+
+
+def find_plan(
+    inputs: Inputs,
+    *,
+    strategy: Strategy = "zorse",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Outcome:
+    """Return the best plan that `strategy` finds; the simulator has checked that it fits.
+
+    The result depends on the inputs only, but for `plan_time_s`. Raises NoPlanError with the
+    smallest missing amount where nothing fits, PlannerInputError for what is too large, ValueError
+    for a strategy that does not exist.
+    """
+    started_s = time.perf_counter()
+    refuse_too_large(inputs)
+    search = _searched(inputs, strategy, on_progress or (lambda progress: None))
+    if not search.verdicts:
+        raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
+    best = with_narrow_wire(search.judge, search.verdicts[0])
+    result = best.result or search.judge.simulated(best.plan)
+    assert result is not None, "the plan has been simulated before"
+    tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
+    predictions = Predictions(
+        iteration_s=best.iteration_s,
+        tokens_per_s=tokens_per_s,
+        peak_memory_bytes=best.peaks_bytes,
+    )
+    return Outcome(
+        strategy=strategy,
+        plan=replace(best.plan, predictions=predictions),
+        simulation=result,
+        iteration_s=best.iteration_s,
+        tokens_per_s=tokens_per_s,
+        bound_s=lower_bound_s(inputs),
+        recomputing_bound_s=lower_bound_s(inputs, recomputing=True),
+        peak_memory_fraction=max(
+            peak / capacity
+            for peak, capacity in zip(best.peaks_bytes, inputs.capacities_bytes, strict=True)
+        ),
+        extrapolated=best.is_extrapolated,
+        rejected=tuple(_rejected(inputs, search)),
+        considered=search.considered,
+        plan_time_s=time.perf_counter() - started_s,
+        margin=inputs.memory_margin,
+        notes=(*inputs.notes, *_notes(inputs, best)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Searched:
+    judge: Judge
+    verdicts: list[Verdict]
+    """Those that fit, fastest first."""
+    before: Considered
+    """What was considered without `judge`."""
+
+    @property
+    def considered(self) -> Considered:
+        """Counts of the whole search so far."""
+        return replace(
+            self.before,
+            estimated=self.before.estimated + self.judge.estimator.num_estimated,
+            simulated=self.before.simulated + self.judge.num_simulated,
+        )
+
+
+def _searched(
+    inputs: Inputs, strategy: Strategy, on_progress: Callable[[Progress], None]
+) -> _Searched:
+    if strategy == "zorse":
+        found = search_all(inputs, on_progress)
+        judge = Judge(inputs, Estimator(inputs))
+        return _Searched(judge=judge, verdicts=found.verdicts, before=found.considered)
+    baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
+    if strategy not in baselines:
+        raise ValueError(f"found strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    if strategy == "cephalo":
+        inputs = cephalo_inputs(inputs)
+    on_progress(Progress(phase=strategy, done=0, total=1))
+    judge = Judge(inputs, Estimator(inputs))
+    verdicts = baselines[strategy](inputs, judge, Teams(inputs))
+    on_progress(Progress(phase=strategy, done=1, total=1))
+    before = Considered(groupings=len(verdicts), estimated=0, simulated=0)
+    return _Searched(judge=judge, verdicts=verdicts, before=before)
+
+
+_LIMITS = {
+    "stock": "an even layout over all GPUs that fits",
+    "zorse-paper": "groups, equal shards and one micro-batch size",
+    "cephalo": "one group of all GPUs that gathers layer by layer",
+}
+
+
+def _no_baseline(inputs: Inputs, strategy: Strategy) -> NoPlanError:
+    found = "no plan that fits"
+    if strategy == "stock":
+        found += f" ({stock_on_all(inputs).reason or 'under this runtime'})"
+    problem = Problem(
+        where=f"strategy {strategy}",
+        found=found,
+        expected=_LIMITS[strategy],
+        remedy="The strategy zorse has no such restriction.",
+    )
+    return NoPlanError(f"the strategy {strategy} has no plan", [problem])
+
+
+def _rejected(inputs: Inputs, search: _Searched) -> Iterator[Rejected]:
+    """The fastest of each structure; what differs from it in layers or sizes alone says no more."""
+    best = search.verdicts[0]
+    told = {structure(best.plan, inputs.kinds)}
+    for verdict in search.verdicts[1:]:
+        looks = structure(verdict.plan, inputs.kinds)
+        if looks in told or len(told) > _REJECTED:
+            continue
+        told.add(looks)
+        slower = 100 * (verdict.iteration_s / best.iteration_s - 1)
+        yield Rejected(
+            what=in_words(verdict.plan, inputs.kinds),
+            why=f"{slower:.1f} % slower in the simulator",
+            iteration_s=verdict.iteration_s,
+        )
+
+
+def _notes(inputs: Inputs, best: Verdict) -> Iterator[str]:
+    if any(group.gradient_wire for group in best.plan.groups):
+        yield (
+            "some groups send gradients in 16 bits, as --wire allows: each part is rounded once "
+            "before the fp32 sum"
+        )
+    yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory is reserved (--margin)"
+    if best.is_extrapolated:
+        yield "the iteration was extrapolated from two shorter batches"
+    offloads = any(group.offload for group in best.plan.groups)
+    if offloads and any(host is None for host in inputs.host_bytes):
+        yield "the cluster file does not give host memory: it is assumed to suffice"

@@ -1,0 +1,1 @@
+"""Which ranks might hold the same layers: partitions of the topology graph."""

@@ -1,0 +1,137 @@
+"""Groupings near a given one: two groups merged, one split, some GPUs moved. For local search."""
+
+from collections.abc import Iterator
+from itertools import combinations, islice
+
+from zorse_megatron.planner.groupings.candidates import Candidate
+from zorse_megatron.planner.groupings.grouping import Grouping, normalised
+from zorse_megatron.planner.groupings.symmetry import Symmetry
+from zorse_megatron.topology.spec import TopologySpec
+
+
+def neighbours(
+    spec: TopologySpec,
+    grouping: Grouping,
+    *,
+    symmetry: Symmetry | None = None,
+    limit: int = 200,
+) -> Iterator[Candidate]:
+    """Yield up to `limit` groupings one step away, without the given one and its mirror images.
+
+    Merges of two groups; splits of a group by region, by kind, or in halves along its nodes; moves
+    of the GPUs that a group has on one node to another group. A step costs O(ranks).
+    """
+    symmetry = symmetry or Symmetry(spec)
+    seen = {symmetry.signature(grouping)}
+    yield from islice(_distinct(_all(spec, grouping), symmetry, seen), limit)
+
+
+def _distinct(
+    found: Iterator[Candidate], symmetry: Symmetry, seen: set[int]
+) -> Iterator[Candidate]:
+    for candidate in found:
+        signature = symmetry.signature(candidate.grouping)
+        if signature not in seen:
+            seen.add(signature)
+            yield candidate
+
+
+def _all(spec: TopologySpec, grouping: Grouping) -> Iterator[Candidate]:
+    looks = _looks(spec, grouping)
+    yield from _merges(grouping, looks)
+    yield from _splits(spec, grouping, looks)
+    yield from _moves(spec, grouping, looks)
+
+
+def _looks(spec: TopologySpec, grouping: Grouping) -> list[int]:
+    """Equal numbers for groups that are alike by themselves, to skip most mirror images early."""
+    numbers: dict[object, int] = {}
+    looks = []
+    for group in grouping:
+        cells: dict[int, list[str]] = {}
+        for rank in group:
+            node = spec.node_of(rank)
+            kind = spec.nodes[node].gpu_kinds[rank - spec.first_ranks[node]]
+            cells.setdefault(node, []).append(kind)
+        places = [
+            (spec.nodes[node].region, str(spec.nodes[node].switch), tuple(sorted(kinds)))
+            for node, kinds in cells.items()
+        ]
+        looks.append(numbers.setdefault(tuple(sorted(places)), len(numbers)))
+    return looks
+
+
+def _merges(grouping: Grouping, looks: list[int]) -> Iterator[Candidate]:
+    done = set()
+    for first, second in combinations(range(len(grouping)), 2):
+        # Two groups that share nodes are not like two that do not.
+        key = (looks[first], looks[second])
+        if key in done and len(grouping) > _EVERY_PAIR_UP_TO:
+            continue
+        done.add(key)
+        rest = _others(grouping, first, second)
+        together = grouping[first] + grouping[second]
+        yield Candidate(grouping=normalised([*rest, together]), origin="merge")
+
+
+# Beyond so many groups only one pair of two looks is merged, and one pair is moved between.
+_EVERY_PAIR_UP_TO = 12
+
+
+def _splits(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[Candidate]:
+    done = set()
+    for number, group in enumerate(grouping):
+        if looks[number] in done:
+            continue
+        done.add(looks[number])
+        for first in _halves(spec, group):
+            second = sorted(set(group) - set(first))
+            if first and second:
+                rest = _others(grouping, number)
+                yield Candidate(grouping=normalised([*rest, first, second]), origin="split")
+
+
+def _halves(spec: TopologySpec, group: tuple[int, ...]) -> Iterator[list[int]]:
+    """One side of each way to split a group in two."""
+    nodes = {rank: spec.node_of(rank) for rank in group}
+    regions = dict.fromkeys(spec.nodes[node].region for node in nodes.values())
+    for region in regions:
+        yield [rank for rank in group if spec.nodes[nodes[rank]].region == region]
+    kind_of = {
+        rank: spec.nodes[node].gpu_kinds[rank - spec.first_ranks[node]]
+        for rank, node in nodes.items()
+    }
+    for kind in dict.fromkeys(kind_of.values()):
+        yield [rank for rank in group if kind_of[rank] == kind]
+    order = list(dict.fromkeys(nodes.values()))
+    for count in sorted({1, len(order) // 2, len(order) - 1}):
+        chosen = set(order[:count])
+        yield [rank for rank in group if nodes[rank] in chosen]
+    for count in sorted({1, len(group) // 2}):
+        yield list(group[:count])
+
+
+def _moves(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[Candidate]:
+    done = set()
+    for source, group in enumerate(grouping):
+        cells: dict[int, list[int]] = {}
+        for rank in group:
+            cells.setdefault(spec.node_of(rank), []).append(rank)
+        for target in range(len(grouping)):
+            for node, ranks in cells.items():
+                key = (looks[source], looks[target], spec.nodes[node].gpu_kinds, len(ranks))
+                many = len(grouping) > _EVERY_PAIR_UP_TO or len(cells) > _EVERY_PAIR_UP_TO
+                if source == target or (many and key in done):
+                    continue
+                done.add(key)
+                for moved in dict.fromkeys((tuple(ranks), tuple(ranks[:1]))):
+                    kept = [rank for rank in group if rank not in moved]
+                    if not kept:
+                        continue
+                    rest = _others(grouping, source, target)
+                    groups = [*rest, kept, (*grouping[target], *moved)]
+                    yield Candidate(grouping=normalised(groups), origin="move")
+
+
+def _others(grouping: Grouping, *without: int) -> list[tuple[int, ...]]:
+    return [group for number, group in enumerate(grouping) if number not in without]

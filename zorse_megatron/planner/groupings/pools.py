@@ -1,0 +1,90 @@
+"""Pools of like GPUs, and ways to divide them into groups along the edges of nodes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from zorse_megatron.planner.groupings.grouping import hardware_key
+from zorse_megatron.topology.spec import TopologySpec
+
+# Up to so many parts every number is tried; beyond, numbers a third to a half apart.
+_EVERY_NUMBER_UP_TO = 8
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """GPUs of one kind, in nodes that are alike, in one region."""
+
+    kind: str
+    region: str
+    cells: tuple[tuple[int, ...], ...]
+    """The ranks on each node; nodes on one switch come next to one another."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs on all nodes together."""
+        return sum(map(len, self.cells))
+
+    def divided(self, parts: int) -> tuple[tuple[int, ...], ...]:
+        """Cut into `parts` of as equal size as the nodes allow.
+
+        Up to one part per node: whole nodes. Beyond: every node in equally many parts, if
+        `parts` is a multiple of the nodes, or else equal runs of ranks across the nodes' edges.
+        """
+        if parts <= len(self.cells):
+            runs = _runs(self.cells, parts)
+            return tuple(tuple(rank for cell in run for rank in cell) for run in runs)
+        per_node, rest = divmod(parts, len(self.cells))
+        if rest == 0 and per_node <= len(self.cells[0]):
+            return tuple(run for cell in self.cells for run in _runs(cell, per_node))
+        return tuple(_runs([rank for cell in self.cells for rank in cell], parts))
+
+    def numbers_of_parts(self, most: int) -> list[int]:
+        """Numbers of parts along the edges of nodes, ascending, not all of them if many."""
+        nodes, per_node = len(self.cells), len(self.cells[0])
+        whole_nodes = {n for n in spread(nodes) if n <= most}
+        inside = {nodes * n for n in range(2, per_node + 1) if nodes * n <= most}
+        return sorted(whole_nodes | inside)
+
+
+def spread(highest: int) -> list[int]:
+    """All small numbers, and larger ones ever further apart, up to `highest`.
+
+    >>> spread(40)
+    [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 40]
+    """
+    numbers = list(range(1, min(highest, _EVERY_NUMBER_UP_TO) + 1))
+    while numbers[-1] < highest:
+        last = numbers[-1]
+        is_power = last & (last - 1) == 0
+        numbers.append(min(highest, last * 3 // 2 if is_power else last * 4 // 3))
+    return numbers
+
+
+def _runs(items: Sequence[_Item], parts: int) -> list[tuple[_Item, ...]]:
+    """Consecutive runs whose lengths differ by one at most, longer ones first."""
+    length, longer = divmod(len(items), parts)
+    runs, start = [], 0
+    for number in range(parts):
+        stop = start + length + (number < longer)
+        runs.append(tuple(items[start:stop]))
+        start = stop
+    return runs
+
+
+def pools_of(spec: TopologySpec) -> tuple[Pool, ...]:
+    """All pools, by their first rank. O(GPUs)."""
+    cells: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    order = {switch.name: number for number, switch in enumerate(spec.switches)}
+    for index, node in enumerate(spec.nodes):
+        chain = tuple(order[switch.name] for switch in reversed(spec.switches_above(node.switch)))
+        for kind in dict.fromkeys(node.gpu_kinds):
+            pairs = zip(spec.ranks_of(index), node.gpu_kinds, strict=True)
+            ranks = tuple(rank for rank, its_kind in pairs if its_kind == kind)
+            key = (node.region, kind, hardware_key(node))
+            cells.setdefault(key, []).append((chain, ranks))
+    return tuple(
+        Pool(kind=str(key[1]), region=str(key[0]), cells=tuple(ranks for _, ranks in sorted(found)))
+        for key, found in cells.items()
+    )

@@ -1,0 +1,1 @@
+"""What a search starts from: cluster, model and profile, joined and checked."""

@@ -1,0 +1,212 @@
+"""The inputs of a search: cluster, model and profile, joined and validated."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner.errors import PlannerInputError
+from zorse_megatron.planner.inputs.cost_models import InputPrices
+from zorse_megatron.planner.inputs.cost_problems import kind_problems, wire_problems
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.gpus.gpu import (
+    PRICED_IN,
+    ComputeDtype,
+    DtypeChoice,
+    GpuKind,
+    common_dtype,
+)
+from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import ClusterFingerprint, GradientWire, ModelFingerprint
+from zorse_megatron.schema.profile.profile import Profile, Source
+from zorse_megatron.topology.from_cluster import topology_of
+from zorse_megatron.topology.spec import TopologySpec
+
+DEFAULT_MARGIN = 0.05
+_EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Which plans may be proposed."""
+
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "breadth_first")
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    """Modes that groups may have; with full, any number of layers."""
+    offload: bool = True
+    """Whether anything may wait in host memory."""
+    max_micro_batch_size: int | None = None
+    """None: whatever fits."""
+    max_groups: int | None = None
+    """None: as many as there are layers."""
+    gradient_wire: GradientWire | None = None
+    """In which type gradients may be sent where that is faster; None: as they are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that the search and its estimates ask for. Ranks are global ranks."""
+
+    spec: TopologySpec
+    compute: ComputeCost
+    memory: MemoryCost
+    comm: CommCost
+    by_dtype: Mapping[ComputeDtype, DtypeCosts]
+    """Costs of groups that a plan lets compute in these types."""
+    kinds: tuple[str, ...]
+    """Rank -> kind of GPU."""
+    capacities_bytes: tuple[int, ...]
+    """Rank -> what a plan may fill: the GPU's memory less the margin."""
+    host_bytes: tuple[int | None, ...]
+    """Rank -> its part of its node's host memory; None where the cluster does not say."""
+    global_batch_size: int
+    """Samples per iteration."""
+    sequence_length: int
+    """Tokens per sample."""
+    num_layers: int
+    tied_embeddings: bool
+    model: ModelFingerprint
+    cluster: ClusterFingerprint
+    space: SearchSpace
+    memory_margin: float
+    best_sizes: dict[str, tuple[int, ...]]
+    """Kind -> micro-batch sizes that the lower bound looks at: those measured, where any were."""
+    recompute: JobRecompute | None = None
+    """What is recomputed in groups of a given plan that do not say; None: nothing."""
+    own_types: Mapping[str, GpuKind] | None = None
+    """Kind -> what it can do, where each group computes in a type of its own; None: all in one.
+
+    Then `compute` prices each kind in the best type that it has, and `memory` is that of the type
+    that all kinds have; what a plan takes is simulated in the types that its groups have.
+    """
+    notes: tuple[str, ...] = ()
+    """For people: what the prices rest on."""
+    warnings: tuple[str, ...] = ()
+    """Of the notes those that say what is not counted."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of GPUs."""
+        return len(self.kinds)
+
+    def dtype_of(self, ranks: Iterable[int]) -> ComputeDtype | None:
+        """What a group of these ranks computes in; None: what the training command says."""
+        if self.own_types is None:
+            return None
+        return common_dtype(self.own_types[kind] for kind in {self.kinds[rank] for rank in ranks})
+
+
+def make_inputs(
+    cluster: Cluster,
+    model: ModelShape,
+    profile: Profile | None,
+    *,
+    global_batch_size: int,
+    dtype: DtypeChoice,
+    memory_margin: float = DEFAULT_MARGIN,
+    space: SearchSpace | None = None,
+    computing: Computing = USUAL,
+) -> Inputs:
+    """Join cluster, model and profile.
+
+    `dtype`: what all groups compute in; auto: each in the first of bf16, fp16 and fp32 that all of
+    its GPUs have units for.
+    `computing`: what the training command says of how layers are computed.
+    `memory_margin`: share of every GPU's memory that stays free for the CUDA context,
+    communication buffers and fragmentation, which nothing prices.
+
+    Raises PlannerInputError with every problem: kinds of GPU without units for the type or that can
+    be priced neither by the profile nor by published figures, and numbers out of range.
+    """
+    space = space or SearchSpace()
+    known = profile or _EMPTY
+    prices = InputPrices(
+        cluster=cluster, model=model, profile=known, dtype=dtype, computing=computing
+    )
+    problems = [
+        *_number_problems(global_batch_size, memory_margin),
+        *_space_problems(space),
+        *wire_problems(space.gradient_wire, [each.dtype for each in prices.computes.values()]),
+        *kind_problems(prices.computes),
+    ]
+    if problems:
+        raise PlannerInputError("cluster, model and profile do not make a plan", problems)
+    return _joined(prices, global_batch_size, memory_margin, space)
+
+
+def _joined(prices: InputPrices, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
+    cluster, model = prices.cluster, prices.model
+    spec = topology_of(cluster, prices.profile if prices.profile.links else None)
+    memory, memory_note = prices.memory
+    return Inputs(
+        spec=spec,
+        compute=prices.compute,
+        memory=memory,
+        comm=GraphComm(spec),
+        by_dtype={name: prices.costs_in(each) for name, each in PRICED_IN.items()},
+        kinds=cluster.gpu_kinds,
+        capacities_bytes=_capacities(cluster, memory_margin),
+        host_bytes=_host_parts(cluster),
+        global_batch_size=batch,
+        sequence_length=model.seq_length,
+        num_layers=model.num_layers,
+        tied_embeddings=model.tied_embeddings,
+        model=model.fingerprint(),
+        cluster=cluster.fingerprint(),
+        space=space,
+        memory_margin=memory_margin,
+        best_sizes=prices.best_sizes,
+        recompute=prices.computing.recompute,
+        own_types=cluster.kinds if prices.has_own_types else None,
+        notes=(*prices.notes, memory_note, *prices.warnings),
+        warnings=prices.warnings,
+    )
+
+
+def _capacities(cluster: Cluster, memory_margin: float) -> tuple[int, ...]:
+    ranks = range(cluster.world_size)
+    return tuple(int(cluster.gpu_of_rank(r).memory_bytes * (1 - memory_margin)) for r in ranks)
+
+
+def _host_parts(cluster: Cluster) -> tuple[int | None, ...]:
+    """Rank -> an equal part of its node's host memory."""
+    return tuple(
+        None if node.host_memory_bytes is None else node.host_memory_bytes // len(node.ranks)
+        for node in cluster.nodes
+        for _ in node.ranks
+    )
+
+
+def _number_problems(global_batch_size: int, memory_margin: float) -> Iterator[Problem]:
+    if global_batch_size < 1:
+        yield Problem(
+            where="global batch size",
+            found=f"{global_batch_size}",
+            expected="1 sample or more",
+            remedy="Give the number of samples of one iteration.",
+        )
+    if not 0 <= memory_margin < 1:
+        yield Problem(
+            where="memory margin",
+            found=f"{memory_margin}",
+            expected="a share of the memory, at least 0 and below 1",
+            remedy="0.05 reserves one twentieth.",
+        )
+
+
+def _space_problems(space: SearchSpace) -> Iterator[Problem]:
+    known = {
+        "schedules": ("1f1b", "breadth_first", "interleaved"),
+        "recompute": ("none", "selective", "full"),
+    }
+    for name, values in known.items():
+        found = getattr(space, name)
+        if not found or not set(found) <= set(values):
+            yield Problem(
+                where=f"search space, {name}",
+                found=f"{', '.join(map(repr, found)) or 'nothing'}",
+                expected=f"some of {', '.join(values)}",
+                remedy="Correct it.",
+            )

@@ -1,0 +1,1 @@
+"""From a candidate to a plan: exact micro-batches, shard weights, transfers."""

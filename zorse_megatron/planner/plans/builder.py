@@ -1,0 +1,171 @@
+"""From an estimate to a plan: exact micro-batches, shard weights, settings."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zorse_megatron.planner.closed_form.batch_split import Split, WorkerClass, best_split
+from zorse_megatron.planner.closed_form.candidate import Estimate, parts_of
+from zorse_megatron.planner.closed_form.in_flight import Flight
+from zorse_megatron.planner.closed_form.stage import Job, Settings
+from zorse_megatron.planner.closed_form.stage_costs import StagePrice, Stages
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.plans.transfers import with_hops
+from zorse_megatron.planner.plans.water_filling import water_fill
+from zorse_megatron.schema.plan.plan import (
+    Chunk,
+    Group,
+    Offload,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
+
+_WEIGHT_UNIT_BYTES = 1_000_000  # whole megabytes: short numbers in the file
+_MANY_UNITS = 100  # where shares are smaller, bytes
+
+
+class Builder:
+    """Makes plans of estimates."""
+
+    def __init__(self, inputs: Inputs, stages: Stages, flight: Flight) -> None:
+        self.inputs = inputs
+        self.stages = stages
+        self.flight = flight
+        self._splits: dict[tuple[object, ...], Split | None] = {}
+
+    def plan(self, estimate: Estimate) -> Plan | None:
+        """The plan; None where state does not fit with exact micro-batches."""
+        bare = [
+            self._bare_group(job, stage)
+            for job, stage in zip(estimate.jobs, estimate.stages, strict=True)
+        ]
+        groups = []
+        for job, stage, group in zip(estimate.jobs, estimate.stages, bare, strict=True):
+            weights = self._weights(job, stage.settings, group)
+            if weights is None:
+                return None
+            replicas = tuple(
+                replace(replica, shard_weight=weight)
+                for replica, weight in zip(group.replicas, weights, strict=True)
+            )
+            groups.append(replace(group, replicas=replicas))
+        groups = [
+            replace(group, extra_in_flight=extra or None)
+            for group, extra in zip(groups, estimate.extras, strict=True)
+        ]
+        return Plan(
+            schema_version=1,
+            global_batch_size=self.inputs.global_batch_size,
+            model=self.inputs.model,
+            groups=tuple(groups),
+            chunks=self._chunks(estimate),
+            schedule=Schedule(name=estimate.outline.schedule),  # type: ignore[arg-type]
+            cluster=self.inputs.cluster,
+        )
+
+    def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
+        chunks = chunks_of(estimate.layers, estimate.outline.num_chunks)
+        rows = zip(estimate.jobs, estimate.stages, strict=True)
+        busy_s = max(self._split(job, stage).time_s for job, stage in rows)
+        return with_hops(chunks, estimate.jobs, self.flight.networks, busy_s)
+
+    def _bare_group(self, job: Job, stage: StagePrice) -> Group:
+        shares = self._split(job, stage).shares
+        replicas = [
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=share.micro_batch_size,
+                num_microbatches=share.num_microbatches,
+                shard_weight=1.0,
+            )
+            for cell, row in zip(job.team.cells, shares, strict=True)
+            for rank, share in zip(cell.ranks, row, strict=True)
+        ]
+        settings = stage.settings
+        return Group(
+            replicas=tuple(sorted(replicas, key=lambda replica: replica.ranks)),
+            recompute=recompute_of(settings, job.num_layers, job.num_chunks),
+            offload=offload_of(settings),
+            compute_dtype=self.inputs.dtype_of(job.team.ranks),
+        )
+
+    def _split(self, job: Job, stage: StagePrice) -> Split:
+        key = (job.key, stage.settings)
+        if key not in self._splits:
+            classes = []
+            for index, (cell, most) in enumerate(zip(job.team.cells, job.sizes, strict=True)):
+                times = {}
+                for size in range(1, most + 1):
+                    sizes = (*job.sizes[:index], size, *job.sizes[index + 1 :])
+                    passes = self.stages.passes(replace(job, sizes=sizes), stage.settings)
+                    times[size] = passes[index].both_s
+                classes.append(WorkerClass(count=len(cell.ranks), times_s=times))
+            self._splits[key] = best_split(self.inputs.global_batch_size, classes)
+        split = self._splits[key]
+        assert split is not None, "every cell may run micro-batches of one sample"
+        return split
+
+    def missing_bytes(self, estimate: Estimate) -> tuple[int, ...]:
+        """For each group, what its GPUs lack with exact micro-batches; 0 where all fits."""
+        found = []
+        for job, stage in zip(estimate.jobs, estimate.stages, strict=True):
+            rooms = self._rooms(job, stage.settings, self._bare_group(job, stage))
+            shared = self.stages.memory.shared_bytes(job, stage.settings)
+            spread = (shared - sum(max(0.0, room) for room in rooms)) / len(rooms)
+            found.append(math.ceil(max(0.0, -min(rooms), spread)))
+        return tuple(found)
+
+    def _rooms(self, job: Job, settings: Settings, group: Group) -> list[float]:
+        """What is free on each GPU beside its shard."""
+        capacity = {rank: cell.capacity_bytes for cell in job.team.cells for rank in cell.ranks}
+        rooms = []
+        for replica in group.replicas:
+            size, count = replica.micro_batch_size, replica.num_microbatches
+            one = capacity[replica.ranks[0]]
+            rooms.append(self.stages.memory.room_bytes(job, settings, size, count, one))
+        return rooms
+
+    def _weights(self, job: Job, settings: Settings, group: Group) -> tuple[float, ...] | None:
+        """Even where that fits, otherwise by free memory."""
+        rooms = self._rooms(job, settings, group)
+        shared = self.stages.memory.shared_bytes(job, settings)
+        filled = water_fill(shared, rooms)
+        if filled is None or min(rooms) < 0:
+            return None
+        if len(set(filled)) == 1:
+            return (1.0,) * len(filled)
+        unit = _WEIGHT_UNIT_BYTES if max(filled) > _MANY_UNITS * _WEIGHT_UNIT_BYTES else 1
+        return tuple(float(int(share / unit)) for share in filled)
+
+
+def chunks_of(layers: Sequence[int], num_chunks: int) -> tuple[Chunk, ...]:
+    """Chunks round robin, each group's layers in `num_chunks` parts (see `parts_of`)."""
+    parts = [
+        parts_of(count, num_chunks, is_last=group == len(layers) - 1)
+        for group, count in enumerate(layers)
+    ]
+    chunks, first = [], 0
+    for turn in range(num_chunks):
+        for group, row in enumerate(parts):
+            if row[turn]:
+                chunks.append(Chunk(group=group, layers=(first, first + row[turn])))
+                first += row[turn]
+    return tuple(chunks)
+
+
+def recompute_of(settings: Settings, num_layers: int, num_chunks: int) -> Recompute | None:
+    """What the plan file says; None where nothing is recomputed."""
+    if not settings.recomputed:
+        return None
+    if settings.mode != "full" or settings.recomputed >= num_layers:
+        return Recompute(mode=settings.mode)
+    return Recompute(mode="full", num_layers=-(-settings.recomputed // num_chunks))
+
+
+def offload_of(settings: Settings) -> Offload | None:
+    """What the plan file says; None where nothing waits in the host."""
+    if not (settings.offload_state or settings.offload_activations):
+        return None
+    return Offload(optimizer_state=settings.offload_state, activations=settings.offload_activations)

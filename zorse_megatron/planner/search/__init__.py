@@ -1,0 +1,1 @@
+"""The search: candidates from groupings and device orders, simulated and improved."""

@@ -1,0 +1,106 @@
+"""Search budget, by cluster size."""
+
+from dataclasses import dataclass
+
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.search.groupings import EVERY_PARTITION_UP_TO
+
+LEVELS = (1, 2, 3, 4, 6, 8, 16)
+"""Micro-batch levels that a group may be moved to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much of everything the search does; it follows from the size of the cluster alone."""
+
+    listed: int
+    """Groupings that are scored."""
+    priced: int
+    """Of those, priced with one schedule."""
+    widened: int
+    """Groupings whose neighbours are looked at, and that are priced with all schedules."""
+    finalists: int
+    """Plans that the simulator sees before the local search."""
+    computations: int
+    """Forwards and backwards that may be simulated in all."""
+    finalists_part: float = 0.6
+    """Of these, for finalists; the rest is for the local search."""
+    quick_orders: int = 1
+    """Orders of a grouping's groups that are looked at to see whether it is promising."""
+    orders: int = 3
+    """Orders of a grouping's groups that are priced."""
+    levels: tuple[int, ...] = (1, 2, 4, 8)
+    """Micro-batch levels that are priced."""
+    cuts: int = 16
+    """Cuts of lines that are priced, for each schedule."""
+    polished: int = 6
+    """Estimates whose levels and order are improved by closed form."""
+    slacks: tuple[float, ...] = (1.0,)
+    """Of 1f1b, that are priced."""
+    level_steps: int = 1
+    """By how many levels a group's micro-batch may change in one step of that."""
+    keeps_all: bool = False
+    """Whether all neighbours that are priced on the way may be simulated."""
+    layouts: int = 2
+    """Ways to deal out layers that are kept of each outline."""
+    followed: int = 6
+    """The best so many verdicts are followed by the local search."""
+    refits: int = 3
+    """How often a neighbour that does not fit is built again with more memory left free."""
+    tries: int = 10
+    """Neighbours of a verdict that are simulated, at most."""
+    hopeless: float = 1.03
+    """Finalists whose estimate is so many times the best simulated iteration are not simulated."""
+    tolerance: float = 1.1
+    """Neighbours whose estimate is so much longer are not simulated."""
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> "Effort":
+        """More where GPUs are few."""
+        if inputs.world_size <= EVERY_PARTITION_UP_TO and len(inputs.space.schedules) == 1:
+            return cls(
+                listed=250,
+                priced=210,
+                widened=210,
+                finalists=120,
+                computations=400_000,
+                quick_orders=24,
+                orders=24,
+                levels=LEVELS,
+                slacks=(0.0, 1.0),
+                polished=60,
+                level_steps=len(LEVELS),
+                keeps_all=True,
+                layouts=4,
+                followed=12,
+                tries=60,
+                hopeless=1.2,
+                tolerance=1.35,
+            )
+        if inputs.world_size <= 16:
+            return cls(
+                listed=250,
+                priced=60,
+                widened=16,
+                finalists=30,
+                computations=60_000,
+                hopeless=1.15,
+            )
+        if inputs.world_size <= 32:
+            return cls(listed=250, priced=40, widened=14, finalists=30, computations=150_000)
+        if inputs.world_size <= 256:
+            return cls(
+                listed=250,
+                priced=24,
+                widened=8,
+                finalists=24,
+                computations=70_000,
+                finalists_part=0.4,
+                refits=0,
+                polished=4,
+            )
+        if inputs.world_size <= 2048:
+            return cls(
+                listed=200, priced=20, widened=5, finalists=4, computations=120_000, polished=2
+            )
+        return cls(listed=60, priced=8, widened=3, finalists=2, computations=400_000, polished=1)

@@ -1,0 +1,1 @@
+"""Why nothing fits: the least memory that is missing, and what would fit."""

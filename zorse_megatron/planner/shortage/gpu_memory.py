@@ -1,0 +1,286 @@
+"""The smallest memory shortfall when no plan fits."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner.closed_form.candidate import Estimate, Outline
+from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.errors import NoPlanError
+from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict
+from zorse_megatron.planner.groupings.candidates import candidates
+from zorse_megatron.planner.groupings.grouping import Grouping
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.shortage.host_memory import host_needs, host_problems, host_sentences
+from zorse_megatron.simulate.ledger import Category
+
+_GROUPINGS = 10
+_CHUNKS = {"1f1b": (1,), "interleaved": (1,), "breadth_first": (1, 4, 16, 64)}
+_STEP = 2**20
+_MOST_BYTES = 2**45
+_ROUNDS_OF_CHECKS = 12
+_GIB = 2**30
+
+Way = tuple[Grouping, str, int]
+"""Groups, schedule, chunks of each group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """So much more memory on every GPU of these kinds, and there is a plan."""
+
+    kinds: tuple[str, ...]
+    bytes_per_gpu: int
+    num_gpus: int
+    verdict: Verdict
+    """On the plan that then fits."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes missing on all GPUs together."""
+        return self.bytes_per_gpu * self.num_gpus
+
+
+def no_plan(inputs: Inputs) -> NoPlanError:
+    """The error for a search that found nothing, with the smallest missing amount.
+
+    Host memory comes first: where a plan fits in the GPUs if only the hosts were larger.
+    """
+    ways = _ways(inputs)
+    host = list(_host_problems(inputs, ways))
+    if host:
+        return NoPlanError("no plan fits in host memory", host)
+    counts = Counter(inputs.kinds)
+    choices: list[tuple[str, ...]] = [(kind,) for kind in counts]
+    if len(counts) > 1:
+        choices.insert(0, tuple(counts))
+    least: Shortage | None = None
+    for kinds in choices:
+        number = sum(counts[kind] for kind in kinds)
+        most = _MOST_BYTES if least is None else least.total_bytes // number
+        found = _shortage(inputs, kinds, ways, number=number, most=most)
+        if found is not None and (least is None or found.total_bytes < least.total_bytes):
+            least = found
+    if least is None:
+        return _more_than_memory(inputs)
+    problems = [_problem(inputs, least), _totals(inputs, least.verdict)]
+    error = NoPlanError("no plan fits in memory", problems)
+    error.missing_bytes = least.total_bytes
+    error.bytes_per_gpu = least.bytes_per_gpu
+    error.gpu_kinds = least.kinds
+    return error
+
+
+def gib_missing(num_bytes: int) -> str:
+    """A missing amount for people: rounded up, so that it is enough.
+
+    >>> gib_missing(2**30), gib_missing(2**30 + 1)
+    ('1.00 GiB', '1.01 GiB')
+    """
+    return f"{math.ceil(100 * num_bytes / _GIB) / 100:.2f} GiB"
+
+
+def fitting(inputs: Inputs) -> Verdict | None:
+    """A plan that the simulator says fits, the first that is found; None: none was found."""
+    return _fitted(inputs, _ways(inputs))
+
+
+def _problem(inputs: Inputs, least: Shortage) -> Problem:
+    ranks = [rank for rank, kind in enumerate(inputs.kinds) if kind in least.kinds]
+    capacity = min(inputs.capacities_bytes[rank] for rank in ranks)
+    plan = least.verdict.plan
+    groups = ", ".join(
+        f"{sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number)} layers on "
+        f"{len(group.ranks)} GPU{'s' * (len(group.ranks) != 1)}"
+        for number, group in enumerate(plan.groups)
+    )
+    more = (
+        ""
+        if inputs.space.recompute == ("none", "selective", "full")
+        else (" Recomputation would need less, but the search space does not have all of it.")
+    )
+    return Problem(
+        where=f"GPU memory of {', '.join(least.kinds)} ({len(ranks)} GPUs, first rank {ranks[0]})",
+        found=f"{capacity / _GIB:.2f} GiB usable, after a margin of "
+        f"{100 * inputs.memory_margin:.3g} %",
+        expected=f"{gib_missing(least.bytes_per_gpu)} more on each, "
+        f"{gib_missing(least.total_bytes)} in total, for {groups} to fit",
+        remedy="Use more or larger GPUs, drop GPUs that are too small for one layer, use a smaller "
+        f"model or a shorter sequence, or lower the margin.{more}",
+    )
+
+
+def _totals(inputs: Inputs, verdict: Verdict) -> Problem:
+    """All that is needed against all that there is, by category at the ranks' peaks."""
+    assert verdict.result is not None, "it was simulated just now"
+    total: Counter[Category] = Counter()
+    for peak in verdict.result.memory:
+        total.update(peak.at_peak_bytes)
+    needs = host_needs(inputs, verdict.result)
+    parts = [(each.label, count) for each, count in total.most_common() if count]
+    listed = ", ".join(f"{label} {count / _GIB:.1f}" for label, count in parts)
+    return Problem(
+        where=f"memory of all {inputs.world_size} GPUs together",
+        found=f"{sum(inputs.capacities_bytes) / _GIB:.1f} GiB",
+        expected=f"{total.total() / _GIB:.1f} GiB for that plan: {listed}",
+        remedy=f"Most of it is {parts[0][0]}. {' '.join(host_sentences(needs))}",
+    )
+
+
+def _host_problems(inputs: Inputs, ways: Sequence[Way]) -> Iterator[Problem]:
+    """Nodes with too little host memory; none where more of it would not help."""
+    if all(host is None for host in inputs.host_bytes) or not inputs.space.offload:
+        return
+    unlimited = replace(inputs, host_bytes=(None,) * inputs.world_size)
+    verdict = _fitted(unlimited, ways)
+    if verdict is None or verdict.result is None:
+        return
+    needs = host_needs(inputs, verdict.result)
+    yield from host_problems(needs, "as the GPUs alone have too little memory")
+
+
+def _more_than_memory(inputs: Inputs) -> NoPlanError:
+    return NoPlanError(
+        "no plan",
+        [
+            Problem(
+                where="search space",
+                found=f"schedules {', '.join(inputs.space.schedules)} and at most "
+                f"{inputs.space.max_groups or inputs.num_layers} groups",
+                expected="a space with at least one plan, whatever the memory",
+                remedy="Allow more schedules or more groups.",
+            )
+        ],
+    )
+
+
+def _shortage(
+    inputs: Inputs, kinds: tuple[str, ...], ways: Sequence[Way], *, number: int, most: int
+) -> Shortage | None:
+    """The least extra memory on every GPU of these kinds, below `most`; None where none helps.
+
+    A way is looked at closer only if it fits with less than the best one so far.
+    """
+    asked = _Asked(inputs, kinds)
+    best, way = most, None
+    for each in ways:
+        if best > _STEP and asked.estimate(best - _STEP, each) is not None:
+            best, way = asked.least(each, best - _STEP), each
+    if way is None:
+        return None
+    checked = _checked(inputs, kinds, best, way)
+    if checked is None:
+        return None
+    return Shortage(kinds=kinds, bytes_per_gpu=checked[0], num_gpus=number, verdict=checked[1])
+
+
+class _Asked:
+    """What fits in closed form with so much more memory on GPUs of these kinds."""
+
+    def __init__(self, inputs: Inputs, kinds: tuple[str, ...]) -> None:
+        self.inputs = inputs
+        self.kinds = kinds
+        self._with: dict[int, tuple[Estimator, Teams]] = {}
+
+    def estimate(self, extra: int, way: Way) -> Estimate | None:
+        """None where this way does not fit."""
+        if extra not in self._with:
+            richer = _more(self.inputs, self.kinds, extra)
+            self._with[extra] = Estimator(richer), Teams(richer)
+        return _estimate(self.inputs, *self._with[extra], way)
+
+    def least(self, way: Way, enough: int) -> int:
+        """By bisection, to a MiB or a hundredth; `enough` fits."""
+        low, high = 0, 64 * _STEP
+        while high < enough and self.estimate(high, way) is None:
+            low, high = high, 2 * high
+        high = min(high, enough)
+        while high - low > max(_STEP, high // 100):
+            middle = (low + high) // 2
+            if self.estimate(middle, way) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def _ways(inputs: Inputs) -> list[Way]:
+    most = min(inputs.space.max_groups or inputs.num_layers, inputs.num_layers)
+    groupings = [
+        each.grouping for each in candidates(inputs.spec, max_groups=most, limit=_GROUPINGS)
+    ]
+    # Breadth first takes least memory; with one chunk a group, interleaved takes more than 1f1b.
+    schedules = [each for each in ("breadth_first", "1f1b") if each in inputs.space.schedules]
+    return [
+        (grouping, schedule, chunks)
+        for schedule in schedules or inputs.space.schedules
+        for chunks in _CHUNKS[schedule][::-1]
+        for grouping in groupings
+    ]
+
+
+def _more(inputs: Inputs, kinds: tuple[str, ...], extra: int) -> Inputs:
+    capacities = tuple(
+        capacity + (extra if kind in kinds else 0)
+        for capacity, kind in zip(inputs.capacities_bytes, inputs.kinds, strict=True)
+    )
+    return replace(inputs, capacities_bytes=capacities)
+
+
+def _estimate(inputs: Inputs, estimator: Estimator, teams: Teams, way: Way) -> Estimate | None:
+    grouping, schedule, chunks = way
+    members = tuple(teams.of(group) for group in grouping)
+    outline = Outline(
+        teams=members,
+        levels=(1,) * len(members),
+        schedule=schedule,
+        num_chunks=min(chunks, inputs.num_layers),
+    )
+    return next(iter(estimator.best(outline)), None)
+
+
+def _fitted(inputs: Inputs, ways: Sequence[Way]) -> Verdict | None:
+    """The first way that fits in closed form and, perhaps with some memory kept free, for true."""
+    estimator, teams = Estimator(inputs), Teams(inputs)
+    judge = Judge(inputs, estimator)
+    tried = 0
+    for way in ways:
+        estimate = _estimate(inputs, estimator, teams, way)
+        if estimate is None:
+            continue
+        verdict = judge.judge(estimate)
+        if verdict is not None and verdict.fits:
+            return verdict
+        tried += 1
+        if verdict is not None:
+            reserves = tuple(max(0, over) + _STEP for over in verdict.overflow_bytes)
+            again = estimator.estimate(
+                replace(estimate.outline, reserves=reserves), estimate.layers
+            )
+            verdict = judge.judge(again) if again is not None else None
+            if verdict is not None and verdict.fits:
+                return verdict
+        if tried == _ROUNDS_OF_CHECKS:
+            return None
+    return None
+
+
+def _checked(
+    inputs: Inputs, kinds: tuple[str, ...], extra: int, way: Way
+) -> tuple[int, Verdict] | None:
+    """Ask the simulator, and add what it finds missing."""
+    for _ in range(_ROUNDS_OF_CHECKS):
+        richer = _more(inputs, kinds, extra)
+        estimator = Estimator(richer)
+        estimate = _estimate(inputs, estimator, Teams(richer), way)
+        if estimate is not None:
+            verdict = Judge(richer, estimator).judge(estimate)
+            if verdict is not None and verdict.fits:
+                return extra, verdict
+            if verdict is not None:
+                extra += max(verdict.overflow_bytes)
+        extra += _STEP
+    return None

@@ -1,0 +1,90 @@
+"""A plan's host memory per node, against what the node has."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.simulate.host_memory import host_bytes
+from zorse_megatron.simulate.result import SimulationResult
+
+_GIB = 2**30
+_MOST_TOLD = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNeed:
+    """One node's host memory."""
+
+    node: str
+    by_category_bytes: tuple[tuple[str, int], ...]
+    """(category, bytes that wait there at most), largest first."""
+    has_bytes: int | None
+    """None where the cluster does not say."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all categories."""
+        return sum(count for _, count in self.by_category_bytes)
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        parts = ", ".join(f"{name} {n / _GIB:.1f}" for name, n in self.by_category_bytes)
+        has = "" if self.has_bytes is None else f" of {self.has_bytes / _GIB:.1f} GiB"
+        return f"{self.num_bytes / _GIB:.1f} GiB{has} in node {self.node} ({parts})"
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the node has too little; 0 where it has enough or nobody says."""
+        return 0 if self.has_bytes is None else max(0, self.num_bytes - self.has_bytes)
+
+
+def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[HostNeed, ...]:
+    """Nodes in whose memory something waits, in the order of ranks; in blocks of pinned memory."""
+    found = []
+    for node, spec in enumerate(inputs.spec.nodes):
+        ranks = inputs.spec.ranks_of(node)
+        total: Counter[str] = Counter()
+        for rank in ranks:
+            total.update(host_bytes(result, rank))
+        if total.total():
+            parts = [inputs.host_bytes[rank] for rank in ranks]
+            known = [part for part in parts if part is not None]
+            has = sum(known) if len(known) == len(parts) else None
+            rows = tuple((name, count) for name, count in total.most_common() if count)
+            found.append(HostNeed(node=spec.name, by_category_bytes=rows, has_bytes=has))
+    return tuple(found)
+
+
+def host_sentences(needs: Sequence[HostNeed]) -> Iterator[str]:
+    """Say what is offloaded, what is missing, or that nothing is offloaded."""
+    if not needs:
+        yield "Nothing is offloaded to host memory."
+        return
+    listed = "; ".join(need.words for need in needs[:_MOST_TOLD])
+    more = f"; {len(needs) - _MOST_TOLD} more nodes" if len(needs) > _MOST_TOLD else ""
+    yield f"Offloaded to host memory: {listed}{more}."
+    for need in needs:
+        if need.missing_bytes:
+            missing = need.missing_bytes / _GIB
+            yield f"That exceeds the host memory of node {need.node} by {missing:.1f} GiB."
+    if any(need.has_bytes is None for need in needs):
+        yield "The cluster file does not give host memory."
+
+
+def host_problems(needs: Sequence[HostNeed], why: str) -> Iterator[Problem]:
+    """Yield every node with too little; `why` so much has to wait there."""
+    for need in needs:
+        if need.missing_bytes:
+            assert need.has_bytes is not None
+            yield Problem(
+                where=f"host memory of node {need.node}",
+                found=f"{need.has_bytes / _GIB:.1f} GiB",
+                expected=f"{need.num_bytes / _GIB:.1f} GiB for what has to wait there "
+                f"({', '.join(f'{name} {n / _GIB:.1f}' for name, n in need.by_category_bytes)})"
+                f", {why}",
+                remedy="Give the node more memory, or GPUs with more; correct host_memory in the "
+                "cluster file if the node has more.",
+            )
