@@ -88,5 +88,13 @@ class RankFailure(ZorseError):
     """A rank died or did not answer in time."""
 
 
+class MeasureError(ZorseError):
+    """The cluster cannot be measured, or not as it was asked for."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Ranks hand errors to each other; by default the message alone would be handed on."""
+        return type(self), (self.title, self.problems)
+
+
 class CheckpointError(ZorseError):
     """No checkpoint can be loaded as the command says."""

@@ -38,8 +38,8 @@ from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.watch.inquest import LEAST_SILENCE_S, Limits
-from zorse_megatron.watch.rank import BAD_INPUT, WatchedRank
+from zorse_megatron.watch.processes.root_cause import LEAST_SILENCE_S, Limits
+from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, WatchedRank
 
 if TYPE_CHECKING:
     import torch
@@ -314,7 +314,7 @@ def _train(
 ) -> None:
     """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
     from zorse_megatron.adapter import cpu_mode
-    from zorse_megatron.watch.exchange import exchange
+    from zorse_megatron.watch.hub_address import exchange
 
     store = exchange(watch, hub)
     megatron_flags = list(command.megatron)

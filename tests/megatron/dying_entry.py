@@ -70,7 +70,7 @@ if __name__ == "__main__":
             Strategy.async_save = dying_call(Strategy.async_save)
         elif HOW in ("start", "meet", "kill-data"):
             from zorse_megatron.adapter import activate, training
-            from zorse_megatron.watch import exchange
+            from zorse_megatron.watch import hub_address as exchange
 
             module, name = {
                 "start": (exchange, "exchange"),

@@ -126,14 +126,14 @@ def become(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
 def main() -> None:
     pretend()
     if "ZORSE_TEST_FORKS" in os.environ:
-        from zorse_megatron.measure import layer_process
+        from zorse_megatron.measure.tasks import layer_process
 
         vars(layer_process)["subprocess"] = SimpleNamespace(Popen=ForkServer().popen, DEVNULL=None)
     rank, _, when = os.environ.get("ZORSE_TEST_DEATH", "").partition(":")
     if rank == str(RANK):
-        from zorse_megatron.measure import discover, profile_run
+        from zorse_megatron.measure.on_ranks import cluster_discovery, profile_run
 
-        for module, name in ((discover, "discover"), (profile_run, "measure_profile")):
+        for module, name in ((cluster_discovery, "discover"), (profile_run, "measure_profile")):
             measure = getattr(module, name)
             setattr(
                 module,

@@ -14,7 +14,7 @@ from zorse_megatron.flags.judge import judged
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.profile.profile_json import load_profile
-from zorse_megatron.watch.rank import LOST_RANK
+from zorse_megatron.watch.processes.watched_rank import LOST_RANK
 
 WORLD = 4
 KINDS = ("cpu-0", "cpu-0", "cpu-1", "cpu-1")

@@ -23,7 +23,7 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_exactness import UNTIED
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
-from zorse_megatron.watch.rank import LOST_RANK
+from zorse_megatron.watch.processes.watched_rank import LOST_RANK
 
 TIMEOUT_S = 12.0
 BAD_INPUT = 2

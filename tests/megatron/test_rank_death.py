@@ -10,7 +10,7 @@ from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, run_recorded
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.schema.plan.plan_json import save_plan
-from zorse_megatron.watch.rank import LOST_RANK
+from zorse_megatron.watch.processes.watched_rank import LOST_RANK
 
 PLAN = LAYOUTS["2|1|2"]
 SAVING = ("kill:1:3", "save:4:2")

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.watch.inquest import Limits
-from zorse_megatron.watch.rank import WatchedRank
+from zorse_megatron.watch.processes.root_cause import Limits
+from zorse_megatron.watch.processes.watched_rank import WatchedRank
 from zorse_megatron.watch.start import watched
 
 RANK = int(os.environ["RANK"])

@@ -5,15 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.flags.shape import shape_from_flags
-from zorse_megatron.measure.layer_flags import single_layer_flags, split_script
-from zorse_megatron.measure.layer_request import (
-    LayerRequest,
-    MeasuredPass,
-    MeasuredStep,
-    answer_from_json,
-    answer_to_json,
-)
-from zorse_megatron.measure.profile_parts import (
+from zorse_megatron.measure.results.profile_parts import (
     PARTS,
     Series,
     first_sizes,
@@ -26,6 +18,14 @@ from zorse_megatron.measure.profile_parts import (
     with_source,
     with_step,
     without_series,
+)
+from zorse_megatron.measure.tasks.layer_flags import single_layer_flags, split_script
+from zorse_megatron.measure.tasks.layer_request import (
+    LayerRequest,
+    MeasuredPass,
+    MeasuredStep,
+    answer_from_json,
+    answer_to_json,
 )
 from zorse_megatron.schema.profile.profile import Profile, Source
 from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile, save_profile

@@ -28,9 +28,9 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.iteration import action_lists
 from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import REPORT
 
 F, B = 1.0, 2.0

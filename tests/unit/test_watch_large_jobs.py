@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zorse_megatron.watch import exchange, start, watcher
-from zorse_megatron.watch.hub import Hub
-from zorse_megatron.watch.inquest import Limits, Report, Word
-from zorse_megatron.watch.lines import LineSocket
-from zorse_megatron.watch.member import Member
-from zorse_megatron.watch.page import RankPage
+from zorse_megatron.watch import hub_address as exchange
+from zorse_megatron.watch import start
+from zorse_megatron.watch.processes import watcher
+from zorse_megatron.watch.processes.hub import Hub
+from zorse_megatron.watch.processes.line_socket import LineSocket
+from zorse_megatron.watch.processes.member import Member
+from zorse_megatron.watch.processes.rank_page import RankPage
+from zorse_megatron.watch.processes.root_cause import Limits, Report, Word
 
 RANKS_PER_NODE = 8
 

@@ -30,7 +30,7 @@ from zorse_megatron.checkpoints.choice import SKIP, TITLE, Chooser, Load
 from zorse_megatron.checkpoints.folder import NON_PERSISTENT, Checkpoint
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
 from zorse_megatron.log import say
-from zorse_megatron.watch.rank import is_communication_error
+from zorse_megatron.watch.processes.watched_rank import is_communication_error
 
 
 def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:

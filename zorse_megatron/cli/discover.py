@@ -12,7 +12,7 @@ from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.schema.text.counted import number_of
 
 if TYPE_CHECKING:
-    from zorse_megatron.measure.discover import Discovered
+    from zorse_megatron.measure.on_ranks.cluster_discovery import Discovered
 
 _LARGEST_MB = 64.0
 _TIME_LIMIT_S = 2.0
@@ -51,8 +51,8 @@ def discover(  # noqa: PLR0917
         # Both are read back, by this command or a later run of it.
         refuse_unwritable({"--out": output, "--profile": profile}, may_be_stream=False)
     with as_ranks("discover", messages_on_gpu=True, as_json=as_json) as (place, show):
-        from zorse_megatron.measure.discover import Discovery
-        from zorse_megatron.measure.discover import discover as measure
+        from zorse_megatron.measure.on_ranks.cluster_discovery import Discovery
+        from zorse_megatron.measure.on_ranks.cluster_discovery import discover as measure
 
         wanted = Discovery(
             cluster=output,

@@ -14,10 +14,10 @@ from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.judge import judged
-from zorse_megatron.measure.layer_flags import single_layer_flags, split_script
+from zorse_megatron.measure.tasks.layer_flags import single_layer_flags, split_script
 
 if TYPE_CHECKING:
-    from zorse_megatron.measure.profile_run import Profiled
+    from zorse_megatron.measure.on_ranks.profile_run import Profiled
 
 _LARGEST_SIZE = 64
 _TIME_LIMIT_S = 20.0
@@ -49,8 +49,8 @@ def measure_profile(  # noqa: PLR0917
         refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
         workload, (script, flags) = _workload(context)
     with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (place, show):
-        from zorse_megatron.measure.profile_run import ProfileRun
-        from zorse_megatron.measure.profile_run import measure_profile as measure
+        from zorse_megatron.measure.on_ranks.profile_run import ProfileRun
+        from zorse_megatron.measure.on_ranks.profile_run import measure_profile as measure
 
         assert workload.dtype is not None and workload.dtype != "auto"  # flags always say one
         wanted = ProfileRun(

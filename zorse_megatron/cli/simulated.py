@@ -26,7 +26,7 @@ def simulated(
 ) -> "SimulationResult":
     """Simulate one iteration. Raises PlanError or CommandError where that cannot be done."""
     from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-    from zorse_megatron.simulate.errors import SimulationError
+    from zorse_megatron.simulate.simulation_errors import SimulationError
 
     refuse_too_many_micro_batches(plan, source)
     try:

@@ -10,8 +10,8 @@ import heapq
 from dataclasses import dataclass
 
 from zorse_megatron.schedules.actions import TRANSFERS
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.network import Network
+from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import NOTHING, Program
 
 _TASK = -1  # in place of the version of a bundle: the end of a task

@@ -11,7 +11,6 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.critical_path import critical_path
 from zorse_megatron.simulate.engine import play
 from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 from zorse_megatron.simulate.memory import peak_memory
 from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
@@ -19,6 +18,7 @@ from zorse_megatron.simulate.prices import Prices
 from zorse_megatron.simulate.rank_sets import RankSets
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.routes import Routes
+from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.sizes import Sizes
 from zorse_megatron.simulate.timeline import Timeline
 from zorse_megatron.simulate.translate import translate

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.schedules.actions import Action, Kind
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.prices import Prices
 from zorse_megatron.simulate.routes import Work
+from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import Role, TaskGraph
 
 Meeting = tuple[Kind, int | None, int]

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.residency import SteppedUnit
 from zorse_megatron.simulate.routes import Routes, Work
+from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.sizes import Sizes, narrow_bytes
 
 _STATISTIC_BYTES = 4  # a number of tokens (int32) or the square of a norm (fp32)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
 from zorse_megatron.schedules.shards import state_pieces
-from zorse_megatron.simulate.errors import SimulationError
+from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.sizes import Sizes
 
 _FORMS = frozenset({Kind.GATHER, Kind.RELEASE})

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.simulate.errors import SimulationError, UnknownLinkError
 from zorse_megatron.simulate.network import Flow
+from zorse_megatron.simulate.simulation_errors import SimulationError, UnknownLinkError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from zorse_megatron.schedules.actions import MATCHING, SENDS, Action, Kind
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.routes import Routes
+from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.sizes import Sizes
 from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph, Track
 

@@ -2,5 +2,5 @@
 
 `start` forks each rank off a small process that stays its parent, and watches it: it learns at once
 how the rank ends, whatever the rank is doing, and outlives it. These watchers are joined to that of
-rank 0, which decides who is to blame (`inquest`), has all ranks ended, and prints one line.
+rank 0, which decides who is to blame (`root_cause`), has all ranks ended, and prints one line.
 """

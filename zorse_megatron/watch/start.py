@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from zorse_megatron.watch.hub import Hub
-from zorse_megatron.watch.inquest import Limits
-from zorse_megatron.watch.member import Member
-from zorse_megatron.watch.page import RankPage
-from zorse_megatron.watch.rank import WatchedRank, watch_parent
-from zorse_megatron.watch.watcher import FORWARDED, Watcher, forward
+from zorse_megatron.watch.processes.hub import Hub
+from zorse_megatron.watch.processes.member import Member
+from zorse_megatron.watch.processes.rank_page import RankPage
+from zorse_megatron.watch.processes.root_cause import Limits
+from zorse_megatron.watch.processes.watched_rank import WatchedRank, watch_parent
+from zorse_megatron.watch.processes.watcher import FORWARDED, Watcher, forward
 
 
 def watched(
@@ -89,7 +89,7 @@ def _find_hub(page: RankPage, hub_address: str) -> int:
     if process:
         return process
     try:
-        from zorse_megatron.watch.exchange import exchange_for_dead_rank
+        from zorse_megatron.watch.hub_address import exchange_for_dead_rank
 
         exchange_for_dead_rank(page, hub_address)
     finally:

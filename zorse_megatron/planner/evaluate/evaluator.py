@@ -13,8 +13,8 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import Builder
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.simulate.simulation_errors import SimulationError
 
 # Computations of one simulation beyond which a shorter batch is simulated twice instead.
 MOST_COMPUTATIONS = 60_000

@@ -16,8 +16,8 @@ from zorse_megatron.schema.plan.plan import Plan, Replica
 from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.simulate.critical_path import CriticalStep
-from zorse_megatron.simulate.errors import SimulationError
 from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.simulate.simulation_errors import SimulationError
 
 Limit = Literal["compute", "imbalance and bubbles", "communication"]
 _GIB = 2**30

@@ -5,9 +5,8 @@ Names are those of NVML's API reference (nvmlDeviceGetNvLinkState and others).
 
 from typing import Any
 
-from zorse_megatron.errors import Problem
-from zorse_megatron.measure.devices import SeenDevice
-from zorse_megatron.measure.errors import MeasureError
+from zorse_megatron.errors import MeasureError, Problem
+from zorse_megatron.measure.machine.devices import SeenDevice
 from zorse_megatron.schema.gpus.gpu import LinkType
 
 

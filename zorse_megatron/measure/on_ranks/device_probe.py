@@ -2,9 +2,9 @@
 
 import torch
 
-from zorse_megatron.measure.clock import median_s
-from zorse_megatron.measure.cluster_text import MeasuredKind
-from zorse_megatron.measure.devices import SeenDevice
+from zorse_megatron.measure.machine.devices import SeenDevice
+from zorse_megatron.measure.on_ranks.clock import median_s
+from zorse_megatron.measure.results.cluster_text import MeasuredKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.text.quantities import COMPUTE_RATE
 

@@ -6,16 +6,12 @@ from pathlib import Path
 
 import torch
 
-from zorse_megatron.errors import Problem
+from zorse_megatron.errors import MeasureError, Problem
 from zorse_megatron.launch.rank_environment import LaunchedRank
-from zorse_megatron.measure.device_ranks import seen_ranks
-from zorse_megatron.measure.errors import MeasureError
-from zorse_megatron.measure.job import from_rank, on_first_rank
-from zorse_megatron.measure.layer_flags import single_layer_flags
-from zorse_megatron.measure.layer_process import measured_layers
-from zorse_megatron.measure.layer_request import Answer, LayerRequest, MeasuredPass
-from zorse_megatron.measure.nodes import SeenNode, kinds_of_gpu, nodes_of
-from zorse_megatron.measure.profile_parts import (
+from zorse_megatron.measure.machine.nodes import SeenNode, kinds_of_gpu, nodes_of
+from zorse_megatron.measure.on_ranks.device_ranks import seen_ranks
+from zorse_megatron.measure.on_ranks.measuring_job import from_rank, on_first_rank
+from zorse_megatron.measure.results.profile_parts import (
     Series,
     first_sizes,
     is_complete,
@@ -26,7 +22,10 @@ from zorse_megatron.measure.profile_parts import (
     with_step,
     without_series,
 )
-from zorse_megatron.measure.progress import OnProgress, Progress
+from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
+from zorse_megatron.measure.tasks.layer_process import measured_layers
+from zorse_megatron.measure.tasks.layer_request import Answer, LayerRequest, MeasuredPass
+from zorse_megatron.measure.tasks.progress import OnProgress, Progress
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpus.gpu import Dtype

@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zorse_megatron.errors import Problem
-from zorse_megatron.measure.errors import MeasureError
-from zorse_megatron.measure.layer_request import Answer, LayerRequest, answer_from_json
+from zorse_megatron.errors import MeasureError, Problem
+from zorse_megatron.measure.tasks.layer_request import Answer, LayerRequest, answer_from_json
 
 _TAIL_LINES = 25
 
@@ -23,7 +22,7 @@ def measured_layers(
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "zorse_megatron.measure.layers_main"),
+                *(sys.executable, "-m", "zorse_megatron.measure.on_ranks.layers_main"),
                 *(str(writing), request.to_json()),
                 *([str(script)] if script else []),
                 *flags,

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zorse_megatron.watch.page import RankPage
-from zorse_megatron.watch.rank import WatchedRank
+from zorse_megatron.watch.processes.rank_page import RankPage
+from zorse_megatron.watch.processes.watched_rank import WatchedRank
 
 _KEY = "zorse/watch"
 _LINGER_S = 60.0

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from zorse_megatron.errors import Problem
-from zorse_megatron.measure.devices import SeenNic, SeenRank
-from zorse_megatron.measure.errors import MeasureError
+from zorse_megatron.errors import MeasureError, Problem
+from zorse_megatron.measure.machine.devices import SeenNic, SeenRank
 from zorse_megatron.schema.gpus.gpu import LinkType
 from zorse_megatron.schema.text.quantities import spell_bandwidth
 

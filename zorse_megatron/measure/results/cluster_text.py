@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from zorse_megatron.measure.link_fits import line_of, total_bytes_per_s
-from zorse_megatron.measure.nodes import SeenNode
+from zorse_megatron.measure.machine.nodes import SeenNode
+from zorse_megatron.measure.results.link_fits import line_of, total_bytes_per_s
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS

@@ -4,9 +4,9 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from zorse_megatron.watch.hub import BEAT_S, silent
-from zorse_megatron.watch.inquest import Kind, Limits, Report
-from zorse_megatron.watch.lines import LineSocket
+from zorse_megatron.watch.processes.hub import BEAT_S, silent
+from zorse_megatron.watch.processes.line_socket import LineSocket
+from zorse_megatron.watch.processes.root_cause import Kind, Limits, Report
 
 _CONNECT_S = 2.0
 _RETRY_S = 0.5

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.watch.inquest import Limits, Word
-from zorse_megatron.watch.page import RankPage
+from zorse_megatron.watch.processes.rank_page import RankPage
+from zorse_megatron.watch.processes.root_cause import Limits, Word
 
 LOST_RANK = 3
 """Exit status of a rank that ends because another one is gone."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zorse_megatron.costs.efficiency import element_bytes
-from zorse_megatron.measure.layer_request import MeasuredPass, MeasuredStep
+from zorse_megatron.measure.tasks.layer_request import MeasuredPass, MeasuredStep
 from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import (

@@ -3,10 +3,10 @@
 import torch
 
 from zorse_megatron.launch.rank_environment import LaunchedRank
-from zorse_megatron.measure.devices import DeviceReader, SeenRank
-from zorse_megatron.measure.host import CpuReader, host_memory_bytes, nics
-from zorse_megatron.measure.job import from_all
-from zorse_megatron.measure.nvml import NvmlReader, load_nvml
+from zorse_megatron.measure.machine.devices import DeviceReader, SeenRank
+from zorse_megatron.measure.machine.host import CpuReader, host_memory_bytes, nics
+from zorse_megatron.measure.machine.nvml import NvmlReader, load_nvml
+from zorse_megatron.measure.on_ranks.measuring_job import from_all
 
 
 def seen_ranks(place: LaunchedRank) -> list[SeenRank]:

@@ -6,9 +6,14 @@ from typing import Protocol
 
 import torch
 
-from zorse_megatron.measure.clock import REPEATS, WARM_UP, median_s, timed_s
-from zorse_megatron.measure.layer_request import Answer, LayerRequest, MeasuredPass, MeasuredStep
-from zorse_megatron.measure.live_memory import held_memory
+from zorse_megatron.measure.on_ranks.clock import REPEATS, WARM_UP, median_s, timed_s
+from zorse_megatron.measure.on_ranks.live_memory import held_memory
+from zorse_megatron.measure.tasks.layer_request import (
+    Answer,
+    LayerRequest,
+    MeasuredPass,
+    MeasuredStep,
+)
 from zorse_megatron.schema.profile.profile import Part
 
 # Of the memory limit: the next size holds twice as much, and something else is there too.

@@ -1,6 +1,6 @@
-"""Measures the layers of a training command: `python -m zorse_megatron.measure.layers_main`.
+"""Measures the layers of a training command.
 
-    ... layers_main PIPE REQUEST [SCRIPT.py] MEGATRON_FLAGS
+    python -m zorse_megatron.measure.on_ranks.layers_main PIPE REQUEST [SCRIPT.py] MEGATRON_FLAGS
 
 A process of its own, as the only rank of a job: whatever Megatron sets up, and whatever memory its
 model took, is gone when it ends. PIPE is the number of an open file; answers go there, as what
@@ -17,8 +17,8 @@ from typing import Any
 from zorse_megatron.adapter.measuring_run import run_until_built
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import complain
-from zorse_megatron.measure.layer_request import LayerRequest, answer_to_json
-from zorse_megatron.measure.layer_timing import answers
+from zorse_megatron.measure.on_ranks.layer_timing import answers
+from zorse_megatron.measure.tasks.layer_request import LayerRequest, answer_to_json
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,21 +9,21 @@ import torch.distributed as dist
 
 from zorse_megatron.files.write import write_bytes, write_text
 from zorse_megatron.launch.rank_environment import LaunchedRank
-from zorse_megatron.measure.cluster_text import MeasuredKind, cluster_text, kinds_in
-from zorse_megatron.measure.device_probe import measured_kind
-from zorse_megatron.measure.device_ranks import seen_ranks
-from zorse_megatron.measure.job import from_rank, on_first_rank
-from zorse_megatron.measure.link_fits import link_curve
-from zorse_megatron.measure.link_tasks import LinkTask, link_tasks, missing_tasks
-from zorse_megatron.measure.message_timing import timed_messages
-from zorse_megatron.measure.nodes import SeenNode, kinds_of_gpu, nodes_of
-from zorse_megatron.measure.profile_parts import (
+from zorse_megatron.measure.machine.nodes import SeenNode, kinds_of_gpu, nodes_of
+from zorse_megatron.measure.on_ranks.device_probe import measured_kind
+from zorse_megatron.measure.on_ranks.device_ranks import seen_ranks
+from zorse_megatron.measure.on_ranks.measuring_job import from_rank, on_first_rank
+from zorse_megatron.measure.on_ranks.message_timing import timed_messages
+from zorse_megatron.measure.results.cluster_text import MeasuredKind, cluster_text, kinds_in
+from zorse_megatron.measure.results.link_fits import link_curve
+from zorse_megatron.measure.results.profile_parts import (
     loaded_or_empty,
     with_links,
     with_transfers,
     without_transfers,
 )
-from zorse_megatron.measure.progress import OnProgress, Progress
+from zorse_megatron.measure.tasks.link_tasks import LinkTask, link_tasks, missing_tasks
+from zorse_megatron.measure.tasks.progress import OnProgress, Progress
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.profile.profile import Profile, Source, Transfers
 from zorse_megatron.schema.profile.profile_json import save_profile

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from typing import Literal
 
-from zorse_megatron.measure.nodes import SeenNode
+from zorse_megatron.measure.machine.nodes import SeenNode
 from zorse_megatron.schema.profile.profile import Transfers
 
 Operation = Literal["send", "all_gather", "all_reduce"]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.errors import MeasureError, ZorseError
 from zorse_megatron.launch.rank_environment import LaunchedRank
-from zorse_megatron.measure.errors import MeasureError
-from zorse_megatron.watch.exchange import exchange
+from zorse_megatron.watch.hub_address import exchange
 from zorse_megatron.watch.start import watched
 
 # While one rank measures the others wait, as long as it takes; a dead rank is noticed all the same.

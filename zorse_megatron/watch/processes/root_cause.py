@@ -102,7 +102,7 @@ class Report:
     """The exit status, negative for a signal; 0 while it has not ended."""
 
 
-class Inquest:
+class RootCause:
     """Collects reports; says who is to blame once that is clear."""
 
     def __init__(self, world_size: int, limits: Limits) -> None:

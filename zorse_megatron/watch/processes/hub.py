@@ -5,8 +5,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from zorse_megatron.watch.inquest import Inquest, Kind, Limits, Report
-from zorse_megatron.watch.lines import LineSocket
+from zorse_megatron.watch.processes.line_socket import LineSocket
+from zorse_megatron.watch.processes.root_cause import Kind, Limits, Report, RootCause
 
 BEAT_S = 1.0
 _LATE_S = 3.0
@@ -25,7 +25,7 @@ class Hub:
         """`describe`: names a rank for people; `host`: name of this node."""
         self.describe = describe
         self.limits = limits
-        self.inquest = Inquest(world_size, limits)
+        self.root_cause = RootCause(world_size, limits)
         self.token = secrets.token_hex(8)
         self.listener = _listen(world_size)
         self.hosts = {0: host}
@@ -53,10 +53,10 @@ class Hub:
 
     def report(self, report: Report, now_s: float, *, ended: bool) -> None:
         """Take what the watcher of rank 0 itself has seen."""
-        self.inquest.note(report, now_s)
+        self.root_cause.note(report, now_s)
         if ended:
             self._own_end_s = now_s
-            self.inquest.ended.add(report.rank)
+            self.root_cause.ended.add(report.rank)
 
     def forgive(self, gap_s: float) -> None:
         """This process has stood still, and could hear nobody."""
@@ -104,9 +104,9 @@ class Hub:
                 phase=message["phase"],
                 status=message["status"],
             )
-            self.inquest.note(report, now_s)
+            self.root_cause.note(report, now_s)
         if message.get("ended"):
-            self.inquest.ended.add(rank)
+            self.root_cause.ended.add(rank)
 
     def _choose_speaker(self, member: LineSocket, rank: int) -> None:
         """The first rank of each node speaks if this process, which speaks for all, is gone."""
@@ -122,15 +122,15 @@ class Hub:
         if rank is None:
             return
         self.last_heard_s.pop(rank, None)
-        if rank not in self.inquest.ended:
+        if rank not in self.root_cause.ended:
             why = "is gone, and so is the process that watched it"
-            self.inquest.note(Report(rank=rank, kind=Kind.VANISHED, reason=why), now_s)
-            self.inquest.ended.add(rank)
+            self.root_cause.note(Report(rank=rank, kind=Kind.VANISHED, reason=why), now_s)
+            self.root_cause.ended.add(rank)
 
     def _look_for_silent(self, now_s: float) -> None:
         for rank, at_s in self.last_heard_s.items():
-            if now_s - at_s > self.limits.silence_s and rank not in self.inquest.ended:
-                self.inquest.note(silent(rank, now_s - at_s), now_s)
+            if now_s - at_s > self.limits.silence_s and rank not in self.root_cause.ended:
+                self.root_cause.note(silent(rank, now_s - at_s), now_s)
 
     def _decide(self, now_s: float) -> None:
         if self._said_s is not None:
@@ -141,25 +141,27 @@ class Hub:
             joined = {rank for rank in self._members.values() if rank is not None} | {0}
             reachable = joined - silent_ranks
             waited_s = now_s - self._told_s
-            if reachable <= self.inquest.ended or waited_s > _END_S:
+            if reachable <= self.root_cause.ended or waited_s > _END_S:
                 self._speak(now_s)
         else:
             late = {
                 rank
                 for rank, at_s in self.last_heard_s.items()
-                if now_s - at_s > _LATE_S and rank not in self.inquest.ended
+                if now_s - at_s > _LATE_S and rank not in self.root_cause.ended
             }
-            self.culprit = self.inquest.culprit(now_s, joined=self.hosts, late=late)
+            self.culprit = self.root_cause.culprit(now_s, joined=self.hosts, late=late)
             if self.culprit is not None:
                 self._told_s = now_s
                 self._tell_all({"stop": self.culprit.kind.name, "blamed": self.culprit.rank})
-            elif len(self.inquest.ended) == self.inquest.world_size or self._has_lingered(now_s):
+            elif len(self.root_cause.ended) == self.root_cause.world_size or self._has_lingered(
+                now_s
+            ):
                 self._tell_all({"bye": 1})
                 self.is_over = True
 
     def _has_lingered(self, now_s: float) -> bool:
         """Whether others have had their time since the work of the hub's own rank was done."""
-        mine = self.inquest.reports.get(0)
+        mine = self.root_cause.reports.get(0)
         return (
             self._own_end_s is not None
             and mine is not None

@@ -2,11 +2,11 @@
 
 import pytest
 
-from zorse_megatron.watch.inquest import (
-    Inquest,
+from zorse_megatron.watch.processes.root_cause import (
     Kind,
     Limits,
     Report,
+    RootCause,
     Word,
     report_of_end,
     report_of_word,
@@ -15,15 +15,15 @@ from zorse_megatron.watch.inquest import (
 ALL = range(3)
 
 
-def inquest(*found: tuple[int, Kind, float], ended: tuple[int, ...] = ()) -> Inquest:
-    new = Inquest(3, Limits())
+def root_cause(*found: tuple[int, Kind, float], ended: tuple[int, ...] = ()) -> RootCause:
+    new = RootCause(3, Limits())
     for rank, kind, at_s in found:
         new.note(Report(rank=rank, kind=kind, reason=kind.name), at_s)
     new.ended.update(ended)
     return new
 
 
-def blamed(given: Inquest, now_s: float, *, late: tuple[int, ...] = ()) -> int | None:
+def blamed(given: RootCause, now_s: float, *, late: tuple[int, ...] = ()) -> int | None:
     culprit = given.culprit(now_s, joined=ALL, late=late)
     return None if culprit is None else culprit.rank
 
@@ -53,19 +53,19 @@ def blamed(given: Inquest, now_s: float, *, late: tuple[int, ...] = ()) -> int |
 def test_the_likeliest_cause_is_blamed_when_others_had_their_time(
     found: list[tuple[int, Kind, float]], told_s: float, rank: int
 ) -> None:
-    given = inquest(*found)
+    given = root_cause(*found)
     assert blamed(given, told_s - 0.01) is None
     assert blamed(given, told_s + 0.01) == rank
 
 
 def test_a_rank_that_is_overdue_may_be_the_reason() -> None:
-    given = inquest((0, Kind.ABORTED, 0.0))
+    given = root_cause((0, Kind.ABORTED, 0.0))
     assert blamed(given, 5.0, late=(2,)) is None
-    assert blamed(inquest((0, Kind.KILLED, 0.0)), 5.0, late=(2,)) == 0
+    assert blamed(root_cause((0, Kind.KILLED, 0.0)), 5.0, late=(2,)) == 0
 
 
 def test_ranks_that_have_not_joined_are_waited_for() -> None:
-    given = inquest((1, Kind.KILLED, 0.0))
+    given = root_cause((1, Kind.KILLED, 0.0))
     assert given.culprit(29.0, joined=(0, 1), late=()) is None
     culprit = given.culprit(31.0, joined=(0, 1), late=())
     assert culprit is not None and culprit.rank == 1
@@ -74,18 +74,18 @@ def test_ranks_that_have_not_joined_are_waited_for() -> None:
 @pytest.mark.parametrize("kind", [Kind.EXITED, Kind.ASKED_TO_END, Kind.REFUSED, Kind.FAILED])
 def test_what_all_ranks_do_is_no_ranks_fault(kind: Kind) -> None:
     found = [(rank, kind, 0.1 * rank) for rank in ALL]
-    assert blamed(inquest(*found), 100.0) is None
-    assert blamed(inquest(*found[:2]), 100.0) == 0
+    assert blamed(root_cause(*found), 100.0) is None
+    assert blamed(root_cause(*found[:2]), 100.0) == 0
 
 
 def test_work_that_is_done_is_no_fault() -> None:
     done = [(rank, Kind.DONE, 0.0) for rank in ALL]
-    assert blamed(inquest(*done, ended=(0, 1, 2)), 100.0) is None
-    assert blamed(inquest(*done[:2], (2, Kind.KILLED, 1.0)), 100.0) == 2
+    assert blamed(root_cause(*done, ended=(0, 1, 2)), 100.0) is None
+    assert blamed(root_cause(*done[:2], (2, Kind.KILLED, 1.0)), 100.0) == 2
 
 
 def test_how_long_a_rank_has_suffered_counts_from_its_first_word() -> None:
-    given = inquest((0, Kind.LOST_CONTACT, 0.0), (0, Kind.LOST_CONTACT, 15.0))
+    given = root_cause((0, Kind.LOST_CONTACT, 0.0), (0, Kind.LOST_CONTACT, 15.0))
     assert blamed(given, 20.1) == 0
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from zorse_megatron.measure.devices import SeenDevice, SeenNic
+from zorse_megatron.measure.machine.devices import SeenDevice, SeenNic
 from zorse_megatron.schema.gpus.device_names import GPU_KIND
 
 _MEGABIT_BYTES = 1e6 / 8

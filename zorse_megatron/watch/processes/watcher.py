@@ -15,8 +15,10 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import NoReturn
 
-from zorse_megatron.watch.hub import Hub, sentence
-from zorse_megatron.watch.inquest import (
+from zorse_megatron.watch.processes.hub import Hub, sentence
+from zorse_megatron.watch.processes.member import Member
+from zorse_megatron.watch.processes.rank_page import RankPage
+from zorse_megatron.watch.processes.root_cause import (
     Kind,
     Limits,
     Report,
@@ -25,9 +27,7 @@ from zorse_megatron.watch.inquest import (
     report_of_word,
     split_word,
 )
-from zorse_megatron.watch.member import Member
-from zorse_megatron.watch.page import RankPage
-from zorse_megatron.watch.rank import BAD_INPUT, LOST_RANK
+from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, LOST_RANK
 
 _TICK_S = 0.1
 _GAP_S = 2.0
@@ -150,7 +150,7 @@ class Watcher:
     def _is_to_be_found(self) -> bool:
         """Whether the hub is unknown, here or to a rank that would ask this one's store for it."""
         if isinstance(self.post, Hub):
-            return len(self.post.hosts) < self.post.inquest.world_size
+            return len(self.post.hosts) < self.post.root_cause.world_size
         return not self.page.address.read()
 
     def _look_after_helper(self, now_s: float) -> None:

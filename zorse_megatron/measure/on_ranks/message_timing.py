@@ -6,7 +6,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.measure.link_tasks import LinkTask
+from zorse_megatron.measure.tasks.link_tasks import LinkTask
 from zorse_megatron.runtime.collectives import all_gather_uneven
 from zorse_megatron.schedules.shards import shard_bounds
 

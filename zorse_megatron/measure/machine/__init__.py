@@ -1,0 +1,1 @@
+"""What a node has: GPUs, drivers, host memory."""

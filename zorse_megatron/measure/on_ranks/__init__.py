@@ -1,0 +1,1 @@
+"""What runs on the ranks of a measuring job, with torch."""

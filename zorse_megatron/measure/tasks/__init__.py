@@ -1,0 +1,1 @@
+"""What is to be measured: messages between ranks, and layers on a GPU."""
