@@ -313,7 +313,7 @@ def _train(
     make_host_link: "Callable[[torch.device], HostLink] | None",
 ) -> None:
     """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
-    from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.adapter.cpu import cpu_mode
     from zorse_megatron.watch.hub_address import exchange
 
     store = exchange(watch, hub)
@@ -341,9 +341,9 @@ def _train(
         )
     activate(plan_run)
     if command.metrics is not None:
-        from zorse_megatron.adapter.metrics import metrics_hooks
         from zorse_megatron.adapter.patches.registry import REGISTRY
-        from zorse_megatron.adapter.record_files import RecordFiles, check_hooks
+        from zorse_megatron.adapter.recording.metrics import metrics_hooks
+        from zorse_megatron.adapter.recording.record_files import RecordFiles, check_hooks
 
         REGISTRY.apply(metrics_hooks(command.metrics))
         if plan_run is None:

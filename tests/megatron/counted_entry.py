@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron import pretrain
-from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.cpu import cpu_mode
 
 NAME = "ZORSE_TEST_COUNTED"
 FILE_ACCESS = ("torch/distributed/checkpoint/", "dist_checkpointing/strategies/filesystem_async")
@@ -99,8 +99,8 @@ def count() -> None:
         cpu_mode.enable()
     from megatron.training import training
 
+    from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, _Flat
     from zorse_megatron.adapter.session import PlanSession
-    from zorse_megatron.adapter.state_pieces import ChunkState, _Flat
     from zorse_megatron.runtime import host_memory
 
     host = (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.megatron.recording_entry import record
-from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.cpu import cpu_mode
 
 HOW, RANK, WHEN = os.environ["ZORSE_TEST_DEATH"].split(":")
 

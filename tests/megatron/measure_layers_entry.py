@@ -14,8 +14,8 @@ from zorse_megatron.adapter.measuring_run import run_until_built
 
 
 def compare(model: Any, size: int) -> dict[str, Any]:
-    from zorse_megatron.adapter.memory_probes import KeptActivations
-    from zorse_megatron.adapter.model_passes import ModelPasses
+    from zorse_megatron.adapter.memory.memory_probes import KeptActivations
+    from zorse_megatron.adapter.model.model_passes import ModelPasses
     from zorse_megatron.measure.on_ranks.layer_timing import measured_pass
 
     passes = ModelPasses(model)

@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
-    from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.adapter.cpu import cpu_mode
 
     if cpu_mode.needed():
         cpu_mode.enable()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tests.megatron.launch import MegatronServer, RunResult
 
-# The flags of `zorse_megatron.adapter.byte_corpus.tokenizer_flags`, spelled out: the test process
-# must not import Megatron, and `test_corpus.py` checks that they are the same.
+# The flags of `zorse_megatron.adapter.data.byte_corpus.tokenizer_flags`, spelled out: the test
+# process must not import Megatron, and `test_corpus.py` checks that they are the same.
 TOKENIZER_FLAGS = (
     *("--tokenizer-type", "NullTokenizer"),
     *("--vocab-size", "256"),

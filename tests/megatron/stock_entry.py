@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.adapter.cpu import cpu_mode
 
     if cpu_mode.needed():
         cpu_mode.enable()

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from tests.megatron.launch import REPOSITORY, MegatronServer, server_environment
-from zorse_megatron.adapter import cpu_device, cpu_mode
+from zorse_megatron.adapter.cpu import cpu_device, cpu_mode
 from zorse_megatron.errors import SeamError
 
 MESSAGE = "zorse: no GPU found: Megatron runs on CPU over gloo"

@@ -29,7 +29,7 @@ def _compare_steps(
     update: str = "stock",
 ) -> None:
     """Four steps of each, gradients by hand; at `overflow_step` one rank's gradients overflow."""
-    from zorse_megatron.adapter.shard_update import choose_update
+    from zorse_megatron.adapter.optimizer.shard_update import choose_update
 
     tiny_gpt.start()
     collection = tiny_gpt.groups_of([[0, 1, 2]], setup)
@@ -106,7 +106,7 @@ def _steps_with_a_copy(update: str) -> list[tuple[bool, float, float]]:
 
     Its gradient is large, then infinite, then that of another parameter is.
     """
-    from zorse_megatron.adapter.shard_update import choose_update
+    from zorse_megatron.adapter.optimizer.shard_update import choose_update
 
     tiny_gpt.start()
     setup = Setup(dtype=torch.float16, clip_grad=0.005, stage=1, num_stages=2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.megatron.small_pieces import use_small_pieces
 from zorse_megatron import pretrain
-from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.cpu import cpu_mode
 
 
 def is_reduced(shards: Any) -> bool:
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     use_small_pieces()
     if cpu_mode.needed():
         cpu_mode.enable()
-    from zorse_megatron.adapter.chunk_shards import ChunkShards
+    from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
 
     ChunkShards.is_reduced = property(is_reduced)  # type: ignore[assignment]
     pretrain.main()

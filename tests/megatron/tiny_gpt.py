@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron.fused_adam import fused_adam
-from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.cpu import cpu_mode
 
 VOCAB = 96
 SEQUENCE = 8
@@ -48,7 +48,7 @@ def start() -> None:
 
 def groups_of(groups: Sequence[Sequence[int]], setup: Setup) -> Any:
     """The process groups of this rank when `groups` are the data-parallel groups of a job."""
-    from zorse_megatron.adapter.process_groups import PlanGroups, collection_of
+    from zorse_megatron.adapter.groups.process_groups import PlanGroups, collection_of
 
     rank = dist.get_rank()
     created = [dist.new_group(list(ranks)) for ranks in groups]
@@ -137,7 +137,7 @@ def wrap(
     )
     from megatron.core.utils import get_model_config
 
-    from zorse_megatron.adapter.data_parallel import UnevenDistributedDataParallel
+    from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=setup.grad_reduce_in_fp32,
@@ -201,8 +201,8 @@ def build_ours(
     **options: Any,
 ) -> Any:
     """Our optimizer for a wrapped chunk; `options` are fields of its config."""
-    from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
-    from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
+    from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+    from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
 
     layout = CheckpointLayout.DISTRIBUTED if distributed_layout else CheckpointLayout.REPLICATED
     with fused_adam(setup.fused_adam):
@@ -221,7 +221,7 @@ def make_stock(
     """Stock's wrapped chunk and optimizer, alone on this rank."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from zorse_megatron.adapter.process_groups import PlanGroups, collection_of
+    from zorse_megatron.adapter.groups.process_groups import PlanGroups, collection_of
 
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     collection = collection_of(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.megatron import recording_entry
-from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.cpu import cpu_mode
 
 
 class CountingDist:

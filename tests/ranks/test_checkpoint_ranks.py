@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.checkpoint_folders import flip, save
-from zorse_megatron.adapter import checkpoint_files, checkpoint_manifest
-from zorse_megatron.adapter.checkpoint_check import check_before_load, load_of
+from zorse_megatron.adapter.checkpoint import save_manifest, shared_reads
+from zorse_megatron.adapter.checkpoint.check_before_load import check_before_load, load_of
 from zorse_megatron.checkpoints.check import State, look_at
 from zorse_megatron.checkpoints.choice import Load
 from zorse_megatron.checkpoints.folder import Checkpoint, read_tracker
@@ -47,7 +47,7 @@ def _stock_save(at_once: bool) -> Callable[..., Any]:
 
 def _save_job(root: str, at_once: bool) -> bool:
     folder = Path(root, "iter_0000003")
-    save_checkpoint = checkpoint_manifest._make_save(_stock_save(at_once))
+    save_checkpoint = save_manifest._make_save(_stock_save(at_once))
     request = save_checkpoint({}, str(folder))
     for finalize in request.finalize_fns if request is not None else ():
         assert not (folder / MANIFEST).exists()
@@ -79,8 +79,8 @@ def _load_job(root: str, skips: bool) -> tuple[Any, list[str]]:
             super().__init__(path, algorithm)
             read.append(str(path.relative_to(root)))
 
-    checkpoint_files.Hashing = Noted  # type: ignore[misc]
-    checkpoint_files._BYTES_BETWEEN_MEETINGS = 64
+    shared_reads.Hashing = Noted  # type: ignore[misc]
+    shared_reads._BYTES_BETWEEN_MEETINGS = 64
     try:
         found = check_before_load(Load(root=Path(root), skips_damaged=skips))
     except CheckpointError as error:
@@ -141,7 +141,7 @@ def _unreadable_job(root: str) -> str:
 
         Hashing.pieces = fails  # type: ignore[method-assign]
     try:
-        checkpoint_files.read_together(folder, [f"__{dist.get_rank()}_0.distcp"], "xxh3_128")
+        shared_reads.read_together(folder, [f"__{dist.get_rank()}_0.distcp"], "xxh3_128")
     except OSError as error:
         return f"{error.strerror}: {Path(str(error.filename)).name}"
     return "read"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zorse_megatron.adapter.cpu_flags import cpu_flags, with_cpu_flags
+from zorse_megatron.adapter.cpu.cpu_flags import cpu_flags, with_cpu_flags
 from zorse_megatron.errors import FlagError
 
 

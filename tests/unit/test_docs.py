@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from zorse_megatron.adapter.cpu_flags import _REFUSED
+from zorse_megatron.adapter.cpu.cpu_flags import _REFUSED
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan_samples import good, load
-from zorse_megatron.adapter.gradient_wire import wire_of
-from zorse_megatron.adapter.loss_divisor import loss_divisor, tokens_as_power_of_two
-from zorse_megatron.adapter.loss_report import with_token_counts
+from zorse_megatron.adapter.data_parallel.gradient_wire import wire_of
+from zorse_megatron.adapter.loss.loss_divisor import loss_divisor, tokens_as_power_of_two
+from zorse_megatron.adapter.loss.loss_report import with_token_counts
 from zorse_megatron.schema.plan.plan import Plan
 
 PLAN = load(good())

@@ -62,8 +62,8 @@ def activate(run: PlanRun | None) -> None:
     REGISTRY.apply(stock_fixes())
     if run is None:
         return
-    from zorse_megatron.adapter.argument_hooks import argument_hooks
-    from zorse_megatron.adapter.sample_readers import with_middle_chunks
+    from zorse_megatron.adapter.arguments.argument_hooks import argument_hooks
+    from zorse_megatron.adapter.data.sample_readers import with_middle_chunks
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kinds = None if run.cluster is None else run.cluster.kinds

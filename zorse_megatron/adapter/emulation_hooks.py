@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from zorse_megatron.adapter.model_parts import ModelParts, parts_of
+from zorse_megatron.adapter.model.model_parts import ModelParts, parts_of
 from zorse_megatron.adapter.patches import emulation
 from zorse_megatron.adapter.patches.rebind import Replacements
 

@@ -19,7 +19,7 @@ from megatron.training import get_args, get_timers, inprocess_restart, set_start
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from zorse_megatron.adapter.gpt_data import get_batch, train_valid_test_datasets_provider
+from zorse_megatron.adapter.data.gpt_data import get_batch, train_valid_test_datasets_provider
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.built_in import left_out_problems
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.adapter import cpu_mode
+from zorse_megatron.adapter.cpu import cpu_mode
 from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 

@@ -13,31 +13,31 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from zorse_megatron.adapter.chunk_runner import (
-    MegatronChunkRunner,
-    StepInputs,
-    iterator_per_chunk,
-)
-from zorse_megatron.adapter.compute_dtype import torch_dtype
-from zorse_megatron.adapter.exact_values import start_from_main
-from zorse_megatron.adapter.gradient_wire import wire_of
-from zorse_megatron.adapter.loss_report import IdleReplicaLosses, whole_group_losses
-from zorse_megatron.adapter.memory_probes import KeptActivations
-from zorse_megatron.adapter.process_groups import (
+from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.data.sample_readers import SampleKind
+from zorse_megatron.adapter.data_parallel.exact_values import start_from_main
+from zorse_megatron.adapter.data_parallel.gradient_wire import wire_of
+from zorse_megatron.adapter.groups.process_groups import (
     PlanGroups,
     collection_of,
     shard_weights_by_group_rank,
 )
-from zorse_megatron.adapter.sample_readers import SampleKind
-from zorse_megatron.adapter.session_memory import (
+from zorse_megatron.adapter.groups.stages import stages_for
+from zorse_megatron.adapter.loss.loss_report import IdleReplicaLosses, whole_group_losses
+from zorse_megatron.adapter.memory.memory_probes import KeptActivations
+from zorse_megatron.adapter.memory.session_memory import (
     before_first_step,
     make_ledger,
     share_host_memory,
     watch_logits,
 )
-from zorse_megatron.adapter.shard_update import Update
-from zorse_megatron.adapter.stages import stages_for
-from zorse_megatron.adapter.tied_embeddings import TiedEmbedding
+from zorse_megatron.adapter.model.chunk_runner import (
+    MegatronChunkRunner,
+    StepInputs,
+    iterator_per_chunk,
+)
+from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
+from zorse_megatron.adapter.optimizer.shard_update import Update
 from zorse_megatron.flags.types import is_mixed
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.activations import ActivationSpec, Mailbox

@@ -9,35 +9,39 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args, training
 
-from zorse_megatron.adapter import global_groups
 from zorse_megatron.adapter.activate import PlanRun
-from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
-from zorse_megatron.adapter.build_optimizer import build_uneven_optimizer
-from zorse_megatron.adapter.checkpoint_check import LOAD_HOOKS, check_before_load, load_of
-from zorse_megatron.adapter.checkpoint_choice import same_on_all
-from zorse_megatron.adapter.checkpoint_manifest import MANIFEST_HOOKS
-from zorse_megatron.adapter.checkpoint_parallel import PARALLEL_HOOKS
-from zorse_megatron.adapter.compute_dtype import (
+from zorse_megatron.adapter.arguments.compute_dtype import (
     check_device,
     compute_dtypes,
     with_one_loss_scale,
 )
-from zorse_megatron.adapter.exact_values import take_exact
-from zorse_megatron.adapter.loss_divisor import loss_divisor
-from zorse_megatron.adapter.loss_report import tell_last_rank
-from zorse_megatron.adapter.optimizer_checkpoint import CheckpointLayout
+from zorse_megatron.adapter.arguments.recompute import set_recompute
+from zorse_megatron.adapter.checkpoint.check_before_load import (
+    LOAD_HOOKS,
+    check_before_load,
+    load_of,
+)
+from zorse_megatron.adapter.checkpoint.chosen_iteration import same_on_all
+from zorse_megatron.adapter.checkpoint.fully_parallel import PARALLEL_HOOKS
+from zorse_megatron.adapter.checkpoint.save_manifest import MANIFEST_HOOKS
+from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+from zorse_megatron.adapter.data.sample_order import datasets_on_rank_0, plan_loader_builder
+from zorse_megatron.adapter.data.sample_readers import counting_each_chunk, sample_kind
+from zorse_megatron.adapter.data_parallel.exact_values import take_exact
+from zorse_megatron.adapter.groups import global_groups
+from zorse_megatron.adapter.groups.placement import check_placement
+from zorse_megatron.adapter.groups.process_groups import create_groups
+from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
+from zorse_megatron.adapter.loss.loss_report import tell_last_rank
+from zorse_megatron.adapter.model.build_chunks import build_one_by_one, wrap_chunk
+from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding, saved_once
+from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
+from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
 from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
-from zorse_megatron.adapter.placement import check_placement
-from zorse_megatron.adapter.process_groups import create_groups
-from zorse_megatron.adapter.recompute import set_recompute
-from zorse_megatron.adapter.record_files import RecordFiles, check_record_files
-from zorse_megatron.adapter.sample_order import datasets_on_rank_0, plan_loader_builder
-from zorse_megatron.adapter.sample_readers import counting_each_chunk, sample_kind
+from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
 from zorse_megatron.adapter.session import PlanSession
-from zorse_megatron.adapter.shard_update import choose_update, say_update
-from zorse_megatron.adapter.tied_embeddings import TiedEmbedding, saved_once
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.fit import model_problems
 from zorse_megatron.kernels.dispatch import why_not_triton

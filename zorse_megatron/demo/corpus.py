@@ -4,7 +4,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from zorse_megatron.adapter.byte_corpus import CorpusInfo, tokenizer_flags, write_byte_corpus
+from zorse_megatron.adapter.data.byte_corpus import CorpusInfo, tokenizer_flags, write_byte_corpus
 
 __all__ = ["CorpusInfo", "standard_library_documents", "tokenizer_flags", "write_corpus"]
 

@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
-    from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.adapter.cpu import cpu_mode
 
     cpu_mode.enable()
     # Stock imports these two in every run.
@@ -42,7 +42,7 @@ def preload() -> None:
     # What a rank imports late, once it has its plan and its flags.
     import zorse_megatron.adapter.emulation_hooks
     import zorse_megatron.adapter.gpt_entry
-    import zorse_megatron.adapter.metrics
+    import zorse_megatron.adapter.recording.metrics
     import zorse_megatron.adapter.training
     import zorse_megatron.emulate.host_link
     import zorse_megatron.emulate.memory_cap

@@ -20,9 +20,9 @@ from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedules.shards import state_pieces
 
 if TYPE_CHECKING:
-    from zorse_megatron.adapter.host_state import HostState
-    from zorse_megatron.adapter.model_parts import ModelParts
-    from zorse_megatron.adapter.state_pieces import OwnedShard
+    from zorse_megatron.adapter.model.model_parts import ModelParts
+    from zorse_megatron.adapter.optimizer.host_state import HostState
+    from zorse_megatron.adapter.optimizer.state_pieces import OwnedShard
     from zorse_megatron.emulate.model_sizes import ModelSizes
 
 

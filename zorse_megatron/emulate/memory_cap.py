@@ -15,7 +15,7 @@ from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
 from zorse_megatron.emulate.host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from zorse_megatron.adapter.model_parts import ModelParts
+    from zorse_megatron.adapter.model.model_parts import ModelParts
     from zorse_megatron.emulate.model_sizes import ModelSizes
 
 _MOMENTS_BYTES = 8

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zorse_megatron.adapter.model_parts import FlatBuffer, ModelParts, PartName, owned_shares
+from zorse_megatron.adapter.model.model_parts import FlatBuffer, ModelParts, PartName, owned_shares
 from zorse_megatron.costs.interface import MemoryCost
 from zorse_megatron.schedules.shards import shard_bounds
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zorse_megatron.adapter.model_parts import ModelParts
+from zorse_megatron.adapter.model.model_parts import ModelParts
 from zorse_megatron.costs.interface import ComputeCost, RecomputeMode
 from zorse_megatron.emulate.host_copies import HostCopies
 from zorse_megatron.emulate.memory_cap import MemoryCap

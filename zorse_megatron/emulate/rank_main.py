@@ -24,7 +24,7 @@ def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]"
 
     Returns what makes the rank's link to host memory.
     """
-    from zorse_megatron.adapter import cpu_mode
+    from zorse_megatron.adapter.cpu import cpu_mode
 
     cpu_mode.enable()
     from zorse_megatron.adapter.emulation_hooks import emulation_hooks

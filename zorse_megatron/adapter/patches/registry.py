@@ -1,8 +1,8 @@
 """Every function and class that is rebound in this project; no other record can be applied.
 
 Beside it there are CPU mode, which stands in for torch.cuda as a whole where there is no GPU
-(`adapter/cpu_mode.py`), and the values of Megatron's `parallel_state` that are made from the plan
-(`adapter/global_groups.py`).
+(`adapter/cpu/cpu_mode.py`), and the values of Megatron's `parallel_state` that are made from the
+plan (`adapter/groups/global_groups.py`).
 """
 
 from zorse_megatron.adapter.patches.checkpoints import CHECKPOINTS

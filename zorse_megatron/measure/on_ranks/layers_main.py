@@ -32,7 +32,7 @@ def main() -> None:
     script = Path(command[0]) if has_script else None
 
     def measure(model: Any, optimizer: Any) -> None:
-        from zorse_megatron.adapter.model_passes import ModelPasses
+        from zorse_megatron.adapter.model.model_passes import ModelPasses
 
         with os.fdopen(int(pipe), "w") as out:
             for answer in answers(

@@ -1,0 +1,1 @@
+"""Megatron's command line and configuration under a plan."""

@@ -1,0 +1,79 @@
+"""Hooks into argument parsing: flags are compared with the plan, and set by it."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from zorse_megatron.adapter.arguments.compute_dtype import set_compute_dtype
+from zorse_megatron.adapter.arguments.plan_arguments import fit_to_plan
+from zorse_megatron.adapter.checkpoint.check_before_load import check_at_a_look, load_of
+from zorse_megatron.adapter.patches import under_plan
+from zorse_megatron.adapter.patches.rebind import Replacements
+from zorse_megatron.errors import FlagError
+from zorse_megatron.flags.unknown import unknown_problems
+from zorse_megatron.log import say
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.plan.plan import Plan
+
+
+def argument_hooks(
+    plan: Plan, *, world_size: int, kinds: Mapping[str, GpuKind] | None = None
+) -> Replacements:
+    """Return the hooks; apply them before the user's script runs.
+
+    `kinds`: figures of GPUs that only the cluster file has.
+    """
+
+    def parse(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
+        def parse_args(
+            extra_args_provider: Any = None, ignore_unknown_args: bool = False
+        ) -> Namespace:
+            extra = extra_args_provider
+            if not ignore_unknown_args:
+                extra = partial(_with_known_flags, extra_args_provider)
+            args = stock(extra, ignore_unknown_args)
+            for note in fit_to_plan(args, plan, world_size=world_size, kinds=kinds):
+                say(note)
+            # Stock reads the checkpoint's arguments before there are groups of ranks.
+            load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
+            if load is not None:
+                check_at_a_look(load)
+            say(
+                f"Megatron's own lines count one rank per chunk: its 'world size' below is "
+                f"{len(plan.chunks)}, this job has {world_size} ranks"
+            )
+            return args
+
+        return parse_args
+
+    def validate(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def validate_args(args: Namespace, defaults: Any = None) -> Any:
+            # Once more: --use-checkpoint-args may have set arguments since they were parsed.
+            fit_to_plan(args, plan, world_size=world_size, kinds=kinds)
+            set_compute_dtype(args, plan)
+            # One rank per stage: then stock's grid arithmetic is that of one replica that takes
+            # the whole global batch, which is what a plan's groups are to the training loop.
+            args.world_size = len(plan.chunks)
+            try:
+                return stock(args, {} if defaults is None else defaults)
+            finally:
+                args.world_size = world_size
+
+        return validate_args
+
+    return {under_plan.PARSE_ARGS: parse, under_plan.VALIDATE_ARGS: validate}
+
+
+def _with_known_flags(extra: Callable[[Any], Any] | None, parser: Any) -> Any:
+    """The parser with the script's own flags, once it knows all that are given.
+
+    Without a check argparse would print its usage, a thousand lines of it, on every rank.
+    """
+    parser = parser if extra is None else extra(parser)
+    known = [spelling for action in parser._actions for spelling in action.option_strings]
+    problems = unknown_problems(sys.argv[1:], known)
+    if problems:
+        raise FlagError("The command has flags that nobody knows", problems)
+    return parser

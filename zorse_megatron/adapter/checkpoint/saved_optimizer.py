@@ -1,0 +1,299 @@
+"""The optimizer's part of a checkpoint: what stock would have written without a plan.
+
+The state tensors are saved by their owners, without a gather (see `sharded_tensors`), under
+stock's keys; the rest (parameter groups, step, loss scaler) has stock's structure, so a checkpoint
+goes from a plan to stock, from stock to a plan and from plan to plan. Sources of the two layouts:
+`FP32Optimizer` and `Float16OptimizerWithFloat16Params` in `megatron.core.optimizer.optimizer`;
+`DistributedOptimizer.sharded_param_state_fully_reshardable`.
+"""
+
+import logging
+from collections.abc import Iterator
+from copy import deepcopy
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+from zorse_megatron.adapter.checkpoint.sharded_tensors import (
+    box_tensors,
+    joined,
+    model_shardings,
+    parameter_pieces,
+)
+from zorse_megatron.adapter.model.tied_embeddings import is_second_copy
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.schedules.shards import Interval
+
+logger = logging.getLogger(__name__)
+
+_SHARDING_TYPE = "distrib_optim_sharding_type"
+_FULLY_RESHARDABLE = "fully_reshardable"
+_SHARDS = "shards"
+
+
+class CheckpointLayout(Enum):
+    """Which of stock's optimizers a checkpoint looks like."""
+
+    REPLICATED = "replicated"
+    """Without --use-distributed-optimizer: states exp_avg, exp_avg_sq and fp32_param."""
+    DISTRIBUTED = "distributed"
+    """--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable: param instead of
+    fp32_param, for fp32 parameters too."""
+
+
+def sharded_state_dict(
+    optimizer: Any, model_sharded_state_dict: Any, *, is_loading: bool, metadata: dict
+) -> dict:
+    """Build the state dict to save, or the request to load.
+
+    `metadata` is that of the checkpoint (its `content_metadata`), which tells the layout to read.
+    Allocates the optimizer's state if there is none yet. Raises FlagError for a layout that
+    unequal shards cannot have.
+    """
+    layout = _layout_to_read(metadata) if is_loading else _layout_to_write(optimizer, metadata)
+    allocate_state(optimizer)
+    state = {} if is_loading else _common_state(optimizer, layout)
+    shardings = model_shardings(model_sharded_state_dict)
+    shards = {
+        str(index): _parameter_state(optimizer, parameter, owned, shardings, layout)
+        for index, (parameter, owned) in enumerate(_owned_parameters(optimizer))
+        if is_loading or not is_second_copy(parameter)
+    }
+    if shards:  # an empty entry would end up in the checkpoint's common part
+        state[_SHARDS] = shards
+    return state
+
+
+def load_state_dict(optimizer: Any, state_dict: dict) -> None:
+    """Take over a loaded state dict of either layout."""
+    inner = state_dict if "param_groups" in state_dict else state_dict["optimizer"]
+    layout = (
+        CheckpointLayout.DISTRIBUTED
+        if "param_state_sharding_type" in state_dict
+        else CheckpointLayout.REPLICATED
+    )
+    step = _saved_step(inner)
+    allocate_state(optimizer)
+    _restore_groups(optimizer, inner["param_groups"])
+    _restore_shards(optimizer, state_dict.get(_SHARDS, {}), layout)
+    _restore_step(optimizer, step)
+    if "grad_scaler" in state_dict and optimizer.grad_scaler:
+        optimizer.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+    elif ("grad_scaler" in state_dict) != bool(optimizer.grad_scaler):
+        logger.warning(
+            "the checkpoint has %s loss scaler and this run has %s: the run starts with its own",
+            *(("a", "none") if "grad_scaler" in state_dict else ("no", "one")),
+        )
+
+
+def allocate_state(optimizer: Any, device: torch.device | None = None) -> None:
+    """Give every owned shard its state, zero at step 0, where it has none yet.
+
+    `device`: on which shards are stepped, if that is another one than they are on now.
+    """
+    inner = optimizer.optimizer
+    optimizer.init_state_fn(inner, optimizer.config)
+    if _counts_steps_per_parameter(inner):
+        for group in inner.param_groups:
+            for shard in group["params"]:
+                if "step" not in inner.state[shard]:
+                    inner.state[shard]["step"] = _step_tensor(0, device or shard.device, group)
+
+
+# Layouts.
+
+
+def _layout_to_write(optimizer: Any, metadata: dict) -> CheckpointLayout:
+    sharding_type = metadata.get(_SHARDING_TYPE)
+    if optimizer.checkpoint_layout is CheckpointLayout.REPLICATED:
+        if sharding_type is not None:
+            raise ValueError(
+                f"found {_SHARDING_TYPE} {sharding_type!r} in the metadata of a checkpoint in the "
+                "layout without --use-distributed-optimizer; expected none"
+            )
+    elif sharding_type != _FULLY_RESHARDABLE:
+        raise _wrong_sharding_type("The checkpoint cannot be saved", sharding_type)
+    return optimizer.checkpoint_layout
+
+
+def _layout_to_read(metadata: dict) -> CheckpointLayout:
+    if _SHARDING_TYPE not in metadata:
+        return CheckpointLayout.REPLICATED
+    if metadata[_SHARDING_TYPE] != _FULLY_RESHARDABLE:
+        raise _wrong_sharding_type("The checkpoint cannot be loaded", metadata[_SHARDING_TYPE])
+    return CheckpointLayout.DISTRIBUTED
+
+
+def _wrong_sharding_type(title: str, found: str | None) -> FlagError:
+    return FlagError(
+        title,
+        [
+            Problem(
+                where="the optimizer state's sharding",
+                found=repr(found),
+                expected=repr(_FULLY_RESHARDABLE),
+                remedy="Save with --ckpt-fully-parallel-save --dist-ckpt-optim-fully-reshardable: "
+                "the default sharding of --use-distributed-optimizer is only readable with the "
+                "data-parallel layout that wrote it.",
+            )
+        ],
+    )
+
+
+def _common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
+    """What is not sharded, the same on all ranks."""
+    per_parameter = _counts_steps_per_parameter(optimizer.optimizer)
+    step = optimizer.step_count
+    groups = [
+        deepcopy({key: value for key, value in group.items() if key not in ("params", "step")})
+        for group in optimizer.optimizer.param_groups
+    ]
+    inner: dict[str, Any] = {"param_groups": groups}
+    if per_parameter and layout is CheckpointLayout.REPLICATED:
+        if step:
+            inner["state"] = {"common_step": torch.tensor(float(step))}
+    elif per_parameter or step:
+        for group in groups:
+            group["step"] = float(step) if per_parameter else step
+    if layout is CheckpointLayout.REPLICATED and not _is_mixed_precision(optimizer.config):
+        return inner
+    common: dict[str, Any] = {"optimizer": inner}
+    if optimizer.grad_scaler:
+        common["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    if layout is CheckpointLayout.DISTRIBUTED:
+        common["param_state_sharding_type"] = _FULLY_RESHARDABLE
+    return common
+
+
+def _is_mixed_precision(config: Any) -> bool:
+    return bool(config.fp16 or config.bf16)
+
+
+# State tensors.
+
+
+def _owned_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Interval]]:
+    """The model parameters of which this rank owns elements, and which."""
+    for by_dtype in optimizer.gbuf_ranges:
+        for buckets in by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, (ranges["param"].start, ranges["param"].end)
+
+
+def _parameter_state(
+    optimizer: Any,
+    parameter: torch.nn.Parameter,
+    owned: Interval,
+    shardings: dict[int, Any],
+    layout: CheckpointLayout,
+) -> dict[str, dict[str, Any]]:
+    """The boxes of one parameter's states: state name in the checkpoint -> number -> box."""
+    if id(parameter) not in shardings:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is not in the model's sharded state "
+            "dict; expected the model's own parameters there (keep_vars=True)"
+        )
+    pieces = parameter_pieces(parameter, shardings[id(parameter)])
+    tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+    name_of = partial(_name_in_checkpoint, is_mixed=optimizer.is_mixed)
+    found = {}
+    for key, tensor in tensors.items():
+        name = name_of(key, parameter, layout)
+        if name is None:
+            continue
+        flat = optimizer.read(tensor)
+        if key == "param" and optimizer.is_mixed and parameter.dtype == torch.float32:
+            # Both are read into their memory: the model's part may be rounded, this one is not.
+            flat = flat.clone()
+        boxes = box_tensors(f"optimizer.state.{name}.", flat, owned, pieces)
+        found[name] = {str(number): box for number, box in enumerate(boxes)}
+    return found
+
+
+def _name_in_checkpoint(
+    key: str, parameter: torch.nn.Parameter, layout: CheckpointLayout, *, is_mixed: bool
+) -> str | None:
+    """Stock's name of a state, None for what stock does not save as a tensor."""
+    if key == "step":
+        return None
+    if key != "param" or layout is CheckpointLayout.DISTRIBUTED:
+        return key
+    # Where groups compute in different types, all have it, so that any may load it.
+    is_main = is_mixed or parameter.dtype in (torch.float16, torch.bfloat16)
+    return "fp32_param" if is_main else None
+
+
+@torch.no_grad()
+def _restore_shards(optimizer: Any, shards: dict, layout: CheckpointLayout) -> None:
+    for index, (parameter, _) in enumerate(_owned_parameters(optimizer)):
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        for key, tensor in tensors.items():
+            name = _name_in_checkpoint(key, parameter, layout, is_mixed=optimizer.is_mixed)
+            if name is not None:
+                optimizer.write(tensor, joined(shards[str(index)][name]))
+
+
+# Groups and step.
+
+
+def _restore_groups(optimizer: Any, saved_groups: list[dict]) -> None:
+    """Take over the hyper-parameters of each group from the saved group of the same kind."""
+    saved_by_kind = {_kind(group): group for group in saved_groups}
+    for group in optimizer.optimizer.param_groups:
+        saved = saved_by_kind.get(_kind(group))
+        if saved is None:
+            raise FlagError(
+                "The checkpoint's optimizer does not fit the command",
+                [
+                    Problem(
+                        where="parameter groups",
+                        found=f"groups {sorted(map(str, saved_by_kind))} in the checkpoint",
+                        expected=f"a group {_kind(group)} of {param_group_identifier_keys}",
+                        remedy="Use the learning-rate and weight-decay flags with which it was "
+                        "saved, or --no-load-optim.",
+                    )
+                ],
+            )
+        group.update({k: v for k, v in saved.items() if k not in ("params", "step")})
+
+
+def _kind(group: dict) -> tuple:
+    """What stock tells parameter groups apart by (`_filter_and_reorder_param_groups`)."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
+
+
+def _counts_steps_per_parameter(inner: Any) -> bool:
+    """torch's Adam keeps a step per parameter, the fused ones per group."""
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _saved_step(inner: dict) -> int:
+    """The number of updates, from wherever stock's optimizers keep it."""
+    steps = {int(group["step"]) for group in inner["param_groups"] if group.get("step")}
+    if common := inner.get("state", {}).get("common_step"):
+        steps.add(int(common))
+    if len(steps) > 1:
+        raise ValueError(f"found steps {sorted(steps)} in the checkpoint; expected one")
+    return steps.pop() if steps else 0
+
+
+def _restore_step(optimizer: Any, step: int) -> None:
+    optimizer.step_count = step
+    inner = optimizer.optimizer
+    for group in inner.param_groups:
+        if not _counts_steps_per_parameter(inner):
+            group["step"] = step
+            continue
+        for shard in group["params"]:
+            # One tensor each: torch counts in place, so a shared one would count too fast.
+            inner.state[shard]["step"] = _step_tensor(step, shard.device, group)
+
+
+def _step_tensor(step: int, device: torch.device, group: dict) -> torch.Tensor:
+    """A step as torch's Adam would have made it (`torch.optim.adam.Adam._init_group`)."""
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(step), device=device if on_device else "cpu")

@@ -1,0 +1,77 @@
+"""A sharded chunk's parameters in a checkpoint: each rank saves and loads what it owns of them.
+
+No parameter becomes whole for it. The tensors in the checkpoint are those that stock would write,
+cut into other boxes (see `sharded_tensors`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from zorse_megatron.adapter.checkpoint.sharded_tensors import box_tensors, joined, parameter_pieces
+from zorse_megatron.adapter.data_parallel.exact_values import in_fp32, keep_exact_part, standing_for
+from zorse_megatron.runtime.host_memory import copied_to_host
+
+
+def owned_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> dict[str, Any]:
+    """A chunk's sharded state dict with boxes of what this rank owns in place of whole parameters.
+
+    Name -> number of the box -> `ShardedTensor`; nothing for parameters of which it owns nothing.
+    The boxes' data are those of the shard, wherever it is, so that a checkpoint is loaded into it.
+    `is_mixed`: 16-bit parameters are saved and loaded in fp32, with a copy in the host.
+    """
+    owned: dict[str, Any] = {}
+    for name, entry in entries.items():
+        parameter: Any = getattr(entry, "data", None)
+        if not is_sharded(chunk, parameter):
+            owned[name] = in_fp32(entry) if is_mixed else entry
+            continue
+        start, stop = chunk.owned_part(parameter)
+        if start == stop:  # an empty entry would end up in the checkpoint's common part
+            continue
+        flat = chunk.shards.read(parameter, start, stop)
+        if is_mixed and flat.dtype != torch.float32:
+            flat = copied_to_host(flat).float()
+        boxes = box_tensors("", flat, (start, stop), parameter_pieces(parameter, entry))
+        owned[name] = {str(number): standing_for(entry, box) for number, box in enumerate(boxes)}
+    return owned
+
+
+def take_loaded(
+    chunk: Any, loaded: Mapping[str, Any], *, strict: bool, is_mixed: bool
+) -> dict[str, Any]:
+    """Write what has been loaded of `owned_entries` to the shards; returns all other entries.
+
+    Whole tensors will do, too. Raises KeyError if `strict` and a parameter is missing.
+    """
+    others = dict(loaded)
+    missing = []
+    for name, parameter in unwrap_model(chunk).named_parameters():
+        if not is_sharded(chunk, parameter):
+            continue
+        start, stop = chunk.owned_part(parameter)
+        value = others.pop(name, None)
+        if start == stop:
+            continue
+        if value is None:
+            missing.append(name)
+            continue
+        is_whole = isinstance(value, torch.Tensor)
+        flat = value.reshape(-1)[start:stop] if is_whole else joined(value)
+        chunk.shards.write(parameter, start, stop, flat)
+        if is_mixed and parameter.dtype not in (flat.dtype, torch.float32):
+            keep_exact_part(parameter, flat)
+    if missing and strict:
+        raise KeyError(f"the checkpoint has no values for {missing}")
+    return others
+
+
+def is_sharded(chunk: Any, tensor: Any) -> bool:
+    """Whether this is a parameter of which ranks keep shards."""
+    return (
+        chunk.shards is not None
+        and isinstance(tensor, torch.nn.Parameter)
+        and tensor in chunk.param_to_bucket_group
+    )

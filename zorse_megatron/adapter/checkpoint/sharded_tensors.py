@@ -1,0 +1,139 @@
+"""A rank's part of a parameter, or of its state, in Megatron's distributed checkpoints.
+
+A rank owns an interval of the flattened parameter. A checkpoint describes pieces of tensors by
+offset and shape, so the interval is cut into boxes (see `schedules.boxes`), each an ordinary
+`ShardedTensor` of the tensor that stock would write. No rank needs another rank's part, and who
+loads the checkpoint may cut it in any other way.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+from zorse_megatron.adapter.data_parallel.exact_values import original_entry
+from zorse_megatron.errors import Problem, SeamError
+from zorse_megatron.schedules.boxes import interval_boxes
+from zorse_megatron.schedules.shards import Interval, intersection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A contiguous part of a parameter that is one tensor (or a block of one) in checkpoints.
+
+    Most parameters are one piece; a fused one, such as the gate and up projections of SwiGLU, has
+    several. `span` is its interval in the flattened parameter, `sharding` its `ShardedTensor`.
+    """
+
+    span: Interval
+    sharding: Any
+
+
+def model_shardings(model_sharded_state_dict: Any) -> dict[int, Any]:
+    """Map id(parameter) to its `ShardedTensor` or `ShardedTensorFactory`."""
+    shardings, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    originals = map(original_entry, nested_values(shardings))
+    return {id(sharding.data): sharding for sharding in originals}
+
+
+def parameter_pieces(parameter: torch.Tensor, sharding: Any) -> tuple[Piece, ...]:
+    """Find the pieces of a parameter from how the model saves it; its memory may be gone.
+
+    A factory is built on a stand-in without memory, so where its products lie in the stand-in's
+    storage tells which elements they are. Raises SeamError when it copies or reorders elements.
+    """
+    if not isinstance(sharding, ShardedTensorFactory):
+        return (Piece(span=(0, parameter.numel()), sharding=sharding),)
+    stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    pieces = []
+    for product in _products(stand_in, sharding):
+        start = product.data.storage_offset()
+        pieces.append(Piece(span=(start, start + product.data.numel()), sharding=product))
+    pieces.sort(key=lambda piece: piece.span)
+    position = 0
+    for piece in pieces:
+        made = piece.sharding.data
+        in_place = made.untyped_storage()._cdata == stand_in.untyped_storage()._cdata
+        if not in_place or not made.is_contiguous() or piece.span[0] != position:
+            raise _unknown_factory(sharding.key, piece)
+        position = piece.span[1]
+    if position != parameter.numel():
+        raise _unknown_factory(sharding.key, pieces[-1])
+    return tuple(pieces)
+
+
+def _products(stand_in: torch.Tensor, sharding: Any) -> list[Any]:
+    built = sharding.build_fn(sharding.key, stand_in, sharding.replica_id, None)
+    return [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
+
+
+def _unknown_factory(key: str, piece: Piece) -> SeamError:
+    return SeamError(
+        "A parameter and its optimizer state cannot be saved in shards",
+        [
+            Problem(
+                where=f"parameter {key}",
+                found=f"a checkpoint transformation that copies or reorders elements (at elements "
+                f"{piece.span}, shape {tuple(piece.sharding.data.shape)})",
+                expected="one that splits the parameter along its first axis",
+                remedy="Train without this layer, or save with --no-save-optim and resident "
+                "parameters.",
+            )
+        ],
+    )
+
+
+def box_tensors(
+    prefix: str, flat: torch.Tensor, owned: Interval, pieces: tuple[Piece, ...]
+) -> Iterator[Any]:
+    """Yield one `ShardedTensor` per box of `flat`, in the order of its elements.
+
+    `flat` holds elements `owned` of the flattened parameter, or of a state of it; the tensors' data
+    are views of it. `prefix`: before the model's key, as in optimizer.state.exp_avg.<model key>.
+    """
+    position = 0
+    for piece in pieces:
+        part = intersection(owned, piece.span)
+        if part is None:
+            continue
+        sharding = piece.sharding
+        lead = sharding.prepend_axis_num
+        in_piece = (part[0] - piece.span[0], part[1] - piece.span[0])
+        for box in interval_boxes(tuple(sharding.local_shape), in_piece):
+            # torch_dist takes irregular shards only without prepended axes, so they become
+            # ordinary axes of length 1.
+            shape = (1,) * lead + box.size
+            offset = (0,) * lead + box.offset
+            yield ShardedTensor(
+                key=f"{prefix}{sharding.key}",
+                data=flat[position : position + box.numel].view(shape),
+                dtype=flat.dtype,
+                local_shape=shape,
+                global_shape=tuple(sharding.global_shape),
+                global_offset=tuple(map(sum, zip(sharding.global_offset, offset, strict=True))),
+                axis_fragmentations=None,  # an irregular grid
+                replica_id=_owner_replica(sharding),
+                allow_shape_mismatch=sharding.allow_shape_mismatch,
+            )
+            position += box.numel
+    assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in boxes"
+
+
+def joined(boxes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The elements of loaded boxes, which are numbered in the order of `box_tensors`."""
+    flat = [boxes[str(number)].reshape(-1) for number in range(len(boxes))]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _owner_replica(sharding: Any) -> tuple[int, int, int]:
+    """The model's replica id (pipeline, tensor, data), for the one data-parallel owner.
+
+    The second copy of a tied embedding keeps its pipeline entry of 1, so only the first is saved.
+    """
+    pipeline, tensor, _ = sharding.replica_id
+    return (pipeline, tensor, 0)

@@ -1,0 +1,1 @@
+"""CPU mode: stock Megatron on a machine without a GPU."""

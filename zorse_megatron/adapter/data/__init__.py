@@ -1,0 +1,1 @@
+"""Data sets and samples: who reads which, in stock's order."""

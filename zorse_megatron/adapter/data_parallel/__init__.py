@@ -1,0 +1,1 @@
+"""Gradients and parameters in shards of unequal size, within a group."""

@@ -1,0 +1,245 @@
+"""A chunk of which a rank keeps only its shards: parameters and gradients are whole on demand.
+
+The counterpart of ZeRO-3 for Megatron's DDP wrapper, chunk by chunk: GATHER makes the parameters
+whole, RELEASE lets them go, the first backward of a step brings the gradients' memory, REDUCE sums
+them into the owners' shards and lets the rest go (Zorse, MLSys 2026, "Pipeline-Efficient ZeRO DP";
+Cephalo, ICS 2025, section 4, for one group). The shards then are the truth: the optimizer reads
+and writes them, and what was whole is made from them.
+
+The order of communication is that of the action lists, which is the same on all ranks of a group.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zorse_megatron.adapter.data_parallel.bucket_groups import UnevenBucketGroup
+from zorse_megatron.runtime.collectives import Works, all_gather_uneven
+from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
+
+
+class ChunkShards:
+    """The memory of one `UnevenDistributedDataParallel` chunk whose buckets have been cut.
+
+    Parameters stay whole until `release` is called for the first time: when the chunk has been
+    built, before the next one is. Optimizer and checkpoints do with the shards.
+    """
+
+    def __init__(self, ddp: Any, link: HostLink | None = None) -> None:
+        """`link`: for parameters that may wait in the host."""
+        self.bucket_groups: list[UnevenBucketGroup] = ddp.bucket_groups
+        self.group = ddp.intra_dp_cp_group
+        self._place: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self.parameters: list[ShardedBuffer] = []
+        self.gradients: list[ShardedBuffer] = []
+        for number, buffer in enumerate(ddp.buffers):
+            owned = [_owned(bucket, self.group.rank()) for bucket in buffer.buckets]
+            self.parameters.append(ShardedBuffer(buffer.param_data, owned, link))
+            self.gradients.append(ShardedBuffer(buffer.grad_data, owned))
+            for parameter, (start, *_) in buffer.param_index_map.items():
+                self._place[parameter] = number, start
+        self._gathers: dict[int, Works] = {}
+        self._group_of = {
+            id(parameter): number
+            for number, group in enumerate(self.bucket_groups)
+            for bucket in group.buckets
+            for parameter in bucket.params
+        }
+        self._reduction: Works | None = None
+        self._reduced = False
+        self._close_gradients()
+        for module in ddp.module.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self._wait_for_own_parameters)
+
+    # Parameters.
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are there, or on their way."""
+        return all(buffer.is_whole for buffer in self.parameters)
+
+    def gather(self) -> None:
+        """Start to make the parameters whole, in the order in which a forward asks for them."""
+        if self.is_whole:
+            return
+        for buffer in self.parameters:
+            buffer.restore()
+        for number in reversed(range(len(self.bucket_groups))):
+            works = [
+                all_gather_uneven(bucket.param_data, bucket.shard_bounds, self.group, async_op=True)
+                for bucket in self.bucket_groups[number].buckets
+            ]
+            self._gathers[number] = Works([work for work in works if work is not None])
+
+    def wait_until_whole(self) -> None:
+        """Wait for all that `gather` has started."""
+        for number in list(self._gathers):
+            self._gathers.pop(number).wait()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have this rank's shards on the device within the block."""
+        away = self._away()
+        for buffer in away:
+            buffer.bring()
+        try:
+            yield
+        finally:
+            for buffer in away:
+                buffer.offload()
+
+    @contextmanager
+    def owned_in_place(self) -> Iterator[None]:
+        """Have what this rank owns where whole parameters would have it; all else is junk.
+
+        For stock's code that reads what is owned out of whole parameters; no communication.
+        """
+        for buffer in self.parameters:
+            buffer.restore()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Keep this rank's shard of the parameters only."""
+        self.wait_until_whole()
+        for buffer in self.parameters:
+            buffer.keep_shard()
+            buffer.free()
+
+    def fetch(self) -> None:
+        """Start to bring the shard back from the host."""
+        for buffer in self.parameters:
+            buffer.fetch()
+
+    def offload(self) -> None:
+        """Let the shard wait in the host."""
+        for buffer in self.parameters:
+            buffer.offload()
+
+    def mark_changed(self) -> None:
+        """The optimizer has stepped the shards: the host's copies are old."""
+        for buffer in self.parameters:
+            buffer.changed = True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have the parameters whole within the block; a collective call of the group."""
+        was_whole = self.is_whole
+        away = self._away()
+        self.gather()
+        self.wait_until_whole()
+        if not was_whole:
+            for buffer in self.parameters:
+                buffer.keep_shard()  # in fp32 it is what the optimizer steps and saves
+        try:
+            yield
+        finally:
+            if not was_whole:
+                self.release()
+            for buffer in away:
+                buffer.offload()
+
+    def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter, all owned by this rank, where they are true."""
+        number, offset = self._place[parameter]
+        return self.parameters[number].piece(offset + start, offset + stop)
+
+    def read(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements as in `parameter_piece`; as a CPU tensor if they wait in the host."""
+        number, offset = self._place[parameter]
+        return self.parameters[number].read(offset + start, offset + stop)
+
+    def write(
+        self, parameter: torch.nn.Parameter, start: int, stop: int, values: torch.Tensor
+    ) -> None:
+        """Set elements as in `parameter_piece`, wherever they are now."""
+        number, offset = self._place[parameter]
+        self.parameters[number].write(offset + start, offset + stop, values)
+
+    def _away(self) -> list[ShardedBuffer]:
+        """Buffers whose shards wait in the host."""
+        return [b for b in self.parameters if b.in_shard and b.memory and b.memory.is_away]
+
+    def _wait_for_own_parameters(self, module: torch.nn.Module, _inputs: Any) -> None:
+        """Computation starts when its layer is there; later ones may be on their way still."""
+        if self._gathers:
+            for parameter in module.parameters(recurse=False):
+                works = self._gathers.pop(self._group_of.get(id(parameter), -1), None)
+                if works is not None:
+                    works.wait()
+
+    # Gradients.
+
+    def open_gradients(self) -> None:
+        """Have whole gradients, zero at first, to accumulate into."""
+        if self._reduced:
+            raise RuntimeError("this chunk's gradients have been reduced already in this step")
+        for buffer in self.gradients:
+            if not buffer.is_whole:
+                buffer.allocate()
+                buffer.full.zero_()
+
+    def start_reduction(self) -> None:
+        """Start to sum the gradients into the owners' shards; zeros where no backward was."""
+        self.open_gradients()
+        works = []
+        for group in self.bucket_groups:
+            group.prepare_gradients()
+            works += [group.reduce_bucket(bucket, async_op=True) for bucket in group.buckets]
+        self._reduction = Works([work for work in works if work is not None])
+        self._reduced = True
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the sums have arrived, or none are under way; never waits."""
+        return self._reduction is None or self._reduction.is_completed()
+
+    @property
+    def reduction_bytes(self) -> int:
+        """What the reduction under way holds beside the gradients."""
+        return 0 if self._reduction is None else self._reduction.buffer_bytes
+
+    def finish_reduction(self) -> None:
+        """Wait for the sums, keep this rank's shard of them and let the rest go."""
+        if self._reduction is None:
+            return
+        self._reduction.wait()
+        self._reduction = None
+        for buffer in self.gradients:
+            buffer.keep_shard()
+            buffer.free()
+
+    def scale_gradients(self, factor: torch.Tensor | float) -> None:
+        """Multiply this rank's shard of the gradients."""
+        self.finish_reduction()
+        for buffer in self.gradients:
+            if buffer.in_shard and buffer.shard is not None:
+                buffer.shard.mul_(factor)
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients: a new step begins."""
+        self.finish_reduction()
+        self._close_gradients()
+        self._reduced = False
+
+    def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a parameter's gradient, all owned by this rank."""
+        number, offset = self._place[parameter]
+        return self.gradients[number].piece(offset + start, offset + stop)
+
+    def _close_gradients(self) -> None:
+        for buffer in self.gradients:
+            buffer.drop_shard()
+            buffer.free()
+
+
+def _owned(bucket: Any, group_rank: int) -> tuple[int, int]:
+    """This rank's interval of a bucket, as a place in the buffer."""
+    start, stop = bucket.shard_bounds[group_rank]
+    return bucket.offset + start, bucket.offset + stop

@@ -1,0 +1,282 @@
+"""Megatron's DDP wrapper for a group whose ranks own shards of unequal size.
+
+Resident chunks have their whole parameters and gradients on every rank. Gradients are summed (never
+averaged) into the owners' shards; the optimizer then steps the shards and the owners' new
+parameters are gathered. See `bucket_groups` for the communication, `distributed_optimizer` for the
+step. Of a sharded chunk a rank has whole parameters and gradients only while the action list says
+so; see `chunk_shards`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import unwrap_model
+
+from zorse_megatron.adapter.checkpoint.saved_parameters import take_loaded
+from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder, UnevenBucketGroup
+from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
+from zorse_megatron.adapter.data_parallel.exact_values import keep_exact
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.narrow_wire import Wire
+from zorse_megatron.schedules.shards import Interval, intersection, shard_bounds
+
+
+class UnevenDistributedDataParallel(DistributedDataParallel):
+    """`DistributedDataParallel` with more arguments, by name.
+
+    `shard_weights`: one float >= 0 per rank of the data-parallel group, in the order of the group;
+    each bucket is cut in this proportion, and a rank with weight 0 owns nothing. A rank may run
+    any number of micro-batches in a step, none included, as long as it then calls
+    `finish_grad_sync`. With overlap_param_gather a rank without micro-batches should call
+    `start_param_sync` at the start of the step, or the others wait for it.
+
+    `sharded`: have whole parameters and gradients only between `shards.gather` and
+    `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
+    cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
+    overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
+    the host. `wire`: how gradients, which are then fp32, are sent; None: as they are kept.
+    `is_mixed`: groups compute in different types (see `exact_values`).
+
+    Raises FlagError for options that unequal shards cannot keep.
+    """
+
+    bucket_groups: list[Any]
+
+    def __init__(  # noqa: PLR0917  (stock's signature)
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        full_param_layout: Any = None,
+        *,
+        shard_weights: Sequence[float],
+        sharded: bool = False,
+        link: HostLink | None = None,
+        wire: Wire | None = None,
+        is_mixed: bool = False,
+    ) -> None:
+        problems = _problems(config, ddp_config, module)
+        if problems:
+            raise FlagError("Gradients cannot be reduced into unequal shards", problems)
+        if sharded:
+            ddp_config = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
+            disable_bucketing = False
+            full_param_layout = _bucket_per_layer(module, ddp_config, pg_collection)
+        super().__init__(
+            config=config,
+            ddp_config=ddp_config,
+            module=module,
+            disable_bucketing=disable_bucketing,
+            pg_collection=pg_collection,
+            full_param_layout=full_param_layout,
+        )
+        self.shard_weights = tuple(shard_weights)
+        self.wire = wire
+        self.is_mixed = is_mixed
+        self._cut_buckets()
+        self._replace_bucket_groups()
+        self.shards = ChunkShards(self, link) if sharded else None
+
+    def _cut_buckets(self) -> None:
+        if len(self.shard_weights) != self.intra_dp_cp_group.size():
+            raise ValueError(
+                f"found {len(self.shard_weights)} shard weights for a data-parallel group of "
+                f"{self.intra_dp_cp_group.size()} ranks; expected one per rank"
+            )
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                bucket.shard_bounds = shard_bounds(bucket.grad_data.numel(), self.shard_weights)
+
+    def _replace_bucket_groups(self) -> None:
+        """Exchange stock's bucket groups for ours and link them as stock's `__init__` does."""
+        groups = [
+            UnevenBucketGroup(group.buckets, self.ddp_config, self.intra_dp_cp_group, self.wire)
+            for group in self.bucket_groups
+        ]
+        self.bucket_groups = groups
+        self.bucket_order = BucketOrder(groups)
+        self.param_to_bucket_group = {
+            param: group for group in groups for bucket in group.buckets for param in bucket.params
+        }
+        if self.ddp_config.overlap_param_gather:
+            for previous, group in pairwise(groups):
+                group.next_param_gather_bucket_group = previous
+
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
+        """Gather the shards of all parameters, in the order in which a forward asks for them.
+
+        With overlap_param_gather, gathers that are done or under way are left alone unless
+        `force_sync`, so that a rank without micro-batches may call this in any step. A sharded
+        chunk is gathered when the list says so, not here.
+        """
+        if self.shards is not None:
+            return
+        for group in reversed(self.bucket_groups):
+            pending = not (self.ddp_config.overlap_param_gather and group.param_gather_dispatched)
+            if pending or force_sync:
+                self._start_bucket_group_param_sync(group, force_sync=force_sync)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the reduction of gradients, after starting it where nobody has."""
+        if self.shards is None:
+            super().finish_grad_sync(force_all_reduce=force_all_reduce)
+            return
+        self.shards.finish_reduction()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply all gradients, or of a sharded chunk this rank's shard of them."""
+        if self.shards is None:
+            super().scale_gradients(scaling_factor)
+        else:
+            self.shards.scale_gradients(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Prepare the gradients for a new step."""
+        if self.shards is None:
+            super().zero_grad_buffer()
+            return
+        for parameter in self.params_with_grad:
+            parameter.grad_added_to_main_grad = False
+        self.shards.zero_gradients()
+        for group in self.bucket_groups:
+            group.reset()
+
+    def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened parameter, of those that this rank owns."""
+        if self.shards is not None:
+            return self.shards.parameter_piece(parameter, start, stop)
+        return parameter.detach().view(-1)[start:stop]
+
+    def read_parameter(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements as in `parameter_piece`; as a CPU tensor if they wait in the host."""
+        if self.shards is not None:
+            return self.shards.read(parameter, start, stop)
+        return self.parameter_piece(parameter, start, stop)
+
+    @torch.no_grad()
+    def write_parameter(
+        self, parameter: torch.nn.Parameter, start: int, stop: int, values: torch.Tensor
+    ) -> None:
+        """Set elements as in `parameter_piece`, wherever they are now."""
+        if self.shards is not None:
+            self.shards.write(parameter, start, stop, values)
+        else:
+            self.parameter_piece(parameter, start, stop).copy_(values)
+
+    def owned_part(self, parameter: torch.nn.Parameter) -> Interval:
+        """Which elements of a flattened trainable parameter this rank owns; (0, 0): none."""
+        for buffer in self.buffers:
+            bucket = buffer.param_to_bucket.get(parameter)
+            if bucket is not None:
+                start, stop = bucket.param_to_index[parameter]
+                shard = bucket.shard_bounds[self.intra_dp_cp_group.rank()]
+                both = intersection(shard, (start, stop))
+                return (both[0] - start, both[1] - start) if both else (0, 0)
+        raise KeyError("the parameter is not a trainable one of this chunk")
+
+    @torch.no_grad()
+    def set_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Take over a whole value: all of it, or of a sharded chunk what this rank owns.
+
+        Frozen parameters are whole in any case.
+        """
+        if self.shards is None or not parameter.requires_grad:
+            parameter.copy_(value)
+            return
+        start, stop = self.owned_part(parameter)
+        self.shards.write(parameter, start, stop, value.view(-1)[start:stop])
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
+        """Take over what has been loaded: whole parameters, or of a sharded chunk what it owns."""
+        if self.shards is not None:
+            others = take_loaded(self, state_dict, strict=strict, is_mixed=self.is_mixed)
+            super().load_state_dict(others, strict=False)
+            return
+        for name, parameter in unwrap_model(self).named_parameters() if self.is_mixed else ():
+            if isinstance(state_dict.get(name), torch.Tensor):
+                keep_exact(self, parameter, state_dict[name])
+        super().load_state_dict(state_dict, strict=strict)
+
+    def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a flattened gradient, of those that this rank owns."""
+        if self.shards is not None:
+            return self.shards.gradient_piece(parameter, start, stop)
+        return parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
+
+
+def _bucket_per_layer(module: torch.nn.Module, ddp_config: Any, collection: Any) -> Any:
+    """Stock's layout with buckets of a layer each, so that a layer can be used when it is there."""
+    layers = [m for m in module.modules() if isinstance(m, BaseTransformerLayer)]
+    sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
+    return DistributedOptimizer.compute_full_param_layout(
+        [p for p in module.parameters() if p.requires_grad],
+        min(sizes, default=None),
+        collection.intra_dp_cp.size(),
+        ddp_config,
+        expert_data_parallel_world_size=collection.intra_expt_dp.size(),
+    )
+
+
+def _problems(config: Any, ddp_config: Any, module: torch.nn.Module) -> list[Problem]:
+    """Everything in the configuration that unequal shards cannot keep."""
+    problems = []
+    if not ddp_config.use_distributed_optimizer:
+        problems.append(
+            _problem("use_distributed_optimizer", "False", "True", "Set it in the DDP config.")
+        )
+    if not config.calculate_per_token_loss:
+        problems.append(
+            _problem("calculate_per_token_loss", "False", "True", "Add --calculate-per-token-loss.")
+        )
+    if ddp_config.overlap_param_gather and not ddp_config.overlap_grad_reduce:
+        problems.append(
+            _problem("overlap_grad_reduce", "False", "True", "Add --overlap-grad-reduce.")
+        )
+    problems += [
+        _problem(name, repr(value), repr(expected), f"Remove {flag}.")
+        for name, expected, flag in _UNSUPPORTED
+        if (value := getattr(ddp_config, name)) != expected
+    ]
+    experts = [n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)]
+    if experts:
+        problems.append(
+            _problem(
+                "expert-parallel parameters",
+                f"{len(experts)}, {experts[0]} first",
+                "none",
+                "Use --expert-model-parallel-size 1.",
+            )
+        )
+    return problems
+
+
+# Each changes what is in the buffers or who reduces them: (field, value it must have, flag).
+_UNSUPPORTED = (
+    ("num_distributed_optimizer_instances", 1, "--num-distributed-optimizer-instances"),
+    ("average_in_collective", False, "--ddp-average-in-collective"),
+    (
+        "reduce_scatter_with_fp32_accumulation",
+        False,
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+    ),
+    ("fp8_param_gather", False, "--fp8-param-gather"),
+    ("fp4_param_gather", False, "--fp4-param-gather"),
+    ("nccl_ub", False, "--use-nccl-ub"),
+    ("use_megatron_fsdp", False, "--use-megatron-fsdp"),
+    ("use_custom_fsdp", False, "--use-custom-fsdp"),
+)
+
+
+def _problem(where: str, found: str, expected: str, remedy: str) -> Problem:
+    return Problem(where=where, found=found, expected=expected, remedy=remedy)

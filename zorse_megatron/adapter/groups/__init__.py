@@ -1,0 +1,1 @@
+"""Process groups and pipeline stages of a plan, as Megatron knows them."""

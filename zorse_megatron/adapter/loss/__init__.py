@@ -1,0 +1,1 @@
+"""The loss: its scale, who knows it, and who prints it."""

@@ -1,0 +1,1 @@
+"""What a run holds on its device and in host memory."""

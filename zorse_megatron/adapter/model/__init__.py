@@ -1,0 +1,1 @@
+"""A rank's chunks of the model: built, initialised, and run."""

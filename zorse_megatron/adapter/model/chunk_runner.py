@@ -1,0 +1,280 @@
+"""What the actions of a list mean for a Megatron model: stock's own forward and backward steps."""
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from zorse_megatron.adapter.data.sample_readers import by_samples, one_sequence
+from zorse_megatron.adapter.groups.process_groups import at_chunk
+from zorse_megatron.adapter.groups.stages import Stages
+from zorse_megatron.adapter.loss.loss_report import with_token_counts
+from zorse_megatron.adapter.memory.memory_probes import KeptActivations
+from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
+from zorse_megatron.runtime.activation_offload import ActivationOffload
+from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.samples import MicroBatch
+
+
+@dataclass(kw_only=True)
+class StepInputs:
+    """What `train_step` and `evaluate` hand to the schedule, for one step."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: Mapping[int, Iterator[Any] | None]
+    """Chunk -> where its micro-batches come from."""
+    models: Mapping[int, Any]
+    """Chunk -> the wrapped model."""
+    config: Any
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    are_packed: bool = False
+    """Whether the samples of a micro-batch are one long sequence."""
+
+
+def iterator_per_chunk(
+    iterator: Iterator[Any] | None, chunks: tuple[int, ...], readers: Container[int]
+) -> dict[int, Iterator[Any] | None]:
+    """Let each chunk of `readers` that a rank holds read the same micro-batches."""
+    mine = [chunk for chunk in chunks if chunk in readers]
+    if iterator is None or len(mine) < 2:
+        return dict.fromkeys(chunks, iterator)
+    # Not the iterator itself: stock's has no __iter__ that tee could call.
+    copies = itertools.tee((next(iterator) for _ in itertools.count()), len(mine))
+    # Scripts change a batch to what its stage needs.
+    own = {chunk: map(copy.copy, each) for chunk, each in zip(mine, copies, strict=True)}
+    return {**dict.fromkeys(chunks), **own}
+
+
+@dataclass(kw_only=True)
+class MegatronChunkRunner:
+    """Runs the chunks of a Megatron model that one rank holds, through one step.
+
+    Results are in `losses`: one entry per micro-batch, as stock's schedules return them.
+    """
+
+    inputs: StepInputs
+    collection: ProcessGroupCollection
+    num_micro_batches: int
+    stages: Stages
+    tied: TiedEmbedding | None
+    loss_divisor: float = 1.0
+    """A power of two: of the loss before its backward, made up for by `scale`."""
+    activations: ActivationOffload | None = None
+    """Where activations wait, if the group offloads them."""
+    kept: KeptActivations | None = None
+    """Counts what forwards keep, if somebody wants to know."""
+    computations: Sequence[Action] = ()
+    """The list's forwards and backwards."""
+    stock_step: Callable[[], Any] | None = None
+    losses: list[Any] = field(default_factory=list)
+    step_result: Any = None
+
+    def __post_init__(self) -> None:
+        self.saved: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
+        self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
+        self.backwards_left = dict.fromkeys(self.inputs.models, self.num_micro_batches)
+        self.without_sync: dict[int, AbstractContextManager[Any]] = {}
+        self.reducing: list[int] = []
+        """Sharded chunks whose gradients are on their way, in list order."""
+        self.num_computed = 0
+
+    def forward(
+        self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """See `runtime.executor.ChunkRunner`; stock's `schedules.forward_step`."""
+        inputs, is_last = self.inputs, chunk == self.stages.num_chunks - 1
+        if not inputs.forward_only:
+            self._hold_back_gradient_sync(chunk)
+        if activation is not None:
+            if inputs.are_packed:
+                activation = one_sequence(activation)
+            activation.requires_grad_(not inputs.forward_only)
+        first = micro_batch.index == 0
+        step = inputs.forward_step_func
+        with self.stages.at_chunk(chunk), self._offloading(chunk, micro_batch):
+            output, num_tokens = forward_step(
+                with_token_counts(step, self.loss_divisor) if is_last else step,
+                inputs.data_iterators[chunk],
+                inputs.models[chunk],
+                self.num_micro_batches,
+                activation,
+                self.losses,
+                inputs.config,
+                self.collection.cp.size(),
+                inputs.collect_non_loss_data,
+                is_first_microbatch=first and (inputs.first_val_step in (None, True)),
+                current_microbatch=micro_batch.index,
+                is_last_stage=is_last,
+            )
+        self.num_tokens += num_tokens.to(self.num_tokens.device)
+        if not inputs.forward_only:
+            self.saved[chunk, micro_batch.index] = (activation, output)
+        if is_last:
+            return None
+        # The alias keeps the data until it has been used; stock's deallocation then only leaves
+        # the graph behind.
+        alias = output.detach()
+        if inputs.are_packed:
+            alias = by_samples(alias, micro_batch.size)
+        if not inputs.forward_only:
+            deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
+        return alias
+
+    def backward(
+        self, chunk: int, micro_batch: MicroBatch, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """See `runtime.executor.ChunkRunner`; stock's `schedules.backward_step`."""
+        activation, output = self.saved.pop((chunk, micro_batch.index))
+        self.backwards_left[chunk] -= 1
+        if self.backwards_left[chunk] == 0:
+            self._let_gradients_sync(chunk)
+        shards = self.inputs.models[chunk].shards
+        if self.reducing and all(self.inputs.models[c].shards.is_reduced for c in self.reducing):
+            self._finish_reductions()  # gives memory back
+        if shards is not None:
+            shards.open_gradients()
+            shards.wait_until_whole()
+        if self.activations is not None:
+            self._bring_next_back()
+            self.activations.wait_until_back((chunk, micro_batch.index))
+        # Counts what is computed again.
+        counting = contextlib.nullcontext() if self.kept is None else self.kept.counting()
+        is_packed = self.inputs.are_packed
+        if is_packed and gradient is not None:
+            gradient = one_sequence(gradient)
+        with counting:
+            given = backward_step(activation, output, gradient, self.inputs.config)
+        return by_samples(given, micro_batch.size) if is_packed and given is not None else given
+
+    def reduce(self, chunk: int) -> None:
+        """Sum gradients over the group: the DDP wrapper's reduce-scatter into uneven shards.
+
+        Of a sharded chunk this only starts the sum; whatever needs it next waits for it.
+        """
+        shards = self.inputs.models[chunk].shards
+        if shards is None:
+            self._let_gradients_sync(chunk)
+            self._finalize(chunk)
+            return
+        # At most two chunks have whole gradients: the one before must have left.
+        self._finish_reductions()
+        shards.start_reduction()
+        self.reducing.append(chunk)
+
+    def tie(self) -> None:
+        """Sum the tied embedding's gradient over the first and the last chunk's group."""
+        assert self.tied is not None
+        self._finish_reductions()
+        self.tied.reduce()
+
+    def scale(self) -> None:
+        """Make the gradients those of the mean loss over all tokens of the global batch.
+
+        Only ranks of the last chunk have counted tokens, each its own, so the sum over the world
+        is the number of tokens of the global batch whatever the split.
+        """
+        self._finish_reductions()
+        dist.all_reduce(self.num_tokens, group=self.collection.intra_dist_opt)
+        factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
+        for model in self.inputs.models.values():
+            model.scale_gradients(factor)
+
+    def step(self) -> None:
+        """Stock's optimizer step, without the gather of parameters that follows it."""
+        assert self.stock_step is not None
+        self.step_result = self.stock_step()
+
+    def gather(self, chunk: int) -> None:
+        """Make the parameters whole.
+
+        A resident chunk's are made whole again behind the step, unless that was skipped on all
+        ranks. Of a sharded chunk this only starts the gather; its computations wait for it.
+        """
+        model = self.inputs.models[chunk]
+        if model.shards is not None:
+            model.shards.gather()
+        elif self.step_result[0]:
+            model.start_param_sync()
+
+    def release(self, chunk: int) -> None:
+        """Keep the shard of a sharded chunk's parameters only."""
+        self.inputs.models[chunk].shards.release()
+
+    def fetch(self, chunk: int) -> None:
+        """Start to bring the shard of a sharded chunk's parameters back from the host."""
+        self.inputs.models[chunk].shards.fetch()
+
+    def offload(self, chunk: int) -> None:
+        """Let the shard of a sharded chunk's parameters wait in the host."""
+        self.inputs.models[chunk].shards.offload()
+
+    def _offloading(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        """Send what this forward keeps to the host, unless its backward comes next."""
+        if self.inputs.forward_only:
+            return contextlib.nullcontext()
+        mine = (chunk, micro_batch.index)
+        leaves = False
+        if self.activations is not None:
+            following = self._bring_next_back()
+            leaves = following is None or _key(following) != mine
+        if self.kept is not None:
+            return self.kept.counting(mine if leaves else None)
+        if leaves and self.activations is not None:
+            return self.activations.keeping(mine)
+        return contextlib.nullcontext()
+
+    def _bring_next_back(self) -> Action | None:
+        """Before a computation: start to bring back what the one behind it needs; returns that."""
+        assert self.activations is not None
+        self.num_computed += 1
+        self.activations.let_go()
+        following = next(iter(self.computations[self.num_computed :][:1]), None)
+        if following is not None and following.kind is Kind.BACKWARD:
+            self.activations.start_back(_key(following))
+        return following
+
+    def _finish_reductions(self) -> None:
+        reducing, self.reducing = self.reducing, []
+        for chunk in reducing:
+            self._finalize(chunk)
+
+    def _finalize(self, chunk: int) -> None:
+        """Stock's `finalize_model_grads`, without the number of tokens.
+
+        Stock would broadcast that along a pipeline group that a plan does not have (see `scale`).
+        """
+        with self.stages.at_chunk(chunk):
+            self.inputs.config.finalize_model_grads_func(
+                [self.inputs.models[chunk]],
+                None,
+                pg_collection=at_chunk(self.collection, chunk, self.stages.num_chunks),
+            )
+
+    def _hold_back_gradient_sync(self, chunk: int) -> None:
+        if chunk not in self.without_sync and self.backwards_left[chunk]:
+            context = self.inputs.models[chunk].no_sync()
+            context.__enter__()
+            self.without_sync[chunk] = context
+
+    def _let_gradients_sync(self, chunk: int) -> None:
+        if chunk in self.without_sync:
+            self.without_sync.pop(chunk).__exit__(None, None, None)
+
+
+def _key(action: Action) -> tuple[int, int]:
+    assert action.chunk is not None and action.micro_batch is not None
+    return action.chunk, action.micro_batch

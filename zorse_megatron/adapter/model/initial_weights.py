@@ -1,0 +1,156 @@
+"""Initial weights that do not depend on the plan.
+
+Stock Megatron seeds each pipeline stage differently, so its layouts start from different weights.
+Here every rank draws the random numbers of the whole model in the order of a stock single-process
+run: it builds that model with stock's own builder, copies of each layer that it holds what it keeps
+of it into its chunk, and drops it as soon as it is built. The same seed so gives the same weights
+under any plan, for every layer implementation. The price is one initialisation of the whole model
+per rank, and memory for the embedding, the head and one layer more than the chunks keep then: of
+those whose parameters are released, their shards, and no gradients.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import unwrap_model
+
+from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.data_parallel.exact_values import keep_exact
+from zorse_megatron.adapter.groups.process_groups import PipelinePosition
+from zorse_megatron.adapter.patches import under_plan
+from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.schema.plan.plan import ComputeDtype
+
+
+def copy_single_process_weights(
+    chunks: Mapping[tuple[int, int], Any],
+    *,
+    model_config: Any,
+    dtype: ComputeDtype,
+    collection: ProcessGroupCollection,
+    seed_everything: Callable[[], None],
+    keep_exactly: bool,
+) -> None:
+    """Overwrite the parameters of the chunks with those of a stock single-process run.
+
+    `chunks`: [first, stop) of the layers -> the wrapped chunk that holds them; `model_config`: the
+    script's model config (`cfg_container.model`); `dtype`: in which the single process computes;
+    `seed_everything`: seeds as stock does on the first pipeline stage; `keep_exactly`: remember
+    values that a chunk's own type cannot hold (see `exact_values`).
+    """
+    set_value = partial(_set, dtype, keep_exactly)
+    targets = {
+        first + number: _Target(module=layer, set_value=partial(set_value, chunk))
+        for (first, _), chunk in chunks.items()
+        for number, layer in enumerate(unwrap_model(chunk).decoder.layers)
+    }
+    with _random_state_kept():
+        seed_everything()
+        whole = _build_whole(model_config, dtype, collection, targets=targets)
+    values = dict(whole.named_parameters())
+    for chunk in chunks.values():
+        for name, parameter in unwrap_model(chunk).named_parameters():
+            if name.startswith("decoder.layers."):
+                continue
+            source = values.get(name)
+            if source is None and name == "output_layer.weight":
+                # Tied: the single process has no weight of its own in the head.
+                source = values["embedding.word_embeddings.weight"]
+            assert source is not None and not source.is_meta, f"no initial value for {name}"
+            set_value(chunk, parameter, source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """A layer of a chunk, and how a parameter of it gets a value."""
+
+    module: torch.nn.Module
+    set_value: Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+def _set(
+    dtype: ComputeDtype,
+    keep_exactly: bool,
+    chunk: Any,
+    parameter: torch.nn.Parameter,
+    value: torch.Tensor,
+) -> None:
+    value = value.detach().to(torch_dtype(dtype))  # as stock's wrapper for 16 bits makes it
+    chunk.set_parameter(parameter, value)
+    if keep_exactly:
+        keep_exact(chunk, parameter, value)
+
+
+def _build_whole(
+    model_config: Any,
+    dtype: ComputeDtype,
+    collection: ProcessGroupCollection,
+    *,
+    targets: Mapping[int, _Target],
+) -> torch.nn.Module:
+    """Build the single-process model, without the memory of its layers; fills `targets`."""
+    # Shallow copies: a config holds hooks and process groups that must not be duplicated.
+    transformer = copy.copy(model_config.transformer)
+    transformer.pipeline_model_parallel_size = 1
+    transformer.pipeline_model_parallel_layout = None
+    transformer.params_dtype = torch_dtype(dtype)
+    transformer.fp16, transformer.bf16 = dtype == "fp16", dtype == "bf16"
+    config = copy.copy(model_config)
+    object.__setattr__(config, "transformer", transformer)
+    alone = copy.copy(collection)
+    alone.pp = PipelinePosition(0, 1)
+    with REGISTRY.applied({under_plan.BUILD_MODULE: partial(_dropping_layers, targets)}):
+        builder = config.get_builder_cls()(config)
+        return builder.build_model(alone, pre_process=True, post_process=True)
+
+
+def _dropping_layers(
+    targets: Mapping[int, _Target], build_module: Callable[..., Any]
+) -> Callable[..., Any]:
+    def build_and_drop(spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+        module = build_module(spec_or_module, *args, **kwargs)
+        if isinstance(module, BaseTransformerLayer):
+            target = targets.get(kwargs["layer_number"] - 1)
+            if target is not None:
+                _copy_parameters(module, target)
+            module.to_empty(device="meta")
+        return module
+
+    return build_and_drop
+
+
+def _copy_parameters(source: torch.nn.Module, target: _Target) -> None:
+    values = dict(source.named_parameters())
+    for name, parameter in target.module.named_parameters():
+        target.set_value(parameter, values[name])
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Put every random generator back to where it was."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    device_state = torch.cuda.get_rng_state()
+    host_state, numpy_state, python_state = (
+        torch.get_rng_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
+    tracker_states = tracker.get_states()
+    try:
+        yield
+    finally:
+        tracker.set_states(tracker_states)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(host_state)
+        torch.cuda.set_rng_state(device_state)

@@ -1,0 +1,1 @@
+"""Megatron's distributed optimizer on shards of unequal size, on the device or in host memory."""

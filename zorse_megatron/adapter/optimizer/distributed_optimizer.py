@@ -1,0 +1,246 @@
+"""Megatron's distributed optimizer for shards of unequal size.
+
+Source: `megatron.core.optimizer.distrib_optimizer.DistributedOptimizer`. Which elements a rank owns
+is the only difference to stock's step; checkpoints are in `checkpoint.saved_optimizer`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+from zorse_megatron.adapter.checkpoint import saved_optimizer
+from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+from zorse_megatron.adapter.data_parallel.exact_values import take_exact
+from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
+from zorse_megatron.adapter.optimizer.host_state import HostState
+from zorse_megatron.adapter.optimizer.main_parameters import by_chunk
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+from zorse_megatron.schedules.shards import Interval
+
+
+class UnevenDistributedOptimizer(DistributedOptimizer):
+    """`DistributedOptimizer` over buckets cut by `UnevenDistributedDataParallel`.
+
+    Works for fp32, bf16 and fp16 with torch's Adam and AdamW or a fused Adam. A rank that owns
+    nothing has empty parameter groups, and takes part in all collectives.
+
+    `step_count` is the number of updates so far, the same on all ranks; a rank that owns nothing
+    has no other record of it.
+    """
+
+    config: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint_layout: CheckpointLayout,
+        state_waits: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Takes stock's arguments and the layout in which `sharded_state_dict` writes.
+
+        `state_waits`: main parameters are made on the CPU, for `keep_in_host` follows.
+        """
+        self._state_waits = state_waits
+        super().__init__(*args, **kwargs)
+        self.checkpoint_layout = checkpoint_layout
+        self.host_state: HostState | None = None
+        self.is_mixed = False
+        """Whether groups compute in different types; set by who builds it for several groups."""
+        self.copies_in_step = False
+        """Whether the inner step writes 16-bit parameters, too."""
+        self.factors: GradientFactors | None = None
+        """What the inner step multiplies gradients by; None: stock has done it before."""
+        self.step_count = 0
+        self._last_grad_norm = 0.0
+
+    @classmethod
+    def _build_model_gbuf_range(cls, param_and_grad_buffer: Any, bucket_index: int) -> dict:
+        """The parameters' parts in this rank's shard of a bucket (stock: equal shards)."""
+        bucket = param_and_grad_buffer.buckets[bucket_index]
+        start, stop = bucket.shard_bounds[param_and_grad_buffer.data_parallel_group.rank()]
+        shard = Range(bucket.offset + start, bucket.offset + stop)
+        param_map = cls._build_model_gbuf_param_range_map(
+            param_and_grad_buffer.param_index_map, shard, bucket.offset
+        )
+        return {"param_map": param_map}
+
+    def _build_model_and_main_param_groups(
+        self, gbuf_ranges: list, param_gbuf_map: dict, opt_group_ranges: list, config: Any
+    ) -> tuple:
+        """Stock's, for one chunk after the other (see `main_parameters`)."""
+        stock = super()._build_model_and_main_param_groups
+        return by_chunk(
+            lambda groups: stock(gbuf_ranges, param_gbuf_map, groups, config),
+            opt_group_ranges,
+            self.model_chunks,
+            mains_in_host=self._state_waits,
+        )
+
+    def get_grad_norm(self) -> Any:
+        """The norm over all ranks' shards; every rank must call."""
+        if self.factors is None:
+            self._last_grad_norm = super().get_grad_norm()
+        else:
+            group = self.get_grad_stats_parallel_group()
+            self._last_grad_norm = self.factors.find_norm(group)
+        return self._last_grad_norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Update this rank's shards and, unless deferred, gather all parameters."""
+        # ChainedOptimizer.step makes this comparison only on ranks that own parameters; the
+        # others would go on to the gather alone.
+        threshold = self.config.grad_norm_skip_threshold
+        if math.isfinite(threshold) and self._last_grad_norm > threshold:
+            return False
+        successful = super().step_with_ready_grads()
+        self.step_count += 1
+        return successful
+
+    # Shards, wherever a chunk keeps them.
+
+    def keep_in_host(
+        self, link: HostLink, *, optimizer_state: bool, on_change: Callable[[], None]
+    ) -> None:
+        """Step in the way of `host_state` from now on; before there is any other state."""
+        host_state = HostState(self, link, optimizer_state=optimizer_state, on_change=on_change)
+        self.host_state = host_state
+        self.optimizer.step = host_state.step
+
+    def update_in_one_pass(self, step: Callable[[], None], factors: GradientFactors) -> None:
+        """Step by `step`, which also writes the new parameters of 16 bits (see `shard_update`).
+
+        It multiplies gradients by `factors`, so stock must neither unscale nor clip them.
+        """
+        self.optimizer.step = step
+        self.copies_in_step = True
+        self.factors = factors
+        self.config = replace(self.config, clip_grad=0.0)
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        if self.factors is None:
+            return super()._unscale_main_grads_and_check_for_nan()
+        self.found_inf.copy_(self.factors.find_overflow(self.grad_scaler.inv_scale))
+        group = self.get_grad_stats_parallel_group()
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
+        return self.found_inf.item() > 0
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        if self.factors is not None:
+            self.factors.start()
+        for chunk, parameter, (start, stop), shard in self.owned_shards():
+            shard.grad = chunk.gradient_piece(parameter, start, stop).float()
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        # What is in `state_dict` has been loaded into the model; values that its type cannot hold
+        # are kept beside it.
+        for chunk, parameter, (start, stop), shard in self.owned_shards():
+            if parameter.dtype != torch.float32:
+                self.write(shard, chunk.read_parameter(parameter, start, stop))
+        take_exact(self)
+
+    def _copy_main_params_to_model_params(self) -> None:
+        if self.host_state is not None:  # which has done it already
+            return
+        for chunk in self.model_chunks:
+            if not self.copies_in_step:
+                self.copy_main_to_model(chunk)
+            elif chunk.shards is not None:
+                chunk.shards.mark_changed()
+
+    @torch.no_grad()
+    def copy_main_to_model(self, chunk: Any) -> None:
+        """Write a chunk's stepped main parameters to where its parameters are kept."""
+        for owner, parameter, (start, stop), shard in self.owned_shards():
+            if owner is chunk:
+                chunk.parameter_piece(parameter, start, stop).copy_(shard)
+        if chunk.shards is not None:
+            chunk.shards.mark_changed()
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A stepped tensor or one of its state; as a CPU tensor if it waits in the host."""
+        memory = self._memory_of(tensor)
+        return tensor.detach() if memory is None else memory.read(tensor.detach())
+
+    @torch.no_grad()
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Set a stepped tensor or one of its state, wherever it is now."""
+        memory = self._memory_of(tensor)
+        if memory is None:
+            tensor.detach().copy_(value.view_as(tensor))
+        else:
+            memory.write(tensor.detach(), value)
+
+    def _memory_of(self, tensor: torch.Tensor) -> HostBacked | None:
+        """What may wait in the host and has the tensor's storage."""
+        storage = tensor.untyped_storage()._cdata
+        sharded = [chunk.shards for chunk in self.model_chunks if chunk.shards is not None]
+        shards = [buffer.memory for each in sharded for buffer in each.parameters]
+        state = self.host_state.memories if self.host_state is not None else []
+        return next((m for m in (*shards, *state) if m and m.storage._cdata == storage), None)
+
+    def owned_shards(self) -> Iterator[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
+        """Chunk, model parameter, owned elements of it, and the tensor that is stepped."""
+        if self.is_stub_optimizer:
+            return
+        chunk_of = {p: chunk for chunk in self.model_chunks for p in chunk.params_with_grad}
+        for model_groups, shard_groups in (
+            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+            (self.model_fp32_groups, self.shard_fp32_groups),
+        ):
+            for model_group, shard_group in zip(model_groups, shard_groups, strict=True):
+                for parameter, shard in zip(model_group, shard_group, strict=True):
+                    owned = self._get_model_param_range_map(parameter)["param"]
+                    yield chunk_of[parameter], parameter, (owned.start, owned.end), shard
+
+    # Checkpoints.
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict | None = None,
+    ) -> dict:
+        """The state in the space of the model's parameters; see `checkpoint.saved_optimizer`."""
+        return saved_optimizer.sharded_state_dict(
+            self, model_sharded_state_dict, is_loading=is_loading, metadata=metadata or {}
+        )
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over what `dist_checkpointing.load` made of the request to load."""
+        saved_optimizer.load_state_dict(self, state_dict)
+        for chunk in self.model_chunks:
+            if chunk.shards is not None:
+                chunk.shards.mark_changed()
+
+    def state_dict(self) -> NoReturn:
+        """Refuse: a plain state dict cannot say which elements a rank owns."""
+        raise FlagError(
+            "The optimizer state cannot be saved",
+            [
+                Problem(
+                    where="--ckpt-format",
+                    found="a format without sharded tensors",
+                    expected="torch_dist",
+                    remedy="Use --ckpt-format torch_dist, Megatron's default.",
+                )
+            ],
+        )
+
+    def save_parameter_state(self, filename: str) -> NoReturn:
+        """Refuse, as `state_dict` does."""
+        self.state_dict()
+
+    def load_parameter_state(
+        self, filename: str, *, update_legacy_format: bool = False
+    ) -> NoReturn:
+        """Refuse, as `state_dict` does."""
+        self.state_dict()

@@ -1,0 +1,195 @@
+"""Training state that waits in host memory: fetched, stepped and sent back piece by piece.
+
+Adam's rule is the same for every element, so pieces of the chunks' shards can be stepped one after
+the other with the same result, and the state of two pieces at most is on the device: the one that
+is stepped and the one that is fetched meanwhile. Shards of parameters that wait in the host, too,
+come and go chunk by chunk.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
+from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, OwnedShard, StatePiece
+from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """What is stepped at once."""
+
+    chunk: Any
+    piece: StatePiece | None
+    """None: all of the chunk's shards, with their state on the device."""
+    needed: list[HostBacked]
+    """Memory that is in the host when the step begins."""
+    leaving: list[HostBacked]
+    """Of that, what is not needed by units behind this one."""
+
+
+class HostState:
+    """The host's part of what one rank's optimizer owns; made when the optimizer is.
+
+    Parameters that wait in the host are those that the list has offloaded when the step comes.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        link: HostLink,
+        *,
+        optimizer_state: bool,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`optimizer_state`: whether main parameters and moments wait in the host, too.
+
+        They are made there, chunk by chunk.
+
+        `on_change`: called within a step, whenever as much is on the device as there will be until
+        the next call.
+        """
+        self.optimizer = optimizer
+        self.on_change = on_change
+        self.inner = optimizer.optimizer
+        self._step_all = self.inner.step
+        self.chunks: list[Any] = list(optimizer.model_chunks)
+        self._shards: dict[int, list[OwnedShard]] = {id(chunk): [] for chunk in self.chunks}
+        group_of = {
+            id(shard): number
+            for number, group in enumerate(self.inner.param_groups)
+            for shard in group["params"]
+        }
+        for chunk, parameter, (start, _), shard in optimizer.owned_shards():
+            owned = OwnedShard(
+                parameter=parameter, start=start, tensor=shard, group=group_of[id(shard)]
+            )
+            self._shards[id(chunk)].append(owned)
+        self._state: dict[int, ChunkState] = {}
+        if optimizer_state:
+            self._state = {id(chunk): self._state_of(chunk, link) for chunk in self.chunks}
+        link.expect_state(self)
+
+    def _state_of(self, chunk: Any, link: HostLink) -> ChunkState:
+        with self._only(chunk):
+            return ChunkState(
+                self._shards[id(chunk)],
+                self.inner,
+                link,
+                allocate=partial(allocate_state, self.optimizer, device=link.device),
+            )
+
+    @property
+    def memories(self) -> list[HostBacked]:
+        """All optimizer state that waits in the host."""
+        return [memory for state in self._state.values() for memory in state.whole]
+
+    @property
+    def states(self) -> list[ChunkState]:
+        """Optimizer state in the host, by chunk; none where it stays on the device."""
+        return list(self._state.values())
+
+    @property
+    def num_elements(self) -> int:
+        """What a step changes."""
+        return sum(shard.tensor.numel() for shards in self._shards.values() for shard in shards)
+
+    def step(self) -> None:
+        """The inner optimizer's step, and the copy of new main parameters to the shards."""
+        # Fused optimizers count here, once per call, and not in groups that are empty then.
+        before = after = self._counts()
+        units = [unit for chunk in self.chunks for unit in self._units(chunk)]
+        for number, unit in enumerate(units):
+            if number:
+                # Before the next one comes, so that no three are there. While it leaves, this one
+                # is still coming: both directions of the link stay in use.
+                _let_go(units[number - 1].leaving)
+            for each in units[number : number + 2]:
+                for memory in each.needed:
+                    memory.start_back()
+            self.on_change()
+            for memory in unit.needed:
+                memory.wait_until_back()
+            self._count_from(before)
+            self._step(unit)
+            after = [max(counts) for counts in zip(after, self._counts(), strict=True)]
+            self._send(unit)
+        self._count_from(after)
+        _let_go(units[-1].leaving)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Optimizer state that is on the device to be stepped."""
+        pieces = [piece for state in self._state.values() for piece in state.pieces]
+        return sum(memory.storage.nbytes() for piece in pieces for memory in piece.memories)
+
+    def _units(self, chunk: Any) -> Iterator[_Unit]:
+        parameters = self._parameters_away(chunk)
+        state = self._state.get(id(chunk))
+        if state is None:
+            yield _Unit(chunk=chunk, piece=None, needed=parameters, leaving=parameters)
+            return
+        for piece in state.pieces:
+            leaving = parameters if piece is state.pieces[-1] else []
+            yield _Unit(
+                chunk=chunk,
+                piece=piece,
+                needed=[*parameters, *piece.memories],
+                leaving=[*leaving, *piece.memories],
+            )
+
+    def _step(self, unit: _Unit) -> None:
+        if unit.piece is None:
+            with self._only(unit.chunk):
+                self._step_all()
+            self.optimizer.copy_main_to_model(unit.chunk)
+            return
+        with unit.piece.alone(self.inner):
+            self._step_all()
+        unit.piece.copy_main_to(unit.chunk)
+        if unit.chunk.shards is not None:
+            unit.chunk.shards.mark_changed()
+
+    def _counts(self) -> list[int]:
+        """Steps that each group has counted, 0 where it counts none."""
+        return [group.get("step", 0) for group in self.inner.param_groups]
+
+    def _count_from(self, counts: list[int]) -> None:
+        for group, count in zip(self.inner.param_groups, counts, strict=True):
+            if "step" in group:
+                group["step"] = count
+
+    def _send(self, unit: _Unit) -> None:
+        for memory in unit.leaving:
+            memory.send()
+        if unit.chunk.shards is not None:
+            for buffer in unit.chunk.shards.parameters:
+                if buffer.memory in unit.leaving:
+                    buffer.changed = False
+
+    def _parameters_away(self, chunk: Any) -> list[HostBacked]:
+        """Shards of the chunk's parameters that are in the host now."""
+        buffers = chunk.shards.parameters if chunk.shards is not None else []
+        shards = [buffer.memory for buffer in buffers if buffer.in_shard]
+        return [m for m in shards if m is not None and m.is_away and m.num_bytes]
+
+    @contextmanager
+    def _only(self, chunk: Any) -> Iterator[None]:
+        """Within the block, the inner optimizer has the chunk's shards only."""
+        mine = {id(shard.tensor) for shard in self._shards[id(chunk)]}
+        groups = self.inner.param_groups
+        everything = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [shard for shard in group["params"] if id(shard) in mine]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters
+
+
+def _let_go(memories: list[HostBacked]) -> None:
+    for memory in memories:
+        memory.let_go(wait=True)

@@ -1,0 +1,121 @@
+"""Which code updates the shards: stock's Adam, or one pass over each shard (`kernels.adamw_shard`).
+
+Apex and Transformer Engine have fused updates of their own, which stay. Where stock falls back to
+torch's AdamW, the kernel does what that does (in plain torch to the bit, in Triton to a few units
+in the last place), unscales and clips the gradient, and writes the 16-bit shard that will be
+gathered, all in the same pass. One pass before it finds norm and overflow (`gradient_factors`).
+The state is torch's, so checkpoints do not change.
+"""
+
+from typing import Any, Literal
+
+import torch
+
+from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
+from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
+from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.kernels import AdamW, adamw_shard
+from zorse_megatron.kernels.dispatch import say_by_kind, why_not_triton
+
+Update = Literal["auto", "stock", "fused"]
+
+
+class ShardUpdate:
+    """Takes the place of the inner optimizer's `step`."""
+
+    def __init__(self, optimizer: Any, factors: GradientFactors) -> None:
+        """`optimizer`: an `UnevenDistributedOptimizer` over torch's Adam or AdamW."""
+        self.optimizer = optimizer
+        self.factors = factors
+        self.inner = optimizer.optimizer
+        self.decoupled = isinstance(self.inner, torch.optim.AdamW)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every shard that has a gradient, and the parameters that are kept in 16 bits."""
+        allocate_state(self.optimizer)
+        copies = self._copies()
+        for group in self.inner.param_groups:
+            for shard in group["params"]:
+                if shard.grad is not None:
+                    self._update(group, shard, copies.get(id(shard)))
+
+    def _update(
+        self, group: dict[str, Any], shard: torch.Tensor, copy: torch.Tensor | None
+    ) -> None:
+        assert shard.grad is not None
+        state = self.inner.state[shard]
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        numbers = AdamW(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=int(state["step"]),
+            decoupled=self.decoupled,
+        )
+        adamw_shard(
+            shard.view(-1),
+            state["exp_avg"].view(-1),
+            state["exp_avg_sq"].view(-1),
+            shard.grad.view(-1),
+            numbers,
+            inv_scale=self.factors.inv_scale,
+            clip=self.factors.clip,
+            copy=copy,
+        )
+
+    def _copies(self) -> dict[int, torch.Tensor]:
+        """Stepped tensor -> where its rounded copy belongs; none while `host_state` copies."""
+        if self.optimizer.host_state is not None:
+            return {}
+        return {
+            id(shard): chunk.parameter_piece(parameter, start, stop)
+            for chunk, parameter, (start, stop), shard in self.optimizer.owned_shards()
+            if parameter.dtype != torch.float32
+        }
+
+
+def choose_update(optimizer: Any, wanted: Update, device: torch.device) -> str:
+    """Set how an `UnevenDistributedOptimizer` updates, and return which and why, for people.
+
+    `auto`: fused where stock would use torch's Adam and the kernels run in Triton. Raises FlagError
+    for `fused` where Apex or Transformer Engine offer their own, or steps are counted on the GPU.
+    """
+    inner = optimizer.optimizer
+    by_torch = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+    can = by_torch and not any(group.get("capturable") for group in inner.param_groups)
+    if wanted == "fused" and not can:
+        raise _not_ours(type(inner))
+    name = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
+    if not can or wanted == "stock":
+        return f"shards are updated by {name}, as without a plan"
+    reason = why_not_triton(device)
+    if wanted == "auto" and reason is not None:
+        return f"shards are updated by {name}: one pass over each gains nothing in plain torch"
+    factors = GradientFactors(optimizer, device, clip_grad=optimizer.config.clip_grad)
+    optimizer.update_in_one_pass(ShardUpdate(optimizer, factors).step, factors)
+    return f"shards are updated in one pass each, in place of {name}"
+
+
+def say_update(lines: list[str], device: torch.device) -> None:
+    """Say it once, whatever the number of optimizers."""
+    for line in dict.fromkeys(lines):
+        say_by_kind(line, device)
+
+
+def _not_ours(found: type) -> FlagError:
+    return FlagError(
+        "The shards cannot be updated as the command says",
+        [
+            Problem(
+                where="--zorse-update",
+                found=f"fused, while the optimizer is {found.__module__}.{found.__name__}",
+                expected="fused only where Megatron would use torch's Adam, without "
+                "--optimizer-cuda-graph",
+                remedy="Leave the flag out: that optimizer has a fused update of its own.",
+            )
+        ],
+    )
