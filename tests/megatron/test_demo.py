@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.demo.jobs import Job, Progress, run_job
+from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
 from zorse_megatron.errors import RankFailure
 
 ITERATIONS = 6
@@ -30,10 +30,10 @@ def test_the_demo_runs(tmp_path: Path) -> None:
 
 
 def test_a_failed_job_shows_its_last_lines(tmp_path: Path) -> None:
-    job = Job(
+    job = DemoJob(
         name="plan", num_ranks=1, arguments=("--zorse-plan", "missing.json"), directory=tmp_path
     )
-    seen: list[Progress] = []
+    seen: list[DemoProgress] = []
     with pytest.raises(RankFailure) as failure:
         run_job(job, seen.append)
     assert seen == []

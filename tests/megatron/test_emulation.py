@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
-from zorse_megatron.emulate.run import System, emulator
-from zorse_megatron.emulate.tiny import Training
+from zorse_megatron.emulate.jobs.emulator import System, emulator
+from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
@@ -56,7 +56,7 @@ FULL = Recompute(mode="full")
 
 @pytest.fixture(scope="module")
 def lab():
-    training = Training(model=MODEL, global_batch_size=BATCH, iterations=2)
+    training = TinyTraining(model=MODEL, global_batch_size=BATCH, iterations=2)
     with emulator(INPUTS, training) as made:
         yield made
 

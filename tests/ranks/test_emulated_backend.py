@@ -7,11 +7,11 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.emulate.backend import BACKEND, register
-from zorse_megatron.emulate.link_model import LinkModel
-from zorse_megatron.emulate.rank_clock import RankClock
-from zorse_megatron.emulate.sizes import AsTheyAre
-from zorse_megatron.emulate.switchboard import call, conducted
+from zorse_megatron.emulate.clock.link_model import LinkModel
+from zorse_megatron.emulate.clock.rank_clock import RankClock
+from zorse_megatron.emulate.clock.switchboard import call, conducted
+from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
+from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.narrow_wire import Wire, reduce_scatter_narrow
 

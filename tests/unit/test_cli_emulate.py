@@ -15,7 +15,7 @@ from zorse_megatron.cli.main import app
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.cli.priced import priced
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.emulate.tiny import Training, training_flags
+from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.computing import computing_from_flags
@@ -140,7 +140,7 @@ def test_compare_prices_as_the_command_computes(tmp_path, monkeypatch, flags):
         seen.append(inputs)
         raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
 
-    monkeypatch.setattr("zorse_megatron.emulate.contestants.contestants", nobody)
+    monkeypatch.setattr("zorse_megatron.emulate.compare.contestants.contestants", nobody)
     run = runner_in(tmp_path, monkeypatch)
     usual = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0"]
     told = [usual, [*usual, *flags]]
@@ -171,7 +171,7 @@ def _prices(inputs):
     ],
 )
 def test_the_tiny_model_recomputes_as_the_real_one(recompute):
-    training = Training(
+    training = TinyTraining(
         model=MODELS["llama-1b"], global_batch_size=8, iterations=2, recompute=recompute
     )
     flags = [*training_flags(training, []), "--vocab-size", "256"]
@@ -187,7 +187,7 @@ def test_emulate_hands_on_what_is_recomputed(tmp_path, monkeypatch):
         raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
         yield
 
-    monkeypatch.setattr("zorse_megatron.emulate.run.emulator", emulator)
+    monkeypatch.setattr("zorse_megatron.emulate.jobs.emulator.emulator", emulator)
     run = runner_in(tmp_path, monkeypatch)
     run(*BASE[:4], "--", *FLAGS, "--recompute-activations")
     assert seen == [JobRecompute(mode="selective")]

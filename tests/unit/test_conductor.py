@@ -5,15 +5,15 @@ import itertools
 import pytest
 
 from tests.unit.fake_costs import FakeComm
-from zorse_megatron.emulate.conductor import Conductor
-from zorse_megatron.emulate.link_model import LinkModel
-from zorse_megatron.emulate.messages import (
+from zorse_megatron.emulate.clock.conductor import Conductor
+from zorse_megatron.emulate.clock.link_model import LinkModel
+from zorse_megatron.emulate.clock.messages import (
     Answer,
     Ask,
     Collective,
     Failure,
     Finish,
-    Post,
+    PostOperation,
     Transfer,
     Wait,
 )
@@ -34,8 +34,8 @@ def told(conductor):
 
 def test_a_message_is_answered_at_both_ends_when_it_has_arrived():
     job = conductor()
-    job.take(0, Post(now_s=1.0, name=LINE, operation=SAID))
-    job.take(1, Post(now_s=0.0, name=LINE, operation=READY))
+    job.take(0, PostOperation(now_s=1.0, name=LINE, operation=SAID))
+    job.take(1, PostOperation(now_s=0.0, name=LINE, operation=READY))
     job.take(1, Wait(now_s=0.0, name=LINE))
     assert told(job) == {}  # rank 0 is at 1 s and may yet share the link
     job.take(0, Wait(now_s=2.0, name=LINE))
@@ -47,8 +47,8 @@ def test_a_message_is_answered_at_both_ends_when_it_has_arrived():
 
 def test_who_asks_later_goes_on_at_once_and_at_its_own_time():
     job = conductor()
-    job.take(0, Post(now_s=0.0, name=LINE, operation=SAID))
-    job.take(1, Post(now_s=0.0, name=LINE, operation=READY))
+    job.take(0, PostOperation(now_s=0.0, name=LINE, operation=SAID))
+    job.take(1, PostOperation(now_s=0.0, name=LINE, operation=READY))
     job.take(0, Wait(now_s=9.0, name=LINE))
     assert told(job) == {}  # rank 1 is at 0 s
     job.take(1, Wait(now_s=0.0, name=LINE))
@@ -61,8 +61,8 @@ def test_who_asks_later_goes_on_at_once_and_at_its_own_time():
 @pytest.mark.parametrize(("asked_s", "is_done"), [(2.9, False), (3.0, True), (7.0, True)])
 def test_whether_it_is_done_by_now(asked_s, is_done):
     job = conductor()
-    job.take(0, Post(now_s=0.0, name=LINE, operation=SAID))
-    job.take(1, Post(now_s=0.0, name=LINE, operation=READY))
+    job.take(0, PostOperation(now_s=0.0, name=LINE, operation=SAID))
+    job.take(1, PostOperation(now_s=0.0, name=LINE, operation=READY))
     job.take(0, Ask(now_s=asked_s, name=LINE))
     job.take(1, Wait(now_s=0.0, name=LINE))
     answers = {}
@@ -78,13 +78,13 @@ def test_whether_it_is_done_by_now(asked_s, is_done):
 def test_the_order_of_requests_does_not_matter():
     """What two ranks say in their own order gives the same answers, however it is interleaved."""
     first = [
-        Post(now_s=1.0, name=LINE, operation=SAID),
-        Post(now_s=1.5, name=(("line", 1, 0), 0), operation=_back(None)),
+        PostOperation(now_s=1.0, name=LINE, operation=SAID),
+        PostOperation(now_s=1.5, name=(("line", 1, 0), 0), operation=_back(None)),
         Wait(now_s=2.0, name=LINE),
     ]
     second = [
-        Post(now_s=0.0, name=LINE, operation=READY),
-        Post(now_s=2.0, name=(("line", 1, 0), 0), operation=_back(10)),
+        PostOperation(now_s=0.0, name=LINE, operation=READY),
+        PostOperation(now_s=2.0, name=(("line", 1, 0), 0), operation=_back(10)),
         Wait(now_s=2.0, name=LINE),
     ]
     results = set()
@@ -127,7 +127,7 @@ def test_ranks_that_do_not_agree_are_told():
     job = conductor()
     for rank, size in ((0, 8), (1, 16)):
         operation = Collective(kind="all_reduce", ranks=(0, 1), part_bytes=(size,))
-        job.take(rank, Post(now_s=0.0, name=(("world",), 0), operation=operation))
+        job.take(rank, PostOperation(now_s=0.0, name=(("world",), 0), operation=operation))
         job.take(rank, Wait(now_s=0.0, name=(("world",), 0)))
     answers = told(job)
     assert set(answers) == {0, 1}

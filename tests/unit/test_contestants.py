@@ -9,19 +9,24 @@ import matplotlib.image
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute
-from zorse_megatron.emulate.comparison import Result, Row, aggregate_tokens_per_s, rows_of
-from zorse_megatron.emulate.contestants import (
+from zorse_megatron.emulate.compare.comparison import (
+    ComparisonRow,
+    Result,
+    aggregate_tokens_per_s,
+    rows_of,
+)
+from zorse_megatron.emulate.compare.comparison_report import HEADINGS, ComparisonReport
+from zorse_megatron.emulate.compare.contestants import (
     BEST_GPUS,
     OURS,
     STOCK,
     Contestant,
     contestants,
 )
-from zorse_megatron.emulate.report import HEADINGS, Report
-from zorse_megatron.emulate.run import EmulatedRun, System
-from zorse_megatron.emulate.self_test import SelfTest
-from zorse_megatron.emulate.stock_flags import flags_of_grid
-from zorse_megatron.emulate.tiny import HIDDEN_SIZE
+from zorse_megatron.emulate.jobs.emulator import EmulatedRun, System
+from zorse_megatron.emulate.jobs.self_test import SelfTest
+from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
+from zorse_megatron.emulate.jobs.tiny_model import HIDDEN_SIZE
 from zorse_megatron.planner.baselines.stock_best import stock_on_best
 from zorse_megatron.planner.baselines.stock_grids import Grid
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
@@ -135,7 +140,7 @@ def test_without_stock_there_is_no_speedup():
 
 
 def test_files(tmp_path):
-    report = Report.of(some_results(), make(CLUSTER), title="a < b", notes=("n & m",))
+    report = ComparisonReport.of(some_results(), make(CLUSTER), title="a < b", notes=("n & m",))
     names = [path.name for path in report.save(tmp_path / "made")]
     assert names == ["compare.json", "bars.png", "timeline.png", "compare.html"]
     rows = json.loads((tmp_path / "made" / "compare.json").read_text())
@@ -144,7 +149,7 @@ def test_files(tmp_path):
         "efficiency_of_aggregate, predicted_iteration_s, prediction_error, final_loss"
     )
     assert [", ".join(row) for row in rows] == [fields] * 4
-    assert Row(**rows[3]) == report.rows[3]
+    assert ComparisonRow(**rows[3]) == report.rows[3]
     page = (tmp_path / "made" / "compare.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "src=" not in re.sub(r'src="data:image', "", page)  # nothing is loaded from elsewhere
@@ -162,7 +167,7 @@ def test_files(tmp_path):
 
 
 def test_table_says_who_has_no_number():
-    report = Report.of(some_results(), make(CLUSTER), title="t", notes=())
+    report = ComparisonReport.of(some_results(), make(CLUSTER), title="t", notes=())
     cells = report.table()
     assert all(len(row) == len(HEADINGS) for row in cells)
     assert cells[0][2:7] == ("4 s", "8,192", "1.00 x", cells[0][5], "5 s (+25.0 %)")
@@ -172,7 +177,7 @@ def test_table_says_who_has_no_number():
 
 
 def test_pictures_show_the_work_of_both(tmp_path):
-    report = Report.of(some_results(), make(CLUSTER), title="t", notes=())
+    report = ComparisonReport.of(some_results(), make(CLUSTER), title="t", notes=())
     report.save(tmp_path)
     pixels = (matplotlib.image.imread(tmp_path / "timeline.png")[..., :3] * 255).round().astype(int)
     colours = {tuple(map(int, pixel)) for pixel in pixels.reshape(-1, 3)[::7]}

@@ -6,7 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from zorse_megatron.demo.compare import (
+from zorse_megatron.demo.jobs import DemoProgress, progress_in
+from zorse_megatron.demo.loss_comparison import (
     MAX_ABS_LOSS_DIFFERENCE,
     Comparison,
     DemoError,
@@ -15,7 +16,6 @@ from zorse_megatron.demo.compare import (
     read_run,
     rows_to_show,
 )
-from zorse_megatron.demo.jobs import Progress, progress_in
 from zorse_megatron.demo.model import demo_plan, training_flags
 from zorse_megatron.demo.report import loss_table, write_json
 from zorse_megatron.schedules.lower import lower_plan
@@ -88,7 +88,7 @@ def test_flags_have_what_the_comparison_needs(tmp_path):
 
 
 def test_progress_is_read_from_stock_lines():
-    assert progress_in(LINE) == Progress(iteration=12, num_iterations=40, loss=3.526924)
+    assert progress_in(LINE) == DemoProgress(iteration=12, num_iterations=40, loss=3.526924)
     assert progress_in("zorse: plan 0123456789abcdef: 5 ranks") is None
     assert progress_in(VALIDATION) is None
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from zorse_megatron.emulate.host_copies import HostCopies
+from zorse_megatron.emulate.on_ranks.host_copies import HostCopies
 
 
 class Clock:

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.unit.fake_costs import FakeComm, node_links
-from zorse_megatron.emulate.link_clock import LinkClock
-from zorse_megatron.emulate.link_model import LinkModel
-from zorse_megatron.emulate.messages import Collective, Transfer
+from zorse_megatron.emulate.clock.link_clock import LinkClock
+from zorse_megatron.emulate.clock.link_model import LinkModel
+from zorse_megatron.emulate.clock.messages import Collective, Transfer
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
 LATENCY_S = 0.25

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.unit.fake_costs import FakeMemory
-from zorse_megatron.emulate.memory_cap import MemoryCap
+from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
 
 # A chunk of 100 parameters, of which the rank owns 25; they are whole, its gradients are not there.
 WHOLE, OWNED = 100, 25

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.priced import priced
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.emulate import contestants as contestants_module
-from zorse_megatron.emulate.contestants import BEST_GPUS, STOCK, Contestant, contestants
+from zorse_megatron.emulate.compare import contestants as contestants_module
+from zorse_megatron.emulate.compare.contestants import BEST_GPUS, STOCK, Contestant, contestants
 from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best, subsets
 from zorse_megatron.planner.baselines.stock_grids import grids, plan_of_grid, stages_of
 from zorse_megatron.planner.errors import NoPlanError

@@ -42,9 +42,9 @@ from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
 if TYPE_CHECKING:
-    from zorse_megatron.emulate.comparison import Result
-    from zorse_megatron.emulate.contestants import Contestant
-    from zorse_megatron.emulate.report import Report
+    from zorse_megatron.emulate.compare.comparison import Result
+    from zorse_megatron.emulate.compare.comparison_report import ComparisonReport
+    from zorse_megatron.emulate.compare.contestants import Contestant
     from zorse_megatron.planner.inputs.search_inputs import Inputs
     from zorse_megatron.simulate.perturb import Perturbation
 
@@ -95,7 +95,7 @@ def compare(  # noqa: PLR0917
             report = _compared(machines, workload, known, perturbation, iterations, quick, tell)
         written, lost = _saved(report, out)
     if as_json:
-        from zorse_megatron.emulate.comparison import as_json as plain
+        from zorse_megatron.emulate.compare.comparison import as_json as plain
 
         answer = {"ok": True, "rows": plain(report.rows), "written": list(map(str, written))}
         print_json(answer | failure_as_json(lost))
@@ -107,7 +107,7 @@ def compare(  # noqa: PLR0917
         raise typer.Exit(1)
 
 
-def _saved(report: "Report", out: Path) -> tuple[Sequence[Path], NotWritten | None]:
+def _saved(report: "ComparisonReport", out: Path) -> tuple[Sequence[Path], NotWritten | None]:
     """Write the files; what was measured is shown also where they cannot be written."""
     try:
         return report.save(out), None
@@ -123,9 +123,9 @@ def _compared(  # noqa: PLR0917
     iterations: int,
     quick: bool,
     tell: Callable[[str], None],
-) -> "Report":
-    from zorse_megatron.emulate.contestants import contestants
-    from zorse_megatron.emulate.report import Report
+) -> "ComparisonReport":
+    from zorse_megatron.emulate.compare.comparison_report import ComparisonReport
+    from zorse_megatron.emulate.compare.contestants import contestants
     from zorse_megatron.planner.inputs.search_inputs import make_inputs
 
     assert workload.dtype is not None and workload.global_batch_size is not None
@@ -144,7 +144,7 @@ def _compared(  # noqa: PLR0917
         f"GPUs, {inputs.global_batch_size} samples of {inputs.sequence_length} tokens"
     )
     notes = (NOTE.removeprefix("note: "), *inputs.notes, *workload.notes)
-    return Report.of(results, inputs, title=title, notes=notes)
+    return ComparisonReport.of(results, inputs, title=title, notes=notes)
 
 
 def _trained(  # noqa: PLR0917
@@ -156,11 +156,11 @@ def _trained(  # noqa: PLR0917
     tell: Callable[[str], None],
 ) -> list["Result"]:
     """Train everybody from the same weights, on the same data."""
-    from zorse_megatron.emulate.comparison import Result
-    from zorse_megatron.emulate.run import emulator
-    from zorse_megatron.emulate.tiny import Training
+    from zorse_megatron.emulate.compare.comparison import Result
+    from zorse_megatron.emulate.jobs.emulator import emulator
+    from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 
-    training = Training(
+    training = TinyTraining(
         model=workload.model,
         global_batch_size=inputs.global_batch_size,
         iterations=iterations,
@@ -186,15 +186,15 @@ def _refuse(cluster: Cluster, out: Path) -> None:
                 remedy="Describe a smaller cluster of the same kinds.",
             )
         )
-    from zorse_megatron.emulate.report import FILES
+    from zorse_megatron.emulate.compare.comparison_report import FILES
 
     problems += folder_problems("--out", out, FILES)
     if problems:
         raise CommandError("the comparison cannot be made", problems)
 
 
-def _print(report: "Report", written: Sequence[Path]) -> None:
-    from zorse_megatron.emulate.report import HEADINGS
+def _print(report: "ComparisonReport", written: Sequence[Path]) -> None:
+    from zorse_megatron.emulate.compare.comparison_report import HEADINGS
 
     print_plain(report.title)
     rows = report.table()

@@ -44,7 +44,7 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
 
 if TYPE_CHECKING:
-    from zorse_megatron.emulate.run import EmulatedRun
+    from zorse_megatron.emulate.jobs.emulator import EmulatedRun
     from zorse_megatron.simulate.result import SimulationResult
 
 MAX_RANKS = 32
@@ -115,10 +115,10 @@ def _run(  # noqa: PLR0917
     dilation: float | None,
     tell: Callable[[str], None],
 ) -> "EmulatedRun":
-    from zorse_megatron.emulate.run import System, emulator
-    from zorse_megatron.emulate.tiny import Training
+    from zorse_megatron.emulate.jobs.emulator import System, emulator
+    from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 
-    training = Training(
+    training = TinyTraining(
         model=prices.workload.model,
         global_batch_size=plan.global_batch_size,
         iterations=iterations,

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from zorse_megatron.demo.compare import Comparison, Run, read_run
-from zorse_megatron.demo.jobs import Job, Progress, run_job
+from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
+from zorse_megatron.demo.loss_comparison import Comparison, Run, read_run
 from zorse_megatron.demo.model import MIN_ITERATIONS, TRAIN_ITERATIONS, demo_plan, training_flags
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.demo.report import (
@@ -117,19 +117,21 @@ def _metrics(output: Path, name: str) -> Path:
     return output / f"{name}.metrics.jsonl"
 
 
-def _read(output: Path, job: Job, num_iterations: int) -> Run:
+def _read(output: Path, job: DemoJob, num_iterations: int) -> Run:
     return read_run(_metrics(output, job.name), job.log, num_iterations=num_iterations)
 
 
-def _job(output: Path, name: str, num_ranks: int, arguments: list[str]) -> Job:
+def _job(output: Path, name: str, num_ranks: int, arguments: list[str]) -> DemoJob:
     metrics = ("--zorse-metrics", str(_metrics(output, name)))
-    return Job(name=name, num_ranks=num_ranks, arguments=(*arguments, *metrics), directory=output)
+    return DemoJob(
+        name=name, num_ranks=num_ranks, arguments=(*arguments, *metrics), directory=output
+    )
 
 
-def _run(job: Job, console: Console) -> float:
+def _run(job: DemoJob, console: Console) -> float:
     with console.status(f"{job.name}: starting ...") as status:
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: DemoProgress) -> None:
             line = (
                 f"{job.name}: iteration {progress.iteration}/{progress.num_iterations}, "
                 f"loss {progress.loss:.4f}"

@@ -26,7 +26,7 @@ _ITERATION = re.compile(r" iteration +(\d+)/ *(\d+) \|.* lm loss: ([-+.\dEe]+) \
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class DemoJob:
     """One training job on this machine."""
 
     name: str
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class DemoProgress:
     """What a line of the log says about the iteration that has ended."""
 
     iteration: int
@@ -64,15 +64,15 @@ class Progress:
     loss: float
 
 
-def progress_in(line: str) -> Progress | None:
+def progress_in(line: str) -> DemoProgress | None:
     """Read stock's log line of an iteration; None for any other line."""
     match = _ITERATION.search(line)
     if match is None:
         return None
-    return Progress(iteration=int(match[1]), num_iterations=int(match[2]), loss=float(match[3]))
+    return DemoProgress(iteration=int(match[1]), num_iterations=int(match[2]), loss=float(match[3]))
 
 
-def run_job(job: Job, tell: Callable[[Progress], None]) -> float:
+def run_job(job: DemoJob, tell: Callable[[DemoProgress], None]) -> float:
     """Run a job to its end and return its duration in seconds.
 
     Raises RankFailure with the job's last lines when it fails or exceeds its time limit.
@@ -102,7 +102,9 @@ def run_job(job: Job, tell: Callable[[Progress], None]) -> float:
     return duration_s
 
 
-def _follow(process: subprocess.Popen[str], job: Job, tell: Callable[[Progress], None]) -> None:
+def _follow(
+    process: subprocess.Popen[str], job: DemoJob, tell: Callable[[DemoProgress], None]
+) -> None:
     assert process.stdout is not None
     with job.log.open("w", encoding="utf-8") as log:
         log.write(f"$ {shlex.join(job.command)}\n")
@@ -137,7 +139,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def _failure(job: Job, status: int, duration_s: float) -> RankFailure:
+def _failure(job: DemoJob, status: int, duration_s: float) -> RankFailure:
     return RankFailure(
         f"The job {job.name!r} failed",
         [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from zorse_megatron.demo.compare import (
+from zorse_megatron.demo.loss_comparison import (
     MAX_ABS_LOSS_DIFFERENCE,
     MAX_RELATIVE_GRAD_NORM_DIFFERENCE,
     Comparison,

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zorse_megatron.emulate.contestants import BEST_GPUS, STOCK, Contestant
-from zorse_megatron.emulate.run import EmulatedRun
+from zorse_megatron.emulate.compare.contestants import BEST_GPUS, STOCK, Contestant
+from zorse_megatron.emulate.jobs.emulator import EmulatedRun
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One system; None where it has no such number."""
 
     system: str
@@ -43,7 +43,7 @@ class Result:
         return "out of memory" if self.run.out_of_memory else ""
 
 
-def rows_of(results: Sequence[Result], inputs: Inputs) -> list[Row]:
+def rows_of(results: Sequence[Result], inputs: Inputs) -> list[ComparisonRow]:
     """Compute the rows, in the order of the results."""
     tokens = inputs.global_batch_size * inputs.sequence_length
     alone = aggregate_tokens_per_s(inputs)
@@ -60,7 +60,7 @@ def aggregate_tokens_per_s(inputs: Inputs) -> float:
     return inputs.sequence_length * sum(_samples_per_s(inputs, kind) for kind in inputs.kinds)
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[ComparisonRow]) -> list[dict[str, Any]]:
     """Rows as plain values."""
     return [asdict(row) for row in rows]
 
@@ -86,10 +86,10 @@ def _measured_s(result: Result) -> float | None:
     return result.run.iteration_s
 
 
-def _row(result: Result, *, tokens: float, alone: float, stock_s: float | None) -> Row:
+def _row(result: Result, *, tokens: float, alone: float, stock_s: float | None) -> ComparisonRow:
     contestant, run, measured_s = result.contestant, result.run, _measured_s(result)
     predicted_s = contestant.predicted_s
-    nothing = Row(
+    nothing = ComparisonRow(
         system=contestant.name,
         layout=contestant.layout,
         valid=run is not None and run.self_test.is_valid,

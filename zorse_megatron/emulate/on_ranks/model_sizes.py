@@ -40,7 +40,7 @@ class _Scale:
 
 
 class ModelSizes:
-    """`sizes.Sizes` for one rank of a training run."""
+    """`TensorSizes` for one rank of a training run."""
 
     def __init__(self, memory: MemoryCost, *, sequence_length: int, hidden_size: int) -> None:
         """`sequence_length`, `hidden_size`: of the tiny model."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from zorse_megatron.emulate.run import System
-from zorse_megatron.emulate.stock_flags import flags_of_grid
+from zorse_megatron.emulate.jobs.emulator import System
+from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
 from zorse_megatron.errors import PlanError
 from zorse_megatron.planner.baselines.stock_best import Stock, stock_on_all, stock_on_best
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
-from zorse_megatron.emulate.host_copies import HostCopies
+from zorse_megatron.emulate.on_ranks.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.model.model_parts import ModelParts
-    from zorse_megatron.emulate.model_sizes import ModelSizes
+    from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 
 _MOMENTS_BYTES = 8
 """Adam's two, in float32."""

@@ -1,4 +1,4 @@
-"""One rank of the self-test: `python -m zorse_megatron.emulate.self_test_main`."""
+"""One rank of the self-test: `python -m zorse_megatron.emulate.on_ranks.self_test_main`."""
 
 import atexit
 import json
@@ -7,17 +7,17 @@ import os
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.emulate.backend import BACKEND, register
-from zorse_megatron.emulate.job import current_job
-from zorse_megatron.emulate.rank_clock import RankClock
-from zorse_megatron.emulate.self_test import (
+from zorse_megatron.emulate.clock.rank_clock import RankClock
+from zorse_megatron.emulate.clock.switchboard import call
+from zorse_megatron.emulate.jobs.emulated_job import current_job
+from zorse_megatron.emulate.jobs.self_test import (
     COMPUTE_S,
     LARGE_ELEMENTS,
     NUM_MESSAGES,
     SMALL_ELEMENTS,
 )
-from zorse_megatron.emulate.sizes import AsTheyAre
-from zorse_megatron.emulate.switchboard import call
+from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
+from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
 
 
 def run_schedule(clock: RankClock) -> float:

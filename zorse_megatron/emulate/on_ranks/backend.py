@@ -4,7 +4,7 @@ Payloads travel at once over gloo. To the rank that waits, an operation is done 
 links say so; asynchronous operations stay asynchronous. Until the rank's clock runs, groups are
 plain gloo.
 
-What an operation costs is asked of its tensors through `Sizes`, because a tiny model stands for a
+What an operation costs is asked of its tensors through `TensorSizes`, as a tiny model stands for a
 large one.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.emulate.messages import Collective, CollectiveKind, Name, Transfer
-from zorse_megatron.emulate.rank_clock import RankClock
-from zorse_megatron.emulate.sizes import Sizes
+from zorse_megatron.emulate.clock.messages import Collective, CollectiveKind, Name, Transfer
+from zorse_megatron.emulate.clock.rank_clock import RankClock
+from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.runtime.collectives import OperationKind
 
 BACKEND = "emulated"
@@ -77,7 +77,7 @@ class EmulatedGroup(dist.ProcessGroup):
         ranks: Sequence[int],
         label: str,
         clock: RankClock,
-        sizes: Sizes,
+        sizes: TensorSizes,
     ) -> None:
         """`payload`: the gloo group of the same ranks. `label`: the same on all of them."""
         super().__init__(payload.rank(), payload.size())  # type: ignore[call-arg]
@@ -272,7 +272,7 @@ def _plain(method: str) -> Callable[..., Any]:
 _add_methods()
 
 
-def register(clock: RankClock, sizes: Sizes) -> None:
+def register(clock: RankClock, sizes: TensorSizes) -> None:
     """Make the backend known to torch in this process; `init_process_group("emulated")` uses it."""
 
     def create(options: Any, _: Any) -> EmulatedGroup:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.emulate.comparison import Result, Row, as_json, rows_of
-from zorse_megatron.emulate.contestants import OURS
+from zorse_megatron.emulate.compare.comparison import ComparisonRow, Result, as_json, rows_of
+from zorse_megatron.emulate.compare.contestants import OURS
 from zorse_megatron.files.write import write_text
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.plots.contest import Bar, Panel, draw_bars, draw_panels
 
 FILES = ("compare.json", "bars.png", "timeline.png", "compare.html")
-"""What `Report.save` writes; no timeline where nothing ran."""
+"""What `ComparisonReport.save` writes; no timeline where nothing ran."""
 HEADINGS = (
     "System",
     "Layout",
@@ -34,18 +34,18 @@ _STYLE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ComparisonReport:
     """Everything that is written and printed."""
 
     title: str
     results: tuple[Result, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     notes: tuple[str, ...]
 
     @classmethod
     def of(
         cls, results: Sequence[Result], inputs: Inputs, *, title: str, notes: Sequence[str]
-    ) -> "Report":
+    ) -> "ComparisonReport":
         """Compute the rows; each self-test, and who ran out of memory where, becomes a note."""
         runs = {r.contestant.name: r.run for r in results if r.run is not None}
         tests = {str(run.self_test): name for name, run in runs.items()}
@@ -127,7 +127,7 @@ def _panel(result: Result) -> Panel:
     )
 
 
-def _cells(row: Row, outcome: str) -> tuple[str, ...]:
+def _cells(row: ComparisonRow, outcome: str) -> tuple[str, ...]:
     if row.iteration_s_median is None:
         return (row.system, row.layout, outcome or "-", *["-"] * (len(HEADINGS) - 3))
     simulated = _said(row.predicted_iteration_s, "{:.4g} s")

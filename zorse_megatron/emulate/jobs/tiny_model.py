@@ -17,7 +17,7 @@ _TIMEOUT_MINUTES = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TinyTraining:
     """What is trained, and for how long."""
 
     model: ModelShape
@@ -29,7 +29,7 @@ class Training:
     seed: int = 1234
 
 
-def training_flags(training: Training, data: Sequence[str]) -> list[str]:
+def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
     """Megatron's flags of a GPT with the real one's layers and ties, and little width.
 
     fp32 without dropout, so that layouts differ by the order of summation only; but for groups of a

@@ -1,4 +1,4 @@
-"""One rank of an emulated job: `python -m zorse_megatron.emulate.rank_main`.
+"""One rank of an emulated job: `python -m zorse_megatron.emulate.on_ranks.rank_main`.
 
 Takes the arguments of `zorse_megatron.pretrain`, and trains as that does, on the emulated clock.
 """
@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zorse_megatron import pretrain
-from zorse_megatron.emulate.job import EmulatedJob, current_job
+from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob, current_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,14 +29,14 @@ def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]"
     cpu_mode.enable()
     from zorse_megatron.adapter.emulation_hooks import emulation_hooks
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.emulate.backend import register
-    from zorse_megatron.emulate.host_link import EmulatedHostLink
-    from zorse_megatron.emulate.memory_cap import MemoryCap
-    from zorse_megatron.emulate.model_sizes import ModelSizes
-    from zorse_megatron.emulate.pacer import Pacer
-    from zorse_megatron.emulate.rank_clock import RankClock
-    from zorse_megatron.emulate.seams import seam_hooks
-    from zorse_megatron.emulate.switchboard import call
+    from zorse_megatron.emulate.clock.rank_clock import RankClock
+    from zorse_megatron.emulate.clock.switchboard import call
+    from zorse_megatron.emulate.on_ranks.backend import register
+    from zorse_megatron.emulate.on_ranks.emulated_host_link import EmulatedHostLink
+    from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
+    from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
+    from zorse_megatron.emulate.on_ranks.pacer import Pacer
+    from zorse_megatron.emulate.on_ranks.torch_hooks import seam_hooks
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)

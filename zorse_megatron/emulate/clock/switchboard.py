@@ -8,9 +8,9 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.emulate.conductor import Conductor
-from zorse_megatron.emulate.link_model import LinkModel
-from zorse_megatron.emulate.messages import Finish, Request
+from zorse_megatron.emulate.clock.conductor import Conductor
+from zorse_megatron.emulate.clock.link_model import LinkModel
+from zorse_megatron.emulate.clock.messages import Finish, Request
 
 _CLOSE = -1
 """In place of a rank: whoever runs the switchboard wants it to end."""

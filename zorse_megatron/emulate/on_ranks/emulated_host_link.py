@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.emulate.host_copies import HostCopies, HostCopy
-from zorse_megatron.emulate.pacer import Pacer
+from zorse_megatron.emulate.on_ranks.host_copies import HostCopies, HostCopy
+from zorse_megatron.emulate.on_ranks.pacer import Pacer
 from zorse_megatron.runtime.host_memory import HostBacked, HostLink
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.emulate.link_model import LinkModel
-from zorse_megatron.emulate.messages import Collective
+from zorse_megatron.emulate.clock.link_model import LinkModel
+from zorse_megatron.emulate.clock.messages import Collective
 
 COMPUTE_S = 0.005
 NUM_MESSAGES = 4

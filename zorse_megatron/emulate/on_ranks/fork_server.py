@@ -3,7 +3,7 @@
 Importing Megatron takes seconds and hundreds of megabytes; a forked rank starts in milliseconds and
 shares the pages of its parent. Speaks JSON lines: one job on stdin, one answer on stdout; ends when
 stdin closes. It stays single-threaded, because a fork copies locks that other threads hold and not
-the threads. Started by `ranks.RankServer`.
+the threads. Started by `rank_server.RankServer`.
 """
 
 import atexit
@@ -35,20 +35,19 @@ def preload() -> None:
     from zorse_megatron.adapter.cpu import cpu_mode
 
     cpu_mode.enable()
-    # Stock imports these two in every run.
-    import megatron.core.models.mimo
-    import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
+    from zorse_megatron.adapter.preload import import_late_modules_of_stock
 
+    import_late_modules_of_stock()
     # What a rank imports late, once it has its plan and its flags.
     import zorse_megatron.adapter.emulation_hooks
     import zorse_megatron.adapter.gpt_entry
     import zorse_megatron.adapter.recording.metrics
     import zorse_megatron.adapter.training
-    import zorse_megatron.emulate.host_link
-    import zorse_megatron.emulate.memory_cap
-    import zorse_megatron.emulate.model_sizes
-    import zorse_megatron.emulate.seams
-    import zorse_megatron.emulate.switchboard
+    import zorse_megatron.emulate.clock.switchboard
+    import zorse_megatron.emulate.on_ranks.emulated_host_link
+    import zorse_megatron.emulate.on_ranks.memory_cap
+    import zorse_megatron.emulate.on_ranks.model_sizes
+    import zorse_megatron.emulate.on_ranks.torch_hooks
     import zorse_megatron.pretrain  # noqa: F401
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from zorse_megatron.emulate.job import VARIABLE
+from zorse_megatron.emulate.jobs.emulated_job import VARIABLE
 from zorse_megatron.errors import Problem, RankFailure
 
 _START_TIMEOUT_S = 180.0
@@ -63,7 +63,7 @@ class RankServer:
     def __init__(self) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the server)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "zorse_megatron.emulate.fork_server"],
+            [sys.executable, "-m", "zorse_megatron.emulate.on_ranks.fork_server"],
             env=_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -92,7 +92,7 @@ class RankServer:
         job_file: Path,
         directory: Path,
         timeout_s: float,
-        entry: str = "zorse_megatron.emulate.rank_main",
+        entry: str = "zorse_megatron.emulate.on_ranks.rank_main",
     ) -> Ended:
         """Run the ranks of a job to their end. `argv`: what the module `entry` is given."""
         job = {
@@ -131,7 +131,7 @@ class RankServer:
         self._log.seek(0)
         lines = self._log.read().splitlines()[-_TAIL_LINES:]
         problem = Problem(
-            where="zorse_megatron.emulate.fork_server",
+            where="zorse_megatron.emulate.on_ranks.fork_server",
             found=f"no answer within {timeout_s:.0f} s",
             expected="one line of JSON",
             remedy="Its last lines:\n" + "\n".join(lines),

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.costs.interface import DtypeCosts
-from zorse_megatron.emulate.job import EmulatedJob
-from zorse_megatron.emulate.link_model import LinkModel
-from zorse_megatron.emulate.ranks import Ended, RankServer
-from zorse_megatron.emulate.self_test import SelfTest, self_test_of
-from zorse_megatron.emulate.switchboard import conducted
-from zorse_megatron.emulate.tiny import (
+from zorse_megatron.emulate.clock.link_model import LinkModel
+from zorse_megatron.emulate.clock.switchboard import conducted
+from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob
+from zorse_megatron.emulate.jobs.rank_server import Ended, RankServer
+from zorse_megatron.emulate.jobs.self_test import SelfTest, self_test_of
+from zorse_megatron.emulate.jobs.tiny_model import (
     HIDDEN_SIZE,
     SEQUENCE_LENGTH,
-    Training,
+    TinyTraining,
     plan_for_tiny,
     training_flags,
 )
@@ -80,7 +80,7 @@ class Emulator:
     """Runs several jobs on one emulated cluster; use `emulator` to make one."""
 
     inputs: Inputs
-    training: Training
+    training: TinyTraining
     directory: Path
     server: RankServer
     perturbation: Perturbation = NO_PERTURBATION
@@ -121,7 +121,7 @@ class Emulator:
     def self_test(self, gpus: Sequence[int]) -> SelfTest:
         """Let the ranks run a schedule whose duration is known. Raises RankFailure."""
         with self._job(gpus) as job:
-            ended = self._start(job, [], entry="zorse_megatron.emulate.self_test_main")
+            ended = self._start(job, [], entry="zorse_megatron.emulate.on_ranks.self_test_main")
             if not ended.succeeded:
                 raise ended.failure()
             reports = [job.report(rank) for rank in range(len(gpus))]
@@ -136,7 +136,7 @@ class Emulator:
             job_file=prefix,
             directory=self.directory,
             timeout_s=_TEST_TIMEOUT_S,
-            entry="zorse_megatron.emulate.corpus_main",
+            entry="zorse_megatron.emulate.on_ranks.corpus_main",
         )
         if not ended.succeeded:
             raise ended.failure()
@@ -219,7 +219,7 @@ class Emulator:
 @contextlib.contextmanager
 def emulator(
     inputs: Inputs,
-    training: Training,
+    training: TinyTraining,
     *,
     perturbation: Perturbation = NO_PERTURBATION,
     dilation: float | None = None,

@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zorse_megatron.adapter.model.model_parts import ModelParts
 from zorse_megatron.costs.interface import ComputeCost, RecomputeMode
-from zorse_megatron.emulate.host_copies import HostCopies
-from zorse_megatron.emulate.memory_cap import MemoryCap
-from zorse_megatron.emulate.model_sizes import ModelSizes
-from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.emulate.clock.rank_clock import RankClock
+from zorse_megatron.emulate.on_ranks.host_copies import HostCopies
+from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
+from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 from zorse_megatron.simulate.perturb import Perturbation
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.emulate.rank_clock import RankClock
+from zorse_megatron.emulate.clock.rank_clock import RankClock
 from zorse_megatron.runtime.host_memory import HostBacked
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedules.shards import state_pieces
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zorse_megatron.adapter.model.model_parts import ModelParts
     from zorse_megatron.adapter.optimizer.host_state import HostState
     from zorse_megatron.adapter.optimizer.state_pieces import OwnedShard
-    from zorse_megatron.emulate.model_sizes import ModelSizes
+    from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ Operation = Transfer | Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
+class PostOperation:
     """A rank takes part in an operation from now on, and goes on with its own work."""
 
     now_s: float
@@ -68,7 +68,7 @@ class Finish:
     """A rank ends; nobody needs to wait for it any more."""
 
 
-Request = Post | Wait | Ask | Finish
+Request = PostOperation | Wait | Ask | Finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from zorse_megatron.emulate.messages import Name, Stream
+from zorse_megatron.emulate.clock.messages import Name, Stream
 from zorse_megatron.simulate.network import Network
 from zorse_megatron.simulate.routes import Work
 
@@ -36,7 +36,7 @@ class _Pending:
 
 
 @dataclass(kw_only=True)
-class Moment:
+class ClockStep:
     """What has happened at one time."""
 
     time_s: float
@@ -72,10 +72,10 @@ class LinkClock:
         """Have `token` in the moment `at_s`, behind everything else of that moment."""
         self._push(at_s, _Kind.ALARM, token)
 
-    def step(self) -> Moment:
+    def step(self) -> ClockStep:
         """Go to the next moment at which something happens, and handle all of it."""
         self.now_s = self.next_s
-        moment = Moment(time_s=self.now_s)
+        moment = ClockStep(time_s=self.now_s)
         while self._heap and self._heap[0][0] == self.now_s:
             _, kind, _, what = heapq.heappop(self._heap)
             self._handle(kind, what, moment)
@@ -88,7 +88,7 @@ class LinkClock:
             raise ValueError(f"found {what} at {at_s} s; expected nothing before {self.now_s} s")
         heapq.heappush(self._heap, (at_s, kind, next(self._order), what))
 
-    def _handle(self, kind: _Kind, what: Any, moment: Moment) -> None:
+    def _handle(self, kind: _Kind, what: Any, moment: ClockStep) -> None:
         """`what`: (bundle, version) of a flow's end, else the operation's name or the token."""
         if kind is _Kind.FLOW_END:
             bundle, version = what

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 
-class Sizes(Protocol):
+class TensorSizes(Protocol):
     """How many bytes a tensor stands for in the emulated job."""
 
     def message_bytes(self, tensor: torch.Tensor) -> int:
@@ -20,7 +20,7 @@ class Sizes(Protocol):
 
 
 class AsTheyAre:
-    """`Sizes` where tensors stand for themselves."""
+    """`TensorSizes` where tensors stand for themselves."""
 
     def message_bytes(self, tensor: torch.Tensor) -> int:
         return tensor.nbytes

@@ -6,7 +6,7 @@ from typing import Any
 
 from zorse_megatron.adapter.patches import emulation
 from zorse_megatron.adapter.patches.rebind import Replacements
-from zorse_megatron.emulate.backend import BACKEND, WRAPPED
+from zorse_megatron.emulate.on_ranks.backend import BACKEND, WRAPPED
 
 
 def seam_hooks() -> Replacements:

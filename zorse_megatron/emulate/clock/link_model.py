@@ -7,7 +7,7 @@ out what schedule, order, overlap and runtime make of them.
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.emulate.messages import Collective, Operation, Transfer
+from zorse_megatron.emulate.clock.messages import Collective, Operation, Transfer
 from zorse_megatron.simulate.routes import Routes, Work
 
 

@@ -11,16 +11,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from zorse_megatron.emulate.link_clock import LinkClock
-from zorse_megatron.emulate.link_model import LinkModel
-from zorse_megatron.emulate.messages import (
+from zorse_megatron.emulate.clock.link_clock import LinkClock
+from zorse_megatron.emulate.clock.link_model import LinkModel
+from zorse_megatron.emulate.clock.messages import (
     Answer,
     Collective,
     Failure,
     Finish,
     Name,
     Operation,
-    Post,
+    PostOperation,
     Request,
     Transfer,
     Wait,
@@ -58,7 +58,7 @@ class Conductor:
     def take(self, rank: int, request: Request) -> None:
         """Note a request of a rank. Mistakes in it become the answer to everybody."""
         state = self.ranks[rank]
-        if isinstance(request, Post):
+        if isinstance(request, PostOperation):
             state.earliest_s = max(state.earliest_s, request.now_s)
             self._post(request)
         elif isinstance(request, Finish):
@@ -122,7 +122,7 @@ class Conductor:
         for rank in members:
             self.ranks[rank].done.append(name)
 
-    def _post(self, request: Post) -> None:
+    def _post(self, request: PostOperation) -> None:
         known = self._operations.setdefault(request.name, request.operation)
         if isinstance(known, Collective) and known != request.operation:
             self._failure = Failure(

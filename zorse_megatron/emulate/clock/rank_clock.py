@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from zorse_megatron.emulate.messages import (
+from zorse_megatron.emulate.clock.messages import (
     Answer,
     Ask,
     Collective,
@@ -15,7 +15,7 @@ from zorse_megatron.emulate.messages import (
     Finish,
     Name,
     Operation,
-    Post,
+    PostOperation,
     Request,
     Stream,
     Wait,
@@ -124,7 +124,7 @@ class RankClock:
             number = self._counts.get((stream, receives), 0)
             self._counts[stream, receives] = number + 1
             name = stream, number
-            self._send(Post(now_s=self.now_s, name=name, operation=operation))
+            self._send(PostOperation(now_s=self.now_s, name=name, operation=operation))
             return name
 
     def wait(self, name: Name) -> None:

@@ -1,0 +1,1 @@
+"""The emulated clock: one for all ranks and links. Without torch."""

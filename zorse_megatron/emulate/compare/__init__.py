@@ -1,0 +1,1 @@
+"""Systems compared on one emulated cluster. Without torch."""
