@@ -44,7 +44,7 @@ from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, WatchedRank
 if TYPE_CHECKING:
     import torch
 
-    from zorse_megatron.runtime.host_memory import HostLink
+    from zorse_megatron.runtime.host_link import HostLink
 
 _NEED_PLAN = (
     "--zorse-cluster",
@@ -247,17 +247,17 @@ def run(
 ) -> None:
     """Run the command. Raises ZorseError before anything is lost if its input cannot be used."""
     environment = dict(os.environ)
-    place = None if "RANK" in environment else launched_rank(environment, socket.gethostname())
-    if place is not None:  # before anything can go wrong, so that not every rank complains
-        os.environ.update(torch_environment(place, environment, None))
+    launched = None if "RANK" in environment else launched_rank(environment, socket.gethostname())
+    if launched is not None:  # before anything can go wrong, so that not every rank complains
+        os.environ.update(torch_environment(launched, environment, None))
     command = split_command(argv)
     plan = cluster = None
     if command.cluster is not None:
         from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 
         cluster = load_cluster(command.cluster)
-        if place is not None:
-            os.environ.update(torch_environment(place, environment, cluster))
+        if launched is not None:
+            os.environ.update(torch_environment(launched, environment, cluster))
     if command.plan is not None:
         # Plan and flags are checked before torch and Megatron are imported: bad input fails in a
         # second.

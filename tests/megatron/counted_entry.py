@@ -101,13 +101,13 @@ def count() -> None:
 
     from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, _Flat
     from zorse_megatron.adapter.session import PlanSession
-    from zorse_megatron.runtime import host_memory
+    from zorse_megatron.runtime import host_link
 
     host = (
-        host_memory.copied_to_host,
-        host_memory.joined_in_host,
-        host_memory.HostLink.new_host_bytes,
-        host_memory.HostBacked.in_host,
+        host_link.copied_to_host,
+        host_link.joined_in_host,
+        host_link.HostLink.new_host_bytes,
+        host_link.HostBacked.in_host,
         ChunkState._make,  # where shards are while they get their state
     )
     counter = make_counter({f.__code__ for f in host}, {_Flat.__init__.__code__})

@@ -13,7 +13,7 @@ from zorse_megatron.emulate.clock.switchboard import call, conducted
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
 from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
-from zorse_megatron.runtime.narrow_wire import Wire, reduce_scatter_narrow
+from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
 WORLD = 3
 # A ring moves (n - 1) / n of a buffer at this rate; so 12 bytes take 2 s over three ranks.
@@ -132,11 +132,11 @@ def narrow_reduction(clock):
     """6 elements, two of each rank, in 16 bits: each owner takes 4 bytes from two others."""
     rank = dist.get_rank()
     full = torch.arange(6.0) + rank
-    work = reduce_scatter_narrow(
+    work = reduce_scatter_low_precision(
         full,
         ((0, 2), (2, 4), (4, 6)),
         dist.group.WORLD,
-        Wire(dtype=torch.bfloat16),
+        CommDtype(dtype=torch.bfloat16),
         async_op=True,
     )
     clock.compute(0.5)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 
 

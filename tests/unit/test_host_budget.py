@@ -6,7 +6,7 @@ import pytest
 
 from zorse_megatron.runtime.host_budget import (
     HostMemoryError,
-    HostNeed,
+    HostMemoryNeed,
     available_host_bytes,
     check_host_memory,
     most_away,
@@ -19,7 +19,7 @@ GIB = 2**30
 def need(rank, node, available, **by_category):
     names = {"parameters": 0, "optimizer state": 0, "activations": 0}
     given = {name.replace("_", " "): count for name, count in by_category.items()}
-    return HostNeed(
+    return HostMemoryNeed(
         rank=rank, node=node, by_category_bytes=names | given, available_bytes=available
     )
 

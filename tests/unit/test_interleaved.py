@@ -11,10 +11,10 @@ from tests.unit.chunked_plans import dealt_out, with_owners
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.schedules.actions import COMPUTE, ActionLists, Kind
-from zorse_megatron.schedules.hops import pipeline_for
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.interleaved import interleaved
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.timed_transfers import pipeline_for
 from zorse_megatron.schema.plan.plan import Plan, Schedule
 
 
@@ -76,7 +76,7 @@ def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
 @given(plan=lowerable_plans(schedule_names=("interleaved",)))
 def test_in_flight_micro_batches_stay_below_the_limit(plan: Plan) -> None:
     policy = interleaved(plan)
-    pipeline = pipeline_for(plan, Links(plan), policy, forward_only=False)
+    pipeline = pipeline_for(plan, Boundaries(plan), policy, forward_only=False)
     events = list(pipeline.play())
     in_flight: Counter[tuple[int, int]] = Counter()
     peak: Counter[tuple[int, int]] = Counter()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan_samples import good, load
-from zorse_megatron.adapter.data_parallel.gradient_wire import wire_of
+from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor, tokens_as_power_of_two
 from zorse_megatron.adapter.loss.loss_report import with_token_counts
 from zorse_megatron.schema.plan.plan import Plan
@@ -70,7 +70,7 @@ def test_fp16_messages_have_the_size_of_means(divisor: float) -> None:
 def factor(plan: Plan, wire: str, divisor: float) -> float:
     groups = tuple(dataclasses.replace(group, gradient_wire=wire) for group in plan.groups)
     planned = dataclasses.replace(plan, groups=groups)
-    found = wire_of(planned, 0, sequence_length=TOKENS_EACH, loss_divisor=divisor)
+    found = comm_dtype_of(planned, 0, sequence_length=TOKENS_EACH, loss_divisor=divisor)
     assert found is not None
     return found.factor
 

@@ -13,8 +13,8 @@ from tests.unit.simulation import Reference, run
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.schedules.actions import COMPUTE, Kind
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import forward_costs
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
 from zorse_megatron.schedules.order import Pipeline
@@ -289,7 +289,7 @@ def test_times_are_those_of_the_play_that_made_the_order(plan):
     With these costs and free communication every computation starts when it did there; earlier at
     most where the play got stuck at its limits.
     """
-    pipeline = Pipeline(plan, Links(plan), one_f_one_b(plan), forward_only=False)
+    pipeline = Pipeline(plan, Boundaries(plan), one_f_one_b(plan), forward_only=False)
     events = list(pipeline.play())
     stuck = pipeline.was_stuck
     factors, kinds = {}, [""] * plan.world_size

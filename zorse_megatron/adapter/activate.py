@@ -21,7 +21,7 @@ from zorse_megatron.schema.plan.plan_json import fingerprint
 if TYPE_CHECKING:
     import torch
 
-    from zorse_megatron.runtime.host_memory import HostLink
+    from zorse_megatron.runtime.host_link import HostLink
 
 
 def _unheard(_phase: str) -> None:

@@ -55,7 +55,7 @@ def loss_func(
 
 
 def _validate(loss: torch.Tensor) -> None:
-    """Let stock's rerun state machine judge the loss before it is averaged away."""
+    """Let stock's rerun state machine check the loss before it is averaged away."""
     args = get_args()
     rerun = get_rerun_state_machine()
     # Tolerance 0: a forward pass that is run again gives the same loss.

@@ -16,13 +16,13 @@ from megatron.training import get_args
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
 from zorse_megatron.adapter.data.sample_readers import SampleKind
 from zorse_megatron.adapter.data_parallel.exact_values import start_from_main
-from zorse_megatron.adapter.data_parallel.gradient_wire import wire_of
+from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
 from zorse_megatron.adapter.groups.process_groups import (
     PlanGroups,
     collection_of,
     shard_weights_by_group_rank,
 )
-from zorse_megatron.adapter.groups.stages import stages_for
+from zorse_megatron.adapter.groups.stock_stages import stock_stages_of
 from zorse_megatron.adapter.loss.loss_report import IdleReplicaLosses, whole_group_losses
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.memory.session_memory import (
@@ -40,9 +40,9 @@ from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.optimizer.shard_update import Update
 from zorse_megatron.flags.types import is_mixed
 from zorse_megatron.runtime.activation_offload import ActivationOffload
-from zorse_megatron.runtime.activations import ActivationSpec, Mailbox
 from zorse_megatron.runtime.executor import Executor
-from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.host_link import HostLink
+from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
 from zorse_megatron.runtime.transport import make_transport
 from zorse_megatron.schedules.actions import COMPUTE, ActionLists
 from zorse_megatron.schedules.facts import edges_of, gathered_before_use, left_in_host
@@ -92,7 +92,7 @@ class PlanSession:
         self.evaluation = lower_plan(self.plan, forward_only=True, early_receives=early)
         check_executable(self.training, blocking=not early)
         check_executable(self.evaluation, blocking=not early)
-        self.stages = stages_for(self.plan)
+        self.stages = stock_stages_of(self.plan)
         self.micro_batches = replica_micro_batches(self.plan, self.rank)
         self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))
         self.holds_last_chunk = self.num_chunks - 1 in self.chunks
@@ -107,7 +107,7 @@ class PlanSession:
         self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
         self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
         self.host_link = self.make_host_link(_device()) if self.offload != Offload() else None
-        self.wire = wire_of(
+        self.comm_dtype = comm_dtype_of(
             self.plan,
             self.rank,
             sequence_length=self.sequence_length,

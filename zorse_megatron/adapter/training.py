@@ -46,7 +46,7 @@ from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.fit import model_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
-from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schema.plan.plan_json import fingerprint
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+from zorse_megatron.runtime.host_link import HostBacked, HostLink
 
 # Masks of a few bytes and the like are not worth a copy.
 _SMALLEST_BYTES = 4096

@@ -218,7 +218,7 @@ def exchange_intervals(exchanges: Sequence[IntervalExchange], group: dist.Proces
 
 @dataclass(frozen=True, kw_only=True)
 class CommVolume:
-    """Bytes that one rank puts on and takes off the wire in a step, in closed form."""
+    """Bytes that one rank sends and receives in a step, in closed form."""
 
     sent_bytes: int
     received_bytes: int

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from zorse_megatron.runtime.activations import Mailbox
-from zorse_megatron.runtime.host_memory import HostMemoryFull
+from zorse_megatron.runtime.host_link import HostMemoryFull
+from zorse_megatron.runtime.mailbox import Mailbox
 from zorse_megatron.runtime.memory_ledger import MemoryLedger
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch

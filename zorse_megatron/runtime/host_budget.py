@@ -15,7 +15,7 @@ from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-# What helps where a category is too large, in the words of the plan file.
+# What helps where a category is too large, as keys of the plan file.
 HOST_REMEDIES = {
     "parameters": "turn offload.parameters off in a group of this node",
     "optimizer state": "turn offload.optimizer_state off in a group of this node, or give its "
@@ -30,7 +30,7 @@ class HostMemoryError(ZorseError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostNeed:
+class HostMemoryNeed:
     """What one rank's plan asks of the host that it runs on."""
 
     rank: int
@@ -59,7 +59,7 @@ def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> in
     Source: `MemAvailable` of proc(5), and `memory.max` less `memory.current` of cgroups (v2).
     """
     lines = (line.split() for line in meminfo.read_text().splitlines())
-    (free,) = (int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+    (free,) = (int(fields[1]) * 1024 for fields in lines if fields[0] == "MemAvailable:")
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used = int((cgroup / "memory.current").read_text())
@@ -90,13 +90,15 @@ def most_away(actions: Sequence[Action], bytes_of: Mapping[int, int]) -> int:
     return highest
 
 
-def check_host_memory(needs: Iterable[HostNeed], *, limit_bytes: int | None) -> dict[int, int]:
+def check_host_memory(
+    needs: Iterable[HostMemoryNeed], *, limit_bytes: int | None
+) -> dict[int, int]:
     """Return what each rank may take, for all ranks of the job.
 
     `limit_bytes`: for each node, instead of what it has if that is more. Raises HostMemoryError
     with every node that has too little.
     """
-    by_node: dict[str, list[HostNeed]] = {}
+    by_node: dict[str, list[HostMemoryNeed]] = {}
     for need in needs:
         by_node.setdefault(need.node, []).append(need)
     problems, budgets = [], {}
@@ -114,7 +116,7 @@ def check_host_memory(needs: Iterable[HostNeed], *, limit_bytes: int | None) -> 
     return budgets
 
 
-def _problem(node: str, here: Sequence[HostNeed], budget: int, *, is_limit: bool) -> Problem:
+def _problem(node: str, here: Sequence[HostMemoryNeed], budget: int, *, is_limit: bool) -> Problem:
     needed = sum(need.num_bytes for need in here)
     totals = {c: sum(need.by_category_bytes[c] for need in here) for c in HOST_REMEDIES}
     largest = max(totals, key=lambda category: totals[category])

@@ -13,10 +13,10 @@ from pathlib import Path
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.files.write import write_text
 from zorse_megatron.runtime.host_budget import HOST_REMEDIES
-from zorse_megatron.runtime.host_memory import HostMemoryFull
+from zorse_megatron.runtime.host_link import HostMemoryFull
 from zorse_megatron.schedules.actions import Action
 
-# What helps where a category is too large, in the words of the plan file.
+# What helps where a category is too large, as keys of the plan file.
 _REMEDIES = {
     "parameters": "give the group more chunks under breadth_first, or offload.parameters",
     "gradients": "give the group more chunks under breadth_first, or fewer layers",

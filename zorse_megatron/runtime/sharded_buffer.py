@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+from zorse_megatron.runtime.host_link import HostBacked, HostLink
 from zorse_megatron.schedules.shards import Interval
 
 

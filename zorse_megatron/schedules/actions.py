@@ -129,7 +129,7 @@ def parse_action(word: str) -> Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ActionLists:
-    """One list of actions per global rank: what the simulator prices and the runtime executes."""
+    """One list of actions per global rank: what the simulator times and the runtime executes."""
 
     ranks: tuple[tuple[Action, ...], ...]
 
@@ -143,8 +143,8 @@ def parse_action_lists(text: str) -> ActionLists:
     """Read back what `str(action_lists)` wrote. Raises ValueError with the offending line."""
     ranks = []
     for number, line in enumerate(text.splitlines()):
-        head, separator, words = line.partition(":")
+        head, separator, actions = line.partition(":")
         if not separator or head.strip() != f"rank {number}":
             raise ValueError(f"line {number + 1}: found {line[:40]!r}; expected 'rank {number}: …'")
-        ranks.append(tuple(map(parse_action, words.split())))
+        ranks.append(tuple(map(parse_action, actions.split())))
     return ActionLists(ranks=tuple(ranks))

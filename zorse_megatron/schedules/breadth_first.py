@@ -15,8 +15,8 @@ earlier in the order of visits, so the play always ends.
 from dataclasses import dataclass, field
 
 from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import BACKWARD_COST, Event, GroupEvent, forward_costs
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.materialise import Unit, between_units
 from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey
 from zorse_megatron.schema.plan.plan import Plan
@@ -72,10 +72,10 @@ def visits(plan: Plan, *, forward_only: bool) -> list[Visit]:
 
 
 def play_breadth_first(
-    plan: Plan, links: Links, *, forward_only: bool
+    plan: Plan, boundaries: Boundaries, *, forward_only: bool
 ) -> tuple[list[Event], list[GroupEvent]]:
     """Play a step. Complexity: O(computations + pieces that travel)."""
-    play = _Play(plan, links, visits(plan, forward_only=forward_only))
+    play = _Play(plan, boundaries, visits(plan, forward_only=forward_only))
     play.run()
     return play.events, play.group_events
 
@@ -96,17 +96,19 @@ class _Group:
 
 
 class _Play:
-    def __init__(self, plan: Plan, links: Links, order: list[Visit]) -> None:
-        self.links = links
+    def __init__(self, plan: Plan, boundaries: Boundaries, order: list[Visit]) -> None:
+        self.boundaries = boundaries
         self.order = order
         self.costs = forward_costs(plan)
-        self.groups = [_Group(replicas=queues) for queues in links.queues]
+        self.groups = [_Group(replicas=queues) for queues in boundaries.queues]
         for number, group in enumerate(self.groups):
             self._prepare(plan, number, group)
         self.events: list[Event] = []
         self.group_events: list[GroupEvent] = []
         self.ends: dict[tuple[int, bool], dict[MicroBatchKey, int]] = {
-            (chunk, forward): {} for chunk in range(links.last + 1) for forward in (True, False)
+            (chunk, forward): {}
+            for chunk in range(boundaries.last + 1)
+            for forward in (True, False)
         }
         """(chunk, forward?) -> micro-batch -> when it was computed."""
 
@@ -116,7 +118,7 @@ class _Play:
         units: list[Unit] = []
         starts: list[tuple[int, int]] = []
         for at, visit in enumerate(self.order):
-            if self.links.groups[visit.chunk] != number:
+            if self.boundaries.groups[visit.chunk] != number:
                 continue
             for turn in range(visit.num_rounds):
                 ends = visit.ends_backward and turn == visit.num_rounds - 1
@@ -136,7 +138,7 @@ class _Play:
 
     def run(self) -> None:
         for at, visit in enumerate(self.order):
-            number = self.links.groups[visit.chunk]
+            number = self.boundaries.groups[visit.chunk]
             for turn in range(visit.num_rounds):
                 self._together(number, self.groups[number].before.get((at, turn), ()))
                 for replica in self.groups[number].replicas:
@@ -179,10 +181,10 @@ class _Play:
     def _inputs_arrive(self, chunk: int, micro_batch: MicroBatch, *, forward: bool) -> int:
         if forward and chunk > 0:
             ends = self.ends[chunk - 1, True]
-            pieces = self.links.links[chunk - 1].by_target[micro_batch.key]
+            pieces = self.boundaries.behind[chunk - 1].by_target[micro_batch.key]
             return max(ends[piece.source.key] for piece in pieces)
-        if not forward and chunk < self.links.last:
+        if not forward and chunk < self.boundaries.last:
             ends = self.ends[chunk + 1, False]
-            pieces = self.links.links[chunk].by_source[micro_batch.key]
+            pieces = self.boundaries.behind[chunk].by_source[micro_batch.key]
             return max(ends[piece.target.key] for piece in pieces)
         return 0

@@ -3,7 +3,7 @@
 Time in a play is exact, in integers of no meaning outside of it. It is the plan's own hypothesis
 that the work is balanced: every group takes one unit for its part of the batch, each of its chunks
 in proportion to its layers, and a replica with n micro-batches 1/n of that for each, one third of
-it forward. Communication takes no time, but where the plan says how long (see `hops`).
+it forward. Communication takes no time, but where the plan says how long (see `timed_transfers`).
 """
 
 import math
@@ -27,7 +27,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Messages that arrive together, having been sent together over one hop."""
+    """Messages that arrive together, having been sent together between two groups."""
 
     chunk: int
     """Where they arrive."""

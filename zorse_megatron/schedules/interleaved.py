@@ -28,7 +28,9 @@ def interleaved(plan: Plan) -> Policy:
         samples = (len(chunks) - 1) * sum(rounds) + 2 * behind + rounds[number]
         samples += plan.groups[number].extra_in_flight or 0
         limits |= share_out(plan, number, samples)
-    return Policy(limits=limits, fill_first=True, window=sum(rounds), strict=_is_megatrons(plan))
+    return Policy(
+        limits=limits, fill_first=True, samples_per_round=sum(rounds), strict=_is_megatrons(plan)
+    )
 
 
 def _is_megatrons(plan: Plan) -> bool:

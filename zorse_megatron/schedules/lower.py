@@ -14,27 +14,27 @@ which actions there are.
 from collections.abc import Sequence
 
 from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, Action, ActionLists
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.breadth_first import (
     RESIDENT,
     parameters_setting,
     play_breadth_first,
 )
 from zorse_megatron.schedules.events import Event, GroupEvent
-from zorse_megatron.schedules.hops import pipeline_for
 from zorse_megatron.schedules.interleaved import interleaved
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
 from zorse_megatron.schedules.order import Pipeline
 from zorse_megatron.schedules.refusals import refuse_unlowered
 from zorse_megatron.schedules.sequence import cut_into_lists
+from zorse_megatron.schedules.timed_transfers import pipeline_for
 from zorse_megatron.schedules.update import reductions, update_actions
 from zorse_megatron.schema.plan.plan import Plan
 
 # How many computations a receive is started early. One hides a message behind a single computation,
 # which is not enough where several replicas send over one slow link at once; more than two bring
-# nothing more, and each costs a buffer. So it is over slow hops too, if the plan gives them: in the
-# order a receive already stands where its message is sent. (Two regions, 11 plans simulated with
-# four instead of two: 1.1616 times the bound with both, 1.3800 instead of 1.3777, none better.)
+# nothing more, and each costs a buffer. So it is where a plan gives slow transfers, too: in
+# that order a receive already stands where its message is sent. (Two regions, 11 plans simulated
+# with four instead of two: 1.1616 times the bound with both, 1.3800 for 1.3777, none better.)
 _AHEAD = 2
 _POLICIES = {"1f1b": one_f_one_b, "interleaved": interleaved}
 
@@ -55,9 +55,9 @@ def lower_plan(
     refuse_unlowered(plan)
     if tied is None:
         tied = bool(plan.model.tied_embeddings)
-    links = Links(plan)
-    events, group_events = _play(plan, links, forward_only=forward_only)
-    lists: list[Sequence[Action]] = list(cut_into_lists(plan, links, events, group_events))
+    boundaries = Boundaries(plan)
+    events, group_events = _play(plan, boundaries, forward_only=forward_only)
+    lists: list[Sequence[Action]] = list(cut_into_lists(plan, boundaries, events, group_events))
     if early_receives:
         lists = [_receive_early(actions) for actions in lists]
     if not forward_only:
@@ -73,24 +73,24 @@ def may_favour_a_replica(plan: Plan, *, forward_only: bool) -> bool:
     """Whether the play gets stuck on its own rules, where it lets one of several equals go on."""
     if plan.schedule.name == "breadth_first":
         return False
-    pipeline = _pipeline(plan, Links(plan), forward_only=forward_only)
+    pipeline = _pipeline(plan, Boundaries(plan), forward_only=forward_only)
     for _ in pipeline.play():
         pass
     return pipeline.was_stuck
 
 
 def _play(
-    plan: Plan, links: Links, *, forward_only: bool
+    plan: Plan, boundaries: Boundaries, *, forward_only: bool
 ) -> tuple[Sequence[Event], Sequence[GroupEvent]]:
     if plan.schedule.name == "breadth_first":
-        return play_breadth_first(plan, links, forward_only=forward_only)
-    events = list(_pipeline(plan, links, forward_only=forward_only).play())
-    return events, [] if forward_only else reductions(links, events)
+        return play_breadth_first(plan, boundaries, forward_only=forward_only)
+    events = list(_pipeline(plan, boundaries, forward_only=forward_only).play())
+    return events, [] if forward_only else reductions(boundaries, events)
 
 
-def _pipeline(plan: Plan, links: Links, *, forward_only: bool) -> Pipeline:
+def _pipeline(plan: Plan, boundaries: Boundaries, *, forward_only: bool) -> Pipeline:
     policy = _POLICIES[plan.schedule.name](plan)
-    return pipeline_for(plan, links, policy, forward_only=forward_only)
+    return pipeline_for(plan, boundaries, policy, forward_only=forward_only)
 
 
 def _receive_early(actions: Sequence[Action]) -> list[Action]:

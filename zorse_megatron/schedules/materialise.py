@@ -49,22 +49,22 @@ def between_units(
 
 def _moves(chunks: Sequence[int], at: int, *, offload: bool) -> list[Action]:
     """RELEASE and OFFLOAD of the unit before `at`; GATHER and FETCH for those behind it."""
-    words: list[tuple[Kind, int]] = []
+    steps: list[tuple[Kind, int]] = []
     if at > 0 and not _is_kept(chunks, at):
-        words.append((Kind.RELEASE, chunks[at - 1]))
+        steps.append((Kind.RELEASE, chunks[at - 1]))
         if offload and chunks[at - 1] not in chunks[at : at + _FETCHED_AHEAD + 1]:
-            words.append((Kind.OFFLOAD, chunks[at - 1]))
+            steps.append((Kind.OFFLOAD, chunks[at - 1]))
     if at == 0 and offload:
-        words.append((Kind.FETCH, chunks[0]))
+        steps.append((Kind.FETCH, chunks[0]))
     if at < len(chunks) and (at == 0 or chunks[at] == chunks[at - 1]):
-        words.append((Kind.GATHER, chunks[at]))  # it had to wait for the release
+        steps.append((Kind.GATHER, chunks[at]))  # it had to wait for the release
     if at == 0 and offload and _is_fetched(chunks, 1):
-        words.append((Kind.FETCH, chunks[1]))
+        steps.append((Kind.FETCH, chunks[1]))
     if at + 1 < len(chunks) and chunks[at + 1] != chunks[at] and not _is_kept(chunks, at):
-        words.append((Kind.GATHER, chunks[at + 1]))
+        steps.append((Kind.GATHER, chunks[at + 1]))
     if offload and _is_fetched(chunks, at + _FETCHED_AHEAD):
-        words.append((Kind.FETCH, chunks[at + _FETCHED_AHEAD]))
-    return [Action(kind=kind, chunk=chunk) for kind, chunk in words]
+        steps.append((Kind.FETCH, chunks[at + _FETCHED_AHEAD]))
+    return [Action(kind=kind, chunk=chunk) for kind, chunk in steps]
 
 
 def _is_kept(chunks: Sequence[int], at: int) -> bool:

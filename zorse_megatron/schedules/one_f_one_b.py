@@ -27,7 +27,7 @@ def one_f_one_b(plan: Plan) -> Policy:
         if position == len(rounds) - 1 and not extra:
             shares = dict.fromkeys(shares, 1)  # a backward can always follow its forward
         limits |= shares
-    return Policy(limits=limits, fill_first=True, window=plan.global_batch_size)
+    return Policy(limits=limits, fill_first=True, samples_per_round=plan.global_batch_size)
 
 
 def round_of(group: Group) -> int:

@@ -15,8 +15,8 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import BACKWARD_COST, Arrival, Event, forward_costs
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey, Piece
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -32,7 +32,7 @@ class Policy:
     """Most micro-batches in flight, counted once for each chunk."""
     fill_first: bool
     """Whether a replica below its limit prefers forwards to backwards."""
-    window: int
+    samples_per_round: int
     """Samples that a replica takes through all of its chunks before those behind them."""
     strict: bool = False
     """Whether a replica waits for what it prefers, although it could start something else."""
@@ -100,15 +100,17 @@ class Pipeline:
     resolution = 1
     """By how much the unit of time is finer than that of `forward_costs`."""
 
-    def __init__(self, plan: Plan, links: Links, policy: Policy, *, forward_only: bool) -> None:
-        self.links = links
+    def __init__(
+        self, plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
+    ) -> None:
+        self.boundaries = boundaries
         self.policy = policy
         self.forward_only = forward_only
         self.was_stuck = False
         """Whether limits and preferences had to be disregarded."""
         costs = forward_costs(plan)
         self.workers: dict[Worker, _Worker] = {}
-        for group, queues in enumerate(links.queues):
+        for group, queues in enumerate(boundaries.queues):
             chunks = plan.chunks_of_group(group)
             for replica, queue in queues.items():
                 worker = _Worker(
@@ -117,10 +119,12 @@ class Pipeline:
                     costs={chunk: self.resolution * costs[chunk][replica] for chunk in chunks},
                     limit=policy.limits[group, replica],
                 )
-                self._prepare(worker, policy.window)
+                self._prepare(worker, policy.samples_per_round)
                 self.workers[worker.key] = worker
-        self.place_of = {group: -max(plan.chunks_of_group(group)) for group in set(links.groups)}
-        """Group -> its place where several start at once: those nearest to the loss first."""
+        self.turn_of = {
+            group: -max(plan.chunks_of_group(group)) for group in set(boundaries.groups)
+        }
+        """Group -> its turn where several start at once: those nearest to the loss first."""
         self.changed = set(self.workers)
         """Workers that something happened to: only these can have become able to start."""
         self.running: list[tuple[int, int, int, Event | Arrival]] = []
@@ -128,7 +132,7 @@ class Pipeline:
         self.missing: list[dict[tuple[bool, MicroBatchKey], int]] = self._dependencies()
         """Chunk -> (forward?, micro-batch) -> how many inputs have not been computed yet."""
 
-    def _prepare(self, worker: _Worker, window: int) -> None:
+    def _prepare(self, worker: _Worker, samples_per_round: int) -> None:
         for forward, order in ((True, worker.forwards), (False, worker.backwards)):
             if not forward and self.forward_only:
                 continue
@@ -136,14 +140,16 @@ class Pipeline:
                 worker.done[chunk, forward] = 0
                 order += [_Pass(chunk=chunk, forward=forward, micro_batch=m) for m in worker.queue]
             way = 1 if forward else -1
-            order.sort(key=lambda work: (work.micro_batch.start // window, way * work.chunk))
+            order.sort(
+                key=lambda work: (work.micro_batch.start // samples_per_round, way * work.chunk)
+            )
 
     def _dependencies(self) -> list[dict[tuple[bool, MicroBatchKey], int]]:
-        missing: list[dict[tuple[bool, MicroBatchKey], int]] = [{} for _ in self.links.groups]
-        for chunk, link in enumerate(self.links.links):
-            for key, found in link.by_target.items():
+        missing: list[dict[tuple[bool, MicroBatchKey], int]] = [{} for _ in self.boundaries.groups]
+        for chunk, boundary in enumerate(self.boundaries.behind):
+            for key, found in boundary.by_target.items():
                 missing[chunk + 1][True, key] = len(found)
-            for key, found in link.by_source.items():
+            for key, found in boundary.by_source.items():
                 missing[chunk][False, key] = len(found)
         return missing
 
@@ -164,7 +170,7 @@ class Pipeline:
                 self._finish(heapq.heappop(running)[3])
 
     def _startable(self, now: int) -> Iterator[Event]:
-        candidates = sorted(self.changed, key=lambda key: (self.place_of[key[0]], key[1]))
+        candidates = sorted(self.changed, key=lambda key: (self.turn_of[key[0]], key[1]))
         self.changed.clear()
         for key in candidates:
             worker = self.workers[key]
@@ -205,27 +211,27 @@ class Pipeline:
         return not self.missing[work.chunk].get((work.forward, work.micro_batch.key), 0)
 
     def _finish(self, event: Event | Arrival) -> None:
-        assert isinstance(event, Event), "without hops nothing is on its way"
-        group = self.links.groups[event.chunk]
+        assert isinstance(event, Event), "without timed transfers nothing is on its way"
+        group = self.boundaries.groups[event.chunk]
         worker = self.workers[group, event.micro_batch.replica]
         worker.busy = False
         self.changed.add(worker.key)
         key = event.micro_batch.key
         if event.forward:
-            if event.chunk < self.links.last:
-                for piece in self.links.links[event.chunk].by_source[key]:
+            if event.chunk < self.boundaries.last:
+                for piece in self.boundaries.behind[event.chunk].by_source[key]:
                     self._pass_on(event.chunk + 1, piece, forward=True)
             return
         worker.in_flight -= 1
         if event.chunk > 0:
-            for piece in self.links.links[event.chunk - 1].by_target[key]:
+            for piece in self.boundaries.behind[event.chunk - 1].by_target[key]:
                 self._pass_on(event.chunk - 1, piece, forward=False)
 
     def _pass_on(self, chunk: int, piece: Piece, *, forward: bool) -> None:
         """Give a chunk what another one computed for it."""
         micro_batch = piece.target if forward else piece.source
         self.missing[chunk][forward, micro_batch.key] -= 1
-        self.changed.add((self.links.groups[chunk], micro_batch.replica))
+        self.changed.add((self.boundaries.groups[chunk], micro_batch.replica))
 
     def _force(self) -> None:
         """Let a replica go on that can, whatever it should do; there always is one.

@@ -10,8 +10,8 @@ if every send waited for its receive and every collective for all of its ranks.
 from collections.abc import Iterable
 
 from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import Event, GroupEvent
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.samples import MicroBatch, Piece
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -19,10 +19,10 @@ _TRANSFER, _ACT, _COMPUTE = range(3)
 
 
 def cut_into_lists(
-    plan: Plan, links: Links, events: Iterable[Event], group_events: Iterable[GroupEvent]
+    plan: Plan, boundaries: Boundaries, events: Iterable[Event], group_events: Iterable[GroupEvent]
 ) -> list[list[Action]]:
     """Return one list of actions per rank."""
-    sequence = _Sequence(plan, links)
+    sequence = _Sequence(plan, boundaries)
     # A transfer happens when its producer ends, a computation when it starts. At equal times
     # transfers come first, because a computation may start on what just arrived; and what a group
     # does comes behind the computations that it waited for and before those that wait for it.
@@ -44,8 +44,8 @@ def cut_into_lists(
 
 
 class _Sequence:
-    def __init__(self, plan: Plan, links: Links) -> None:
-        self.links = links
+    def __init__(self, plan: Plan, boundaries: Boundaries) -> None:
+        self.boundaries = boundaries
         self.ranks = [[replica.ranks[0] for replica in group.replicas] for group in plan.groups]
         """Group -> replica -> its rank."""
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
@@ -66,10 +66,10 @@ class _Sequence:
     def transfer(self, event: Event) -> None:
         """Append the sends of what a computation produced, and their receives."""
         lower = event.chunk if event.forward else event.chunk - 1
-        if not 0 <= lower < self.links.last or self.links.links[lower].is_local:
+        if not 0 <= lower < self.boundaries.last or self.boundaries.behind[lower].is_local:
             return
-        link = self.links.links[lower]
-        by_producer = link.by_source if event.forward else link.by_target
+        boundary = self.boundaries.behind[lower]
+        by_producer = boundary.by_source if event.forward else boundary.by_target
         for piece in by_producer[event.micro_batch.key]:
             self._transfer(lower, piece, gradient=not event.forward)
 
@@ -98,4 +98,4 @@ class _Sequence:
         )
 
     def _rank(self, chunk: int, micro_batch: MicroBatch) -> int:
-        return self.ranks[self.links.groups[chunk]][micro_batch.replica]
+        return self.ranks[self.boundaries.groups[chunk]][micro_batch.replica]

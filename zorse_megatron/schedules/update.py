@@ -3,24 +3,24 @@
 from collections.abc import Iterable
 
 from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import Event, GroupEvent
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schema.plan.plan import Plan
 
 
-def reductions(links: Links, events: Iterable[Event]) -> list[GroupEvent]:
+def reductions(boundaries: Boundaries, events: Iterable[Event]) -> list[GroupEvent]:
     """A REDUCE of each chunk when its last backward ends; those of one moment in reverse order."""
-    ends = [0] * (links.last + 1)
+    ends = [0] * (boundaries.last + 1)
     for event in events:
         if not event.forward:
             ends[event.chunk] = max(ends[event.chunk], event.end)
     return [
         GroupEvent(
             time=ends[chunk],
-            group=links.groups[chunk],
+            group=boundaries.groups[chunk],
             actions=(Action(kind=Kind.REDUCE, chunk=chunk),),
         )
-        for chunk in reversed(range(links.last + 1))
+        for chunk in reversed(range(boundaries.last + 1))
     ]
 
 

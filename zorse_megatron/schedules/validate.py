@@ -140,9 +140,9 @@ class _Player:
         lines = []
         for rank, actions in enumerate(self.lists):
             at = self.position[rank]
-            words = [str(a) for a in actions[max(0, at - 3) : at]]
+            listed = [str(a) for a in actions[max(0, at - 3) : at]]
             culprit = [f"»{actions[at]}«"] if at < len(actions) else ["(done)"]
-            lines.append(f"rank {rank} at {at}: {' '.join(words + culprit)}")
+            lines.append(f"rank {rank} at {at}: {' '.join(listed + culprit)}")
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""A group's recompute setting in the words of Megatron's transformer config."""
+"""A group's recompute setting as Megatron's transformer config has it."""
 
 from typing import Any
 

@@ -18,7 +18,7 @@ import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from zorse_megatron.adapter.checkpoint.sharded_tensors import (
-    box_tensors,
+    block_tensors,
     joined,
     model_shardings,
     parameter_pieces,
@@ -191,7 +191,7 @@ def _parameter_state(
     shardings: dict[int, Any],
     layout: CheckpointLayout,
 ) -> dict[str, dict[str, Any]]:
-    """The boxes of one parameter's states: state name in the checkpoint -> number -> box."""
+    """The blocks of one parameter's states: state name in the checkpoint -> number -> block."""
     if id(parameter) not in shardings:
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} is not in the model's sharded state "
@@ -209,8 +209,8 @@ def _parameter_state(
         if key == "param" and optimizer.is_mixed and parameter.dtype == torch.float32:
             # Both are read into their memory: the model's part may be rounded, this one is not.
             flat = flat.clone()
-        boxes = box_tensors(f"optimizer.state.{name}.", flat, owned, pieces)
-        found[name] = {str(number): box for number, box in enumerate(boxes)}
+        blocks = block_tensors(f"optimizer.state.{name}.", flat, owned, pieces)
+        found[name] = {str(number): block for number, block in enumerate(blocks)}
     return found
 
 

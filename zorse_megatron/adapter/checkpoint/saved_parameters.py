@@ -1,7 +1,7 @@
 """A sharded chunk's parameters in a checkpoint: each rank saves and loads what it owns of them.
 
 No parameter becomes whole for it. The tensors in the checkpoint are those that stock would write,
-cut into other boxes (see `sharded_tensors`).
+cut into other blocks (see `sharded_tensors`).
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.checkpoint.sharded_tensors import box_tensors, joined, parameter_pieces
+from zorse_megatron.adapter.checkpoint.sharded_tensors import (
+    block_tensors,
+    joined,
+    parameter_pieces,
+)
 from zorse_megatron.adapter.data_parallel.exact_values import in_fp32, keep_exact_part, standing_for
-from zorse_megatron.runtime.host_memory import copied_to_host
+from zorse_megatron.runtime.host_link import copied_to_host
 
 
 def owned_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> dict[str, Any]:
-    """A chunk's sharded state dict with boxes of what this rank owns in place of whole parameters.
+    """A chunk's sharded state dict with blocks of what this rank owns in place of whole parameters.
 
-    Name -> number of the box -> `ShardedTensor`; nothing for parameters of which it owns nothing.
-    The boxes' data are those of the shard, wherever it is, so that a checkpoint is loaded into it.
+    Name -> number of the block -> `ShardedTensor`; nothing for parameters of which it owns nothing.
+    The blocks' data are those of the shard, wherever it is, so that a checkpoint is loaded into it.
     `is_mixed`: 16-bit parameters are saved and loaded in fp32, with a copy in the host.
     """
     owned: dict[str, Any] = {}
@@ -34,8 +38,10 @@ def owned_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> 
         flat = chunk.shards.read(parameter, start, stop)
         if is_mixed and flat.dtype != torch.float32:
             flat = copied_to_host(flat).float()
-        boxes = box_tensors("", flat, (start, stop), parameter_pieces(parameter, entry))
-        owned[name] = {str(number): standing_for(entry, box) for number, box in enumerate(boxes)}
+        blocks = block_tensors("", flat, (start, stop), parameter_pieces(parameter, entry))
+        owned[name] = {
+            str(number): standing_for(entry, block) for number, block in enumerate(blocks)
+        }
     return owned
 
 

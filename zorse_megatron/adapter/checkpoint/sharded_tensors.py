@@ -1,7 +1,7 @@
 """A rank's part of a parameter, or of its state, in Megatron's distributed checkpoints.
 
 A rank owns an interval of the flattened parameter. A checkpoint describes pieces of tensors by
-offset and shape, so the interval is cut into boxes (see `schedules.boxes`), each an ordinary
+offset and shape, so the interval is cut into blocks (`schedules.tensor_blocks`), each an ordinary
 `ShardedTensor` of the tensor that stock would write. No rank needs another rank's part, and who
 loads the checkpoint may cut it in any other way.
 """
@@ -18,12 +18,12 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 
 from zorse_megatron.adapter.data_parallel.exact_values import original_entry
 from zorse_megatron.errors import Problem, SeamError
-from zorse_megatron.schedules.boxes import interval_boxes
 from zorse_megatron.schedules.shards import Interval, intersection
+from zorse_megatron.schedules.tensor_blocks import interval_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ShardedPiece:
     """A contiguous part of a parameter that is one tensor (or a block of one) in checkpoints.
 
     Most parameters are one piece; a fused one, such as the gate and up projections of SwiGLU, has
@@ -41,19 +41,19 @@ def model_shardings(model_sharded_state_dict: Any) -> dict[int, Any]:
     return {id(sharding.data): sharding for sharding in originals}
 
 
-def parameter_pieces(parameter: torch.Tensor, sharding: Any) -> tuple[Piece, ...]:
+def parameter_pieces(parameter: torch.Tensor, sharding: Any) -> tuple[ShardedPiece, ...]:
     """Find the pieces of a parameter from how the model saves it; its memory may be gone.
 
     A factory is built on a stand-in without memory, so where its products lie in the stand-in's
     storage tells which elements they are. Raises SeamError when it copies or reorders elements.
     """
     if not isinstance(sharding, ShardedTensorFactory):
-        return (Piece(span=(0, parameter.numel()), sharding=sharding),)
+        return (ShardedPiece(span=(0, parameter.numel()), sharding=sharding),)
     stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     pieces = []
     for product in _products(stand_in, sharding):
         start = product.data.storage_offset()
-        pieces.append(Piece(span=(start, start + product.data.numel()), sharding=product))
+        pieces.append(ShardedPiece(span=(start, start + product.data.numel()), sharding=product))
     pieces.sort(key=lambda piece: piece.span)
     position = 0
     for piece in pieces:
@@ -72,7 +72,7 @@ def _products(stand_in: torch.Tensor, sharding: Any) -> list[Any]:
     return [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
 
 
-def _unknown_factory(key: str, piece: Piece) -> SeamError:
+def _unknown_factory(key: str, piece: ShardedPiece) -> SeamError:
     return SeamError(
         "A parameter and its optimizer state cannot be saved in shards",
         [
@@ -88,10 +88,10 @@ def _unknown_factory(key: str, piece: Piece) -> SeamError:
     )
 
 
-def box_tensors(
-    prefix: str, flat: torch.Tensor, owned: Interval, pieces: tuple[Piece, ...]
+def block_tensors(
+    prefix: str, flat: torch.Tensor, owned: Interval, pieces: tuple[ShardedPiece, ...]
 ) -> Iterator[Any]:
-    """Yield one `ShardedTensor` per box of `flat`, in the order of its elements.
+    """Yield one `ShardedTensor` per block of `flat`, in the order of its elements.
 
     `flat` holds elements `owned` of the flattened parameter, or of a state of it; the tensors' data
     are views of it. `prefix`: before the model's key, as in optimizer.state.exp_avg.<model key>.
@@ -104,14 +104,14 @@ def box_tensors(
         sharding = piece.sharding
         lead = sharding.prepend_axis_num
         in_piece = (part[0] - piece.span[0], part[1] - piece.span[0])
-        for box in interval_boxes(tuple(sharding.local_shape), in_piece):
+        for block in interval_blocks(tuple(sharding.local_shape), in_piece):
             # torch_dist takes irregular shards only without prepended axes, so they become
             # ordinary axes of length 1.
-            shape = (1,) * lead + box.size
-            offset = (0,) * lead + box.offset
+            shape = (1,) * lead + block.size
+            offset = (0,) * lead + block.offset
             yield ShardedTensor(
                 key=f"{prefix}{sharding.key}",
-                data=flat[position : position + box.numel].view(shape),
+                data=flat[position : position + block.numel].view(shape),
                 dtype=flat.dtype,
                 local_shape=shape,
                 global_shape=tuple(sharding.global_shape),
@@ -120,13 +120,13 @@ def box_tensors(
                 replica_id=_owner_replica(sharding),
                 allow_shape_mismatch=sharding.allow_shape_mismatch,
             )
-            position += box.numel
-    assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in boxes"
+            position += block.numel
+    assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in blocks"
 
 
-def joined(boxes: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The elements of loaded boxes, which are numbered in the order of `box_tensors`."""
-    flat = [boxes[str(number)].reshape(-1) for number in range(len(boxes))]
+def joined(blocks: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The elements of loaded blocks, which are numbered in the order of `block_tensors`."""
+    flat = [blocks[str(number)].reshape(-1) for number in range(len(blocks))]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 

@@ -1,7 +1,7 @@
 """What `torch.cuda` answers in CPU mode: the host as Megatron's one device.
 
 Megatron-LM has no CPU path: it asks `torch.cuda` for its device, streams, events, memory and
-random numbers everywhere. Each stand-in below tells the truth about the host (it has one random
+random numbers everywhere. Each stand-in below answers for the host (it has one random
 generator, its work is done when a call returns, its memory is the process's resident set), so
 nothing that stock computes changes. `CUDA_SURFACE` lists every name that is replaced; a name that
 is not there still raises torch's own "no NVIDIA driver" error, so nothing is covered up.
@@ -92,7 +92,7 @@ class HostEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class HostProperties:
-    """The host in the words of `torch.cuda.get_device_properties`."""
+    """The host, as `torch.cuda.get_device_properties` describes a device."""
 
     name: str
     total_memory: int  # bytes

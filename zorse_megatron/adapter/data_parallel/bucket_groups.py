@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
-from zorse_megatron.runtime.narrow_wire import Wire, reduce_scatter_narrow
+from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
 
 class UnevenBucketGroup(_ParamAndGradBucketGroup):
@@ -33,12 +33,12 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         buckets: list[Any],
         ddp_config: Any,
         group: dist.ProcessGroup,
-        wire: Wire | None = None,
+        comm_dtype: CommDtype | None = None,
     ) -> None:
-        """`wire`: how gradients are sent; None: as they are kept."""
+        """`comm_dtype`: how gradients are sent; None: as they are kept."""
         super().__init__(buckets, ddp_config, group, group.size())
         self.group = group
-        self.wire = wire
+        self.comm_dtype = comm_dtype
         self.grad_sync_requested = False
         self.grad_sync_dispatched = False
 
@@ -101,9 +101,11 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
     def reduce_bucket(self, bucket: Any, *, async_op: bool) -> Works | None:
         """Sum a bucket's gradients into the owners' shards; returns the work when `async_op`."""
         full, bounds = bucket.grad_data, bucket.shard_bounds
-        if self.wire is None:
+        if self.comm_dtype is None:
             return reduce_scatter_uneven(full, bounds, self.group, async_op=async_op)
-        return reduce_scatter_narrow(full, bounds, self.group, self.wire, async_op=async_op)
+        return reduce_scatter_low_precision(
+            full, bounds, self.group, self.comm_dtype, async_op=async_op
+        )
 
     def prepare_gradients(self) -> None:
         """What stock's `start_grad_sync` does before it communicates."""

@@ -3,7 +3,7 @@
 The counterpart of ZeRO-3 for Megatron's DDP wrapper, chunk by chunk: GATHER makes the parameters
 whole, RELEASE lets them go, the first backward of a step brings the gradients' memory, REDUCE sums
 them into the owners' shards and lets the rest go (Zorse, MLSys 2026, "Pipeline-Efficient ZeRO DP";
-Cephalo, ICS 2025, section 4, for one group). The shards then are the truth: the optimizer reads
+Cephalo, ICS 2025, section 4, for one group). The shards then are authoritative: the optimizer reads
 and writes them, and what was whole is made from them.
 
 The order of communication is that of the action lists, which is the same on all ranks of a group.
@@ -17,7 +17,7 @@ import torch
 
 from zorse_megatron.adapter.data_parallel.bucket_groups import UnevenBucketGroup
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven
-from zorse_megatron.runtime.host_memory import HostLink
+from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 
 
@@ -32,7 +32,7 @@ class ChunkShards:
         """`link`: for parameters that may wait in the host."""
         self.bucket_groups: list[UnevenBucketGroup] = ddp.bucket_groups
         self.group = ddp.intra_dp_cp_group
-        self._place: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self._position: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self.parameters: list[ShardedBuffer] = []
         self.gradients: list[ShardedBuffer] = []
         for number, buffer in enumerate(ddp.buffers):
@@ -40,7 +40,7 @@ class ChunkShards:
             self.parameters.append(ShardedBuffer(buffer.param_data, owned, link))
             self.gradients.append(ShardedBuffer(buffer.grad_data, owned))
             for parameter, (start, *_) in buffer.param_index_map.items():
-                self._place[parameter] = number, start
+                self._position[parameter] = number, start
         self._gathers: dict[int, Works] = {}
         self._group_of = {
             id(parameter): number
@@ -147,19 +147,19 @@ class ChunkShards:
 
     def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter, all owned by this rank, where they are true."""
-        number, offset = self._place[parameter]
+        number, offset = self._position[parameter]
         return self.parameters[number].piece(offset + start, offset + stop)
 
     def read(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements as in `parameter_piece`; as a CPU tensor if they wait in the host."""
-        number, offset = self._place[parameter]
+        number, offset = self._position[parameter]
         return self.parameters[number].read(offset + start, offset + stop)
 
     def write(
         self, parameter: torch.nn.Parameter, start: int, stop: int, values: torch.Tensor
     ) -> None:
         """Set elements as in `parameter_piece`, wherever they are now."""
-        number, offset = self._place[parameter]
+        number, offset = self._position[parameter]
         self.parameters[number].write(offset + start, offset + stop, values)
 
     def _away(self) -> list[ShardedBuffer]:
@@ -230,7 +230,7 @@ class ChunkShards:
 
     def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter's gradient, all owned by this rank."""
-        number, offset = self._place[parameter]
+        number, offset = self._position[parameter]
         return self.gradients[number].piece(offset + start, offset + stop)
 
     def _close_gradients(self) -> None:

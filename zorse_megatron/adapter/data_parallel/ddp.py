@@ -23,8 +23,8 @@ from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder, Unev
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
 from zorse_megatron.adapter.data_parallel.exact_values import keep_exact
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.runtime.host_memory import HostLink
-from zorse_megatron.runtime.narrow_wire import Wire
+from zorse_megatron.runtime.host_link import HostLink
+from zorse_megatron.runtime.low_precision_reduce import CommDtype
 from zorse_megatron.schedules.shards import Interval, intersection, shard_bounds
 
 
@@ -41,7 +41,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
     overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
-    the host. `wire`: how gradients, which are then fp32, are sent; None: as they are kept.
+    the host. `comm_dtype`: how gradients, which are then fp32, are sent; None: as they are kept.
     `is_mixed`: groups compute in different types (see `exact_values`).
 
     Raises FlagError for options that unequal shards cannot keep.
@@ -61,7 +61,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         shard_weights: Sequence[float],
         sharded: bool = False,
         link: HostLink | None = None,
-        wire: Wire | None = None,
+        comm_dtype: CommDtype | None = None,
         is_mixed: bool = False,
     ) -> None:
         problems = _problems(config, ddp_config, module)
@@ -80,7 +80,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             full_param_layout=full_param_layout,
         )
         self.shard_weights = tuple(shard_weights)
-        self.wire = wire
+        self.comm_dtype = comm_dtype
         self.is_mixed = is_mixed
         self._cut_buckets()
         self._replace_bucket_groups()
@@ -99,7 +99,9 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     def _replace_bucket_groups(self) -> None:
         """Exchange stock's bucket groups for ours and link them as stock's `__init__` does."""
         groups = [
-            UnevenBucketGroup(group.buckets, self.ddp_config, self.intra_dp_cp_group, self.wire)
+            UnevenBucketGroup(
+                group.buckets, self.ddp_config, self.intra_dp_cp_group, self.comm_dtype
+            )
             for group in self.bucket_groups
         ]
         self.bucket_groups = groups

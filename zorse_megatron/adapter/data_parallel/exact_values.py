@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zorse_megatron.runtime.collectives import all_gather_uneven
-from zorse_megatron.runtime.host_memory import copied_to_host
+from zorse_megatron.runtime.host_link import copied_to_host
 
 _EXACT = "zorse_exact"
 _ORIGINAL = "zorse_original"

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from zorse_megatron.runtime.host_budget import most_away
-from zorse_megatron.runtime.host_memory import host_bytes_of
+from zorse_megatron.runtime.host_link import host_bytes_of
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.schema.plan.plan import Offload
 

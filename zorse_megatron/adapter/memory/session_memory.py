@@ -19,12 +19,12 @@ from zorse_megatron.adapter.memory.memory_probes import (
 )
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_budget import (
-    HostNeed,
+    HostMemoryNeed,
     available_host_bytes,
     check_host_memory,
     node_name,
 )
-from zorse_megatron.runtime.host_memory import HostLink, HostMemoryFull
+from zorse_megatron.runtime.host_link import HostLink, HostMemoryFull
 from zorse_megatron.runtime.memory_ledger import MemoryLedger, out_of_host_memory
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.schema.plan.plan import Offload, Plan
@@ -90,7 +90,7 @@ def share_host_memory(
     if offload.optimizer_state:
         held_bytes += main_bytes(optimizers)
     dist.barrier()  # what ranks have put there is there when they look at what is left
-    mine = HostNeed(
+    mine = HostMemoryNeed(
         rank=rank,
         node=node_name(),
         by_category_bytes=host_need(
@@ -105,7 +105,7 @@ def share_host_memory(
         available_bytes=available_host_bytes(),
         held_bytes=held_bytes,
     )
-    needs: list[HostNeed | None] = [None] * dist.get_world_size()
+    needs: list[HostMemoryNeed | None] = [None] * dist.get_world_size()
     dist.all_gather_object(needs, mine)
     budgets = check_host_memory((need for need in needs if need), limit_bytes=limit_bytes)
     if link is not None:

@@ -20,7 +20,7 @@ from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParall
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition, at_chunk
 from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.session import PlanSession
-from zorse_megatron.runtime.host_memory import copied_to_host
+from zorse_megatron.runtime.host_link import copied_to_host
 
 
 def build_one_by_one(
@@ -61,7 +61,7 @@ def wrap_chunk(session: PlanSession, *, module: Any, pg_collection: Any, **kwarg
         shard_weights=session.shard_weights,
         sharded=chunk in session.sharded_chunks,
         link=session.host_link,
-        wire=session.wire,
+        comm_dtype=session.comm_dtype,
         is_mixed=session.is_mixed,
         **kwargs,
     )

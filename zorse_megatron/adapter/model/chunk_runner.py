@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from zorse_megatron.adapter.data.sample_readers import by_samples, one_sequence
 from zorse_megatron.adapter.groups.process_groups import at_chunk
-from zorse_megatron.adapter.groups.stages import Stages
+from zorse_megatron.adapter.groups.stock_stages import StockStages
 from zorse_megatron.adapter.loss.loss_report import with_token_counts
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
@@ -69,7 +69,7 @@ class MegatronChunkRunner:
     inputs: StepInputs
     collection: ProcessGroupCollection
     num_micro_batches: int
-    stages: Stages
+    stages: StockStages
     tied: TiedEmbedding | None
     loss_divisor: float = 1.0
     """A power of two: of the loss before its backward, made up for by `scale`."""

@@ -4,7 +4,7 @@ Stock Megatron seeds each pipeline stage differently, so its layouts start from 
 Here every rank draws the random numbers of the whole model in the order of a stock single-process
 run: it builds that model with stock's own builder, copies of each layer that it holds what it keeps
 of it into its chunk, and drops it as soon as it is built. The same seed so gives the same weights
-under any plan, for every layer implementation. The price is one initialisation of the whole model
+under any plan, for every layer implementation. The cost is one initialisation of the whole model
 per rank, and memory for the embedding, the head and one layer more than the chunks keep then: of
 those whose parameters are released, their shards, and no gradients.
 """

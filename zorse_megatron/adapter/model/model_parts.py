@@ -87,12 +87,12 @@ class OwnedShare:
 def owned_shares(parts: ModelParts) -> Iterator[OwnedShare]:
     """Yield this rank's share of every bucket, known once the wrapper has been made."""
     for number, buffer in enumerate(parts.wrapped.buffers):
-        place, count = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        group_rank, count = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
         for bucket in buffer.buckets:
             size = bucket.grad_data.numel()
             bounds = getattr(bucket, "shard_bounds", None)
             if bounds is not None:
-                share = (bounds[place][1] - bounds[place][0]) / size
+                share = (bounds[group_rank][1] - bounds[group_rank][0]) / size
             else:
                 split = parts.wrapped.ddp_config.use_distributed_optimizer
                 share = 1 / count if split else 1.0

@@ -82,7 +82,7 @@ def _without_second_copies(stock: Callable[..., dict], *args: Any, **kwargs: Any
 
 
 def _parameter_of(entry: Any) -> Any:
-    """What an entry of a model's sharded state dict, or the boxes in its place, are made of."""
+    """What an entry of a model's sharded state dict, or the blocks in its place, are made of."""
     first = next(iter(entry.values())) if isinstance(entry, dict) else entry
     return getattr(original_entry(first), "data", None)
 

@@ -20,7 +20,7 @@ from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
 from zorse_megatron.adapter.optimizer.host_state import HostState
 from zorse_megatron.adapter.optimizer.main_parameters import by_chunk
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+from zorse_megatron.runtime.host_link import HostBacked, HostLink
 from zorse_megatron.schedules.shards import Interval
 
 

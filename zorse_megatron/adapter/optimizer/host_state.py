@@ -14,7 +14,7 @@ from typing import Any
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
 from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, OwnedShard, StatePiece
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+from zorse_megatron.runtime.host_link import HostBacked, HostLink
 
 
 @dataclass(frozen=True, kw_only=True)

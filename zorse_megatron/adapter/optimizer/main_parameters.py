@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from zorse_megatron.runtime.host_memory import copied_to_host
+from zorse_megatron.runtime.host_link import copied_to_host
 
 _MODEL_FP32, _SHARD_FP32, _MAIN = 1, 3, 4
 """Places in what stock returns: fp32 parameters, their shards, and fp32 copies of 16-bit ones."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink, joined_in_host
+from zorse_megatron.runtime.host_link import HostBacked, HostLink, joined_in_host
 
 _CATEGORY = "optimizer state"
 

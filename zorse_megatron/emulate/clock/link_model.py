@@ -1,6 +1,6 @@
 """Load that an operation puts on the emulated cluster's links, at the planner's costs.
 
-The emulation does not judge these prices: it shares them with the planner (`costs.comm`), and finds
+The emulation does not verify these costs: it shares them with the planner (`costs.comm`), and finds
 out what schedule, order, overlap and runtime make of them.
 """
 
@@ -12,7 +12,7 @@ from zorse_megatron.simulate.routes import Routes, Work
 
 
 class LinkModel:
-    """Prices operations between the ranks of a job."""
+    """Costs of operations between the ranks of a job."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class LinkModel:
         if isinstance(operation, Transfer) and operation.num_bytes is None:
             return None
         if operation not in self._works:
-            price = self._transfer if isinstance(operation, Transfer) else self._collective
-            self._works[operation] = price(operation)  # type: ignore[arg-type]
+            cost = self._transfer if isinstance(operation, Transfer) else self._collective
+            self._works[operation] = cost(operation)  # type: ignore[arg-type]
         return self._works[operation]
 
     def alone_s(self, operation: Operation) -> float:

@@ -57,9 +57,9 @@ class SelfTest:
 
 def expected_s(comm: CommCost, gpus: Sequence[int]) -> float:
     """How long the ranks on these GPUs need, in closed form."""
-    hops = list(itertools.pairwise(gpus))
-    small = [comm.transfer_s(*hop, SMALL_ELEMENTS * ELEMENT_BYTES) for hop in hops]
-    large = [comm.transfer_s(*hop, LARGE_ELEMENTS * ELEMENT_BYTES) for hop in hops]
+    pairs = list(itertools.pairwise(gpus))
+    small = [comm.transfer_s(*pair, SMALL_ELEMENTS * ELEMENT_BYTES) for pair in pairs]
+    large = [comm.transfer_s(*pair, LARGE_ELEMENTS * ELEMENT_BYTES) for pair in pairs]
     beat_s = max([COMPUTE_S, *small])
     pipeline_s = len(gpus) * COMPUTE_S + sum(small) + (NUM_MESSAGES - 1) * beat_s
     number = Collective(

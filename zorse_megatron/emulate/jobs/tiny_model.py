@@ -60,12 +60,12 @@ def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
         "--distributed-timeout-minutes": _TIMEOUT_MINUTES,
     }
     untied = [] if training.model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
-    words = [str(word) for pair in flags.items() for word in pair]
-    return [*words, *untied, *_recompute_flags(training.recompute), *data]
+    arguments = [str(word) for pair in flags.items() for word in pair]
+    return [*arguments, *untied, *_recompute_flags(training.recompute), *data]
 
 
 def _recompute_flags(recompute: JobRecompute | None) -> list[str]:
-    """What `flags.computing` reads as this. Which modules selective means changes prices only."""
+    """What `flags.computing` reads as this. Which modules selective means changes costs only."""
     if recompute is None:
         return []
     if recompute.mode == "selective":

@@ -253,7 +253,7 @@ def _emulated(method: str, describe: Describe) -> Callable[..., Any]:
 def _refused(method: str) -> Callable[..., Any]:
     def call(self: EmulatedGroup, *args: Any, **kwargs: Any) -> Any:
         if self._bundled is None and self.clock.is_running:
-            raise NotImplementedError(f"the emulated backend does not price {method}")
+            raise NotImplementedError(f"the emulated backend has no cost for {method}")
         payload = getattr(self.payload, method)(*args, **kwargs)
         if self._bundled is not None:
             self._bundled.append(payload)

@@ -7,7 +7,7 @@ import torch
 
 from zorse_megatron.emulate.on_ranks.host_copies import HostCopies, HostCopy
 from zorse_megatron.emulate.on_ranks.pacer import Pacer
-from zorse_megatron.runtime.host_memory import HostBacked, HostLink
+from zorse_megatron.runtime.host_link import HostBacked, HostLink
 
 
 class EmulatedHostLink(HostLink):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zorse_megatron.emulate.clock.rank_clock import RankClock
-from zorse_megatron.runtime.host_memory import HostBacked
+from zorse_megatron.runtime.host_link import HostBacked
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedules.shards import state_pieces
 

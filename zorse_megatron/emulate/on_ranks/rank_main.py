@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zorse_megatron.runtime.host_memory import HostLink
+    from zorse_megatron.runtime.host_link import HostLink
 
 
 def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]":

@@ -32,12 +32,12 @@ def pack_kernel(
         packed_start = tl.multiple_of(packed_start, ALIGN)
         whole_start = tl.multiple_of(whole_start, ALIGN)
         size = tl.multiple_of(size, ALIGN)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < size
-    values = tl.load(whole + whole_start + lane, mask=inside, other=0.0)
+    index = tl.arange(0, BLOCK)
+    inside = index < size
+    values = tl.load(whole + whole_start + index, mask=inside, other=0.0)
     if whole.dtype.element_ty != packed.dtype.element_ty:
         values = rounded_to(values.to(tl.float32), packed.dtype.element_ty)
-    tl.store(packed + packed_start + lane, values, mask=inside)
+    tl.store(packed + packed_start + index, values, mask=inside)
 
 
 def pack(packed: torch.Tensor, whole: torch.Tensor, pieces: tuple[Interval, ...]) -> None:

@@ -19,7 +19,7 @@ from zorse_megatron.schema.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class StockStages:
     """Of one plan; layouts as in `--pipeline-model-parallel-layout`, None for a single stage."""
 
     num_groups: int
@@ -51,12 +51,12 @@ class Stages:
             yield
 
 
-def stages_for(plan: Plan) -> Stages:
+def stock_stages_of(plan: Plan) -> StockStages:
     """The stages of a plan; which group is which stage says `process_groups.stages_of`."""
-    place, layers = stages_of(plan), [0] * len(plan.groups)
+    stage_of, layers = stages_of(plan), [0] * len(plan.groups)
     for chunk in plan.chunks:
-        layers[place[chunk.group]] += chunk.layers[1] - chunk.layers[0]
-    return Stages(
+        layers[stage_of[chunk.group]] += chunk.layers[1] - chunk.layers[0]
+    return StockStages(
         num_groups=len(plan.groups),
         num_chunks=len(plan.chunks),
         group_layout=layout(layers),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.schedules.boxes import interval_boxes
+from zorse_megatron.schedules.tensor_blocks import interval_blocks
 
 SHAPES = st.lists(st.integers(min_value=1, max_value=5), min_size=0, max_size=4).map(tuple)
 
@@ -18,7 +18,7 @@ def test_boxes_hold_the_interval_in_flat_order(shape: tuple[int, ...], data: st.
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     tensor = np.arange(numel).reshape(shape)
-    boxes = interval_boxes(shape, (start, stop))
+    boxes = interval_blocks(shape, (start, stop))
     elements: list[int] = []
     for box in boxes:
         block = tensor[tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))]
@@ -32,4 +32,4 @@ def test_boxes_hold_the_interval_in_flat_order(shape: tuple[int, ...], data: st.
 
 def test_intervals_outside_the_tensor_are_refused() -> None:
     with pytest.raises(ValueError, match="inside a tensor"):
-        interval_boxes((2, 3), (0, 7))
+        interval_blocks((2, 3), (0, 7))

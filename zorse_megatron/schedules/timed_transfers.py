@@ -1,12 +1,12 @@
 """Schedule a plan that gives the cost of its inter-stage transfers (`hop` of its chunks).
 
-An order that is found without them lets a group start what in truth has not arrived, and makes it
+An order that is found without them lets a group start what has not arrived yet, and makes it
 wait for that while other work is there.
 
-What is sent over a hop at one moment queues behind what was sent before, in each direction, for as
-long as its samples occupy the hop; then it is on its way for the hop's latency, and arrives all at
-once, as where flows share a link in equal parts. So the play treats equal replicas alike, and a
-part of them with their part of the batch finds the same order (see `simulate.equal_ranks`).
+What is sent at one moment queues behind what was sent before, in each direction, for as long as its
+samples occupy the links; then it is on its way for their latency, and arrives all at once, as
+where flows share a link in equal parts. So the play treats equal replicas alike, and a part of them
+with their part of the batch finds the same order (see `simulate.equal_ranks`).
 """
 
 from collections import defaultdict
@@ -14,30 +14,34 @@ from collections.abc import Iterator
 from fractions import Fraction
 from heapq import heappush
 
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import BACKWARD_COST, Arrival, Event
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.order import Pipeline, Policy
 from zorse_megatron.schedules.samples import Piece
 from zorse_megatron.schema.plan.plan import Plan
 
 _Way = tuple[int, bool]
-"""(chunk where messages arrive, forward?): one direction of a hop."""
+"""(chunk where messages arrive, forward?): one direction of a transfer."""
 
 
-def pipeline_for(plan: Plan, links: Links, policy: Policy, *, forward_only: bool) -> Pipeline:
-    """The pipeline to play: the plain one, which is faster, where no hop is given."""
-    has_hops = any(chunk.hop is not None for chunk in plan.chunks)
-    play = PipelineWithHops if has_hops else Pipeline
-    return play(plan, links, policy, forward_only=forward_only)
+def pipeline_for(
+    plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
+) -> Pipeline:
+    """The pipeline to play: the plain one, which is faster, where no transfer has a cost."""
+    has_costs = any(chunk.hop is not None for chunk in plan.chunks)
+    play = PipelineWithTransfers if has_costs else Pipeline
+    return play(plan, boundaries, policy, forward_only=forward_only)
 
 
-class PipelineWithHops(Pipeline):
+class PipelineWithTransfers(Pipeline):
     """As `Pipeline`, with messages that take time."""
 
     resolution = 10**9  # so that rounding to whole units of time changes nothing that counts
 
-    def __init__(self, plan: Plan, links: Links, policy: Policy, *, forward_only: bool) -> None:
-        super().__init__(plan, links, policy, forward_only=forward_only)
+    def __init__(
+        self, plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
+    ) -> None:
+        super().__init__(plan, boundaries, policy, forward_only=forward_only)
         worker = next(iter(self.workers.values()))
         whole = (1 + BACKWARD_COST) * len(worker.queue) * sum(worker.costs.values())
         self.latency: dict[_Way, int] = {}
@@ -50,7 +54,7 @@ class PipelineWithHops(Pipeline):
                     self.latency[way] = round(whole * Fraction(hop.latency))
                     self.per_sample[way] = per_sample.as_integer_ratio()
         self.free: dict[_Way, int] = defaultdict(int)
-        """When a hop has sent all that was given to it."""
+        """When all that was given to a direction is sent."""
         self.leaving: dict[_Way, list[Piece]] = defaultdict(list)
         """What is sent at this moment."""
         self.num_sent = 0

@@ -1,4 +1,4 @@
-"""A flat interval of a tensor as axis-aligned boxes, which is what a checkpoint can describe."""
+"""A flat interval of a tensor as axis-aligned blocks, which is what a checkpoint can describe."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from zorse_megatron.schedules.shards import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class TensorBlock:
     """A block of a tensor: `offset` and `size` have one entry per axis, in elements."""
 
     offset: tuple[int, ...]
@@ -20,14 +20,14 @@ class Box:
         return math.prod(self.size)
 
 
-def interval_boxes(shape: Sequence[int], interval: Interval) -> tuple[Box, ...]:
-    """Cut elements [start, stop) of a row-major tensor of `shape` into boxes.
+def interval_blocks(shape: Sequence[int], interval: Interval) -> tuple[TensorBlock, ...]:
+    """Cut elements [start, stop) of a row-major tensor of `shape` into blocks.
 
-    The boxes come in flat order and each is contiguous in memory, so box after box takes the next
-    `numel` elements of the interval. At most 2 * ndim - 1 boxes: for a matrix the rest of the
+    The blocks come in flat order and each is contiguous in memory, so block after block takes the
+    next `numel` elements of the interval. At most 2 * ndim - 1 blocks: for a matrix the rest of the
     first row, the full rows, and the start of the last row.
 
-    >>> [(box.offset, box.size) for box in interval_boxes((4, 10), (7, 32))]
+    >>> [(block.offset, block.size) for block in interval_blocks((4, 10), (7, 32))]
     [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 2))]
 
     Raises ValueError when the interval is not inside the tensor.
@@ -37,12 +37,12 @@ def interval_boxes(shape: Sequence[int], interval: Interval) -> tuple[Box, ...]:
         raise ValueError(f"found interval {interval}; expected it inside a tensor of {shape}")
     if start == stop:
         return ()
-    return tuple(_boxes(tuple(shape), start, stop))
+    return tuple(_blocks(tuple(shape), start, stop))
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def _blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBlock]:
     if len(shape) <= 1:
-        yield Box(offset=(start,) * len(shape), size=(stop - start,) * len(shape))
+        yield TensorBlock(offset=(start,) * len(shape), size=(stop - start,) * len(shape))
         return
     row = math.prod(shape[1:])
     first, in_first = divmod(start, row)
@@ -54,11 +54,13 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield from _in_row(shape, first, in_first, row)
         first += 1
     if first < last:
-        yield Box(offset=(first,) + (0,) * (len(shape) - 1), size=(last - first, *shape[1:]))
+        yield TensorBlock(
+            offset=(first,) + (0,) * (len(shape) - 1), size=(last - first, *shape[1:])
+        )
     if in_last:
         yield from _in_row(shape, last, 0, in_last)
 
 
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
-    for box in _boxes(shape[1:], start, stop):
-        yield Box(offset=(row, *box.offset), size=(1, *box.size))
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[TensorBlock]:
+    for block in _blocks(shape[1:], start, stop):
+        yield TensorBlock(offset=(row, *block.offset), size=(1, *block.size))

@@ -20,7 +20,7 @@ from zorse_megatron.schedules.shards import Interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class CommDtype:
     """How gradients are sent.
 
     `factor`: what they are multiplied by before they are rounded, and divided by again in fp32; a
@@ -31,11 +31,11 @@ class Wire:
     factor: float = 1.0
 
 
-def reduce_scatter_narrow(
+def reduce_scatter_low_precision(
     full: torch.Tensor,
     bounds: Sequence[Interval],
     group: dist.ProcessGroup,
-    wire: Wire,
+    comm_dtype: CommDtype,
     *,
     async_op: bool = False,
 ) -> Works | None:
@@ -48,34 +48,39 @@ def reduce_scatter_narrow(
     parts = views(full, bounds, group)
     if full.dtype != torch.float32:
         raise ValueError(f"found gradients in {full.dtype}; expected them in torch.float32")
-    works: list[Work] = [] if group.size() == 1 else [_exchange(full, parts, group, wire)]
+    works: list[Work] = [] if group.size() == 1 else [_exchange(full, parts, group, comm_dtype)]
     return finish(works, async_op)
 
 
 def _exchange(
-    full: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup, wire: Wire
+    full: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    comm_dtype: CommDtype,
 ) -> "_Exchange":
     """Start to send each owner its part; nothing goes to this rank itself."""
     me, others = group.rank(), group.size() - 1
     own = parts[me]
-    sent = full.new_empty(full.numel() - own.numel(), dtype=wire.dtype)
-    received = full.new_empty(others * own.numel(), dtype=wire.dtype)
+    sent = full.new_empty(full.numel() - own.numel(), dtype=comm_dtype.dtype)
+    received = full.new_empty(others * own.numel(), dtype=comm_dtype.dtype)
     start = sum(part.numel() for part in parts[:me])
-    _narrow(sent, full, (start, start + own.numel()), wire)
+    _round_off(sent, full, (start, start + own.numel()), comm_dtype)
     start_calls = partial(_start_exchange, parts, group, sent, received)
-    works = as_one_operation("exchange", parts, group, start_calls, sent_as=wire.dtype)
-    return _Exchange(Works(works), sent, received, own=own, place=me, wire=wire)
+    works = as_one_operation("exchange", parts, group, start_calls, sent_as=comm_dtype.dtype)
+    return _Exchange(Works(works), sent, received, own=own, group_rank=me, comm_dtype=comm_dtype)
 
 
 @torch.no_grad()
-def _narrow(sent: torch.Tensor, full: torch.Tensor, own: Interval, wire: Wire) -> None:
+def _round_off(
+    sent: torch.Tensor, full: torch.Tensor, own: Interval, comm_dtype: CommDtype
+) -> None:
     """Write all but `own` into `sent`, multiplied and rounded in one pass."""
     start, stop = own
-    if wire.factor == 1.0:
+    if comm_dtype.factor == 1.0:
         pack(sent, full, [(0, start), (stop, full.numel())])
     else:
-        torch.mul(full[:start], wire.factor, out=sent[:start])
-        torch.mul(full[stop:], wire.factor, out=sent[start:])
+        torch.mul(full[:start], comm_dtype.factor, out=sent[:start])
+        torch.mul(full[stop:], comm_dtype.factor, out=sent[start:])
 
 
 def _start_exchange(
@@ -106,13 +111,13 @@ class _Exchange:
         received: torch.Tensor,
         *,
         own: torch.Tensor,
-        place: int,
-        wire: Wire,
+        group_rank: int,
+        comm_dtype: CommDtype,
     ) -> None:
-        """`place`: this rank's in the group; see `_start_exchange`."""
+        """`group_rank`: this rank's in the group; see `_start_exchange`."""
         self._works = works
         self._buffers: tuple[torch.Tensor, ...] = (sent, received)
-        self._own, self._place, self._wire = own, place, wire
+        self._own, self._group_rank, self._comm_dtype = own, group_rank, comm_dtype
 
     @property
     def buffer_bytes(self) -> int:
@@ -135,7 +140,7 @@ class _Exchange:
         if not own.numel():
             return
         parts = list(received.split(own.numel()))
-        weights = [1.0 / self._wire.factor] * len(parts)
-        parts.insert(self._place, own)
-        weights.insert(self._place, 1.0)
+        weights = [1.0 / self._comm_dtype.factor] * len(parts)
+        parts.insert(self._group_rank, own)
+        weights.insert(self._group_rank, 1.0)
         sum_parts(own, parts, weights)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from tests.ranks.harness import run_ranks
 from tests.ranks.test_collectives import WEIGHTS_3
 from zorse_megatron.runtime.collectives import reduce_scatter_uneven
-from zorse_megatron.runtime.narrow_wire import Wire, reduce_scatter_narrow
+from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 from zorse_megatron.schedules.shards import shard_bounds
 
-BF16, FP16 = Wire(dtype=torch.bfloat16), Wire(dtype=torch.float16, factor=2.0**-6)
+BF16, FP16 = CommDtype(dtype=torch.bfloat16), CommDtype(dtype=torch.float16, factor=2.0**-6)
 
 
 def _world() -> dist.ProcessGroup:
@@ -25,27 +25,27 @@ def _normal(total: int, rank: int) -> torch.Tensor:
     return torch.randn(total, generator=torch.Generator().manual_seed(rank))
 
 
-def _expected(total: int, me: int, size: int, wire: Wire) -> torch.Tensor:
+def _expected(total: int, me: int, size: int, comm_dtype: CommDtype) -> torch.Tensor:
     """The definition: own part as it is, others rounded once, added in fp32 from rank 0 on."""
     result = torch.zeros(total)
     for rank in range(size):
         part = _normal(total, rank)
         if rank != me:
-            part = (part * wire.factor).to(wire.dtype).float() / wire.factor
+            part = (part * comm_dtype.factor).to(comm_dtype.dtype).float() / comm_dtype.factor
         result = result + part
     return result
 
 
 def _each_case(weights_list: list[tuple[float, ...]]) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for weights, total, wire, async_op in itertools.product(
+    for weights, total, comm_dtype, async_op in itertools.product(
         weights_list, [1000, 5, 0], [BF16, FP16], [False, True]
     ):
         bounds = shard_bounds(total, weights, align=16)
         full = _normal(total, rank)
         before = full.clone()
         time.sleep(0.005 * ((rank * 7 + total) % 3))  # others arrive in another order
-        work = reduce_scatter_narrow(full, bounds, _world(), wire, async_op=async_op)
+        work = reduce_scatter_low_precision(full, bounds, _world(), comm_dtype, async_op=async_op)
         if work is not None:
             sent = full.numel() - (bounds[rank][1] - bounds[rank][0])
             arriving = (size - 1) * (bounds[rank][1] - bounds[rank][0])
@@ -55,7 +55,7 @@ def _each_case(weights_list: list[tuple[float, ...]]) -> None:
             assert work.buffer_bytes == 0
             work.wait()  # adds nothing twice
         start, stop = bounds[rank]
-        expected = _expected(total, rank, size, wire)
+        expected = _expected(total, rank, size, comm_dtype)
         assert torch.equal(full[start:stop], expected[start:stop])
         assert torch.equal(full[:start], before[:start])
         assert torch.equal(full[stop:], before[stop:])
@@ -72,11 +72,11 @@ def test_one_rank_has_nothing_to_send() -> None:
 def _special_values() -> list[list[float]]:
     """Each column: what rank 0 and rank 1 add up in rank 0."""
     found = []
-    for wire in (BF16, Wire(dtype=torch.float16), FP16):
+    for comm_dtype in (BF16, CommDtype(dtype=torch.float16), FP16):
         mine = [1.0, 1.0, float("inf"), 2.0, 3.0e38]
         theirs = [float("nan"), float("-inf"), float("-inf"), 1e6, 1.0]
         full = torch.tensor(mine if dist.get_rank() == 0 else theirs)
-        reduce_scatter_narrow(full, ((0, 5), (5, 5)), _world(), wire)
+        reduce_scatter_low_precision(full, ((0, 5), (5, 5)), _world(), comm_dtype)
         found.append(full.tolist())
     return found
 
@@ -94,12 +94,12 @@ def test_overflow_and_nan_arrive_as_inf_and_nan() -> None:
 
 
 def _errors() -> tuple[float, float]:
-    """RMS errors against fp64: of the narrow wire, and of a reduce-scatter in bf16."""
+    """RMS errors against fp64: of the narrow comm_dtype, and of a reduce-scatter in bf16."""
     total, size, me = 40_000, dist.get_world_size(), dist.get_rank()
     bounds = shard_bounds(total, [1.0] * size)
     truth = torch.stack([_normal(total, rank).double() for rank in range(size)]).sum(0)
     narrow, plain = _normal(total, me), _normal(total, me).bfloat16()
-    reduce_scatter_narrow(narrow, bounds, _world(), BF16)
+    reduce_scatter_low_precision(narrow, bounds, _world(), BF16)
     reduce_scatter_uneven(plain, bounds, _world())
     start, stop = bounds[me]
     errors = [
@@ -122,9 +122,9 @@ def test_error_is_below_that_of_a_bf16_reduce_scatter() -> None:
 
 def _refused() -> None:
     with pytest.raises(ValueError, match=r"torch\.float32"):
-        reduce_scatter_narrow(torch.zeros(4).half(), ((0, 4),), _world(), BF16)
+        reduce_scatter_low_precision(torch.zeros(4).half(), ((0, 4),), _world(), BF16)
     with pytest.raises(ValueError, match="one interval per rank"):
-        reduce_scatter_narrow(torch.zeros(4), ((0, 3),), _world(), BF16)
+        reduce_scatter_low_precision(torch.zeros(4), ((0, 3),), _world(), BF16)
 
 
 def test_other_buffers_are_refused() -> None:

@@ -12,11 +12,11 @@ from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.schedules.hops import pipeline_for
+from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.interleaved import interleaved
-from zorse_megatron.schedules.links import Links
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
+from zorse_megatron.schedules.timed_transfers import pipeline_for
 from zorse_megatron.schema.plan.plan import Hop, Plan
 
 played_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
@@ -34,7 +34,7 @@ def with_hops(plan: Plan, hop: Hop | None) -> Plan:
 
 def pipeline(plan: Plan, *, forward_only: bool = False):
     policy = interleaved(plan) if plan.schedule.name == "interleaved" else one_f_one_b(plan)
-    return pipeline_for(plan, Links(plan), policy, forward_only=forward_only)
+    return pipeline_for(plan, Boundaries(plan), policy, forward_only=forward_only)
 
 
 def whole_of(play) -> int:

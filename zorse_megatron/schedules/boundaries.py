@@ -13,8 +13,8 @@ from zorse_megatron.schema.plan.plan import Plan
 
 
 @dataclass(kw_only=True)
-class Link:
-    """From a group to another one, or to itself, as every boundary between the two has it.
+class Boundary:
+    """Between a group and another one, or itself; the same wherever the two meet.
 
     Activations go along it, gradients back. Pieces are in sample order.
     """
@@ -25,8 +25,8 @@ class Link:
     by_target: dict[MicroBatchKey, list[Piece]] = field(default_factory=dict)
 
 
-class Links:
-    """Every group's micro-batches, and the link behind each chunk."""
+class Boundaries:
+    """Every group's micro-batches, and the boundary behind each chunk."""
 
     def __init__(self, plan: Plan) -> None:
         self.groups = tuple(chunk.group for chunk in plan.chunks)
@@ -36,16 +36,16 @@ class Links:
         self.queues = [_by_replica(layout) for layout in layouts]
         """Group -> replica -> its micro-batches in order; only replicas that have any."""
         # With several chunks per group the same pair of groups meets again and again.
-        found: dict[tuple[int, int], Link] = {}
-        self.links: list[Link] = []
-        """Chunk -> the link to the next chunk."""
+        found: dict[tuple[int, int], Boundary] = {}
+        self.behind: list[Boundary] = []
+        """Chunk -> the boundary to the next chunk."""
         for source, target in zip(self.groups, self.groups[1:], strict=False):
             if (source, target) not in found:
-                found[source, target] = link = Link(is_local=source == target)
+                found[source, target] = boundary = Boundary(is_local=source == target)
                 for piece in pieces(layouts[source], layouts[target]):
-                    link.by_source.setdefault(piece.source.key, []).append(piece)
-                    link.by_target.setdefault(piece.target.key, []).append(piece)
-            self.links.append(found[source, target])
+                    boundary.by_source.setdefault(piece.source.key, []).append(piece)
+                    boundary.by_target.setdefault(piece.target.key, []).append(piece)
+            self.behind.append(found[source, target])
 
 
 def _by_replica(layout: tuple[MicroBatch, ...]) -> dict[int, tuple[MicroBatch, ...]]:

@@ -1,14 +1,16 @@
-"""How a group's gradients are sent: the plan's word, in torch's terms."""
+"""The communication dtype of a group's gradients, from the plan (`gradient_wire`)."""
 
 import torch
 
 from zorse_megatron.adapter.loss.loss_divisor import tokens_as_power_of_two
-from zorse_megatron.runtime.narrow_wire import Wire
+from zorse_megatron.runtime.low_precision_reduce import CommDtype
 from zorse_megatron.schema.plan.plan import Plan
 
 
-def wire_of(plan: Plan, rank: int, *, sequence_length: int, loss_divisor: float) -> Wire | None:
-    """The wire of the rank's group; None where gradients are sent as they are kept.
+def comm_dtype_of(
+    plan: Plan, rank: int, *, sequence_length: int, loss_divisor: float
+) -> CommDtype | None:
+    """How the rank's group sends gradients; None: in the dtype that they are kept in.
 
     In fp16 gradients are sent in the size of means: divided by the tokens of the global batch, to a
     power of two, if the loss was not (`loss_divisor`: what it was divided by). bf16 has the range
@@ -18,6 +20,6 @@ def wire_of(plan: Plan, rank: int, *, sequence_length: int, loss_divisor: float)
     if name is None:
         return None
     if name == "bf16":
-        return Wire(dtype=torch.bfloat16)
+        return CommDtype(dtype=torch.bfloat16)
     mean = tokens_as_power_of_two(plan, sequence_length=sequence_length)
-    return Wire(dtype=torch.float16, factor=loss_divisor / mean)
+    return CommDtype(dtype=torch.float16, factor=loss_divisor / mean)
