@@ -14,9 +14,9 @@ from itertools import islice
 from typing import Any
 
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.planner.groupings.candidates import candidates
 from zorse_megatron.planner.groupings.gpu_graph import paper_groupings
 from zorse_megatron.planner.groupings.neighbours import neighbours
+from zorse_megatron.planner.groupings.proposals import propose_groupings
 from zorse_megatron.planner.groupings.split import split_groupings
 from zorse_megatron.topology.graph import full_graph
 from zorse_megatron.topology.spec import IntraKind, NodeSpec, RegionLink, SwitchSpec, TopologySpec
@@ -88,8 +88,12 @@ RUNS: dict[str, Run] = {
     "graph_s": full_graph,
     "split_s": lambda spec: list(split_groupings(spec, MAX_GROUPS)),
     "paper_s": lambda spec: list(paper_groupings(spec, MAX_GROUPS)),
-    "candidates_200_s": lambda spec: list(candidates(spec, max_groups=MAX_GROUPS, limit=200)),
-    "candidates_1000_s": lambda spec: list(candidates(spec, max_groups=MAX_GROUPS, limit=1000)),
+    "candidates_200_s": lambda spec: list(
+        propose_groupings(spec, max_groups=MAX_GROUPS, limit=200)
+    ),
+    "candidates_1000_s": lambda spec: list(
+        propose_groupings(spec, max_groups=MAX_GROUPS, limit=1000)
+    ),
     "neighbours_100_s": hundred_neighbours,
     "all_gathers_s": gather_everywhere,
     "transfers_1000_s": thousand_transfers,

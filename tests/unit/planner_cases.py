@@ -8,7 +8,7 @@ from itertools import permutations, product
 from tests.unit.fake_costs import FakeMemory
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.planner.closed_form.batch_split import WorkerClass, best_split
+from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, best_split
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.planner.plans.water_filling import water_fill
@@ -242,9 +242,9 @@ def _passes(
     )
 
 
-def _classes(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> list[WorkerClass]:
+def _classes(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> list[ReplicaClass]:
     return [
-        WorkerClass(
+        ReplicaClass(
             count=1,
             times_s={
                 size: sum(vars(_passes(inputs, stage, rank, size, ends)).values())

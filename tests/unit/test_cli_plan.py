@@ -25,7 +25,7 @@ from zorse_megatron.planner.explain.explanation import Explanation, GroupLoad, H
 from zorse_megatron.planner.explain.replan import OneMore, Replans
 from zorse_megatron.planner.find_plan import NoPlanError
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
-from zorse_megatron.planner.outcome import Considered, Outcome, Progress, Rejected
+from zorse_megatron.planner.outcome import Considered, Outcome, Rejected, SearchProgress
 from zorse_megatron.schema.plan.plan import Offload, Predictions, Recompute
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 
@@ -45,7 +45,7 @@ class Search:
     def __call__(self, inputs, *, strategy="zorse", on_progress=None):
         self.inputs.append(inputs)
         if on_progress:
-            on_progress(Progress(phase="grouping", done=1, total=2))
+            on_progress(SearchProgress(phase="grouping", done=1, total=2))
         if strategy == "cephalo":
             problem = Problem(where="rank 4 (V100-16)", found="1", expected="2", remedy="Buy.")
             raise NoPlanError("no plan fits", [problem])

@@ -53,7 +53,7 @@ def test_everybody_on_a_cluster_of_two_kinds():
     assert list(found) == [STOCK, BEST_GPUS, "zorse-paper", "cephalo", OURS]
     best = found[BEST_GPUS]
     expected = stock_on_best(make(CLUSTER)).fitting
-    assert best.layout == expected.words
+    assert best.layout == expected.description
     assert best.system.gpus == expected.ranks
     assert found[OURS].system.plan.world_size == 8
     for each in found.values():
@@ -75,7 +75,7 @@ def test_flags_of_a_grid():
     assert "--account-for-embedding-in-pipeline-split" in flags
     assert "--account-for-loss-in-pipeline-split" in flags
     assert "uniform" in flags
-    assert grid.words == "PP 4 (6+7+7+6) DP 2, micro-batches of 4, recompute full"
+    assert grid.description == "PP 4 (6+7+7+6) DP 2, micro-batches of 4, recompute full"
 
 
 def test_aggregate_is_what_each_gpu_does_alone():

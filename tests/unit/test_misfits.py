@@ -19,7 +19,7 @@ from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.shortage import gpu_memory as shortage
 from zorse_megatron.planner.shortage.gpu_memory import fitting, no_plan
-from zorse_megatron.planner.shortage.host_memory import host_needs
+from zorse_megatron.planner.shortage.node_host_memory import host_needs
 from zorse_megatron.planner.shortage.what_fits import fits_problem, what_fits
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS

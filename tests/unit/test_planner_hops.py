@@ -6,10 +6,10 @@ import pytest
 
 from tests.unit.planner_cases import simulated
 from tests.unit.test_planner_search import lab
-from zorse_megatron.planner.closed_form.candidate import Outline
-from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.candidate import Candidate
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate.evaluator import Judge
+from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.schema.plan.plan import Plan
@@ -62,11 +62,13 @@ def test_there_is_none_on_a_fast_network_nor_under_breadth_first():
 def test_there_is_none_between_chunks_of_one_group(first):
     """A group with one of the 22 layers is left out of a turn."""
     inputs = lab(REGIONS, batch=8, space=pipelines("interleaved"))
-    judge = Judge(inputs, Estimator(inputs))
-    teams = tuple(Teams(inputs).of((rank,)) for rank in (0, 1))
-    outline = Outline(teams=teams, levels=(1, 1), schedule="interleaved", num_chunks=2)
-    estimate = judge.estimator.estimate(outline, (first, 22 - first))
+    evaluator = Evaluator(inputs, Estimator(inputs))
+    device_groups = tuple(DeviceGroups(inputs).of((rank,)) for rank in (0, 1))
+    candidate = Candidate(
+        device_groups=device_groups, levels=(1, 1), schedule="interleaved", num_chunks=2
+    )
+    estimate = evaluator.estimator.estimate(candidate, (first, 22 - first))
     assert estimate is not None
-    plan = judge.builder.plan(estimate)
+    plan = evaluator.builder.plan(estimate)
     assert plan is not None and any(chunk.hop for chunk in plan.chunks)
     assert list(problems_of(plan)) == []

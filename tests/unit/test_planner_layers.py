@@ -7,40 +7,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zorse_megatron.planner.closed_form import balance
-from zorse_megatron.planner.closed_form.balance import deal
-from zorse_megatron.planner.closed_form.layer_assignment import Price, best_layouts
+from zorse_megatron.planner.closed_form.balance import balanced_layers
+from zorse_megatron.planner.closed_form.layer_assignment import GroupCost, best_layer_assignments
 from zorse_megatron.planner.plans import water_filling as water
 from zorse_megatron.planner.plans.water_filling import water_fill
 from zorse_megatron.planner.search import batched as batches
 
-prices = st.builds(
-    lambda busy, passage: Price(busy_s=float(busy), passage_s=float(passage)),
+costs = st.builds(
+    lambda busy, passage: GroupCost(busy_s=float(busy), fill_drain_s=float(passage)),
     st.integers(1, 20),
     st.integers(0, 9),
 )
 tables = st.lists(
-    st.dictionaries(st.integers(1, 5), prices, min_size=1, max_size=5), min_size=1, max_size=4
+    st.dictionaries(st.integers(1, 5), costs, min_size=1, max_size=5), min_size=1, max_size=4
 )
 
 
 def value(table, layers):
-    chosen = [prices[number] for prices, number in zip(table, layers, strict=True)]
-    return max(price.busy_s for price in chosen) + sum(price.passage_s for price in chosen)
+    chosen = [costs[number] for costs, number in zip(table, layers, strict=True)]
+    return max(cost.busy_s for cost in chosen) + sum(cost.fill_drain_s for cost in chosen)
 
 
 @settings(max_examples=200, deadline=None)
 @given(tables, st.integers(1, 12))
 def test_no_layout_is_better(table, num_layers):
     every = [layers for layers in product(*table) if sum(layers) == num_layers]
-    found = best_layouts(table, num_layers, most=3)
+    found = best_layer_assignments(table, num_layers, most=3)
     if not every:
         assert found == ()
         return
     assert found[0].value_s == min(value(table, layers) for layers in every)
-    for layout in found:
-        assert layout.layers in every
-        assert layout.value_s == value(table, layout.layers)
-    assert [layout.value_s for layout in found] == sorted(layout.value_s for layout in found)
+    for assignment in found:
+        assert assignment.layers in every
+        assert assignment.value_s == value(table, assignment.layers)
+    assert [assignment.value_s for assignment in found] == sorted(
+        assignment.value_s for assignment in found
+    )
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 9), st.data())
@@ -51,7 +53,7 @@ def test_no_deal_is_faster(speeds, num_layers, data):
         for layers in product(*(range(1, room + 1) for room in most))
         if sum(layers) == num_layers
     ]
-    layers, slowest = deal(num_layers, speeds, most)
+    layers, slowest = balanced_layers(num_layers, speeds, most)
     if not every:
         assert slowest == float("inf")
         return

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zorse_megatron.planner.closed_form.batch_split import WorkerClass, best_split, rate_bound_s
+from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, best_split, rate_bound_s
 
 
 @st.composite
@@ -14,7 +14,7 @@ def worker_classes(draw):
         fixed, per_sample = draw(st.integers(0, 5)), draw(st.integers(1, 9))
         most = draw(st.integers(1, 4))
         times = {size: float(fixed + per_sample * size) for size in range(1, most + 1)}
-        return WorkerClass(count=draw(st.integers(1, 2)), times_s=times)
+        return ReplicaClass(count=draw(st.integers(1, 2)), times_s=times)
 
     return [one() for _ in range(draw(st.integers(1, 2)))]
 
@@ -53,7 +53,7 @@ def test_no_split_is_faster(batch, classes):
 
 
 def test_equal_replicas_get_equal_work_where_it_divides():
-    split = best_split(1024, [WorkerClass(count=8, times_s={1: 1.0, 2: 1.5, 4: 2.8})])
+    split = best_split(1024, [ReplicaClass(count=8, times_s={1: 1.0, 2: 1.5, 4: 2.8})])
     assert split is not None
     assert {(share.micro_batch_size, share.num_microbatches) for share in split.shares[0]} == {
         (4, 32)
@@ -61,8 +61,8 @@ def test_equal_replicas_get_equal_work_where_it_divides():
 
 
 def test_a_slow_replica_may_get_nothing():
-    fast = WorkerClass(count=1, times_s={1: 1.0})
-    slow = WorkerClass(count=1, times_s={1: 100.0})
+    fast = ReplicaClass(count=1, times_s={1: 1.0})
+    slow = ReplicaClass(count=1, times_s={1: 100.0})
     split = best_split(3, [fast, slow])
     assert split is not None
     assert split.shares[1][0].num_microbatches == 0
@@ -70,4 +70,4 @@ def test_a_slow_replica_may_get_nothing():
 
 
 def test_nobody_may_run_anything():
-    assert best_split(4, [WorkerClass(count=2, times_s={})]) is None
+    assert best_split(4, [ReplicaClass(count=2, times_s={})]) is None

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from tests.unit.planner_cases import random_case, simulated
-from zorse_megatron.planner.closed_form.candidate import Estimate, Outline
-from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.planner.plans.builder import Builder
@@ -27,13 +27,13 @@ def least_that_fits(seed: int, schedule: str, num_chunks: int) -> tuple[Inputs, 
         one = tenths * whole_bytes // (10 * case.world_size)
         capacities = tuple(one + rank % 2 * 3 * one // 10 for rank in range(case.world_size))
         inputs = dataclasses.replace(case, capacities_bytes=capacities, space=space)
-        outline = Outline(
-            teams=(Teams(inputs).of(tuple(range(inputs.world_size))),),
+        candidate = Candidate(
+            device_groups=(DeviceGroups(inputs).of(tuple(range(inputs.world_size))),),
             levels=(2,),
             schedule=schedule,
             num_chunks=num_chunks,
         )
-        found = Estimator(inputs).best(outline)
+        found = Estimator(inputs).best(candidate)
         if found:
             return inputs, found[0]
     raise AssertionError("nothing fits")
@@ -48,7 +48,7 @@ def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks, monkeypa
     monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", GRAIN)
     inputs, estimate = least_that_fits(seed, schedule, num_chunks)
     estimator = Estimator(inputs)
-    plan = Builder(inputs, estimator.stages, estimator.flight).plan(estimate)
+    plan = Builder(inputs, estimator.cost_model, estimator.in_flight).plan(estimate)
     assert plan is not None
     (group,) = plan.groups
     assert group.offload == Offload(optimizer_state=True)

@@ -14,7 +14,7 @@ from zorse_megatron.planner.explain.explanation import explain
 from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import Outcome
-from zorse_megatron.planner.plans.describe import in_words
+from zorse_megatron.planner.plans.describe import describe_plan
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
@@ -83,7 +83,7 @@ def test_every_accepted_plan_fits(seed):
     )
     assert outcome.bound_s == lower_bound_s(inputs) <= outcome.iteration_s
     # What is told differs in more than layers, sizes and recomputation, also from what is taken.
-    told = [in_words(outcome.plan, inputs.kinds), *(each.what for each in outcome.rejected)]
+    told = [describe_plan(outcome.plan, inputs.kinds), *(each.what for each in outcome.rejected)]
     bare = [re.sub(r"\d+ layers|, recompute \w+( \d+)?", "", words) for words in told]
     assert len(set(bare)) == len(bare)
 
@@ -160,8 +160,8 @@ def test_unknown_strategies_and_bad_numbers_are_refused():
             memory_margin=1.5,
             space=SearchSpace(recompute=()),
         )
-    places = [problem.where for problem in caught.value.problems]
-    assert places == [
+    positions = [problem.where for problem in caught.value.problems]
+    assert positions == [
         "global batch size",
         "memory margin",
         "search space, recompute",
@@ -172,7 +172,7 @@ def test_unknown_strategies_and_bad_numbers_are_refused():
 def test_progress_is_reported():
     seen = []
     find_plan(random_case(1, most_gpus=4, most_layers=6), on_progress=seen.append)
-    assert {"grouping", "pricing", "simulating"} <= {each.phase for each in seen}
+    assert {"grouping", "costing", "simulating"} <= {each.phase for each in seen}
     assert all(each.done >= 0 for each in seen)
 
 

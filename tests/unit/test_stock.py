@@ -12,7 +12,7 @@ from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.emulate.compare import contestants as contestants_module
 from zorse_megatron.emulate.compare.contestants import BEST_GPUS, STOCK, Contestant, contestants
 from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best, subsets
-from zorse_megatron.planner.baselines.stock_grids import grids, plan_of_grid, stages_of
+from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
 from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
@@ -44,12 +44,12 @@ def three_nodes(gpus):
 
 
 def test_stages_may_count_embedding_and_head_as_layers():
-    assert stages_of(8, 4) == ((2, 2, 2, 2), (False, False))
-    assert stages_of(26, 4) == ((6, 7, 7, 6), (True, True))
-    assert stages_of(7, 4) == ((2, 2, 2, 1), (False, True))
-    assert stages_of(26, 1) == ((26,), (False, False))
-    assert stages_of(26, 8) is None
-    assert stages_of(2, 4) is None  # the first stage would have none
+    assert even_stages(8, 4) == ((2, 2, 2, 2), (False, False))
+    assert even_stages(26, 4) == ((6, 7, 7, 6), (True, True))
+    assert even_stages(7, 4) == ((2, 2, 2, 1), (False, True))
+    assert even_stages(26, 1) == ((26,), (False, False))
+    assert even_stages(26, 8) is None
+    assert even_stages(2, 4) is None  # the first stage would have none
 
 
 @pytest.mark.parametrize("layers", [8, 10])
@@ -71,7 +71,7 @@ def test_memory_is_told_from_divisibility():
     small = dataclasses.replace(make(), capacities_bytes=(2**30,) * 8)
     found = stock_on_all(small)
     assert found.fitting is None
-    assert found.layout.words.endswith("PP 8 DP 1, micro-batches of 1, recompute full")
+    assert found.layout.description.endswith("PP 8 DP 1, micro-batches of 1, recompute full")
     assert found.reason.startswith("memory: PP 8 DP 1")
     assert "of 1.0 GiB on rank " in found.reason
     odd = stock_on_all(make(batch=7, layers=9))

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.topologies import many_nodes, node, topologies, two_regions
-from zorse_megatron.planner.groupings.candidates import candidates
 from zorse_megatron.planner.groupings.grouping import Grouping, hardware_key, normalised
 from zorse_megatron.planner.groupings.mergers import mergers_of
 from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.pools import Pool, pools_of, spread
+from zorse_megatron.planner.groupings.proposals import propose_groupings
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.topology.from_cluster import topology_of
@@ -109,11 +109,11 @@ def test_one_signature_for_each_class_of_groupings(name: str) -> None:
 def test_candidates_are_valid_and_different(
     spec: TopologySpec, max_groups: int, limit: int
 ) -> None:
-    found = list(candidates(spec, max_groups=max_groups, limit=limit))
+    found = list(propose_groupings(spec, max_groups=max_groups, limit=limit))
     assert 1 <= len(found) <= limit
     assert found[0].grouping == (tuple(range(spec.num_gpus)),)
-    for candidate in found:
-        grouping = candidate.grouping
+    for proposal in found:
+        grouping = proposal.grouping
         assert len(grouping) <= max_groups
         assert grouping == normalised(grouping) and all(grouping)
         assert sorted(sum(grouping, ())) == list(range(spec.num_gpus))
@@ -121,13 +121,13 @@ def test_candidates_are_valid_and_different(
     symmetry = Symmetry(spec)
     assert len({symmetry.signature(each.grouping) for each in found}) == len(found)
     # A lower cap gives the beginning of the same list.
-    fewer = list(candidates(spec, max_groups=max_groups, limit=limit // 2))
+    fewer = list(propose_groupings(spec, max_groups=max_groups, limit=limit // 2))
     assert fewer == found[: limit // 2]
 
 
 def test_candidates_of_cluster_b_have_what_the_planner_looks_for() -> None:
     spec = topology_of(load_cluster(EXAMPLES / "zorse-paper-cluster-b.yaml"))
-    found = {each.grouping: each.origin for each in candidates(spec, limit=400)}
+    found = {each.grouping: each.origin for each in propose_groupings(spec, limit=400)}
     kinds = [8, 16, 16, 24]
     sizes = [sorted(map(len, grouping)) for grouping in found]
     assert kinds in sizes
@@ -144,8 +144,8 @@ def test_the_order_does_not_depend_on_the_process() -> None:
     script = (
         "from tests.topologies import two_regions\n"
         "from zorse_megatron.planner.groupings.neighbours import neighbours\n"
-        "from zorse_megatron.planner.groupings.candidates import candidates\n"
-        "found = list(candidates(two_regions(), limit=150))\n"
+        "from zorse_megatron.planner.groupings.proposals import propose_groupings\n"
+        "found = list(propose_groupings(two_regions(), limit=150))\n"
         "found += neighbours(two_regions(), found[40].grouping)\n"
         "print(found)"
     )
@@ -168,7 +168,7 @@ def test_like_speeds_come_first_when_asked() -> None:
     spec = TopologySpec(nodes=nodes)
 
     def first_with_three(speeds: dict[str, float]) -> Grouping:
-        found = candidates(spec, speeds=speeds)
+        found = propose_groupings(spec, speeds=speeds)
         return next(
             each.grouping
             for each in found
@@ -181,7 +181,7 @@ def test_like_speeds_come_first_when_asked() -> None:
 
 def test_ten_thousand_gpus() -> None:
     spec = many_nodes(1250)
-    found = list(candidates(spec, limit=60, max_groups=32))
+    found = list(propose_groupings(spec, limit=60, max_groups=32))
     assert len(found) == 60
     near = list(neighbours(spec, found[20].grouping, limit=20))
     assert len(near) == 20
@@ -222,8 +222,8 @@ def test_every_merge_and_halving_is_a_neighbour() -> None:
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 96))
 def test_pools_divide_along_nodes(num_nodes: int, per_node: int, parts: int) -> None:
     ranks = iter(range(num_nodes * per_node))
-    cells = tuple(tuple(next(ranks) for _ in range(per_node)) for _ in range(num_nodes))
-    pool = Pool(kind="A", region="r", cells=cells)
+    by_node = tuple(tuple(next(ranks) for _ in range(per_node)) for _ in range(num_nodes))
+    pool = Pool(kind="A", region="r", by_node=by_node)
     if parts > pool.num_gpus:
         return
     shares = pool.divided(parts)
@@ -239,12 +239,12 @@ def test_pools_divide_along_nodes(num_nodes: int, per_node: int, parts: int) -> 
 
 def test_pools_and_mergers() -> None:
     pools = pools_of(two_regions())
-    assert [(pool.region, pool.kind, len(pool.cells)) for pool in pools] == [
+    assert [(pool.region, pool.kind, len(pool.by_node)) for pool in pools] == [
         ("west", "A", 4),
         ("east", "B", 2),
     ]
     assert len(mergers_of(pools)) == 2
-    many = [Pool(kind=f"k{i}", region=f"r{i % 2}", cells=((i,),)) for i in range(8)]
+    many = [Pool(kind=f"k{i}", region=f"r{i % 2}", by_node=((i,),)) for i in range(8)]
     assert [len(mergers_of(many[:n])) for n in (3, 4, 5, 6)] == [5, 15, 52, 203]  # Bell numbers
     assert len(mergers_of(many)) == 1 + 1 + 1 + 28  # apart (also by kind), all, regions, pairs
     assert spread(1) == [1] and spread(20) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20]
@@ -252,7 +252,7 @@ def test_pools_and_mergers() -> None:
 
 def test_mixed_nodes_are_divided_by_kind() -> None:
     spec = SMALL["mixed nodes"]
-    assert [pool.cells for pool in pools_of(spec)] == [((0, 1), (3, 4)), ((2,), (5,))]
-    found = {each.grouping for each in candidates(spec)}
+    assert [pool.by_node for pool in pools_of(spec)] == [((0, 1), (3, 4)), ((2,), (5,))]
+    found = {each.grouping for each in propose_groupings(spec)}
     assert ((0, 1, 3, 4), (2, 5)) in found
     assert ((0, 1), (2,), (3, 4), (5,)) in found

@@ -153,7 +153,7 @@ def _print(prices: Priced, rows: list[_Row]) -> None:
         if row.found is None:
             print_plain(f"{row.strategy}: no plan: {row.reason}")
         elif row.stock is not None:
-            print_plain(f"{row.strategy}: {row.stock.words}")
+            print_plain(f"{row.strategy}: {row.stock.description}")
         elif row.outcome is not None and (cannot := not_trainable_yet(row.outcome.plan)):
             print_plain(f"note: {row.strategy}: {cannot}")
     for note in prices.notes:
@@ -184,7 +184,7 @@ def _as_json(prices: Priced, rows: list[_Row]) -> list[dict[str, Any]]:
             answer["plan_time_s"] = row.outcome.plan_time_s
             answer["can_be_trained"] = not_trainable_yet(row.outcome.plan) is None
         elif row.stock is not None:
-            answer |= {"layout": row.stock.words, "ranks": list(row.stock.ranks)}
+            answer |= {"layout": row.stock.description, "ranks": list(row.stock.ranks)}
         answers.append(answer)
     return answers
 

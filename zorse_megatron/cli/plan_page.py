@@ -150,7 +150,7 @@ def _contest(
             continue
         yield ContestRow(
             name=name,
-            layout=layout.words,
+            layout=layout.description,
             iteration=f"{layout.iteration_s:.4g} s",
             tokens=f"{layout.tokens_per_s:,.0f}",
             percent=round(100 * layout.tokens_per_s / most, 1),

@@ -10,22 +10,22 @@ from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.baselines.stock import stock_plans
 from zorse_megatron.planner.baselines.stock_best import stock_on_all
 from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
-from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
-from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict
+from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.limits import refuse_too_large
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import (
     STRATEGIES,
     Considered,
     Outcome,
-    Progress,
     Rejected,
+    SearchProgress,
     Strategy,
 )
-from zorse_megatron.planner.plans.describe import in_words, structure
-from zorse_megatron.planner.search.communication_dtype import with_narrow_wire
+from zorse_megatron.planner.plans.describe import describe_plan, structure
+from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
 from zorse_megatron.planner.search.zorse import search as search_all
 from zorse_megatron.planner.shortage.gpu_memory import no_plan
 from zorse_megatron.schema.plan.plan import Predictions
@@ -36,8 +36,8 @@ __all__ = [
     "NoPlanError",
     "Outcome",
     "PlannerInputError",
-    "Progress",
     "Rejected",
+    "SearchProgress",
     "Strategy",
     "find_plan",
 ]
@@ -49,7 +49,7 @@ def find_plan(
     inputs: Inputs,
     *,
     strategy: Strategy = "zorse",
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> Outcome:
     """Return the best plan that `strategy` finds; the simulator has checked that it fits.
 
@@ -60,10 +60,10 @@ def find_plan(
     started_s = time.perf_counter()
     refuse_too_large(inputs)
     search = _searched(inputs, strategy, on_progress or (lambda progress: None))
-    if not search.verdicts:
+    if not search.evaluations:
         raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
-    best = with_narrow_wire(search.judge, search.verdicts[0])
-    result = best.result or search.judge.simulated(best.plan)
+    best = with_narrow_gradients(search.evaluator, search.evaluations[0])
+    result = best.result or search.evaluator.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
     predictions = Predictions(
@@ -94,40 +94,42 @@ def find_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class _Searched:
-    judge: Judge
-    verdicts: list[Verdict]
+    evaluator: Evaluator
+    evaluations: list[Evaluation]
     """Those that fit, fastest first."""
     before: Considered
-    """What was considered without `judge`."""
+    """What was considered without `evaluator`."""
 
     @property
     def considered(self) -> Considered:
         """Counts of the whole search so far."""
         return replace(
             self.before,
-            estimated=self.before.estimated + self.judge.estimator.num_estimated,
-            simulated=self.before.simulated + self.judge.num_simulated,
+            estimated=self.before.estimated + self.evaluator.estimator.num_estimated,
+            simulated=self.before.simulated + self.evaluator.num_simulated,
         )
 
 
 def _searched(
-    inputs: Inputs, strategy: Strategy, on_progress: Callable[[Progress], None]
+    inputs: Inputs, strategy: Strategy, on_progress: Callable[[SearchProgress], None]
 ) -> _Searched:
     if strategy == "zorse":
         found = search_all(inputs, on_progress)
-        judge = Judge(inputs, Estimator(inputs))
-        return _Searched(judge=judge, verdicts=found.verdicts, before=found.considered)
+        evaluator = Evaluator(inputs, Estimator(inputs))
+        return _Searched(
+            evaluator=evaluator, evaluations=found.evaluations, before=found.considered
+        )
     baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
     if strategy not in baselines:
         raise ValueError(f"found strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if strategy == "cephalo":
         inputs = cephalo_inputs(inputs)
-    on_progress(Progress(phase=strategy, done=0, total=1))
-    judge = Judge(inputs, Estimator(inputs))
-    verdicts = baselines[strategy](inputs, judge, Teams(inputs))
-    on_progress(Progress(phase=strategy, done=1, total=1))
-    before = Considered(groupings=len(verdicts), estimated=0, simulated=0)
-    return _Searched(judge=judge, verdicts=verdicts, before=before)
+    on_progress(SearchProgress(phase=strategy, done=0, total=1))
+    evaluator = Evaluator(inputs, Estimator(inputs))
+    evaluations = baselines[strategy](inputs, evaluator, DeviceGroups(inputs))
+    on_progress(SearchProgress(phase=strategy, done=1, total=1))
+    before = Considered(groupings=len(evaluations), estimated=0, simulated=0)
+    return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)
 
 
 _LIMITS = {
@@ -152,22 +154,22 @@ def _no_baseline(inputs: Inputs, strategy: Strategy) -> NoPlanError:
 
 def _rejected(inputs: Inputs, search: _Searched) -> Iterator[Rejected]:
     """The fastest of each structure; what differs from it in layers or sizes alone says no more."""
-    best = search.verdicts[0]
+    best = search.evaluations[0]
     told = {structure(best.plan, inputs.kinds)}
-    for verdict in search.verdicts[1:]:
-        looks = structure(verdict.plan, inputs.kinds)
+    for evaluation in search.evaluations[1:]:
+        looks = structure(evaluation.plan, inputs.kinds)
         if looks in told or len(told) > _REJECTED:
             continue
         told.add(looks)
-        slower = 100 * (verdict.iteration_s / best.iteration_s - 1)
+        slower = 100 * (evaluation.iteration_s / best.iteration_s - 1)
         yield Rejected(
-            what=in_words(verdict.plan, inputs.kinds),
+            what=describe_plan(evaluation.plan, inputs.kinds),
             why=f"{slower:.1f} % slower in the simulator",
-            iteration_s=verdict.iteration_s,
+            iteration_s=evaluation.iteration_s,
         )
 
 
-def _notes(inputs: Inputs, best: Verdict) -> Iterator[str]:
+def _notes(inputs: Inputs, best: Evaluation) -> Iterator[str]:
     if any(group.gradient_wire for group in best.plan.groups):
         yield (
             "some groups send gradients in 16 bits, as --wire allows: each part is rounded once "

@@ -11,7 +11,7 @@ STRATEGIES: tuple[Strategy, ...] = ("zorse", "stock", "zorse-paper", "cephalo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """How far a search is; for progress bars."""
 
     phase: str
@@ -41,7 +41,7 @@ class Considered:
     groupings: int
     """Ways to group the GPUs."""
     estimated: int
-    """Plans priced in closed form."""
+    """Plans costed in closed form."""
     simulated: int
     """Plans played by the simulator."""
 
@@ -71,9 +71,9 @@ class Outcome:
     plan_time_s: float
     """How long the search took, by the clock; nothing else depends on it."""
     margin: float
-    """Share of every GPU's memory that was left free for what no model prices."""
+    """Share of every GPU's memory reserved for CUDA context, NCCL buffers and fragmentation."""
     notes: tuple[str, ...]
-    """For people: assumptions, and what the prices rest on."""
+    """For people: assumptions, and what the costs rest on."""
 
     @property
     def efficiency(self) -> float:

@@ -58,7 +58,7 @@ def _stock(name: str, stock: Stock) -> Contestant:
     flags = flags_of_grid(layout.inputs, layout.grid)
     return Contestant(
         name=name,
-        layout=layout.words,
+        layout=layout.description,
         system=System(name=name, gpus=layout.ranks, flags=flags),
         predicted_s=None if stock.reason else layout.iteration_s,
     )

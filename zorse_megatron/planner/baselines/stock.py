@@ -1,38 +1,44 @@
 """Baseline `stock`: the best even layout as a plan, every GPU with the same work.
 
 The layouts are those of `stock_grids`, on all GPUs: a plan covers all ranks of its cluster. As a
-plan it is executed by this project's runtime and priced so; what stock Megatron itself takes, on
+plan it is executed by this project's runtime and costed so; what stock Megatron itself takes, on
 all GPUs and on the best of them, says `stock_best`.
 """
 
-from zorse_megatron.planner.baselines.stock_grids import GridPrices, plan_of_grid
-from zorse_megatron.planner.closed_form.batch_split import Share
-from zorse_megatron.planner.closed_form.device_groups import Team, Teams
-from zorse_megatron.planner.closed_form.stage import Settings
-from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict, best_first
+from zorse_megatron.planner.baselines.stock_grids import GridCosts, plan_of_grid
+from zorse_megatron.planner.closed_form.batch_split import ReplicaShare
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
+from zorse_megatron.planner.closed_form.stage import MemorySettings
+from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, best_first
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.plans.builder import chunks_of, offload_of, recompute_of
+from zorse_megatron.planner.plans.builder import chunks_of, offload_setting, recompute_setting
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica, Schedule
 
 _SIMULATED = 6
 
 
-def stock_plans(inputs: Inputs, judge: Judge, teams: Teams) -> list[Verdict]:
-    """Verdicts on the best grids that fit, fastest first."""
-    verdicts: list[Verdict] = []
-    for outlook in GridPrices(inputs).outlooks():
-        if outlook.fullest > 1:
+def stock_plans(
+    inputs: Inputs, evaluator: Evaluator, device_groups: DeviceGroups
+) -> list[Evaluation]:
+    """Evaluations of the best grids that fit, fastest first."""
+    evaluations: list[Evaluation] = []
+    for estimate in GridCosts(inputs).estimates():
+        if estimate.fullest > 1:
             break
-        verdict = judge.judge_plan(plan_of_grid(inputs, outlook.grid))
-        if verdict is not None and verdict.fits:
-            verdicts.append(verdict)
-            if len(verdicts) == _SIMULATED:
+        evaluation = evaluator.evaluate_plan(plan_of_grid(inputs, estimate.grid))
+        if evaluation is not None and evaluation.fits:
+            evaluations.append(evaluation)
+            if len(evaluations) == _SIMULATED:
                 break
-    return best_first(verdicts)
+    return best_first(evaluations)
 
 
 def even_group(
-    team: Team, shares: dict[int, Share], settings: Settings, num_layers: int, num_chunks: int = 1
+    device_group: DeviceGroup,
+    shares: dict[int, ReplicaShare],
+    settings: MemorySettings,
+    num_layers: int,
+    num_chunks: int = 1,
 ) -> Group:
     """A group with equal shards."""
     return Group(
@@ -43,10 +49,10 @@ def even_group(
                 num_microbatches=shares[rank].num_microbatches,
                 shard_weight=1.0,
             )
-            for rank in team.ranks
+            for rank in device_group.ranks
         ),
-        recompute=recompute_of(settings, num_layers, num_chunks),
-        offload=offload_of(settings),
+        recompute=recompute_setting(settings, num_layers, num_chunks),
+        offload=offload_setting(settings),
     )
 
 

@@ -12,13 +12,13 @@ from itertools import combinations
 from zorse_megatron.planner.baselines.lower_bound import best_layers_per_s
 from zorse_megatron.planner.baselines.stock_grids import (
     Grid,
-    GridPrices,
-    Outlook,
+    GridCosts,
+    GridEstimate,
     no_grid,
     plan_of_grid,
 )
 from zorse_megatron.planner.evaluate.evaluator import computations
-from zorse_megatron.planner.evaluate.gc_paused import no_collection
+from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -59,10 +59,10 @@ class StockLayout:
         return self.inputs.global_batch_size * self.inputs.sequence_length / self.iteration_s
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """For people: GPUs and layout."""
         counts = Counter(self.inputs.kinds)
-        return f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}: {self.grid.words}"
+        return f"{', '.join(f'{n} {kind}' for kind, n in counts.items())}: {self.grid.description}"
 
     @property
     def reason(self) -> str:
@@ -72,8 +72,8 @@ class StockLayout:
         rank = max(range(len(self._filled)), key=self._filled.__getitem__)
         needed, had = self.peaks_bytes[rank] / _GIB, self.inputs.capacities_bytes[rank] / _GIB
         return (
-            f"memory: {self.grid.words} comes closest, and needs {needed:.1f} of {had:.1f} GiB on "
-            f"rank {self.ranks[rank]} ({self.inputs.kinds[rank]})"
+            f"memory: {self.grid.description} comes closest, and needs {needed:.1f} of {had:.1f} "
+            f"GiB on rank {self.ranks[rank]} ({self.inputs.kinds[rank]})"
         )
 
     @property
@@ -107,7 +107,7 @@ def stock_on_best(inputs: Inputs) -> Stock:
     ranked: list[tuple[float, float, tuple[int, ...], Inputs]] = []
     for ranks in subsets(inputs):
         part = on_ranks(inputs, ranks)
-        found = GridPrices(part).outlooks()
+        found = GridCosts(part).estimates()
         if found:
             ranked.append((max(1.0, found[0].fullest), found[0].iteration_s, ranks, part))
     if not ranked:
@@ -140,10 +140,10 @@ def subsets(inputs: Inputs) -> Iterator[tuple[int, ...]]:
 
 
 def _stock_on(part: Inputs, ranks: tuple[int, ...], budget: int) -> Stock:
-    outlooks = GridPrices(part).outlooks()
-    if not outlooks:
+    estimates = GridCosts(part).estimates()
+    if not estimates:
         return Stock(layout=None, reason=no_grid(part))
-    layouts = list(_simulated(part, ranks, outlooks, budget))
+    layouts = list(_simulated(part, ranks, estimates, budget))
     fitting = [each for each in layouts if each.fullest <= 1]
     if fitting:
         best = min(fitting, key=lambda each: each.iteration_s)
@@ -153,25 +153,25 @@ def _stock_on(part: Inputs, ranks: tuple[int, ...], budget: int) -> Stock:
 
 
 def _simulated(
-    inputs: Inputs, ranks: tuple[int, ...], outlooks: list[Outlook], budget: int
+    inputs: Inputs, ranks: tuple[int, ...], estimates: list[GridEstimate], budget: int
 ) -> Iterator[StockLayout]:
     """Simulate what may be the fastest, best first; if nothing fits, what may come closest."""
     best_s, spent, misfits = float("inf"), 0, 0
-    for outlook in outlooks:
-        hopeless = outlook.iteration_s > _MAY_BE_FASTER * best_s
-        if best_s < float("inf") and (hopeless or outlook.fullest > 1):
+    for estimate in estimates:
+        hopeless = estimate.iteration_s > _MAY_BE_FASTER * best_s
+        if best_s < float("inf") and (hopeless or estimate.fullest > 1):
             continue
-        misfits += outlook.fullest > 1
+        misfits += estimate.fullest > 1
         if spent > budget or misfits > _MOST_MISFITS:
             return
-        plan = plan_of_grid(inputs, outlook.grid)
+        plan = plan_of_grid(inputs, estimate.grid)
         spent += computations(plan)
-        with no_collection():
+        with gc_paused():
             result: SimulationResult = simulate_plan(inputs, plan, framework=STOCK_1F1B)
         layout = StockLayout(
             inputs=inputs,
             ranks=ranks,
-            grid=outlook.grid,
+            grid=estimate.grid,
             iteration_s=result.iteration_s,
             peaks_bytes=result.peak_memory_bytes,
         )

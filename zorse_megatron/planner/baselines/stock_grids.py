@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.planner.closed_form.device_groups import Team, Teams
-from zorse_megatron.planner.closed_form.stage import Job, Place, Settings
-from zorse_megatron.planner.closed_form.stage_costs import Stages
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
+from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
+from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
 
@@ -37,7 +37,7 @@ class Grid:
     mode: RecomputeMode
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """For people."""
         layers = "" if len(set(self.layers)) == 1 else f" ({'+'.join(map(str, self.layers))})"
         return (
@@ -47,7 +47,7 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class GridEstimate:
     """What the closed form says of a layout."""
 
     grid: Grid
@@ -61,7 +61,7 @@ def grids(inputs: Inputs) -> Iterator[Grid]:
     batch = inputs.global_batch_size
     for stages in range(1, inputs.world_size + 1):
         width = inputs.world_size // stages
-        split = stages_of(inputs.num_layers, stages)
+        split = even_stages(inputs.num_layers, stages)
         if inputs.world_size % stages or batch % width or split is None:
             continue
         for size, mode in itertools.product(_SIZES, _MODES):
@@ -75,10 +75,10 @@ def grids(inputs: Inputs) -> Iterator[Grid]:
                 )
 
 
-def stages_of(num_layers: int, stages: int) -> tuple[tuple[int, ...], tuple[bool, bool]] | None:
+def even_stages(num_layers: int, stages: int) -> tuple[tuple[int, ...], tuple[bool, bool]] | None:
     """Layers of each stage, and which ends count as one; None where they cannot be even.
 
-    >>> stages_of(26, 4)
+    >>> even_stages(26, 4)
     ((6, 7, 7, 6), (True, True))
     """
     for ends in ((False, False), (True, True), (False, True), (True, False)):
@@ -97,7 +97,7 @@ def no_grid(inputs: Inputs) -> str:
     """Say why GPUs, layers and batch cannot be divided evenly."""
     world, batch = inputs.world_size, inputs.global_batch_size
     stages = [s for s in range(1, world + 1) if world % s == 0]
-    even = [s for s in stages if stages_of(inputs.num_layers, s) is not None]
+    even = [s for s in stages if even_stages(inputs.num_layers, s) is not None]
     widths = ", ".join(f"{world // s} (PP {s})" for s in even)
     return (
         f"divisibility: {world} GPUs make {_listed(stages)} stages, of which {inputs.num_layers} "
@@ -143,47 +143,57 @@ def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
     )
 
 
-class GridPrices:
-    """Prices layouts in closed form."""
+class GridCosts:
+    """Costs layouts in closed form."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.stages = Stages(inputs)
+        self.cost_model = StageCostModel(inputs)
 
     @cached_property
-    def _teams(self) -> Teams:
-        return Teams(self.inputs)
+    def _teams(self) -> DeviceGroups:
+        return DeviceGroups(self.inputs)
 
-    def outlooks(self) -> list[Outlook]:
+    def estimates(self) -> list[GridEstimate]:
         """All layouts: first those that fit, fastest first; then the others, least full first."""
-        found = [self._outlook(grid) for grid in grids(self.inputs)]
+        found = [self._estimate(grid) for grid in grids(self.inputs)]
         return sorted(
             found, key=lambda each: (max(1.0, each.fullest), each.iteration_s, each.fullest)
         )
 
-    def _outlook(self, grid: Grid) -> Outlook:
+    def _estimate(self, grid: Grid) -> GridEstimate:
         """Slowest stage and time to fill; memory of the fullest rank."""
         width, size = grid.width, grid.micro_batch_size
         count = self.inputs.global_batch_size // (width * size)
         busy_s = fill_s = fullest = 0.0
         for at, layers in enumerate(grid.layers):
-            team = self._teams.of(tuple(range(at * width, (at + 1) * width)))
-            settings = Settings(mode=grid.mode, recomputed=0 if grid.mode == "none" else layers)
-            job = self._job(team, grid, at)
-            share = self.stages.memory.shared_bytes(job, settings) / width
-            need = share + self.stages.memory.local_bytes(job, settings, size, count)
-            fullest = max(fullest, need / min(cell.capacity_bytes for cell in team.cells))
-            both_s = max(passes.both_s for passes in self.stages.passes(job, settings))
+            device_group = self._teams.of(tuple(range(at * width, (at + 1) * width)))
+            settings = MemorySettings(
+                mode=grid.mode, recomputed=0 if grid.mode == "none" else layers
+            )
+            stage = self._stage(device_group, grid, at)
+            share = self.cost_model.memory.shared_bytes(stage, settings) / width
+            need = share + self.cost_model.memory.local_bytes(stage, settings, size, count)
+            fullest = max(
+                fullest,
+                need / min(gpu_class.capacity_bytes for gpu_class in device_group.gpu_classes),
+            )
+            both_s = max(passes.both_s for passes in self.cost_model.passes(stage, settings))
             busy_s = max(busy_s, count * both_s)
             fill_s += both_s
-        return Outlook(grid=grid, iteration_s=busy_s + fill_s, fullest=fullest)
+        return GridEstimate(grid=grid, iteration_s=busy_s + fill_s, fullest=fullest)
 
     @staticmethod
-    def _job(team: Team, grid: Grid, at: int) -> Job:
+    def _stage(device_group: DeviceGroup, grid: Grid, at: int) -> Stage:
         stages = len(grid.layers)
-        place = Place(
+        position = StagePosition(
             is_first=at == 0,
             is_last=at == stages - 1,
-            window=float((stages - at) * grid.width * grid.micro_batch_size),
+            in_flight_limit=float((stages - at) * grid.width * grid.micro_batch_size),
         )
-        return Job(team, grid.layers[at], (grid.micro_batch_size,) * len(team.cells), place)
+        return Stage(
+            device_group,
+            grid.layers[at],
+            (grid.micro_batch_size,) * len(device_group.gpu_classes),
+            position,
+        )

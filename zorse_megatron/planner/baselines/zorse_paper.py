@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from zorse_megatron.planner.baselines.stock import even_group, whole_plan
-from zorse_megatron.planner.closed_form.batch_split import Share, WorkerClass, best_split
-from zorse_megatron.planner.closed_form.device_groups import Team, Teams
+from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, ReplicaShare, best_split
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.closed_form.stage import Job, Place, Settings
-from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict, best_first
+from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
+from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, best_first
 from zorse_megatron.planner.groupings.gpu_graph import paper_groupings
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Plan
@@ -28,29 +28,39 @@ _MINISTAGES = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Candidate:
+class _EstimatedPlan:
     estimated_s: float
     plan: Plan
 
 
-def zorse_paper_plans(inputs: Inputs, judge: Judge, teams: Teams) -> list[Verdict]:
-    """Verdicts on the best plans that fit, fastest first."""
-    found = sorted(_candidates(inputs, judge.estimator, teams), key=lambda each: each.estimated_s)
-    verdicts: list[Verdict] = []
-    for candidate in found[:_TRIED]:
-        verdict = judge.judge_plan(candidate.plan)
-        if verdict is not None and verdict.fits:
-            verdicts.append(verdict)
-            if len(verdicts) == _SIMULATED:
+def zorse_paper_plans(
+    inputs: Inputs, evaluator: Evaluator, device_groups: DeviceGroups
+) -> list[Evaluation]:
+    """Evaluations of the best plans that fit, fastest first."""
+    found = sorted(
+        _estimated_plans(inputs, evaluator.estimator, device_groups),
+        key=lambda each: each.estimated_s,
+    )
+    evaluations: list[Evaluation] = []
+    for estimated in found[:_TRIED]:
+        evaluation = evaluator.evaluate_plan(estimated.plan)
+        if evaluation is not None and evaluation.fits:
+            evaluations.append(evaluation)
+            if len(evaluations) == _SIMULATED:
                 break
-    return best_first(verdicts)
+    return best_first(evaluations)
 
 
-def _candidates(inputs: Inputs, estimator: Estimator, teams: Teams) -> Iterator[_Candidate]:
+def _estimated_plans(
+    inputs: Inputs, estimator: Estimator, device_groups: DeviceGroups
+) -> Iterator[_EstimatedPlan]:
     most = min(len(inputs.spec.nodes), inputs.num_layers, inputs.space.max_groups or 64)
     for step in paper_groupings(inputs.spec, most):
-        members = [teams.of(group) for group in step.grouping]
-        order = sorted(members, key=lambda team: (-_bandwidth(inputs, team), team.ranks))
+        members = [device_groups.of(group) for group in step.grouping]
+        order = sorted(
+            members,
+            key=lambda device_group: (-_bandwidth(inputs, device_group), device_group.ranks),
+        )
         for size in _SIZES:
             if inputs.global_batch_size % size:
                 continue
@@ -60,24 +70,26 @@ def _candidates(inputs: Inputs, estimator: Estimator, teams: Teams) -> Iterator[
             for ministages in _MINISTAGES:
                 if ministages > max(layers):
                     continue
-                candidate = _candidate(estimator, order, layers, size=size, ministages=ministages)
-                if candidate is not None:
-                    yield candidate
+                estimated = _estimated_plan(
+                    estimator, order, layers, size=size, ministages=ministages
+                )
+                if estimated is not None:
+                    yield estimated
 
 
-def _bandwidth(inputs: Inputs, team: Team) -> float:
+def _bandwidth(inputs: Inputs, device_group: DeviceGroup) -> float:
     """Mean over pairs of a few of its ranks."""
-    pairs = list(combinations(team.ranks[:: max(1, len(team.ranks) // 8)], 2))
+    pairs = list(combinations(device_group.ranks[:: max(1, len(device_group.ranks) // 8)], 2))
     if not pairs:
         return math.inf
     size = 10**8
     return sum(size / inputs.comm.transfer_s(*pair, size) for pair in pairs) / len(pairs)
 
 
-def _speed(estimator: Estimator, team: Team, size: int) -> float:
+def _speed(estimator: Estimator, device_group: DeviceGroup, size: int) -> float:
     return sum(
-        len(cell.ranks) * size / sum(estimator.stages.layer_s(cell.kind, size))
-        for cell in team.cells
+        len(gpu_class.ranks) * size / sum(estimator.cost_model.layer_s(gpu_class.kind, size))
+        for gpu_class in device_group.gpu_classes
     )
 
 
@@ -95,71 +107,80 @@ def _proportional(num_layers: int, speeds: Sequence[float]) -> list[int] | None:
     return layers
 
 
-def _candidate(
-    estimator: Estimator, order: Sequence[Team], layers: list[int], *, size: int, ministages: int
-) -> _Candidate | None:
-    stages, inputs, groups = estimator.stages, estimator.inputs, []
+def _estimated_plan(
+    estimator: Estimator,
+    order: Sequence[DeviceGroup],
+    layers: list[int],
+    *,
+    size: int,
+    ministages: int,
+) -> _EstimatedPlan | None:
+    cost_model, inputs, groups = estimator.cost_model, estimator.inputs, []
     busy_s = fill_s = 0.0
-    for at, (team, count) in enumerate(zip(order, layers, strict=True)):
-        place = Place(
+    for at, (device_group, count) in enumerate(zip(order, layers, strict=True)):
+        position = StagePosition(
             is_first=at == 0,
             is_last=at == len(order) - 1,
-            window=0.0,
+            in_flight_limit=0.0,
             schedule="breadth_first",
             num_chunks=ministages,
         )
-        job = Job(team, count, (size,) * len(team.cells), place)
-        full = Settings(mode="full", recomputed=count)
-        shares = _shares(inputs, estimator, job, full)
-        settings = _fitting(estimator, job, full, shares)
+        stage = Stage(device_group, count, (size,) * len(device_group.gpu_classes), position)
+        full = MemorySettings(mode="full", recomputed=count)
+        shares = _shares(inputs, estimator, stage, full)
+        settings = _fitting(estimator, stage, full, shares)
         if shares is None or settings is None:
             return None
-        passes = stages.passes(job, settings)
-        kinds = zip(team.cells, passes, strict=True)
+        passes = cost_model.passes(stage, settings)
+        kinds = zip(device_group.gpu_classes, passes, strict=True)
         busy_s = max(
             busy_s,
             *(shares[rank].num_microbatches * p.both_s for c, p in kinds for rank in c.ranks),
         )
-        fill_s += max(each.both_s for each in passes) / job.num_chunks
-        group = even_group(team, shares, settings, count, job.num_chunks)
-        groups.append(replace(group, compute_dtype=inputs.dtype_of(team.ranks)))
+        fill_s += max(each.both_s for each in passes) / stage.num_chunks
+        group = even_group(device_group, shares, settings, count, stage.num_chunks)
+        groups.append(replace(group, compute_dtype=inputs.dtype_of(device_group.ranks)))
     plan = whole_plan(inputs, groups, layers, "breadth_first", ministages)
-    return _Candidate(estimated_s=busy_s + fill_s, plan=plan)
+    return _EstimatedPlan(estimated_s=busy_s + fill_s, plan=plan)
 
 
 def _shares(
-    inputs: Inputs, estimator: Estimator, job: Job, settings: Settings
-) -> dict[int, Share] | None:
-    passes = estimator.stages.passes(job, settings)
+    inputs: Inputs, estimator: Estimator, stage: Stage, settings: MemorySettings
+) -> dict[int, ReplicaShare] | None:
+    passes = estimator.cost_model.passes(stage, settings)
     classes = [
-        WorkerClass(count=len(cell.ranks), times_s={each.size: each.both_s})
-        for cell, each in zip(job.team.cells, passes, strict=True)
+        ReplicaClass(count=len(gpu_class.ranks), times_s={each.size: each.both_s})
+        for gpu_class, each in zip(stage.device_group.gpu_classes, passes, strict=True)
     ]
     split = best_split(inputs.global_batch_size, classes)
     if split is None:
         return None
-    rows = zip(job.team.cells, split.shares, strict=True)
-    return {rank: one for cell, row in rows for rank, one in zip(cell.ranks, row, strict=True)}
+    rows = zip(stage.device_group.gpu_classes, split.shares, strict=True)
+    return {
+        rank: one for gpu_class, row in rows for rank, one in zip(gpu_class.ranks, row, strict=True)
+    }
 
 
 def _fitting(
-    estimator: Estimator, job: Job, full: Settings, shares: dict[int, Share] | None
-) -> Settings | None:
+    estimator: Estimator, stage: Stage, full: MemorySettings, shares: dict[int, ReplicaShare] | None
+) -> MemorySettings | None:
     """Boundary activations in the host only where they must; None where it does not fit at all."""
-    stages, inputs = estimator.stages, estimator.inputs
+    cost_model, inputs = estimator.cost_model, estimator.inputs
     tried = [full]
     if inputs.space.offload:
-        tried.append(Settings(mode="full", recomputed=job.num_layers, offload_activations=True))
+        tried.append(
+            MemorySettings(mode="full", recomputed=stage.num_layers, offload_activations=True)
+        )
     for settings in tried:
-        share = stages.memory.shared_bytes(job, settings) / len(job.team.ranks)
+        share = cost_model.memory.shared_bytes(stage, settings) / len(stage.device_group.ranks)
         if shares is not None and all(
             share
-            + stages.memory.local_bytes(
-                job, settings, shares[rank].micro_batch_size, shares[rank].num_microbatches
+            + cost_model.memory.local_bytes(
+                stage, settings, shares[rank].micro_batch_size, shares[rank].num_microbatches
             )
-            <= cell.capacity_bytes
-            for cell in job.team.cells
-            for rank in cell.ranks
+            <= gpu_class.capacity_bytes
+            for gpu_class in stage.device_group.gpu_classes
+            for rank in gpu_class.ranks
         ):
             return settings
     return None

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 
-def deal(
+def balanced_layers(
     num_layers: int, speeds: Sequence[float], most: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], float]:
     """Deal layers to groups, one each at least, so that the slowest is done soonest.
@@ -14,7 +14,7 @@ def deal(
     layers / speed; infinite where the groups cannot hold all layers. Greedy is optimal here: every
     further layer goes where it is done soonest. O(layers * log groups).
 
-    >>> deal(5, [1.0, 2.0]), deal(5, [1.0, 2.0], most=[9, 2])
+    >>> balanced_layers(5, [1.0, 2.0]), balanced_layers(5, [1.0, 2.0], most=[9, 2])
     (((2, 3), 2.0), ((3, 2), 3.0))
     """
     room = list(most or [num_layers] * len(speeds))

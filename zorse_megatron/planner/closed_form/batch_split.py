@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerClass:
+class ReplicaClass:
     """Replicas that are equal."""
 
     count: int
@@ -24,7 +24,7 @@ class WorkerClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class ReplicaShare:
     """What one replica runs."""
 
     micro_batch_size: int
@@ -37,16 +37,16 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class BatchSplit:
     """What every replica runs, by class."""
 
     time_s: float
     """Of the slowest replica."""
-    shares: tuple[tuple[Share, ...], ...]
+    shares: tuple[tuple[ReplicaShare, ...], ...]
     """Class -> its replicas, those with most samples first."""
 
 
-def best_split(batch: int, classes: Sequence[WorkerClass]) -> Split | None:
+def best_split(batch: int, classes: Sequence[ReplicaClass]) -> BatchSplit | None:
     """Return the split with the least time; None where no replica may run anything.
 
     Of several ways to run as many samples in time, a replica takes the smallest micro-batches.
@@ -61,7 +61,7 @@ def best_split(batch: int, classes: Sequence[WorkerClass]) -> Split | None:
     return _reconstructed(batch, classes, limits[index])
 
 
-def rate_bound_s(batch: int, classes: Sequence[WorkerClass]) -> float:
+def rate_bound_s(batch: int, classes: Sequence[ReplicaClass]) -> float:
     """Return the time that the batch takes if it can be cut at will: a lower bound of any split."""
     rate = sum(
         each.count * max((size / time_s for size, time_s in each.times_s.items()), default=0.0)
@@ -70,7 +70,7 @@ def rate_bound_s(batch: int, classes: Sequence[WorkerClass]) -> float:
     return batch / rate if rate else math.inf
 
 
-def _limits(batch: int, classes: Sequence[WorkerClass]) -> list[float]:
+def _limits(batch: int, classes: Sequence[ReplicaClass]) -> list[float]:
     """All times that the slowest replica of the best split can take, ascending.
 
     It takes no longer than with one micro-batch more on everyone than the lower bound has, if the
@@ -93,7 +93,7 @@ def _limits(batch: int, classes: Sequence[WorkerClass]) -> list[float]:
     return sorted(limit for limit in found if low <= limit <= high * (1 + 1e-12))
 
 
-def _reaches(batch: int, classes: Sequence[WorkerClass], limit_s: float) -> bool:
+def _reaches(batch: int, classes: Sequence[ReplicaClass], limit_s: float) -> bool:
     reached = 1
     for each in classes:
         reached = _sumset(reached, _power(_reachable(batch, each, limit_s), each.count, batch))
@@ -101,7 +101,7 @@ def _reaches(batch: int, classes: Sequence[WorkerClass], limit_s: float) -> bool
     return bool(reached >> batch & 1)
 
 
-def _options(batch: int, each: WorkerClass, limit_s: float) -> Iterator[tuple[int, int, float]]:
+def _options(batch: int, each: ReplicaClass, limit_s: float) -> Iterator[tuple[int, int, float]]:
     """(size, most micro-batches, time of one) of a replica within the limit."""
     for size, time_s in sorted(each.times_s.items()):
         most = min(batch // size, math.floor(limit_s / time_s * (1 + 1e-12)))
@@ -109,7 +109,7 @@ def _options(batch: int, each: WorkerClass, limit_s: float) -> Iterator[tuple[in
             yield size, most, time_s
 
 
-def _reachable(batch: int, each: WorkerClass, limit_s: float) -> int:
+def _reachable(batch: int, each: ReplicaClass, limit_s: float) -> int:
     """Bit s is set where one replica can run s samples in time."""
     bits = 1
     for size, most, _ in _options(batch, each, limit_s):
@@ -143,7 +143,7 @@ def _power(bits: int, count: int, batch: int) -> int:
     return result
 
 
-def _reconstructed(batch: int, classes: Sequence[WorkerClass], limit_s: float) -> Split:
+def _reconstructed(batch: int, classes: Sequence[ReplicaClass], limit_s: float) -> BatchSplit:
     sets = [_reachable(batch, each, limit_s) for each in classes]
     powers = [_power(bits, each.count, batch) for bits, each in zip(sets, classes, strict=True)]
     behind = [1]  # sums of all classes from here on
@@ -170,10 +170,10 @@ def _reconstructed(batch: int, classes: Sequence[WorkerClass], limit_s: float) -
         for each, row in zip(classes, shares, strict=True)
         for share in row
     )
-    return Split(time_s=time_s, shares=tuple(shares))
+    return BatchSplit(time_s=time_s, shares=tuple(shares))
 
 
-def min_time_per_sample(each: WorkerClass) -> float:
+def min_time_per_sample(each: ReplicaClass) -> float:
     """Seconds per sample at the best size; infinite where nothing is allowed."""
     return min((t / size for size, t in each.times_s.items()), default=math.inf)
 
@@ -203,12 +203,12 @@ def _dealt(bits: int, count: int, samples: int, batch: int) -> list[int]:
     return _dealt(bits, half, part, batch) + _dealt(bits, count - half, samples - part, batch)
 
 
-def _share(batch: int, each: WorkerClass, limit_s: float, samples: int) -> Share:
+def _share(batch: int, each: ReplicaClass, limit_s: float, samples: int) -> ReplicaShare:
     if samples == 0:
-        return Share(micro_batch_size=1, num_microbatches=0)
+        return ReplicaShare(micro_batch_size=1, num_microbatches=0)
     size = next(
         size
         for size, most, _ in _options(batch, each, limit_s)
         if samples % size == 0 and samples // size <= most
     )
-    return Share(micro_batch_size=size, num_microbatches=samples // size)
+    return ReplicaShare(micro_batch_size=size, num_microbatches=samples // size)

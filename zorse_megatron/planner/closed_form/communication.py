@@ -4,19 +4,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.planner.closed_form.device_groups import Team
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.groupings.grouping import hardware_key
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.simulate.framework import RUNTIME
 
 _STATISTIC_BYTES = 4
-# Pairs of ranks of a hop that are looked at; of more, as many at equal distances.
+# Pairs of ranks of a path that are looked at; of more, as many at equal distances.
 _MOST_PAIRS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hop:
-    """From one team to the next, in one direction."""
+class TransferPath:
+    """From one device group to the next, in one direction."""
 
     loads: tuple[tuple[str, float, float], ...]
     """(link, bytes per second, share of all samples that cross it)."""
@@ -27,13 +27,13 @@ class Hop:
     """A typical pair of ranks."""
 
 
-class Networks:
-    """Prices communication, each thing once."""
+class CommunicationCosts:
+    """Costs communication, each thing once."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.boundary = inputs.memory.boundary_bytes(1)
-        self._hops: dict[tuple[tuple[int, ...], tuple[int, ...]], Hop] = {}
+        self._paths: dict[tuple[tuple[int, ...], tuple[int, ...]], TransferPath] = {}
         self._gathers: dict[tuple[tuple[int, ...], int], float] = {}
         self._like: dict[tuple[object, ...], float] = {}
         looks: dict[object, int] = {}
@@ -49,14 +49,14 @@ class Networks:
         )
         """Of all sums of one number in a step."""
 
-    def hop(self, source: Team, target: Team) -> Hop:
-        """The links from one team to another. O(ranks)."""
+    def path(self, source: DeviceGroup, target: DeviceGroup) -> TransferPath:
+        """The links from one device group to another. O(ranks)."""
         key = (source.ranks, target.ranks)
-        if key not in self._hops:
-            self._hops[key] = self._find(*key)
-        return self._hops[key]
+        if key not in self._paths:
+            self._paths[key] = self._find(*key)
+        return self._paths[key]
 
-    def _find(self, sources: Sequence[int], targets: Sequence[int]) -> Hop:
+    def _find(self, sources: Sequence[int], targets: Sequence[int]) -> TransferPath:
         count = min(_MOST_PAIRS, max(len(sources), len(targets)))
         pairs = [
             (sources[i * len(sources) // count], targets[i * len(targets) // count])
@@ -68,37 +68,37 @@ class Networks:
         loads = tuple(
             (name, rate, number / count) for (name, rate), number in sorted(crossed.items())
         )
-        return Hop(
+        return TransferPath(
             loads=loads,
             crowd_s_per_byte=max((share / rate for _, rate, share in loads), default=0.0),
             source=pairs[0][0],
             target=pairs[0][1],
         )
 
-    def hop_s(self, hop: Hop, *, size: int, round_samples: float) -> float:
+    def transfer_s(self, path: TransferPath, *, size: int, round_samples: float) -> float:
         """One micro-batch's way, when all replicas of a round send at once."""
-        key = (hop.source, hop.target, size)
+        key = (path.source, path.target, size)
         if key not in self._alone:
             self._alone[key] = self.inputs.comm.transfer_s(
-                hop.source, hop.target, size * self.boundary
+                path.source, path.target, size * self.boundary
             )
-        return max(self._alone[key], round_samples * self.boundary * hop.crowd_s_per_byte)
+        return max(self._alone[key], round_samples * self.boundary * path.crowd_s_per_byte)
 
-    def busiest_link_s(self, hops: Sequence[Hop]) -> float:
-        """How long the busiest link takes for all samples, each hop passed once."""
+    def busiest_link_s(self, paths: Sequence[TransferPath]) -> float:
+        """How long the busiest link takes for all samples, each path passed once."""
         loads: dict[str, float] = {}
-        for hop in hops:
-            for name, rate, share in hop.loads:
+        for path in paths:
+            for name, rate, share in path.loads:
                 loads[name] = loads.get(name, 0.0) + share / rate
         most = max(loads.values(), default=0.0)
         return most * self.inputs.global_batch_size * self.boundary
 
-    def even_gather_s(self, team: Team, num_bytes: int, pieces: int = 1) -> float:
-        """An all-gather (or reduce-scatter) of equal shards over a team, on idle links.
+    def even_gather_s(self, device_group: DeviceGroup, num_bytes: int, pieces: int = 1) -> float:
+        """An all-gather (or reduce-scatter) of equal shards over a device group, on idle links.
 
         `pieces`: of how many equal parts, one after the other.
         """
-        ranks = team.ranks
+        ranks = device_group.ranks
         if len(ranks) < 2:
             return 0.0
         key = (ranks, num_bytes // pieces // len(ranks))
@@ -120,19 +120,21 @@ class Networks:
             self._like[key] = 0.0 if alone else self.inputs.comm.all_gather_s(ascending, shares)
         return self._like[key]
 
-    def crowding(self, teams: Sequence[Team]) -> tuple[int, ...]:
-        """For each team with ranks on several nodes, how many such teams share a node with it."""
+    def crowding(self, device_groups: Sequence[DeviceGroup]) -> tuple[int, ...]:
+        """For each group with ranks on several nodes, how many such groups share a node with it."""
         on_node: Counter[int] = Counter()
         spread = []
-        for team in teams:
-            nodes = self.nodes(team)
+        for device_group in device_groups:
+            nodes = self.nodes(device_group)
             spread.append(nodes if len(nodes) > 1 else ())
             on_node.update(spread[-1])
         return tuple(max((on_node[node] for node in nodes), default=1) for nodes in spread)
 
-    def nodes(self, team: Team) -> tuple[int, ...]:
-        """The nodes that a team has ranks on."""
-        if team.ranks not in self._nodes:
+    def nodes(self, device_group: DeviceGroup) -> tuple[int, ...]:
+        """The nodes that a device group has ranks on."""
+        if device_group.ranks not in self._nodes:
             spec = self.inputs.spec
-            self._nodes[team.ranks] = tuple(sorted({spec.node_of(rank) for rank in team.ranks}))
-        return self._nodes[team.ranks]
+            self._nodes[device_group.ranks] = tuple(
+                sorted({spec.node_of(rank) for rank in device_group.ranks})
+            )
+        return self._nodes[device_group.ranks]

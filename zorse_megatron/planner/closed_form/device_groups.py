@@ -8,8 +8,8 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """GPUs of a team that are equal to a planner: kind, memory, host."""
+class GpuClass:
+    """GPUs of a device group that are equal to a planner: kind, memory, host."""
 
     kind: str
     capacity_bytes: int
@@ -20,7 +20,7 @@ class Cell:
 
     @property
     def look(self) -> tuple[str, int, int, float, int]:
-        """Equal for cells that cost the same."""
+        """Equal for GPU classes that cost the same."""
         host = -1 if self.host_bytes is None else self.host_bytes
         return (
             self.kind,
@@ -32,46 +32,49 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Team:
+class DeviceGroup:
     """The GPUs of one group."""
 
-    cells: tuple[Cell, ...]
+    gpu_classes: tuple[GpuClass, ...]
     """By kind, memory, host."""
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
-        return tuple(sorted(rank for cell in self.cells for rank in cell.ranks))
+        return tuple(sorted(rank for gpu_class in self.gpu_classes for rank in gpu_class.ranks))
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.cells)
+        return hash(self.gpu_classes)
 
     def __hash__(self) -> int:
-        """Teams are in the keys of everything that is priced once."""
+        """Device groups are in the keys of everything that is costed once."""
         return self._hash
 
-    def __reduce__(self) -> tuple[type["Team"], tuple[tuple[Cell, ...]]]:
+    def __reduce__(self) -> tuple[type["DeviceGroup"], tuple[tuple[GpuClass, ...]]]:
         """Leave the hash behind: another process hashes strings to other numbers."""
-        return Team, (self.cells,)
+        return DeviceGroup, (self.gpu_classes,)
 
     @cached_property
     def look(self) -> tuple[tuple[str, int, int, float, int], ...]:
-        """Equal for teams whose computation and memory are equal."""
-        return tuple(cell.look for cell in self.cells)
+        """Equal for device groups whose computation and memory are equal."""
+        return tuple(gpu_class.look for gpu_class in self.gpu_classes)
 
 
-def round_of(team: Team, sizes: Sequence[int]) -> int:
-    """Samples of one micro-batch on every GPU of a team."""
-    return sum(len(cell.ranks) * size for cell, size in zip(team.cells, sizes, strict=True))
+def round_samples_of(device_group: DeviceGroup, sizes: Sequence[int]) -> int:
+    """Samples of one micro-batch on every GPU of a device group."""
+    return sum(
+        len(gpu_class.ranks) * size
+        for gpu_class, size in zip(device_group.gpu_classes, sizes, strict=True)
+    )
 
 
-class Teams:
-    """Makes teams of ranks, each once."""
+class DeviceGroups:
+    """Makes device groups of ranks, each once."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self._made: dict[tuple[int, ...], Team] = {}
+        self._made: dict[tuple[int, ...], DeviceGroup] = {}
         links = {rank: inputs.comm.host_link_bytes_per_s(rank) for rank in range(inputs.world_size)}
         self._keys = [
             (
@@ -83,19 +86,19 @@ class Teams:
             for rank in range(inputs.world_size)
         ]
 
-    def of(self, ranks: tuple[int, ...]) -> Team:
-        """The team of these ranks. O(ranks) for new ones."""
-        team = self._made.get(ranks)
-        if team is None:
-            team = self._made[ranks] = Team(self._cells(ranks))
-        return team
+    def of(self, ranks: tuple[int, ...]) -> DeviceGroup:
+        """The device group of these ranks. O(ranks) for new ones."""
+        device_group = self._made.get(ranks)
+        if device_group is None:
+            device_group = self._made[ranks] = DeviceGroup(self._gpu_classes(ranks))
+        return device_group
 
-    def _cells(self, ranks: tuple[int, ...]) -> tuple[Cell, ...]:
+    def _gpu_classes(self, ranks: tuple[int, ...]) -> tuple[GpuClass, ...]:
         found: dict[tuple[str, int, int, float], list[int]] = {}
         for rank in ranks:
             found.setdefault(self._keys[rank], []).append(rank)
         return tuple(
-            Cell(
+            GpuClass(
                 kind=kind,
                 capacity_bytes=capacity,
                 host_bytes=None if host < 0 else host,

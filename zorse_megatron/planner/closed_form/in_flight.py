@@ -1,179 +1,197 @@
-"""How much is in flight in each group of an outline, and where that puts the groups."""
+"""How much is in flight in each group of a candidate, and where that puts the groups."""
 
 import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from zorse_megatron.planner.closed_form.candidate import Outline
-from zorse_megatron.planner.closed_form.communication import Hop, Networks
-from zorse_megatron.planner.closed_form.device_groups import Team, round_of
-from zorse_megatron.planner.closed_form.stage import Level, Place
-from zorse_megatron.planner.closed_form.stage_costs import Stages
+from zorse_megatron.planner.closed_form.candidate import Candidate
+from zorse_megatron.planner.closed_form.communication import CommunicationCosts, TransferPath
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, round_samples_of
+from zorse_megatron.planner.closed_form.stage import MicroBatchLevel, StagePosition
+from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schedules.events import BACKWARD_COST
 
 # From which part of a forward on the time of a message counts. On the paper's clusters 0.1, 0.25
-# and 1 give iterations that differ by less than one in a thousand; with fewer hops the play is
+# and 1 give iterations that differ by less than one in a thousand; with fewer of them the play is
 # faster.
 _COUNTS_FROM = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
-    """A team with its micro-batches."""
+class SizedGroup:
+    """A device group with its micro-batches."""
 
-    team: Team
+    device_group: DeviceGroup
     sizes: tuple[int, ...]
-    """Micro-batch size of each cell."""
+    """Micro-batch size of each GPU class."""
     round_samples: int
     """Samples of one micro-batch on every GPU."""
 
 
-class Rounds(Protocol):
-    """Anything with micro-batches: a lane or a job."""
+class HasMicroBatches(Protocol):
+    """Anything with micro-batches: a sized group or a stage."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """As of a `Lane`."""
+        """As of a `SizedGroup`."""
 
     @property
     def round_samples(self) -> int:
-        """As of a `Lane`."""
+        """As of a `SizedGroup`."""
 
 
-class Flight:
-    """Micro-batch sizes, rounds and windows of outlines, each found once."""
+class InFlight:
+    """Micro-batch sizes, rounds and in-flight limits of candidates, each found once."""
 
-    def __init__(self, inputs: Inputs, stages: Stages, networks: Networks) -> None:
+    def __init__(
+        self, inputs: Inputs, cost_model: StageCostModel, communication: CommunicationCosts
+    ) -> None:
         self.inputs = inputs
-        self.stages = stages
-        self.networks = networks
-        self._lanes: dict[tuple[Team, Level], Lane] = {}
+        self.cost_model = cost_model
+        self.communication = communication
+        self._sized_groups: dict[tuple[DeviceGroup, MicroBatchLevel], SizedGroup] = {}
         self._extras: dict[object, tuple[int, ...]] = {}
-        self._places: dict[object, tuple[Place, ...]] = {}
+        self._positions: dict[object, tuple[StagePosition, ...]] = {}
 
-    def lanes(self, outline: Outline) -> list[Lane]:
-        """The teams with their micro-batches."""
-        return [self._lane(*row) for row in zip(outline.teams, outline.levels, strict=True)]
+    def sized_groups(self, candidate: Candidate) -> list[SizedGroup]:
+        """The device groups with their micro-batches."""
+        return [
+            self._sized_group(*row)
+            for row in zip(candidate.device_groups, candidate.levels, strict=True)
+        ]
 
-    def _lane(self, team: Team, level: Level) -> Lane:
-        key = (team, level)
-        if key not in self._lanes:
-            sizes = self.stages.sizes(team, level)
-            samples = round_of(team, sizes)
-            self._lanes[key] = Lane(team=team, sizes=sizes, round_samples=samples)
-        return self._lanes[key]
+    def _sized_group(self, device_group: DeviceGroup, level: MicroBatchLevel) -> SizedGroup:
+        key = (device_group, level)
+        if key not in self._sized_groups:
+            sizes = self.cost_model.sizes(device_group, level)
+            samples = round_samples_of(device_group, sizes)
+            self._sized_groups[key] = SizedGroup(
+                device_group=device_group, sizes=sizes, round_samples=samples
+            )
+        return self._sized_groups[key]
 
-    def speed(self, team: Team, level: Level) -> float:
+    def speed(self, device_group: DeviceGroup, level: MicroBatchLevel) -> float:
         """Layers of one sample per second, forward and backward."""
-        sizes = self._lane(team, level).sizes
+        sizes = self._sized_group(device_group, level).sizes
         return sum(
-            len(cell.ranks) * size / sum(self.stages.layer_s(cell.kind, size))
-            for cell, size in zip(team.cells, sizes, strict=True)
+            len(gpu_class.ranks) * size / sum(self.cost_model.layer_s(gpu_class.kind, size))
+            for gpu_class, size in zip(device_group.gpu_classes, sizes, strict=True)
         )
 
-    def differs(self, outline: Outline) -> bool:
+    def differs(self, candidate: Candidate) -> bool:
         """Whether the groups have rounds of different sizes."""
-        return len({lane.round_samples for lane in self.lanes(outline)}) > 1
+        return len({sized.round_samples for sized in self.sized_groups(candidate)}) > 1
 
-    def places(self, outline: Outline) -> tuple[Place, ...]:
-        """Where the teams stand in the pipeline, with their windows."""
+    def positions(self, candidate: Candidate) -> tuple[StagePosition, ...]:
+        """Where the device groups stand in the pipeline, with their in-flight limits."""
         key = (
-            outline.teams,
-            outline.levels,
-            outline.schedule,
-            outline.num_chunks,
-            outline.slack,
+            candidate.device_groups,
+            candidate.levels,
+            candidate.schedule,
+            candidate.num_chunks,
+            candidate.slack,
         )
-        if key not in self._places:
-            last = len(outline.teams) - 1
-            slow = self._slow_hops(outline)
-            self._places[key] = tuple(
-                Place(
+        if key not in self._positions:
+            last = len(candidate.device_groups) - 1
+            slow = self._slow_transfers(candidate)
+            self._positions[key] = tuple(
+                StagePosition(
                     is_first=index == 0,
                     is_last=index == last,
-                    window=window,
-                    schedule=outline.schedule,
-                    num_chunks=outline.num_chunks,
+                    in_flight_limit=in_flight_limit,
+                    schedule=candidate.schedule,
+                    num_chunks=candidate.num_chunks,
                     slow_before=slow[index - 1],
                     slow_behind=slow[index],
                 )
-                for index, window in enumerate(self._windows(outline))
+                for index, in_flight_limit in enumerate(self._in_flight_limits(candidate))
             )
-        return self._places[key]
+        return self._positions[key]
 
-    def _slow_hops(self, outline: Outline) -> list[bool]:
+    def _slow_transfers(self, candidate: Candidate) -> list[bool]:
         """For each group, whether the plan says how long messages to the next one are on their way.
 
         It does where one takes longer than a small part of the shorter forward of the two, if all
         GPUs are equally busy; not under breadth_first, whose order does not depend on it.
         """
-        lanes, number = self.lanes(outline), len(outline.teams)
+        sized_groups, number = self.sized_groups(candidate), len(candidate.device_groups)
         found = [False] * number
-        if outline.schedule == "breadth_first" or number < 2:
+        if candidate.schedule == "breadth_first" or number < 2:
             return found
-        speed = sum(map(self.speed, outline.teams, outline.levels))
-        per_sample_s = self.inputs.num_layers / speed / outline.num_chunks
-        for at in range(number if outline.num_chunks > 1 else number - 1):
-            here, after = lanes[at], lanes[(at + 1) % number]
-            hop = self.networks.hop(here.team, after.team)
+        speed = sum(map(self.speed, candidate.device_groups, candidate.levels))
+        per_sample_s = self.inputs.num_layers / speed / candidate.num_chunks
+        for at in range(number if candidate.num_chunks > 1 else number - 1):
+            here, after = sized_groups[at], sized_groups[(at + 1) % number]
+            path = self.communication.path(here.device_group, after.device_group)
             samples = min(here.round_samples, after.round_samples)
             forward_s = samples * per_sample_s / (1 + BACKWARD_COST)
-            found[at] = self.message_s(here, after, hop) > _COUNTS_FROM * forward_s
+            found[at] = self.message_s(here, after, path) > _COUNTS_FROM * forward_s
         return found
 
-    def _windows(self, outline: Outline) -> list[float]:
-        if outline.schedule == "breadth_first":
-            return [0.0] * len(outline.teams)
-        rounds = [lane.round_samples for lane in self.lanes(outline)]
+    def _in_flight_limits(self, candidate: Candidate) -> list[float]:
+        if candidate.schedule == "breadth_first":
+            return [0.0] * len(candidate.device_groups)
+        rounds = [sized.round_samples for sized in self.sized_groups(candidate)]
         behind = list(accumulate(reversed(rounds)))[::-1]
-        rows = list(zip(behind, self.extras(outline), rounds, strict=True))
-        if outline.schedule == "interleaved":
-            before = (outline.num_chunks - 1) * sum(rounds)
-            return [float(before + 2 * (window + extra) - own) for window, extra, own in rows]
-        return [float(window + extra) for window, extra, _ in rows]
+        rows = list(zip(behind, self.extras(candidate), rounds, strict=True))
+        if candidate.schedule == "interleaved":
+            before = (candidate.num_chunks - 1) * sum(rounds)
+            return [
+                float(before + 2 * (in_flight_limit + extra) - own)
+                for in_flight_limit, extra, own in rows
+            ]
+        return [float(in_flight_limit + extra) for in_flight_limit, extra, _ in rows]
 
-    def extras(self, outline: Outline) -> tuple[int, ...]:
+    def extras(self, candidate: Candidate) -> tuple[int, ...]:
         """Samples in flight under 1f1b beyond one round of each group from here on.
 
         A group has what the next one has, a round of its own, and what is on the way to the next
         one and back at the rate of all GPUs together; in whole rounds.
         """
-        if outline.schedule != "1f1b" or not outline.slack or len(outline.teams) < 2:
-            return (0,) * len(outline.teams)
-        key = (outline.teams, outline.levels, outline.slack)
+        if candidate.schedule != "1f1b" or not candidate.slack or len(candidate.device_groups) < 2:
+            return (0,) * len(candidate.device_groups)
+        key = (candidate.device_groups, candidate.levels, candidate.slack)
         if key not in self._extras:
-            self._extras[key] = tuple(self._find_extras(outline))
+            self._extras[key] = tuple(self._find_extras(candidate))
         return self._extras[key]
 
-    def _find_extras(self, outline: Outline) -> list[int]:
-        lanes = self.lanes(outline)
-        speed = sum(map(self.speed, outline.teams, outline.levels))
-        per_s = outline.slack * speed / self.inputs.num_layers
-        window, behind, found = lanes[-1].round_samples, lanes[-1].round_samples, [0]
-        for at in range(len(lanes) - 2, -1, -1):
-            here, after = lanes[at], lanes[at + 1]
-            hop = self.networks.hop(here.team, after.team)
-            needed = window + here.round_samples + 2 * per_s * self.message_s(here, after, hop)
+    def _find_extras(self, candidate: Candidate) -> list[int]:
+        sized_groups = self.sized_groups(candidate)
+        speed = sum(map(self.speed, candidate.device_groups, candidate.levels))
+        per_s = candidate.slack * speed / self.inputs.num_layers
+        in_flight_limit, behind, found = (
+            sized_groups[-1].round_samples,
+            sized_groups[-1].round_samples,
+            [0],
+        )
+        for at in range(len(sized_groups) - 2, -1, -1):
+            here, after = sized_groups[at], sized_groups[at + 1]
+            path = self.communication.path(here.device_group, after.device_group)
+            needed = (
+                in_flight_limit + here.round_samples + 2 * per_s * self.message_s(here, after, path)
+            )
             if not _nested(here, after):  # micro-batches wait for parts of others
-                needed += outline.slack * max(here.round_samples, after.round_samples)
+                needed += candidate.slack * max(here.round_samples, after.round_samples)
             # Limits are whole micro-batches of each replica.
-            window = math.ceil(needed / here.round_samples - 1e-9) * here.round_samples
+            in_flight_limit = math.ceil(needed / here.round_samples - 1e-9) * here.round_samples
             behind += here.round_samples
-            found.append(max(0, window - behind))
+            found.append(max(0, in_flight_limit - behind))
         return found[::-1]
 
-    def message_s(self, sender: Rounds, receiver: Rounds, hop: Hop) -> float:
+    def message_s(
+        self, sender: HasMicroBatches, receiver: HasMicroBatches, path: TransferPath
+    ) -> float:
         """One message; groups in step send all of a round's at once."""
         in_step = sender.round_samples == receiver.round_samples
         in_step = in_step and set(sender.sizes) == set(receiver.sizes)
         size = min(max(sender.sizes), max(receiver.sizes))
         crowd = sender.round_samples if in_step else 0
-        return self.networks.hop_s(hop, size=size, round_samples=crowd)
+        return self.communication.transfer_s(path, size=size, round_samples=crowd)
 
 
-def _nested(here: Lane, after: Lane) -> bool:
+def _nested(here: SizedGroup, after: SizedGroup) -> bool:
     """Whether rounds of two neighbours consist of each other's, of equal micro-batches."""
     rounds = here.round_samples, after.round_samples
     return len({*here.sizes, *after.sizes}) == 1 and max(rounds) % min(rounds) == 0

@@ -1,9 +1,9 @@
 """Layers per group, by exact dynamic programming over a table of costs.
 
 A pipeline takes the time of its slowest group, and one pass of a micro-batch through all groups to
-fill and to drain it. So what is minimised is max(busy) + sum(passage). For each ceiling on busy
-the least sum of passages is found by dynamic programming over groups and layers; the best ceiling
-is one of the busy times of the table.
+fill and to drain it. So what is minimised is max(busy) + sum(fill/drain). For each ceiling on busy
+the least sum of fill/drain times is found by dynamic programming over groups and layers; the best
+ceiling is one of the busy times of the table.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,65 +13,65 @@ import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class GroupCost:
     """What a group costs with a number of layers."""
 
     busy_s: float
     """Computation of its slowest replica in one iteration."""
-    passage_s: float
+    fill_drain_s: float
     """What it adds to the time to fill and drain the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class LayerAssignment:
     """Layers of each group, and the value."""
 
     layers: tuple[int, ...]
     value_s: float
-    """max(busy) + sum(passage)."""
+    """max(busy) + sum(fill/drain)."""
 
 
-def best_layouts(
-    tables: Sequence[Mapping[int, Price]], num_layers: int, *, most: int = 1
-) -> tuple[Layout, ...]:
-    """Return the best layout, and up to `most` - 1 of those of other ceilings, best first.
+def best_layer_assignments(
+    tables: Sequence[Mapping[int, GroupCost]], num_layers: int, *, most: int = 1
+) -> tuple[LayerAssignment, ...]:
+    """Return the best assignment, and up to `most` - 1 of those of other ceilings, best first.
 
-    `tables`: for each group, number of layers -> price; only numbers that are possible. Empty
+    `tables`: for each group, number of layers -> cost; only numbers that are possible. Empty
     where no choice adds up to `num_layers`. O(ceilings * groups * table * layers), in numpy, with
     ceilings left out that cannot be better.
     """
     if not all(tables):
         return ()
-    least_passage = sum(min(price.passage_s for price in table.values()) for table in tables)
-    floor_s = max(min(price.busy_s for price in table.values()) for table in tables)
+    least_fill_drain = sum(min(cost.fill_drain_s for cost in table.values()) for table in tables)
+    floor_s = max(min(cost.busy_s for cost in table.values()) for table in tables)
     ceilings = sorted(
-        {price.busy_s for table in tables for price in table.values() if price.busy_s >= floor_s}
+        {cost.busy_s for table in tables for cost in table.values() if cost.busy_s >= floor_s}
     )
     found: dict[tuple[int, ...], float] = {}
     worst_kept = float("inf")
     start = _first_feasible(tables, num_layers, ceilings)
     for ceiling in ceilings[start:]:
-        if len(found) >= most and ceiling + least_passage >= worst_kept:
+        if len(found) >= most and ceiling + least_fill_drain >= worst_kept:
             break
-        layers = _least_passage(tables, num_layers, ceiling)
+        layers = _least_fill_drain(tables, num_layers, ceiling)
         if layers is None:
             continue
         found[layers] = _value(tables, layers)
         values = sorted(found.values())
         worst_kept = values[min(most, len(values)) - 1]
     best = sorted(found.items(), key=lambda item: (item[1], item[0]))[:most]
-    return tuple(Layout(layers=layers, value_s=value) for layers, value in best)
+    return tuple(LayerAssignment(layers=layers, value_s=value) for layers, value in best)
 
 
-def _value(tables: Sequence[Mapping[int, Price]], layers: Sequence[int]) -> float:
-    prices = [table[number] for table, number in zip(tables, layers, strict=True)]
-    return max(price.busy_s for price in prices) + sum(price.passage_s for price in prices)
+def _value(tables: Sequence[Mapping[int, GroupCost]], layers: Sequence[int]) -> float:
+    costs = [table[number] for table, number in zip(tables, layers, strict=True)]
+    return max(cost.busy_s for cost in costs) + sum(cost.fill_drain_s for cost in costs)
 
 
 def _first_feasible(
-    tables: Sequence[Mapping[int, Price]], num_layers: int, ceilings: Sequence[float]
+    tables: Sequence[Mapping[int, GroupCost]], num_layers: int, ceilings: Sequence[float]
 ) -> int:
-    """The first ceiling with any layout, by bisection on sets of reachable sums."""
+    """The first ceiling with any assignment, by bisection on sets of reachable sums."""
     low, high = 0, len(ceilings)
     while low < high:
         middle = (low + high) // 2
@@ -82,32 +82,34 @@ def _first_feasible(
     return low
 
 
-def _is_reachable(tables: Sequence[Mapping[int, Price]], num_layers: int, ceiling: float) -> bool:
+def _is_reachable(
+    tables: Sequence[Mapping[int, GroupCost]], num_layers: int, ceiling: float
+) -> bool:
     mask, sums = (1 << (num_layers + 1)) - 1, 1
     for table in tables:
         shifted = 0
-        for number, price in table.items():
-            if price.busy_s <= ceiling:
+        for number, cost in table.items():
+            if cost.busy_s <= ceiling:
                 shifted |= sums << number
         sums = shifted & mask
     return bool(sums >> num_layers & 1)
 
 
-def _least_passage(
-    tables: Sequence[Mapping[int, Price]], num_layers: int, ceiling: float
+def _least_fill_drain(
+    tables: Sequence[Mapping[int, GroupCost]], num_layers: int, ceiling: float
 ) -> tuple[int, ...] | None:
-    """Layers with the least sum of passages, no group busier than the ceiling."""
+    """Layers with the least sum of fill/drain times, no group busier than the ceiling."""
     sums = np.full(num_layers + 1, np.inf)
     sums[0] = 0.0
     choices = []
     for table in tables:
         better = np.full(num_layers + 1, np.inf)
         choice = np.zeros(num_layers + 1, dtype=int)
-        for number, price in sorted(table.items()):
-            if price.busy_s > ceiling or number > num_layers:
+        for number, cost in sorted(table.items()):
+            if cost.busy_s > ceiling or number > num_layers:
                 continue
             moved = np.full(num_layers + 1, np.inf)
-            moved[number:] = sums[: num_layers + 1 - number] + price.passage_s
+            moved[number:] = sums[: num_layers + 1 - number] + cost.fill_drain_s
             taken = moved < better
             better[taken], choice[taken] = moved[taken], number
         sums = better

@@ -1,9 +1,9 @@
 """Cost of every segment of a device order with every number of layers, vectorised.
 
-The formulas are those of `stage`, for 1f1b and interleaved with one chunk: whole parameters and
-gradients on each GPU; activations of what is in flight, by its part of the piece's speed; optimizer
+The formulas are those of `stage_costs`, for 1f1b and interleaved with one chunk: whole parameters
+and gradients on each GPU; activations of what is in flight, by its part of its speed; optimizer
 state wherever there is room; as few layers recomputed as fit. Numbers of micro-batches are not
-rounded. What is priced here only chooses cuts: `Estimator` prices those again.
+rounded. What is costed here only chooses partitions: `Estimator` costs those again.
 """
 
 import math
@@ -12,62 +12,62 @@ from functools import cached_property
 
 import numpy as np
 
-from zorse_megatron.planner.closed_form.device_groups import Teams
-from zorse_megatron.planner.closed_form.segment_tails import Floats, LineTails
-from zorse_megatron.planner.closed_form.stage_costs import Stages
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
+from zorse_megatron.planner.closed_form.segment_tails import Floats, SegmentTails
+from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.closed_form.stage_memory import BUFFERS
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
-Class = tuple[str, int]
+MemoryClass = tuple[str, int]
 """GPUs of one kind with as much memory to fill: (kind, bytes)."""
 
 
-def classes_of(inputs: Inputs) -> list[Class]:
+def memory_classes_of(inputs: Inputs) -> list[MemoryClass]:
     """All classes of GPUs of the cluster."""
     return sorted(set(zip(inputs.kinds, inputs.capacities_bytes, strict=True)))
 
 
-def best_sizes(inputs: Inputs, stages: Stages, level: int) -> dict[Class, int]:
+def best_sizes(inputs: Inputs, cost_model: StageCostModel, level: int) -> dict[MemoryClass, int]:
     """For each class the micro-batch size with the best rate up to a level."""
 
     def cost(kind: str, size: int) -> tuple[float, int]:
-        return sum(stages.layer_s(kind, size)) / size, size
+        return sum(cost_model.layer_s(kind, size)) / size, size
 
     return {
         each: min(cost(each[0], size) for size in range(1, level + 1))[1]
-        for each in classes_of(inputs)
+        for each in memory_classes_of(inputs)
     }
 
 
-class LinePrices:
-    """Prices of one line for given micro-batch sizes. What is known: [start, stop, layers].
+class SegmentCosts:
+    """Costs of one device order for given micro-batch sizes. What is known: [start, stop, layers].
 
-    While they are found, arrays hold only the pieces that can be groups: [class, piece, layers].
+    While they are found, arrays hold only segments that can be groups: [class, segment, layers].
     """
 
     def __init__(
         self,
         inputs: Inputs,
-        stages: Stages,
-        teams: Teams,
-        tails: LineTails,
+        cost_model: StageCostModel,
+        device_groups: DeviceGroups,
+        tails: SegmentTails,
         *,
-        sizes: Mapping[Class, int],
+        sizes: Mapping[MemoryClass, int],
         nested: bool,
     ) -> None:
-        """`sizes`: of a micro-batch by class of GPUs. `nested`: only pieces whose rounds are powers
-        of two times one another, so that 1f1b's samples in flight suffice, with those on their way.
-        Otherwise groups are out of step, and as much is in flight as under interleaved.
+        """`sizes`: of a micro-batch by class of GPUs. `nested`: only segments whose rounds are
+        powers of two times one another, so that 1f1b's samples in flight suffice, with those in
+        transfer. Otherwise groups are out of step, and as much is in flight as under interleaved.
         """
         self.inputs = inputs
-        self.stages = stages
-        self.teams = teams
+        self.cost_model = cost_model
+        self.device_groups = device_groups
         self.tails = tails
         self.units = tails.units
         self.nested = nested
         self.num_units = len(self.units)
         self.num_layers = inputs.num_layers
-        self.classes = classes_of(inputs)
+        self.classes = memory_classes_of(inputs)
         self.sizes = np.array([sizes[each] for each in self.classes], dtype=float)
         counts = np.zeros((len(self.classes), self.num_units + 1))
         for number, unit in enumerate(self.units):
@@ -79,25 +79,27 @@ class LinePrices:
             possible &= self._is_nested()
         self.starts, self.stops = np.nonzero(possible)
         self.counts = self._ahead[:, self.stops] - self._ahead[:, self.starts]
-        """[class, piece]: GPUs of it."""
-        self._price()
+        """[class, segment]: GPUs of it."""
+        self._find_costs()
 
-    def _class(self, rank: int) -> Class:
+    def _class(self, rank: int) -> MemoryClass:
         return self.inputs.kinds[rank], self.inputs.capacities_bytes[rank]
 
     def sizes_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Micro-batch size of each cell of the team of these ranks."""
+        """Micro-batch size of each GPU class of the device group of these ranks."""
         by_class = dict(zip(self.classes, self.sizes, strict=True))
-        cells = self.teams.of(ranks).cells
-        return tuple(int(by_class[cell.kind, cell.capacity_bytes]) for cell in cells)
+        gpu_classes = self.device_groups.of(ranks).gpu_classes
+        return tuple(
+            int(by_class[gpu_class.kind, gpu_class.capacity_bytes]) for gpu_class in gpu_classes
+        )
 
     def _per_class(self, value: object) -> Floats:
         return np.array(value, dtype=float)[:, None, None]
 
-    def _price(self) -> None:
+    def _find_costs(self) -> None:
         rows = list(zip(self.classes, map(int, self.sizes), strict=True))
         compute = self.inputs.compute
-        layer_s = self._per_class([sum(self.stages.layer_s(k, m)) / m for (k, _), m in rows])
+        layer_s = self._per_class([sum(self.cost_model.layer_s(k, m)) / m for (k, _), m in rows])
         again_s = self._per_class([compute.recompute_s(k, m, "full") / m for (k, _), m in rows])
         layers = np.arange(self.num_layers + 1, dtype=float)[None, None, :]
         counts = self.counts[..., None]
@@ -113,19 +115,19 @@ class LinePrices:
                 rate = (counts / sample_s).sum(axis=0)
                 time_s = self.inputs.global_batch_size * layers[0] / rate + copies_s
                 better = np.isfinite(recomputed) & (layers[0] > 0) & (time_s < busy_s)
-                passage = np.where(present, self.sizes[:, None, None] * sample_s, 0.0)
+                micro_batch_s = np.where(present, self.sizes[:, None, None] * sample_s, 0.0)
                 busy_s = np.where(better, time_s, busy_s)
-                slowest = np.where(better, passage.max(axis=0), slowest)
-        passage_s = layers[0] * np.where(np.isfinite(slowest), slowest, 0.0)
-        passage_s += 2 * self._hops_s()[self.starts, None]
+                slowest = np.where(better, micro_batch_s.max(axis=0), slowest)
+        fill_drain_s = layers[0] * np.where(np.isfinite(slowest), slowest, 0.0)
+        fill_drain_s += 2 * self._transfers_s()[self.starts, None]
         self.busy_s = self._by_ends(busy_s)
-        self.passage_s = self._by_ends(np.where(np.isfinite(busy_s), passage_s, np.inf))
+        self.fill_drain_s = self._by_ends(np.where(np.isfinite(busy_s), fill_drain_s, np.inf))
 
-    def _by_ends(self, of_pieces: Floats) -> Floats:
+    def _by_ends(self, of_segments: Floats) -> Floats:
         """[start, stop, layers], infinite where no group can be."""
         ends = self.num_units + 1
         result = np.full((ends, ends, self.num_layers + 1), np.inf)
-        result[self.starts, self.stops] = of_pieces
+        result[self.starts, self.stops] = of_segments
         return result
 
     @property
@@ -133,7 +135,7 @@ class LinePrices:
         return len(self.starts), self.num_layers + 1
 
     def _ends_s(self, rows: Sequence[tuple[tuple[str, int], int]]) -> Floats:
-        """Embedding and head, per sample, where the piece has the line's first or last unit."""
+        """Embedding and head, per sample, where the segment has the order's first or last unit."""
         compute = self.inputs.compute
         result = np.zeros((len(rows), len(self.starts), 1))
         for number, ((kind, _), size) in enumerate(rows):
@@ -152,15 +154,15 @@ class LinePrices:
 
     def _ways(self, share: Floats, layers: Floats) -> Iterator[tuple[Floats, Floats]]:
         """Layers that must be recomputed (infinite where that does not help), and what it costs
-        beside, [piece, layers]: with optimizer state on the GPUs, and in the host."""
+        beside, [segment, layers]: with optimizer state on the GPUs, and in the host."""
         sizes, counts = self.sizes[:, None, None], self.counts[..., None]
-        kept = self.stages.memory.kept
+        kept = self.cost_model.memory.kept
         spared = kept["none"] - kept["full"]
         batch = self.inputs.global_batch_size
         number = np.ceil(batch * share / sizes - 1e-9)  # of micro-batches, whole ones
-        in_flight = sizes * np.maximum(1, np.ceil(self._window() * number / batch - 1e-9))
+        in_flight = sizes * np.maximum(1, np.ceil(self._in_flight_limit() * number / batch - 1e-9))
         room = self._capacities() - self._fixed(layers) - in_flight * layers * kept["none"]
-        room -= sizes * (BUFFERS * self.stages.memory.boundary + self._head())
+        room -= sizes * (BUFFERS * self.cost_model.memory.boundary + self._head())
         moment = sizes * spared
         present = counts > 0
         each = np.where(present, (moment - room) / (in_flight * spared), -np.inf)
@@ -187,8 +189,8 @@ class LinePrices:
         comm = self.inputs.comm
         return min(comm.host_link_bytes_per_s(rank) for unit in self.units for rank in unit)
 
-    def _window(self) -> Floats:
-        """Samples in flight of pieces, [1, piece, 1]."""
+    def _in_flight_limit(self) -> Floats:
+        """Samples in flight of segments, [1, segment, 1]."""
         own = self.sizes @ self.counts
         behind = self._samples_behind()[self.starts]
         if self.nested:
@@ -209,18 +211,19 @@ class LinePrices:
             return np.abs(exponents - np.round(exponents)) < 1e-9
 
     def _in_transit(self) -> Floats:
-        """Samples on the way behind a piece and back, [stop]: of hops between all nodes behind."""
+        """Samples in transfer behind a segment and back, [stop]: between all nodes behind."""
         per_s = sum(
-            count * size / sum(self.stages.layer_s(kind, int(size)))
+            count * size / sum(self.cost_model.layer_s(kind, int(size)))
             for count, size, (kind, _) in zip(
                 self._ahead[:, -1], self.sizes, self.classes, strict=True
             )
         )
-        hops_s = self._hops_s()
+        transfers_s = self._transfers_s()
         spec = self.inputs.spec
         nodes = [spec.node_of(unit[0]) for unit in self.units]
         crossed = [0.0] + [
-            hops_s[at] if nodes[at] != nodes[at - 1] else 0.0 for at in range(1, self.num_units)
+            transfers_s[at] if nodes[at] != nodes[at - 1] else 0.0
+            for at in range(1, self.num_units)
         ]
         behind = np.concatenate([np.cumsum(crossed[::-1])[::-1], [0.0]])
         return np.asarray(2 * behind * per_s / self.num_layers)
@@ -230,7 +233,7 @@ class LinePrices:
 
     def _parameters(self, layers: Floats) -> Floats:
         memory = self.inputs.memory
-        every = np.broadcast_to(layers * self.stages.memory.layer_parameters, (1, *self._shape))
+        every = np.broadcast_to(layers * self.cost_model.memory.layer_parameters, (1, *self._shape))
         result = every.astype(float)
         result[:, self._is_first] += memory.embedding_parameters()
         result[:, self._is_last] += memory.head_parameters(tied_on_same_rank=False)
@@ -245,21 +248,23 @@ class LinePrices:
         return (self._parameters(layers) * self.inputs.memory.state_bytes(1000) / 1000)[0]
 
     def _head(self) -> Floats:
-        """Bytes per sample where the piece is the last, [1, piece, 1]."""
-        return np.where(self._is_last, 2.0 * self.stages.memory.head, 0.0)[None, :, None]
+        """Bytes per sample where the segment is the last, [1, segment, 1]."""
+        return np.where(self._is_last, 2.0 * self.cost_model.memory.head, 0.0)[None, :, None]
 
-    def _hops_s(self) -> Floats:
-        """One micro-batch's way to the piece that starts at each unit, [start]."""
+    def _transfers_s(self) -> Floats:
+        """One micro-batch's way to the segment that starts at each unit, [start]."""
         result = np.zeros(self.num_units + 1)
         size = int(self.sizes.max())
         for start in range(1, self.num_units):
             ends = self.units[start - 1][-1], self.units[start][0]
-            result[start] = self.inputs.comm.transfer_s(*ends, size * self.stages.memory.boundary)
+            result[start] = self.inputs.comm.transfer_s(
+                *ends, size * self.cost_model.memory.boundary
+            )
         return result
 
     @cached_property
     def highest_s(self) -> float:
-        """The longest time of any piece that fits, infinite where none does."""
+        """The longest time of any segment that fits, infinite where none does."""
         finite = self.busy_s[np.isfinite(self.busy_s)]
         return float(finite.max()) if finite.size else math.inf
 

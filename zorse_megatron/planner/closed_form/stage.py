@@ -1,17 +1,17 @@
-"""What is priced: a team with a number of layers, at a place, and what it does to fit."""
+"""A pipeline stage: a device group with a number of layers, at a position in the pipeline."""
 
 from dataclasses import dataclass
 from functools import cached_property
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.planner.closed_form.device_groups import Team, round_of
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, round_samples_of
 
-Level = int | tuple[int, ...]
-"""Largest micro-batch size of a group, or the micro-batch size of each of its cells."""
+MicroBatchLevel = int | tuple[int, ...]
+"""Largest micro-batch size of a group, or the micro-batch size of each of its GPU classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class MemorySettings:
     """What a group does to fit."""
 
     mode: RecomputeMode = "none"
@@ -22,44 +22,50 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a team stands in the pipeline."""
+class StagePosition:
+    """Where a device group stands in the pipeline."""
 
     is_first: bool
     is_last: bool
-    window: float
+    in_flight_limit: float
     """Samples in flight between forwards and backwards, once for each chunk (not breadth_first)."""
     schedule: str = "1f1b"
     num_chunks: int = 1
     slow_before: bool = False
-    """Whether the hop from the group before is given in the plan (see `hops`)."""
+    """Whether the hop from the group before is given in the plan (see `transfer_costs`)."""
     slow_behind: bool = False
     """Whether that to the group behind is."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is priced: a team with a number of layers, at a place."""
+class Stage:
+    """A device group with a number of layers, at a position in the pipeline."""
 
-    team: Team
+    device_group: DeviceGroup
     num_layers: int
     sizes: tuple[int, ...]
-    """Micro-batch size of each cell."""
-    place: Place
+    """Micro-batch size of each GPU class."""
+    position: StagePosition
     reserve_bytes: int = 0
     """To be left free on each GPU, beside the margin."""
 
     @property
     def num_chunks(self) -> int:
         """No more than there are layers."""
-        return min(self.place.num_chunks, self.num_layers)
+        return min(self.position.num_chunks, self.num_layers)
 
     @cached_property
     def round_samples(self) -> int:
         """Samples of one micro-batch on every GPU."""
-        return round_of(self.team, self.sizes)
+        return round_samples_of(self.device_group, self.sizes)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for jobs that cost the same."""
-        return self.team.look, self.num_layers, self.sizes, self.place, self.reserve_bytes
+        """Equal for stages that cost the same."""
+        return (
+            self.device_group.look,
+            self.num_layers,
+            self.sizes,
+            self.position,
+            self.reserve_bytes,
+        )

@@ -8,19 +8,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zorse_megatron.planner.closed_form.device_groups import Cell, Team
-from zorse_megatron.planner.closed_form.stage import Job, Level, Settings
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
+from zorse_megatron.planner.closed_form.stage import MemorySettings, MicroBatchLevel, Stage
 from zorse_megatron.planner.closed_form.stage_memory import StageMemory
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-# A replica's micro-batch may take so much longer than one sample on the team's slowest GPU.
+# A replica's micro-batch may take so much longer than one sample on the group's slowest GPU.
 _MOST_SLOWER = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
-    """One micro-batch of a cell through the stage."""
+class StagePasses:
+    """One micro-batch of a GPU class through the stage."""
 
     size: int
     forward_s: float
@@ -33,31 +33,31 @@ class Passes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePrice:
-    """A team with a number of layers."""
+class StageCost:
+    """What a stage takes, with the settings with which it fits."""
 
     num_layers: int
-    settings: Settings
-    passes: tuple[Passes, ...]
-    """By cell."""
+    settings: MemorySettings
+    passes: tuple[StagePasses, ...]
+    """By GPU class."""
     busy_s: float
     """Of its slowest replica, with whole micro-batches."""
     forward_s: float
     """Longest forward of a micro-batch."""
     backward_s: float
-    mean_passage_s: float
+    mean_micro_batch_s: float
     """Forward and backward of a micro-batch, mean over samples."""
     free_bytes: float
-    """What is left in the team when all is placed; at least 0."""
+    """What is left in the device group when all is placed; at least 0."""
 
 
-class Stages:
-    """Prices stages, each once."""
+class StageCostModel:
+    """Costs stages, each once."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.memory = StageMemory(inputs)
-        self._prices: dict[tuple[object, ...], StagePrice | None] = {}
+        self._costs: dict[tuple[object, ...], StageCost | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
@@ -70,30 +70,34 @@ class Stages:
         most = min(most, self.inputs.global_batch_size)
         return tuple(size for size in _SIZES if size <= most)
 
-    def sizes(self, team: Team, level: Level) -> tuple[int, ...]:
-        """Micro-batch size of each cell: as given, or the one with the best rate up to the level.
+    def sizes(self, device_group: DeviceGroup, level: MicroBatchLevel) -> tuple[int, ...]:
+        """Micro-batch size of each GPU class: as given, or that with the best rate up to the level.
 
         In the latter case slow GPUs take smaller ones, so that a sample takes about as long on any
         replica.
         """
         if isinstance(level, tuple):
             return level
-        key = (team.look, level)
+        key = (device_group.look, level)
         if key not in self._sizes:
-            slowest = max(self._sample_s(cell, 1) for cell in team.cells)
-            fastest = min(self._sample_s(cell, level) * level for cell in team.cells)
+            slowest = max(self._sample_s(gpu_class, 1) for gpu_class in device_group.gpu_classes)
+            fastest = min(
+                self._sample_s(gpu_class, level) * level for gpu_class in device_group.gpu_classes
+            )
             limit = _MOST_SLOWER * max(slowest, fastest)
-            self._sizes[key] = tuple(self._best_size(cell, level, limit) for cell in team.cells)
+            self._sizes[key] = tuple(
+                self._best_size(gpu_class, level, limit) for gpu_class in device_group.gpu_classes
+            )
         return self._sizes[key]
 
-    def _best_size(self, cell: Cell, level: int, limit_s: float) -> int:
+    def _best_size(self, gpu_class: GpuClass, level: int, limit_s: float) -> int:
         allowed = [
-            m for m in range(1, level + 1) if m == 1 or self._sample_s(cell, m) * m <= limit_s
+            m for m in range(1, level + 1) if m == 1 or self._sample_s(gpu_class, m) * m <= limit_s
         ]
-        return min(allowed, key=lambda m: (self._sample_s(cell, m), m))
+        return min(allowed, key=lambda m: (self._sample_s(gpu_class, m), m))
 
-    def _sample_s(self, cell: Cell, size: int) -> float:
-        forward_s, backward_s = self.layer_s(cell.kind, size)
+    def _sample_s(self, gpu_class: GpuClass, size: int) -> float:
+        forward_s, backward_s = self.layer_s(gpu_class.kind, size)
         return (forward_s + backward_s) / size
 
     def layer_s(self, kind: str, size: int) -> tuple[float, float]:
@@ -105,153 +109,176 @@ class Stages:
             times = self._layer_times[key] = (found.forward_s, found.backward_s)
         return times
 
-    # Prices.
+    # Costs.
 
-    def price(self, job: Job) -> StagePrice | None:
+    def cost(self, stage: Stage) -> StageCost | None:
         """The cheapest way to fit; None where there is none."""
-        key = job.key
-        if key not in self._prices:
-            self._prices[key] = self._find(job)
-        return self._prices[key]
+        key = stage.key
+        if key not in self._costs:
+            self._costs[key] = self._find(stage)
+        return self._costs[key]
 
-    def _find(self, job: Job) -> StagePrice | None:
+    def _find(self, stage: Stage) -> StageCost | None:
         """Of all ways to fit the one that takes least time: recomputation costs in every pass,
         copies of optimizer state once an iteration."""
-        counts = self.counts(job)
-        found: list[tuple[float, int, StagePrice]] = []
-        for order, settings in enumerate(self._ways(job, counts)):
-            free = self.memory.free_bytes(job, counts, settings)
+        counts = self.counts(stage)
+        found: list[tuple[float, int, StageCost]] = []
+        for order, settings in enumerate(self._ways(stage, counts)):
+            free = self.memory.free_bytes(stage, counts, settings)
             if free < 0:
                 continue
-            price = self.priced(job, settings, free)
-            found.append((price.busy_s + self.step_s(job, settings), order, price))
+            cost = self.with_settings(stage, settings, free)
+            found.append((cost.busy_s + self.step_s(stage, settings), order, cost))
             if not settings.recomputed:
                 break  # what follows offloads more, for nothing
         return min(found, key=lambda row: row[:2])[2] if found else None
 
-    def step_s(self, job: Job, settings: Settings) -> float:
+    def step_s(self, stage: Stage, settings: MemorySettings) -> float:
         """The optimizer step with even shards, state in the host included."""
-        owned = self.memory.parameters(job.num_layers, job.place) // len(job.team.ranks)
-        compute_s = max(self.inputs.compute.step_s(cell.kind, owned) for cell in job.team.cells)
+        owned = self.memory.parameters(stage.num_layers, stage.position) // len(
+            stage.device_group.ranks
+        )
+        compute_s = max(
+            self.inputs.compute.step_s(gpu_class.kind, owned)
+            for gpu_class in stage.device_group.gpu_classes
+        )
         if not settings.offload_state:
             return compute_s
-        slowest = min(cell.host_link_bytes_per_s for cell in job.team.cells)
+        slowest = min(
+            gpu_class.host_link_bytes_per_s for gpu_class in stage.device_group.gpu_classes
+        )
         return max(compute_s, self.inputs.memory.state_bytes(owned) / slowest)
 
-    def _ways(self, job: Job, counts: Sequence[float]) -> Iterator[Settings]:
+    def _ways(self, stage: Stage, counts: Sequence[float]) -> Iterator[MemorySettings]:
         """Settings to try: recomputation with what it can spare, with and without host memory."""
-        yield from self._recomputing(job, counts, Settings())
+        yield from self._recomputing(stage, counts, MemorySettings())
         if not self.inputs.space.offload:
             return
-        if self.memory.host_holds(job, Settings(offload_state=True), counts):
-            yield from self._recomputing(job, counts, Settings(offload_state=True))
+        if self.memory.host_holds(stage, MemorySettings(offload_state=True), counts):
+            yield from self._recomputing(stage, counts, MemorySettings(offload_state=True))
         # Only the inputs of layers can wait in the host, so all layers are recomputed with it.
         if "full" in self.inputs.space.recompute:
-            both = Settings(
+            both = MemorySettings(
                 mode="full",
-                recomputed=job.num_layers,
+                recomputed=stage.num_layers,
                 offload_state=True,
                 offload_activations=True,
             )
-            if self._copies_in_time(job, both) and self.memory.host_holds(job, both, counts):
+            if self._copies_in_time(stage, both) and self.memory.host_holds(stage, both, counts):
                 yield both
 
-    def _recomputing(self, job: Job, counts: Sequence[float], host: Settings) -> Iterator[Settings]:
+    def _recomputing(
+        self, stage: Stage, counts: Sequence[float], host: MemorySettings
+    ) -> Iterator[MemorySettings]:
         """Nothing, core attention, as few layers as fit, those that cost least time first."""
         space = self.inputs.space
         if "none" in space.recompute:
             yield host
         if "selective" in space.recompute and self.memory.spared["selective"] > 0:
-            yield replace(host, mode="selective", recomputed=job.num_layers)
+            yield replace(host, mode="selective", recomputed=stage.num_layers)
         if "full" in space.recompute:
-            yield from self._full(job, counts, host)
+            yield from self._full(stage, counts, host)
 
-    def _copies_in_time(self, job: Job, settings: Settings) -> bool:
+    def _copies_in_time(self, stage: Stage, settings: MemorySettings) -> bool:
         """Whether the host link takes what a forward keeps in no more than the forward's time."""
         memory, spared = self.memory, self.memory.spared[settings.mode]
-        kept = job.num_layers * memory.kept["none"] - settings.recomputed * spared
+        kept = stage.num_layers * memory.kept["none"] - settings.recomputed * spared
         return all(
-            passes.size * kept / cell.host_link_bytes_per_s <= passes.forward_s
-            for cell, passes in zip(job.team.cells, self.passes(job, settings), strict=True)
+            passes.size * kept / gpu_class.host_link_bytes_per_s <= passes.forward_s
+            for gpu_class, passes in zip(
+                stage.device_group.gpu_classes, self.passes(stage, settings), strict=True
+            )
         )
 
-    def _full(self, job: Job, counts: Sequence[float], host: Settings) -> Iterator[Settings]:
+    def _full(
+        self, stage: Stage, counts: Sequence[float], host: MemorySettings
+    ) -> Iterator[MemorySettings]:
         """The least number of recomputed layers that fits, by bisection: memory only falls."""
-        layers, step = job.num_layers, job.num_chunks  # as many layers of every chunk
+        layers, step = stage.num_layers, stage.num_chunks  # as many layers of every chunk
         low, high = 1, max(1, -(-layers // step))
 
-        def settings(number: int) -> Settings:
+        def settings(number: int) -> MemorySettings:
             return replace(host, mode="full", recomputed=min(layers, number * step))
 
         if "none" not in self.inputs.space.recompute:
             low = high
-        if self.memory.free_bytes(job, counts, settings(high)) < 0:
+        if self.memory.free_bytes(stage, counts, settings(high)) < 0:
             return
         while low < high:
             middle = (low + high) // 2
-            if self.memory.free_bytes(job, counts, settings(middle)) >= 0:
+            if self.memory.free_bytes(stage, counts, settings(middle)) >= 0:
                 high = middle
             else:
                 low = middle + 1
         yield settings(low)
 
-    def passes(self, job: Job, settings: Settings) -> tuple[Passes, ...]:
-        """One micro-batch of each cell through all of the stage's layers, ends included."""
+    def passes(self, stage: Stage, settings: MemorySettings) -> tuple[StagePasses, ...]:
+        """One micro-batch of each GPU class through all of the stage's layers, ends included."""
         compute, result = self.inputs.compute, []
-        for cell, size in zip(job.team.cells, job.sizes, strict=True):
-            one = self.layer_s(cell.kind, size)
-            forward_s, backward_s = job.num_layers * one[0], job.num_layers * one[1]
+        for gpu_class, size in zip(stage.device_group.gpu_classes, stage.sizes, strict=True):
+            one = self.layer_s(gpu_class.kind, size)
+            forward_s, backward_s = stage.num_layers * one[0], stage.num_layers * one[1]
             if settings.recomputed:
-                again_s = compute.recompute_s(cell.kind, size, settings.mode)
+                again_s = compute.recompute_s(gpu_class.kind, size, settings.mode)
                 backward_s += settings.recomputed * again_s
-            if job.place.is_first:
-                ends = compute.embedding(cell.kind, size)
+            if stage.position.is_first:
+                ends = compute.embedding(gpu_class.kind, size)
                 forward_s, backward_s = forward_s + ends.forward_s, backward_s + ends.backward_s
-            if job.place.is_last:
-                ends = compute.head(cell.kind, size)
+            if stage.position.is_last:
+                ends = compute.head(gpu_class.kind, size)
                 forward_s, backward_s = forward_s + ends.forward_s, backward_s + ends.backward_s
-            result.append(Passes(size=size, forward_s=forward_s, backward_s=backward_s))
+            result.append(StagePasses(size=size, forward_s=forward_s, backward_s=backward_s))
         return tuple(result)
 
-    def counts(self, job: Job) -> tuple[float, ...]:
-        """Micro-batches of one replica of each cell, if the batch is cut at will."""
-        place = job.place
-        key = (job.team.look, job.num_layers, job.sizes, place.is_first, place.is_last)
+    def counts(self, stage: Stage) -> tuple[float, ...]:
+        """Micro-batches of one replica of each GPU class, if the batch is cut at will."""
+        position = stage.position
+        key = (
+            stage.device_group.look,
+            stage.num_layers,
+            stage.sizes,
+            position.is_first,
+            position.is_last,
+        )
         if key not in self._counts:
-            self._counts[key] = self._find_counts(job)
+            self._counts[key] = self._find_counts(stage)
         return self._counts[key]
 
-    def _find_counts(self, job: Job) -> tuple[float, ...]:
-        passes = self.passes(job, Settings())
+    def _find_counts(self, stage: Stage) -> tuple[float, ...]:
+        passes = self.passes(stage, MemorySettings())
         rates = [each.size / each.both_s for each in passes]
-        cells = job.team.cells
-        total = sum(len(cell.ranks) * rate for cell, rate in zip(cells, rates, strict=True))
+        gpu_classes = stage.device_group.gpu_classes
+        total = sum(
+            len(gpu_class.ranks) * rate for gpu_class, rate in zip(gpu_classes, rates, strict=True)
+        )
         batch = self.inputs.global_batch_size
         return tuple(
             batch * rate / total / each.size for rate, each in zip(rates, passes, strict=True)
         )
 
-    def priced(self, job: Job, settings: Settings, free: float) -> StagePrice:
-        """Times of a job with these settings."""
-        passes = self.passes(job, settings)
-        busy_s, mean_s = self._busy(job.team, passes)
-        return StagePrice(
-            num_layers=job.num_layers,
+    def with_settings(self, stage: Stage, settings: MemorySettings, free: float) -> StageCost:
+        """Times of a stage with these settings."""
+        passes = self.passes(stage, settings)
+        busy_s, mean_s = self._busy(stage.device_group, passes)
+        return StageCost(
+            num_layers=stage.num_layers,
             settings=settings,
             passes=passes,
             busy_s=busy_s,
             forward_s=max(each.forward_s for each in passes),
             backward_s=max(each.backward_s for each in passes),
-            mean_passage_s=mean_s,
+            mean_micro_batch_s=mean_s,
             free_bytes=free,
         )
 
-    def _busy(self, team: Team, passes: Sequence[Passes]) -> tuple[float, float]:
-        """Time of the slowest replica with whole micro-batches, and mean passage of a sample."""
+    def _busy(
+        self, device_group: DeviceGroup, passes: Sequence[StagePasses]
+    ) -> tuple[float, float]:
+        """Time of the slowest replica with whole micro-batches, and the mean time of one."""
         batch = self.inputs.global_batch_size
         rows = [
-            (len(cell.ranks) * each.size, each.both_s)
-            for cell, each in zip(team.cells, passes, strict=True)
+            (len(gpu_class.ranks) * each.size, each.both_s)
+            for gpu_class, each in zip(device_group.gpu_classes, passes, strict=True)
         ]
         rate = sum(samples / both_s for samples, both_s in rows)
         mean_s = sum(samples for samples, _ in rows) / rate  # weighted by samples per second

@@ -7,7 +7,7 @@ from functools import cached_property
 from zorse_megatron.errors import PlanError
 from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate.gc_paused import no_collection
+from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import Builder
@@ -27,7 +27,7 @@ _TIMES_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Evaluation:
     """A plan and what the simulator says."""
 
     estimate: Estimate | None
@@ -53,7 +53,7 @@ class Preview:
 
     iteration_s: float
     overflow_bytes: tuple[int, ...]
-    """As in `Verdict`."""
+    """As in `Evaluation`."""
 
     @property
     def fits(self) -> bool:
@@ -61,26 +61,26 @@ class Preview:
         return all(overflow <= 0 for overflow in self.overflow_bytes)
 
 
-class Judge:
-    """Simulates plans and remembers the verdicts."""
+class Evaluator:
+    """Simulates plans and remembers the evaluations."""
 
     def __init__(self, inputs: Inputs, estimator: Estimator) -> None:
         self.inputs = inputs
         self.estimator = estimator
-        self.builder = Builder(inputs, estimator.stages, estimator.flight)
+        self.builder = Builder(inputs, estimator.cost_model, estimator.in_flight)
         self.num_simulated = 0
         self.num_computations = 0
         """Forwards and backwards simulated so far: the search's budget is counted in them."""
-        self._verdicts: dict[object, Verdict | None] = {}
+        self._evaluations: dict[object, Evaluation | None] = {}
         self._shorter: dict[int, _Shorter] = {}
         self._previews: dict[int, dict[object, Preview | None]] = {}
 
-    def judge(self, estimate: Estimate) -> Verdict | None:
+    def evaluate(self, estimate: Estimate) -> Evaluation | None:
         """Simulate an estimate's plan; None where no plan can be made of it."""
         plan = self.builder.plan(estimate)
         if plan is None:
             return None
-        return self.judge_plan(plan, estimate)
+        return self.evaluate_plan(plan, estimate)
 
     def preview(self, estimate: Estimate) -> Preview | None:
         """Simulate a part of the batch: a few times what is in flight at most, where that is less.
@@ -94,22 +94,22 @@ class Judge:
             return None
         if size not in self._previews:
             self._previews[size] = {}
-        key = (estimate.outline, estimate.layers)
+        key = (estimate.candidate, estimate.layers)
         found = self._previews[size]
         if key not in found:
             shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
-            found[key] = self._previewed(estimate, shorter.judge(estimate, self))
+            found[key] = self._previewed(estimate, shorter.evaluate(estimate, self))
         return found[key]
 
     def _part_of_batch(self, estimate: Estimate) -> int | None:
         batch = self.inputs.global_batch_size
-        if estimate.outline.schedule == "breadth_first":
+        if estimate.candidate.schedule == "breadth_first":
             return None
-        in_flight = max(job.place.window for job in estimate.jobs)
+        in_flight = max(stage.position.in_flight_limit for stage in estimate.stages)
         parts = [part for part in _PARTS if batch // part >= _TIMES_IN_FLIGHT * in_flight]
         return batch // parts[0] if parts else None
 
-    def _previewed(self, estimate: Estimate, short: Verdict | None) -> Preview | None:
+    def _previewed(self, estimate: Estimate, short: Evaluation | None) -> Preview | None:
         if short is None or short.result is None:
             return None
         once_s = min(estimate.fill_s + estimate.tail_s, short.iteration_s)
@@ -119,17 +119,19 @@ class Judge:
             iteration_s=once_s + steady * estimate.busy_s, overflow_bytes=short.overflow_bytes
         )
 
-    def judge_plan(self, plan: Plan, estimate: Estimate | None = None) -> Verdict | None:
+    def evaluate_plan(self, plan: Plan, estimate: Estimate | None = None) -> Evaluation | None:
         """Simulate a plan; None where it breaks the plan file's rules or cannot be lowered."""
         key = (plan.groups, plan.chunks, plan.schedule.name)
-        if key not in self._verdicts:
-            verdict = self._verdict_on(plan, estimate)
+        if key not in self._evaluations:
+            evaluation = self._evaluated(plan, estimate)
             # A result holds every task of the simulation: only the newest one is handed out.
-            self._verdicts[key] = None if verdict is None else replace(verdict, result=None)
-            return verdict
-        return self._verdicts[key]
+            self._evaluations[key] = (
+                None if evaluation is None else replace(evaluation, result=None)
+            )
+            return evaluation
+        return self._evaluations[key]
 
-    def _verdict_on(self, plan: Plan, estimate: Estimate | None) -> Verdict | None:
+    def _evaluated(self, plan: Plan, estimate: Estimate | None) -> Evaluation | None:
         if problems_of(plan):
             return None
         if computations(plan) > MOST_COMPUTATIONS and estimate is not None:
@@ -138,24 +140,24 @@ class Judge:
                 return short
         return self._whole(plan, estimate)
 
-    def _whole(self, plan: Plan, estimate: Estimate | None) -> Verdict | None:
+    def _whole(self, plan: Plan, estimate: Estimate | None) -> Evaluation | None:
         result = self.simulated(plan)
         if result is None:
             return None
-        return self._verdict(plan, estimate, result, result.iteration_s)
+        return self._evaluation(plan, estimate, result, result.iteration_s)
 
     def simulated(self, plan: Plan) -> SimulationResult | None:
         """Play a plan; None where it cannot be lowered."""
         inputs = self.inputs
         self.num_simulated += 1
         self.num_computations += computations(plan)
-        with no_collection():
+        with gc_paused():
             try:
                 return simulate_plan(inputs, plan, merge_equal_ranks=True)
             except (PlanError, SimulationError):
                 return None
 
-    def _extrapolated(self, plan: Plan, estimate: Estimate) -> Verdict | None:
+    def _extrapolated(self, plan: Plan, estimate: Estimate) -> Evaluation | None:
         """Two shorter batches, and a straight line through their times."""
         batch = self.inputs.global_batch_size
         rounds = max(
@@ -165,28 +167,30 @@ class Judge:
         first = _ROUNDS * rounds * max(1, len(plan.groups) // 2)
         if 3 * first > batch:
             return None
-        verdicts = []
+        evaluations = []
         for size in (first, 2 * first):
             shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
-            verdict = shorter.judge(estimate, self)
-            if verdict is None:
+            evaluation = shorter.evaluate(estimate, self)
+            if evaluation is None:
                 return None
-            verdicts.append(verdict)
-        one, two = verdicts
+            evaluations.append(evaluation)
+        one, two = evaluations
         assert two.result is not None, "it was simulated just now"
         slope = (two.iteration_s - one.iteration_s) / first
         iteration_s = two.iteration_s + slope * (batch - 2 * first)
-        return replace(self._verdict(plan, estimate, two.result, iteration_s), is_extrapolated=True)
+        return replace(
+            self._evaluation(plan, estimate, two.result, iteration_s), is_extrapolated=True
+        )
 
-    def _verdict(
+    def _evaluation(
         self,
         plan: Plan,
         estimate: Estimate | None,
         result: SimulationResult,
         iteration_s: float,
-    ) -> Verdict:
+    ) -> Evaluation:
         peaks, capacities = result.peak_memory_bytes, self.inputs.capacities_bytes
-        return Verdict(
+        return Evaluation(
             estimate=estimate,
             plan=plan,
             result=result,
@@ -209,15 +213,15 @@ class _Shorter:
         return Estimator(self.inputs)
 
     @cached_property
-    def judge_(self) -> Judge:
-        return Judge(self.inputs, self.estimator)
+    def evaluator_(self) -> Evaluator:
+        return Evaluator(self.inputs, self.estimator)
 
-    def judge(self, estimate: Estimate, whole: Judge) -> Verdict | None:
-        """The same outline, layers and settings; only the batch is shorter."""
-        plan = self.judge_.builder.plan(estimate)
+    def evaluate(self, estimate: Estimate, whole: Evaluator) -> Evaluation | None:
+        """The same candidate, layers and settings; only the batch is shorter."""
+        plan = self.evaluator_.builder.plan(estimate)
         if plan is None:
             return None
-        result = self.judge_._whole(plan, None)
+        result = self.evaluator_._whole(plan, None)
         whole.num_simulated += 1
         whole.num_computations += computations(plan)
         return result
@@ -231,7 +235,7 @@ def computations(plan: Plan) -> int:
     return 2 * sum(per_group[chunk.group] for chunk in plan.chunks)
 
 
-def best_first(verdicts: Sequence[Verdict]) -> list[Verdict]:
+def best_first(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Those that fit, fastest first."""
-    fitting = [verdict for verdict in verdicts if verdict.fits]
-    return sorted(fitting, key=lambda verdict: verdict.iteration_s)
+    fitting = [evaluation for evaluation in evaluations if evaluation.fits]
+    return sorted(fitting, key=lambda evaluation: evaluation.iteration_s)

@@ -11,7 +11,11 @@ from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain.replan import Replans
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.describe import members
-from zorse_megatron.planner.shortage.host_memory import HostNeed, host_needs, host_sentences
+from zorse_megatron.planner.shortage.node_host_memory import (
+    NodeHostMemory,
+    host_needs,
+    host_sentences,
+)
 from zorse_megatron.schema.plan.plan import Plan, Replica
 from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.schema.text.counted import number_of
@@ -83,7 +87,7 @@ class Explanation:
     loads: tuple[GroupLoad, ...]
     headroom: tuple[Headroom, ...]
     """By rank."""
-    host: tuple[HostNeed, ...]
+    host: tuple[NodeHostMemory, ...]
     """Nodes in whose host memory something waits."""
     alternatives: tuple[Alternative, ...]
     replans: Replans | None

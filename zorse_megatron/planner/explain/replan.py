@@ -7,7 +7,7 @@ from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.other_gpus import with_one_more
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import Progress
+from zorse_megatron.planner.outcome import SearchProgress
 
 MOST_GPUS = 256
 """Beyond it a search for each kind takes minutes."""
@@ -39,7 +39,7 @@ def replan(
     inputs: Inputs,
     *,
     found_s: float | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> Replans | None:
     """Search with one more GPU of each kind; None where the cluster is too large for that.
 
@@ -65,8 +65,8 @@ def replan(
 
 
 def _titled(
-    title: str, on_progress: Callable[[Progress], None] | None
-) -> Callable[[Progress], None] | None:
+    title: str, on_progress: Callable[[SearchProgress], None] | None
+) -> Callable[[SearchProgress], None] | None:
     if on_progress is None:
         return None
     return lambda progress: on_progress(replace(progress, phase=f"{title}: {progress.phase}"))

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from itertools import combinations, islice
 
-from zorse_megatron.planner.groupings.candidates import Candidate
 from zorse_megatron.planner.groupings.grouping import Grouping, normalised
+from zorse_megatron.planner.groupings.proposals import GroupingProposal
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 from zorse_megatron.topology.spec import TopologySpec
 
@@ -15,7 +15,7 @@ def neighbours(
     *,
     symmetry: Symmetry | None = None,
     limit: int = 200,
-) -> Iterator[Candidate]:
+) -> Iterator[GroupingProposal]:
     """Yield up to `limit` groupings one step away, without the given one and its mirror images.
 
     Merges of two groups; splits of a group by region, by kind, or in halves along its nodes; moves
@@ -27,16 +27,16 @@ def neighbours(
 
 
 def _distinct(
-    found: Iterator[Candidate], symmetry: Symmetry, seen: set[int]
-) -> Iterator[Candidate]:
-    for candidate in found:
-        signature = symmetry.signature(candidate.grouping)
+    found: Iterator[GroupingProposal], symmetry: Symmetry, seen: set[int]
+) -> Iterator[GroupingProposal]:
+    for proposal in found:
+        signature = symmetry.signature(proposal.grouping)
         if signature not in seen:
             seen.add(signature)
-            yield candidate
+            yield proposal
 
 
-def _all(spec: TopologySpec, grouping: Grouping) -> Iterator[Candidate]:
+def _all(spec: TopologySpec, grouping: Grouping) -> Iterator[GroupingProposal]:
     looks = _looks(spec, grouping)
     yield from _merges(grouping, looks)
     yield from _splits(spec, grouping, looks)
@@ -48,20 +48,20 @@ def _looks(spec: TopologySpec, grouping: Grouping) -> list[int]:
     numbers: dict[object, int] = {}
     looks = []
     for group in grouping:
-        cells: dict[int, list[str]] = {}
+        by_node: dict[int, list[str]] = {}
         for rank in group:
             node = spec.node_of(rank)
             kind = spec.nodes[node].gpu_kinds[rank - spec.first_ranks[node]]
-            cells.setdefault(node, []).append(kind)
+            by_node.setdefault(node, []).append(kind)
         places = [
             (spec.nodes[node].region, str(spec.nodes[node].switch), tuple(sorted(kinds)))
-            for node, kinds in cells.items()
+            for node, kinds in by_node.items()
         ]
         looks.append(numbers.setdefault(tuple(sorted(places)), len(numbers)))
     return looks
 
 
-def _merges(grouping: Grouping, looks: list[int]) -> Iterator[Candidate]:
+def _merges(grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for first, second in combinations(range(len(grouping)), 2):
         # Two groups that share nodes are not like two that do not.
@@ -71,14 +71,14 @@ def _merges(grouping: Grouping, looks: list[int]) -> Iterator[Candidate]:
         done.add(key)
         rest = _others(grouping, first, second)
         together = grouping[first] + grouping[second]
-        yield Candidate(grouping=normalised([*rest, together]), origin="merge")
+        yield GroupingProposal(grouping=normalised([*rest, together]), origin="merge")
 
 
 # Beyond so many groups only one pair of two looks is merged, and one pair is moved between.
 _EVERY_PAIR_UP_TO = 12
 
 
-def _splits(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[Candidate]:
+def _splits(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for number, group in enumerate(grouping):
         if looks[number] in done:
@@ -88,7 +88,7 @@ def _splits(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterato
             second = sorted(set(group) - set(first))
             if first and second:
                 rest = _others(grouping, number)
-                yield Candidate(grouping=normalised([*rest, first, second]), origin="split")
+                yield GroupingProposal(grouping=normalised([*rest, first, second]), origin="split")
 
 
 def _halves(spec: TopologySpec, group: tuple[int, ...]) -> Iterator[list[int]]:
@@ -111,16 +111,16 @@ def _halves(spec: TopologySpec, group: tuple[int, ...]) -> Iterator[list[int]]:
         yield list(group[:count])
 
 
-def _moves(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[Candidate]:
+def _moves(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for source, group in enumerate(grouping):
-        cells: dict[int, list[int]] = {}
+        by_node: dict[int, list[int]] = {}
         for rank in group:
-            cells.setdefault(spec.node_of(rank), []).append(rank)
+            by_node.setdefault(spec.node_of(rank), []).append(rank)
         for target in range(len(grouping)):
-            for node, ranks in cells.items():
+            for node, ranks in by_node.items():
                 key = (looks[source], looks[target], spec.nodes[node].gpu_kinds, len(ranks))
-                many = len(grouping) > _EVERY_PAIR_UP_TO or len(cells) > _EVERY_PAIR_UP_TO
+                many = len(grouping) > _EVERY_PAIR_UP_TO or len(by_node) > _EVERY_PAIR_UP_TO
                 if source == target or (many and key in done):
                     continue
                 done.add(key)
@@ -130,7 +130,7 @@ def _moves(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator
                         continue
                     rest = _others(grouping, source, target)
                     groups = [*rest, kept, (*grouping[target], *moved)]
-                    yield Candidate(grouping=normalised(groups), origin="move")
+                    yield GroupingProposal(grouping=normalised(groups), origin="move")
 
 
 def _others(grouping: Grouping, *without: int) -> list[tuple[int, ...]]:

@@ -18,13 +18,13 @@ class Pool:
 
     kind: str
     region: str
-    cells: tuple[tuple[int, ...], ...]
+    by_node: tuple[tuple[int, ...], ...]
     """The ranks on each node; nodes on one switch come next to one another."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs on all nodes together."""
-        return sum(map(len, self.cells))
+        return sum(map(len, self.by_node))
 
     def divided(self, parts: int) -> tuple[tuple[int, ...], ...]:
         """Cut into `parts` of as equal size as the nodes allow.
@@ -32,17 +32,17 @@ class Pool:
         Up to one part per node: whole nodes. Beyond: every node in equally many parts, if
         `parts` is a multiple of the nodes, or else equal runs of ranks across the nodes' edges.
         """
-        if parts <= len(self.cells):
-            runs = _runs(self.cells, parts)
-            return tuple(tuple(rank for cell in run for rank in cell) for run in runs)
-        per_node, rest = divmod(parts, len(self.cells))
-        if rest == 0 and per_node <= len(self.cells[0]):
-            return tuple(run for cell in self.cells for run in _runs(cell, per_node))
-        return tuple(_runs([rank for cell in self.cells for rank in cell], parts))
+        if parts <= len(self.by_node):
+            runs = _runs(self.by_node, parts)
+            return tuple(tuple(rank for node_ranks in run for rank in node_ranks) for run in runs)
+        per_node, rest = divmod(parts, len(self.by_node))
+        if rest == 0 and per_node <= len(self.by_node[0]):
+            return tuple(run for node_ranks in self.by_node for run in _runs(node_ranks, per_node))
+        return tuple(_runs([rank for node_ranks in self.by_node for rank in node_ranks], parts))
 
     def numbers_of_parts(self, most: int) -> list[int]:
         """Numbers of parts along the edges of nodes, ascending, not all of them if many."""
-        nodes, per_node = len(self.cells), len(self.cells[0])
+        nodes, per_node = len(self.by_node), len(self.by_node[0])
         whole_nodes = {n for n in spread(nodes) if n <= most}
         inside = {nodes * n for n in range(2, per_node + 1) if nodes * n <= most}
         return sorted(whole_nodes | inside)
@@ -75,7 +75,7 @@ def _runs(items: Sequence[_Item], parts: int) -> list[tuple[_Item, ...]]:
 
 def pools_of(spec: TopologySpec) -> tuple[Pool, ...]:
     """All pools, by their first rank. O(GPUs)."""
-    cells: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    by_node: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     order = {switch.name: number for number, switch in enumerate(spec.switches)}
     for index, node in enumerate(spec.nodes):
         chain = tuple(order[switch.name] for switch in reversed(spec.switches_above(node.switch)))
@@ -83,8 +83,10 @@ def pools_of(spec: TopologySpec) -> tuple[Pool, ...]:
             pairs = zip(spec.ranks_of(index), node.gpu_kinds, strict=True)
             ranks = tuple(rank for rank, its_kind in pairs if its_kind == kind)
             key = (node.region, kind, hardware_key(node))
-            cells.setdefault(key, []).append((chain, ranks))
+            by_node.setdefault(key, []).append((chain, ranks))
     return tuple(
-        Pool(kind=str(key[1]), region=str(key[0]), cells=tuple(ranks for _, ranks in sorted(found)))
-        for key, found in cells.items()
+        Pool(
+            kind=str(key[1]), region=str(key[0]), by_node=tuple(ranks for _, ranks in sorted(found))
+        )
+        for key, found in by_node.items()
     )

@@ -29,32 +29,32 @@ class Symmetry:
 
     def __init__(self, spec: TopologySpec) -> None:
         self.spec = spec
-        self._network = _Network.of(spec)
+        self._network = _NetworkArrays.of(spec)
 
     def signature(self, grouping: Grouping) -> int:
         """The signature of a grouping."""
         network, num_groups = self._network, len(grouping)
         group_of = np.repeat(np.arange(num_groups), [len(group) for group in grouping])
-        cells = self._cell_of[np.fromiter(chain.from_iterable(grouping), dtype=np.int64)]
-        keys, counts = np.unique(group_of * network.size + cells, return_counts=True)
-        groups, cells = keys // network.size, keys % network.size
-        shapes = self._shapes(groups, cells, counts, num_groups)
+        gpu_vertices = self._vertex_of[np.fromiter(chain.from_iterable(grouping), dtype=np.int64)]
+        keys, counts = np.unique(group_of * network.size + gpu_vertices, return_counts=True)
+        groups, gpu_vertices = keys // network.size, keys % network.size
+        shapes = self._shapes(groups, gpu_vertices, counts, num_groups)
         colours = np.concatenate([network.colours, shapes])
         labels = _mixed(counts + _IN_GROUP)
         return _refined(
             _mixed(colours),
-            np.concatenate([network.sources, groups + network.size, cells]),
-            np.concatenate([network.targets, cells, groups + network.size]),
+            np.concatenate([network.sources, groups + network.size, gpu_vertices]),
+            np.concatenate([network.targets, gpu_vertices, groups + network.size]),
             np.concatenate([network.labels, labels, labels]),
         )
 
     def _shapes(
-        self, groups: np.ndarray, cells: np.ndarray, counts: np.ndarray, num_groups: int
+        self, groups: np.ndarray, gpu_vertices: np.ndarray, counts: np.ndarray, num_groups: int
     ) -> np.ndarray:
         """For each group a hash of its tree of counts."""
         network = self._network
         # What has been heard so far at each (group, vertex), as keys in ascending order.
-        keys, heard = groups * network.size + cells, counts.astype(np.uint64)
+        keys, heard = groups * network.size + gpu_vertices, counts.astype(np.uint64)
         for depth in range(int(network.depths.max()), 0, -1):
             vertices = keys % network.size
             here = network.depths[vertices] == depth
@@ -70,8 +70,8 @@ class Symmetry:
         return shapes
 
     @cached_property
-    def _cell_of(self) -> np.ndarray:
-        vertices = self._network.cell_of
+    def _vertex_of(self) -> np.ndarray:
+        vertices = self._network.vertex_of
         return np.array(
             [
                 vertices[index, kind]
@@ -82,10 +82,10 @@ class Symmetry:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Network:
+class _NetworkArrays:
     """The cluster without groups as arrays: a tree of cells, nodes, switches and regions."""
 
-    cell_of: dict[tuple[int, str], int]
+    vertex_of: dict[tuple[int, str], int]
     """(node, GPU kind) -> vertex."""
     colours: np.ndarray
     parents: np.ndarray
@@ -99,7 +99,7 @@ class _Network:
         return len(self.colours)
 
     @classmethod
-    def of(cls, spec: TopologySpec) -> "_Network":
+    def of(cls, spec: TopologySpec) -> "_NetworkArrays":
         """Number the vertices, parents before children. O(GPUs + switches)."""
         numbers: dict[Any, int] = {}
         looks: list[Any] = []
@@ -132,7 +132,7 @@ class _Network:
         looks: list[Any],
         parents: list[int],
         edges: list[tuple[int, int, int]],
-    ) -> "_Network":
+    ) -> "_NetworkArrays":
         known = {look: number for number, look in enumerate(dict.fromkeys(looks), start=1)}
         depths: list[int] = []
         for vertex, parent in enumerate(parents):
@@ -140,7 +140,7 @@ class _Network:
         both = [*edges, *((second, first, label + 8) for first, second, label in edges)]
         table = np.array(both, dtype=np.int64).reshape(-1, 3)
         return cls(
-            cell_of=numbers,
+            vertex_of=numbers,
             colours=_mixed(np.array([known[look] for look in looks])),
             parents=np.array(parents),
             depths=np.array(depths),

@@ -17,8 +17,8 @@ from zorse_megatron.schema.profile.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputPrices:
-    """A model on a cluster, and the prices that follow from both and from a profile."""
+class CostModels:
+    """A model on a cluster, and the costs that follow from both and from a profile."""
 
     cluster: Cluster
     model: ModelShape
@@ -38,7 +38,7 @@ class InputPrices:
 
     @property
     def compute(self) -> ComputeCost:
-        """Prices each kind in the type that it computes in."""
+        """Costs each kind in the type that it computes in."""
         if self.has_own_types:
             return ByKind(computes=self.computes)
         return next(iter(self.computes.values()))
@@ -56,7 +56,7 @@ class InputPrices:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the prices of each kind rest on."""
+        """What the costs of each kind rest on."""
         return _price_notes(self.computes, says_types=self.has_own_types)
 
     @property

@@ -9,7 +9,9 @@ from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, common_dtype
 from zorse_megatron.schema.plan.plan import GradientWire
 
 
-def wire_problems(wire: GradientWire | None, dtypes: Collection[Dtype]) -> Iterator[Problem]:
+def communication_dtype_problems(
+    wire: GradientWire | None, dtypes: Collection[Dtype]
+) -> Iterator[Problem]:
     """Yield where no loss scale would notice an overflow. `dtypes`: of the kinds of GPU.
 
     A kind whose best type is float16 is in a group that computes in it, if no kind has float32
@@ -25,7 +27,7 @@ def wire_problems(wire: GradientWire | None, dtypes: Collection[Dtype]) -> Itera
 
 
 def kind_problems(computes: Mapping[str, ProfiledCompute]) -> Iterator[Problem]:
-    """Yield every kind without units for its type, or without prices. `computes`: by kind."""
+    """Yield every kind without units for its type, or without costs. `computes`: by kind."""
     for kind, compute in computes.items():
         if not compute.analytic.knows(kind) and not _is_measured(kind, compute):
             yield _no_units(kind, compute)

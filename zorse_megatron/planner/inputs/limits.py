@@ -9,7 +9,7 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 MAX_GPUS = 10_000
 """As many took 638 s on two cores with other work beside it (docs/planner.md)."""
 MAX_LAYERS = 512
-"""Cuts of lines grow with the square of the layers; 200 on 8 GPUs take 25 s of one core."""
+"""Partitioning a device order grows with the square of the layers; 200 on 8 GPUs take 25 s."""
 
 
 def refuse_too_large(inputs: Inputs) -> None:

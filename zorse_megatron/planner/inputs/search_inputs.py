@@ -7,8 +7,8 @@ from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import PlannerInputError
-from zorse_megatron.planner.inputs.cost_models import InputPrices
-from zorse_megatron.planner.inputs.cost_problems import kind_problems, wire_problems
+from zorse_megatron.planner.inputs.cost_models import CostModels
+from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.gpus.gpu import (
     PRICED_IN,
@@ -78,11 +78,11 @@ class Inputs:
     own_types: Mapping[str, GpuKind] | None = None
     """Kind -> what it can do, where each group computes in a type of its own; None: all in one.
 
-    Then `compute` prices each kind in the best type that it has, and `memory` is that of the type
+    Then `compute` costs each kind in the best type that it has, and `memory` is that of the type
     that all kinds have; what a plan takes is simulated in the types that its groups have.
     """
     notes: tuple[str, ...] = ()
-    """For people: what the prices rest on."""
+    """For people: what the costs rest on."""
     warnings: tuple[str, ...] = ()
     """Of the notes those that say what is not counted."""
 
@@ -114,38 +114,40 @@ def make_inputs(
     `dtype`: what all groups compute in; auto: each in the first of bf16, fp16 and fp32 that all of
     its GPUs have units for.
     `computing`: what the training command says of how layers are computed.
-    `memory_margin`: share of every GPU's memory that stays free for the CUDA context,
-    communication buffers and fragmentation, which nothing prices.
+    `memory_margin`: share of every GPU's memory reserved for the CUDA context, communication
+    buffers and fragmentation.
 
     Raises PlannerInputError with every problem: kinds of GPU without units for the type or that can
-    be priced neither by the profile nor by published figures, and numbers out of range.
+    be costed neither by the profile nor by published figures, and numbers out of range.
     """
     space = space or SearchSpace()
     known = profile or _EMPTY
-    prices = InputPrices(
+    models = CostModels(
         cluster=cluster, model=model, profile=known, dtype=dtype, computing=computing
     )
     problems = [
         *_number_problems(global_batch_size, memory_margin),
         *_space_problems(space),
-        *wire_problems(space.gradient_wire, [each.dtype for each in prices.computes.values()]),
-        *kind_problems(prices.computes),
+        *communication_dtype_problems(
+            space.gradient_wire, [each.dtype for each in models.computes.values()]
+        ),
+        *kind_problems(models.computes),
     ]
     if problems:
         raise PlannerInputError("cluster, model and profile do not make a plan", problems)
-    return _joined(prices, global_batch_size, memory_margin, space)
+    return _joined(models, global_batch_size, memory_margin, space)
 
 
-def _joined(prices: InputPrices, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
-    cluster, model = prices.cluster, prices.model
-    spec = topology_of(cluster, prices.profile if prices.profile.links else None)
-    memory, memory_note = prices.memory
+def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
+    cluster, model = models.cluster, models.model
+    spec = topology_of(cluster, models.profile if models.profile.links else None)
+    memory, memory_note = models.memory
     return Inputs(
         spec=spec,
-        compute=prices.compute,
+        compute=models.compute,
         memory=memory,
         comm=GraphComm(spec),
-        by_dtype={name: prices.costs_in(each) for name, each in PRICED_IN.items()},
+        by_dtype={name: models.costs_in(each) for name, each in PRICED_IN.items()},
         kinds=cluster.gpu_kinds,
         capacities_bytes=_capacities(cluster, memory_margin),
         host_bytes=_host_parts(cluster),
@@ -157,11 +159,11 @@ def _joined(prices: InputPrices, batch: int, memory_margin: float, space: Search
         cluster=cluster.fingerprint(),
         space=space,
         memory_margin=memory_margin,
-        best_sizes=prices.best_sizes,
-        recompute=prices.computing.recompute,
-        own_types=cluster.kinds if prices.has_own_types else None,
-        notes=(*prices.notes, memory_note, *prices.warnings),
-        warnings=prices.warnings,
+        best_sizes=models.best_sizes,
+        recompute=models.computing.recompute,
+        own_types=cluster.kinds if models.has_own_types else None,
+        notes=(*models.notes, memory_note, *models.warnings),
+        warnings=models.warnings,
     )
 
 

@@ -4,13 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zorse_megatron.planner.closed_form.batch_split import Split, WorkerClass, best_split
-from zorse_megatron.planner.closed_form.candidate import Estimate, parts_of
-from zorse_megatron.planner.closed_form.in_flight import Flight
-from zorse_megatron.planner.closed_form.stage import Job, Settings
-from zorse_megatron.planner.closed_form.stage_costs import StagePrice, Stages
+from zorse_megatron.planner.closed_form.batch_split import BatchSplit, ReplicaClass, best_split
+from zorse_megatron.planner.closed_form.candidate import Estimate, layers_of_chunks
+from zorse_megatron.planner.closed_form.in_flight import InFlight
+from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage
+from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.plans.transfers import with_hops
+from zorse_megatron.planner.plans.transfer_costs import with_hops
 from zorse_megatron.planner.plans.water_filling import water_fill
 from zorse_megatron.schema.plan.plan import (
     Chunk,
@@ -29,21 +29,21 @@ _MANY_UNITS = 100  # where shares are smaller, bytes
 class Builder:
     """Makes plans of estimates."""
 
-    def __init__(self, inputs: Inputs, stages: Stages, flight: Flight) -> None:
+    def __init__(self, inputs: Inputs, cost_model: StageCostModel, in_flight: InFlight) -> None:
         self.inputs = inputs
-        self.stages = stages
-        self.flight = flight
-        self._splits: dict[tuple[object, ...], Split | None] = {}
+        self.cost_model = cost_model
+        self.in_flight = in_flight
+        self._splits: dict[tuple[object, ...], BatchSplit | None] = {}
 
     def plan(self, estimate: Estimate) -> Plan | None:
         """The plan; None where state does not fit with exact micro-batches."""
         bare = [
-            self._bare_group(job, stage)
-            for job, stage in zip(estimate.jobs, estimate.stages, strict=True)
+            self._bare_group(stage, cost)
+            for stage, cost in zip(estimate.stages, estimate.costs, strict=True)
         ]
         groups = []
-        for job, stage, group in zip(estimate.jobs, estimate.stages, bare, strict=True):
-            weights = self._weights(job, stage.settings, group)
+        for stage, cost, group in zip(estimate.stages, estimate.costs, bare, strict=True):
+            weights = self._weights(stage, cost.settings, group)
             if weights is None:
                 return None
             replicas = tuple(
@@ -61,18 +61,18 @@ class Builder:
             model=self.inputs.model,
             groups=tuple(groups),
             chunks=self._chunks(estimate),
-            schedule=Schedule(name=estimate.outline.schedule),  # type: ignore[arg-type]
+            schedule=Schedule(name=estimate.candidate.schedule),  # type: ignore[arg-type]
             cluster=self.inputs.cluster,
         )
 
     def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
-        chunks = chunks_of(estimate.layers, estimate.outline.num_chunks)
-        rows = zip(estimate.jobs, estimate.stages, strict=True)
-        busy_s = max(self._split(job, stage).time_s for job, stage in rows)
-        return with_hops(chunks, estimate.jobs, self.flight.networks, busy_s)
+        chunks = chunks_of(estimate.layers, estimate.candidate.num_chunks)
+        rows = zip(estimate.stages, estimate.costs, strict=True)
+        busy_s = max(self._split(stage, cost).time_s for stage, cost in rows)
+        return with_hops(chunks, estimate.stages, self.in_flight.communication, busy_s)
 
-    def _bare_group(self, job: Job, stage: StagePrice) -> Group:
-        shares = self._split(job, stage).shares
+    def _bare_group(self, stage: Stage, cost: StageCost) -> Group:
+        shares = self._split(stage, cost).shares
         replicas = [
             Replica(
                 ranks=(rank,),
@@ -80,57 +80,65 @@ class Builder:
                 num_microbatches=share.num_microbatches,
                 shard_weight=1.0,
             )
-            for cell, row in zip(job.team.cells, shares, strict=True)
-            for rank, share in zip(cell.ranks, row, strict=True)
+            for gpu_class, row in zip(stage.device_group.gpu_classes, shares, strict=True)
+            for rank, share in zip(gpu_class.ranks, row, strict=True)
         ]
-        settings = stage.settings
+        settings = cost.settings
         return Group(
             replicas=tuple(sorted(replicas, key=lambda replica: replica.ranks)),
-            recompute=recompute_of(settings, job.num_layers, job.num_chunks),
-            offload=offload_of(settings),
-            compute_dtype=self.inputs.dtype_of(job.team.ranks),
+            recompute=recompute_setting(settings, stage.num_layers, stage.num_chunks),
+            offload=offload_setting(settings),
+            compute_dtype=self.inputs.dtype_of(stage.device_group.ranks),
         )
 
-    def _split(self, job: Job, stage: StagePrice) -> Split:
-        key = (job.key, stage.settings)
+    def _split(self, stage: Stage, cost: StageCost) -> BatchSplit:
+        key = (stage.key, cost.settings)
         if key not in self._splits:
             classes = []
-            for index, (cell, most) in enumerate(zip(job.team.cells, job.sizes, strict=True)):
+            for index, (gpu_class, most) in enumerate(
+                zip(stage.device_group.gpu_classes, stage.sizes, strict=True)
+            ):
                 times = {}
                 for size in range(1, most + 1):
-                    sizes = (*job.sizes[:index], size, *job.sizes[index + 1 :])
-                    passes = self.stages.passes(replace(job, sizes=sizes), stage.settings)
+                    sizes = (*stage.sizes[:index], size, *stage.sizes[index + 1 :])
+                    passes = self.cost_model.passes(replace(stage, sizes=sizes), cost.settings)
                     times[size] = passes[index].both_s
-                classes.append(WorkerClass(count=len(cell.ranks), times_s=times))
+                classes.append(ReplicaClass(count=len(gpu_class.ranks), times_s=times))
             self._splits[key] = best_split(self.inputs.global_batch_size, classes)
         split = self._splits[key]
-        assert split is not None, "every cell may run micro-batches of one sample"
+        assert split is not None, "every replica may run micro-batches of one sample"
         return split
 
     def missing_bytes(self, estimate: Estimate) -> tuple[int, ...]:
         """For each group, what its GPUs lack with exact micro-batches; 0 where all fits."""
         found = []
-        for job, stage in zip(estimate.jobs, estimate.stages, strict=True):
-            rooms = self._rooms(job, stage.settings, self._bare_group(job, stage))
-            shared = self.stages.memory.shared_bytes(job, stage.settings)
+        for stage, cost in zip(estimate.stages, estimate.costs, strict=True):
+            rooms = self._rooms(stage, cost.settings, self._bare_group(stage, cost))
+            shared = self.cost_model.memory.shared_bytes(stage, cost.settings)
             spread = (shared - sum(max(0.0, room) for room in rooms)) / len(rooms)
             found.append(math.ceil(max(0.0, -min(rooms), spread)))
         return tuple(found)
 
-    def _rooms(self, job: Job, settings: Settings, group: Group) -> list[float]:
+    def _rooms(self, stage: Stage, settings: MemorySettings, group: Group) -> list[float]:
         """What is free on each GPU beside its shard."""
-        capacity = {rank: cell.capacity_bytes for cell in job.team.cells for rank in cell.ranks}
+        capacity = {
+            rank: gpu_class.capacity_bytes
+            for gpu_class in stage.device_group.gpu_classes
+            for rank in gpu_class.ranks
+        }
         rooms = []
         for replica in group.replicas:
             size, count = replica.micro_batch_size, replica.num_microbatches
             one = capacity[replica.ranks[0]]
-            rooms.append(self.stages.memory.room_bytes(job, settings, size, count, one))
+            rooms.append(self.cost_model.memory.room_bytes(stage, settings, size, count, one))
         return rooms
 
-    def _weights(self, job: Job, settings: Settings, group: Group) -> tuple[float, ...] | None:
+    def _weights(
+        self, stage: Stage, settings: MemorySettings, group: Group
+    ) -> tuple[float, ...] | None:
         """Even where that fits, otherwise by free memory."""
-        rooms = self._rooms(job, settings, group)
-        shared = self.stages.memory.shared_bytes(job, settings)
+        rooms = self._rooms(stage, settings, group)
+        shared = self.cost_model.memory.shared_bytes(stage, settings)
         filled = water_fill(shared, rooms)
         if filled is None or min(rooms) < 0:
             return None
@@ -141,9 +149,9 @@ class Builder:
 
 
 def chunks_of(layers: Sequence[int], num_chunks: int) -> tuple[Chunk, ...]:
-    """Chunks round robin, each group's layers in `num_chunks` parts (see `parts_of`)."""
+    """Chunks round robin, each group's layers in `num_chunks` parts (see `layers_of_chunks`)."""
     parts = [
-        parts_of(count, num_chunks, is_last=group == len(layers) - 1)
+        layers_of_chunks(count, num_chunks, is_last=group == len(layers) - 1)
         for group, count in enumerate(layers)
     ]
     chunks, first = [], 0
@@ -155,7 +163,9 @@ def chunks_of(layers: Sequence[int], num_chunks: int) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-def recompute_of(settings: Settings, num_layers: int, num_chunks: int) -> Recompute | None:
+def recompute_setting(
+    settings: MemorySettings, num_layers: int, num_chunks: int
+) -> Recompute | None:
     """What the plan file says; None where nothing is recomputed."""
     if not settings.recomputed:
         return None
@@ -164,7 +174,7 @@ def recompute_of(settings: Settings, num_layers: int, num_chunks: int) -> Recomp
     return Recompute(mode="full", num_layers=-(-settings.recomputed // num_chunks))
 
 
-def offload_of(settings: Settings) -> Offload | None:
+def offload_setting(settings: MemorySettings) -> Offload | None:
     """What the plan file says; None where nothing waits in the host."""
     if not (settings.offload_state or settings.offload_activations):
         return None

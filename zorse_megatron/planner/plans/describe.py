@@ -7,7 +7,7 @@ from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.schema.text.counted import number_of
 
 
-def in_words(plan: Plan, kinds: Sequence[str]) -> str:
+def describe_plan(plan: Plan, kinds: Sequence[str]) -> str:
     """The plan's groups in model order, with what they do to fit."""
     parts = []
     for number, group in enumerate(plan.groups):

@@ -16,8 +16,8 @@ def water_fill(total: float, rooms: Sequence[float]) -> tuple[float, ...] | None
         return None
     left, level = float(total), 0.0
     order = sorted(range(len(rooms)), key=lambda index: rooms[index])
-    for place, index in enumerate(order):
-        level = left / (len(order) - place)
+    for position, index in enumerate(order):
+        level = left / (len(order) - position)
         room = max(0.0, rooms[index])
         if room >= level:
             break

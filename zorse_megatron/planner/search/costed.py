@@ -2,29 +2,29 @@
 
 from itertools import zip_longest
 
-from zorse_megatron.planner.closed_form.candidate import Estimate, Outline
+from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.estimator import Estimator
 
-Way = tuple[str, int]
+ScheduleChoice = tuple[str, int]
 """Schedule and chunks of each group."""
 
 
-class Estimates:
+class CostedCandidates:
     """Estimates, each plan once."""
 
-    def __init__(self, estimator: Estimator, *, layouts: int) -> None:
-        """`layouts`: ways to deal out layers that are kept of each outline."""
+    def __init__(self, estimator: Estimator, *, assignments: int) -> None:
+        """`assignments`: layer assignments that are kept of each candidate."""
         self.estimator = estimator
-        self.layouts = layouts
+        self.assignments = assignments
         self._found: dict[object, Estimate] = {}
 
     def add(self, estimate: Estimate) -> None:
         """Keep an estimate, unless the same plan is known."""
         self._found.setdefault(key_of(estimate), estimate)
 
-    def price(self, outline: Outline) -> None:
-        """Price an outline with its best layers."""
-        for estimate in self.estimator.best(outline, most=self.layouts):
+    def cost(self, candidate: Candidate) -> None:
+        """Cost a candidate with its best layers."""
+        for estimate in self.estimator.best(candidate, most=self.assignments):
             self.add(estimate)
 
     def finalists(self, most: int) -> list[Estimate]:
@@ -32,16 +32,16 @@ class Estimates:
 
         No more than half of them with one grouping, whatever the sizes and layers.
         """
-        queues: dict[Way, list[Estimate]] = {}
+        queues: dict[ScheduleChoice, list[Estimate]] = {}
         for estimate in sorted(self._found.values(), key=lambda e: (e.iteration_s, e.layers)):
-            outline = estimate.outline
-            queues.setdefault((outline.schedule, outline.num_chunks), []).append(estimate)
+            candidate = estimate.candidate
+            queues.setdefault((candidate.schedule, candidate.num_chunks), []).append(estimate)
         taken: list[Estimate] = []
         per_grouping: dict[object, int] = {}
         turns = zip_longest(*queues.values())
         for estimate in (each for turn in turns for each in turn if each is not None):
-            ranks = tuple(team.ranks for team in estimate.outline.teams)
-            key = ranks, estimate.outline.schedule
+            ranks = tuple(device_group.ranks for device_group in estimate.candidate.device_groups)
+            key = ranks, estimate.candidate.schedule
             if per_grouping.get(key, 0) < max(1, most // 2):
                 per_grouping[key] = per_grouping.get(key, 0) + 1
                 taken.append(estimate)
@@ -52,13 +52,13 @@ class Estimates:
 
 def key_of(estimate: Estimate) -> object:
     """Equal for estimates of the same plan."""
-    outline = estimate.outline
+    candidate = estimate.candidate
     return (
-        tuple(team.ranks for team in outline.teams),
-        tuple(job.sizes for job in estimate.jobs),
+        tuple(device_group.ranks for device_group in candidate.device_groups),
+        tuple(stage.sizes for stage in estimate.stages),
         estimate.extras,
-        outline.schedule,
-        outline.num_chunks,
-        tuple(stage.settings for stage in estimate.stages),
+        candidate.schedule,
+        candidate.num_chunks,
+        tuple(cost.settings for cost in estimate.costs),
         estimate.layers,
     )

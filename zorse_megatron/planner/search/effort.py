@@ -15,10 +15,10 @@ class Effort:
 
     listed: int
     """Groupings that are scored."""
-    priced: int
-    """Of those, priced with one schedule."""
+    costed: int
+    """Of those, costed with one schedule."""
     widened: int
-    """Groupings whose neighbours are looked at, and that are priced with all schedules."""
+    """Groupings whose neighbours are looked at, and that are costed with all schedules."""
     finalists: int
     """Plans that the simulator sees before the local search."""
     computations: int
@@ -28,27 +28,27 @@ class Effort:
     quick_orders: int = 1
     """Orders of a grouping's groups that are looked at to see whether it is promising."""
     orders: int = 3
-    """Orders of a grouping's groups that are priced."""
+    """Orders of a grouping's groups that are costed."""
     levels: tuple[int, ...] = (1, 2, 4, 8)
-    """Micro-batch levels that are priced."""
-    cuts: int = 16
-    """Cuts of lines that are priced, for each schedule."""
+    """Micro-batch levels that are costed."""
+    partitions: int = 16
+    """Partitions of device orders that are costed, for each schedule."""
     polished: int = 6
     """Estimates whose levels and order are improved by closed form."""
     slacks: tuple[float, ...] = (1.0,)
-    """Of 1f1b, that are priced."""
+    """Of 1f1b, that are costed."""
     level_steps: int = 1
     """By how many levels a group's micro-batch may change in one step of that."""
     keeps_all: bool = False
-    """Whether all neighbours that are priced on the way may be simulated."""
-    layouts: int = 2
-    """Ways to deal out layers that are kept of each outline."""
+    """Whether all neighbours that are costed on the way may be simulated."""
+    assignments: int = 2
+    """Layer assignments that are kept of each candidate."""
     followed: int = 6
-    """The best so many verdicts are followed by the local search."""
+    """So many of the best evaluations are followed by the local search."""
     refits: int = 3
     """How often a neighbour that does not fit is built again with more memory left free."""
     tries: int = 10
-    """Neighbours of a verdict that are simulated, at most."""
+    """Neighbours of an evaluation that are simulated, at most."""
     hopeless: float = 1.03
     """Finalists whose estimate is so many times the best simulated iteration are not simulated."""
     tolerance: float = 1.1
@@ -60,7 +60,7 @@ class Effort:
         if inputs.world_size <= EVERY_PARTITION_UP_TO and len(inputs.space.schedules) == 1:
             return cls(
                 listed=250,
-                priced=210,
+                costed=210,
                 widened=210,
                 finalists=120,
                 computations=400_000,
@@ -71,7 +71,7 @@ class Effort:
                 polished=60,
                 level_steps=len(LEVELS),
                 keeps_all=True,
-                layouts=4,
+                assignments=4,
                 followed=12,
                 tries=60,
                 hopeless=1.2,
@@ -80,18 +80,18 @@ class Effort:
         if inputs.world_size <= 16:
             return cls(
                 listed=250,
-                priced=60,
+                costed=60,
                 widened=16,
                 finalists=30,
                 computations=60_000,
                 hopeless=1.15,
             )
         if inputs.world_size <= 32:
-            return cls(listed=250, priced=40, widened=14, finalists=30, computations=150_000)
+            return cls(listed=250, costed=40, widened=14, finalists=30, computations=150_000)
         if inputs.world_size <= 256:
             return cls(
                 listed=250,
-                priced=24,
+                costed=24,
                 widened=8,
                 finalists=24,
                 computations=70_000,
@@ -101,6 +101,6 @@ class Effort:
             )
         if inputs.world_size <= 2048:
             return cls(
-                listed=200, priced=20, widened=5, finalists=4, computations=120_000, polished=2
+                listed=200, costed=20, widened=5, finalists=4, computations=120_000, polished=2
             )
-        return cls(listed=60, priced=8, widened=3, finalists=2, computations=400_000, polished=1)
+        return cls(listed=60, costed=8, widened=3, finalists=2, computations=400_000, polished=1)

@@ -1,23 +1,23 @@
-"""Where a search's plans come from: groupings of nodes and GPUs, and cuts of lines."""
+"""Where a search's candidates come from: groupings, and partitions of device orders."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Literal
 
-from zorse_megatron.planner.closed_form.candidate import Estimate, Outline
-from zorse_megatron.planner.closed_form.device_groups import Team, Teams
+from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.groupings.candidates import Candidate
+from zorse_megatron.planner.groupings.proposals import GroupingProposal
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import Progress
-from zorse_megatron.planner.search.costed import Estimates, Way
-from zorse_megatron.planner.search.device_order_search import LineSearch
+from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.search.costed import CostedCandidates, ScheduleChoice
+from zorse_megatron.planner.search.device_order_search import DeviceOrderSearch
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.group_orders import orders
 from zorse_megatron.planner.search.groupings import EVERY_PARTITION_UP_TO, Groupings
 
-Source = Literal["groupings", "lines"]
+CandidateSource = Literal["groupings", "device orders"]
 _CHUNKS = {"1f1b": (1,), "interleaved": (1, 2), "breadth_first": (1, 2, 4)}
 _QUICK_LEVELS = (2, 4)
 _TURNS = 3  # of looking around the best groupings
@@ -25,70 +25,70 @@ _TURNS = 3  # of looking around the best groupings
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Prices plans of either source."""
+    """Costs candidates of either source."""
 
     inputs: Inputs
     effort: Effort
     estimator: Estimator
-    estimates: Estimates
-    teams: Teams
+    costed_candidates: CostedCandidates
+    device_groups: DeviceGroups
     groupings: Groupings
-    report: Callable[[Progress], None]
+    report: Callable[[SearchProgress], None]
 
-    def price(self, source: Source) -> None:
-        """Price what comes from a source."""
+    def cost(self, source: CandidateSource) -> None:
+        """Cost what comes from a source."""
         if source == "groupings":
-            self._price(self._promising())
+            self._cost_proposals(self._promising())
         else:
-            self._cut_lines()
+            self._partition_device_orders()
 
     # Groupings.
 
-    def _promising(self) -> list[Candidate]:
+    def _promising(self) -> list[GroupingProposal]:
         """The groupings that are worth a closer look."""
         rows = self.groupings.start(self.effort.listed)
-        self.report(Progress(phase="grouping", done=1, total=1 + _TURNS))
-        priced: dict[tuple[tuple[int, ...], ...], tuple[float, Candidate]] = {}
+        self.report(SearchProgress(phase="grouping", done=1, total=1 + _TURNS))
+        costed: dict[tuple[tuple[int, ...], ...], tuple[float, GroupingProposal]] = {}
 
-        def price(found: list[tuple[float, Candidate]], most: int) -> None:
+        def cost(found: list[tuple[float, GroupingProposal]], most: int) -> None:
             feasible = 0
-            for tries, (_, candidate) in enumerate(found, start=1):
-                estimate = self._quick(candidate)
+            for tries, (_, proposal) in enumerate(found, start=1):
+                estimate = self._quick(proposal)
                 if estimate is not None:
                     feasible += 1
-                    priced[candidate.grouping] = (estimate.iteration_s, candidate)
+                    costed[proposal.grouping] = (estimate.iteration_s, proposal)
                 if feasible >= most or tries >= 2 * most:
                     return
 
-        price(rows, self.effort.priced)
+        cost(rows, self.effort.costed)
         for turn in range(_TURNS):
-            self.report(Progress(phase="grouping", done=1 + turn, total=1 + _TURNS))
-            best = sorted(priced.values(), key=lambda row: (row[0], row[1].grouping))
-            for _, candidate in best[: max(1, self.effort.widened // 2)]:
-                near = self.groupings.around(candidate.grouping, 2 * self.effort.priced)
-                price(near, max(2, self.effort.priced // 4))
-        best = sorted(priced.values(), key=lambda row: (row[0], row[1].grouping))
-        chosen = [candidate for _, candidate in best[: self.effort.widened]]
+            self.report(SearchProgress(phase="grouping", done=1 + turn, total=1 + _TURNS))
+            best = sorted(costed.values(), key=lambda row: (row[0], row[1].grouping))
+            for _, proposal in best[: max(1, self.effort.widened // 2)]:
+                near = self.groupings.around(proposal.grouping, 2 * self.effort.costed)
+                cost(near, max(2, self.effort.costed // 4))
+        best = sorted(costed.values(), key=lambda row: (row[0], row[1].grouping))
+        chosen = [proposal for _, proposal in best[: self.effort.widened]]
         plain = [row[1] for row in rows if row[1].origin in ("together", "by kind", "by node")]
         return list(dict.fromkeys([*chosen, *plain]))
 
-    def _quick_ways(self) -> list[Way]:
+    def _quick_ways(self) -> list[ScheduleChoice]:
         """One with little to recompute, and two that fit where memory is short."""
         schedules = self.inputs.space.schedules
         first = [name for name in ("1f1b", "interleaved") if name in schedules][:1]
         ways = [(name, 1) for name in first]
         return ways + [("breadth_first", n) for n in (2, 4) if "breadth_first" in schedules]
 
-    def _quick(self, candidate: Candidate) -> Estimate | None:
-        groups = [self.teams.of(group) for group in candidate.grouping]
+    def _quick(self, proposal: GroupingProposal) -> Estimate | None:
+        groups = [self.device_groups.of(group) for group in proposal.grouping]
         found: list[Estimate] = []
-        for teams in orders(self.inputs, groups)[: self.effort.quick_orders]:
+        for device_groups in orders(self.inputs, groups)[: self.effort.quick_orders]:
             for levels, way in product((_QUICK_LEVELS, (1,)), self._quick_ways()):
                 new = [
                     estimate
                     for level in self.levels(levels)
                     for estimate in self.estimator.best(
-                        self.outline(teams, level, way, candidate.origin)
+                        self.candidate(device_groups, level, way, proposal.origin)
                     )
                 ]
                 found += new
@@ -96,9 +96,9 @@ class Sources:
                     break
         return min(found, key=lambda estimate: estimate.iteration_s, default=None)
 
-    def in_order(self, candidate: Candidate) -> tuple[Team, ...]:
+    def in_order(self, proposal: GroupingProposal) -> tuple[DeviceGroup, ...]:
         """A candidate's groups in the first of the orders worth trying."""
-        return orders(self.inputs, [self.teams.of(group) for group in candidate.grouping])[0]
+        return orders(self.inputs, [self.device_groups.of(group) for group in proposal.grouping])[0]
 
     def levels(self, wanted: tuple[int, ...]) -> list[int]:
         """Micro-batch levels, as far as they are allowed; 1 where none is."""
@@ -107,17 +107,19 @@ class Sources:
         return [level for level in wanted if level <= most] or [1]
 
     @staticmethod
-    def outline(teams: tuple[Team, ...], level: int, way: Way, origin: str) -> Outline:
+    def candidate(
+        device_groups: tuple[DeviceGroup, ...], level: int, way: ScheduleChoice, origin: str
+    ) -> Candidate:
         """All groups at one level."""
-        return Outline(
-            teams=teams,
-            levels=(level,) * len(teams),
+        return Candidate(
+            device_groups=device_groups,
+            levels=(level,) * len(device_groups),
             schedule=way[0],
             num_chunks=way[1],
             origin=origin,
         )
 
-    def ways(self) -> list[Way]:
+    def ways(self) -> list[ScheduleChoice]:
         """Schedules and numbers of chunks."""
         return [
             (schedule, chunks)
@@ -125,41 +127,41 @@ class Sources:
             for chunks in _CHUNKS[schedule]
         ]
 
-    def _price(self, found: list[Candidate]) -> None:
-        """Price groupings in all ways."""
-        for number, candidate in enumerate(found):
-            self.report(Progress(phase="pricing", done=number, total=len(found)))
-            groups = [self.teams.of(group) for group in candidate.grouping]
-            for teams in orders(self.inputs, groups)[: self.effort.orders]:
+    def _cost_proposals(self, found: list[GroupingProposal]) -> None:
+        """Cost groupings in all ways."""
+        for number, proposal in enumerate(found):
+            self.report(SearchProgress(phase="costing", done=number, total=len(found)))
+            groups = [self.device_groups.of(group) for group in proposal.grouping]
+            for device_groups in orders(self.inputs, groups)[: self.effort.orders]:
                 for way in self.ways():
                     for level in self.levels(self.effort.levels):
-                        outline = self.outline(teams, level, way, candidate.origin)
+                        candidate = self.candidate(device_groups, level, way, proposal.origin)
                         for slack in self.effort.slacks if way[0] == "1f1b" else (1.0,):
-                            self.estimates.price(replace(outline, slack=slack))
-                if len(teams) == 1 and "breadth_first" in self.inputs.space.schedules:
-                    self._price_layer_by_layer(teams)
+                            self.costed_candidates.cost(replace(candidate, slack=slack))
+                if len(device_groups) == 1 and "breadth_first" in self.inputs.space.schedules:
+                    self._cost_layer_by_layer(device_groups)
 
-    def _price_layer_by_layer(self, teams: tuple[Team, ...]) -> None:
+    def _cost_layer_by_layer(self, device_groups: tuple[DeviceGroup, ...]) -> None:
         """One group with a chunk for every layer or two: what Cephalo does."""
         for chunks in (self.inputs.num_layers, -(-self.inputs.num_layers // 2)):
             for level in self.levels(self.effort.levels):
                 way = ("breadth_first", chunks)
-                self.estimates.price(self.outline(teams, level, way, "together"))
+                self.costed_candidates.cost(self.candidate(device_groups, level, way, "together"))
 
-    # Lines.
+    # Device orders.
 
-    def _cut_lines(self) -> None:
-        """Groups cut out of lines of all GPUs, where there are too many for every partition."""
+    def _partition_device_orders(self) -> None:
+        """Partitions of device orders, where there are too many GPUs for every grouping."""
         if self.inputs.world_size <= EVERY_PARTITION_UP_TO:
             return
         for number, schedule in enumerate(("1f1b", "interleaved")):
-            self.report(Progress(phase="cutting", done=number, total=2))
+            self.report(SearchProgress(phase="partitioning", done=number, total=2))
             if schedule in self.inputs.space.schedules:
-                search = LineSearch(
+                search = DeviceOrderSearch(
                     self.estimator,
-                    self.teams,
+                    self.device_groups,
                     nested=schedule == "1f1b",
                     most_groups=self.groupings.most,
                 )
-                for outline in islice(search.outlines(), self.effort.cuts):
-                    self.estimates.price(outline)
+                for candidate in islice(search.candidates(), self.effort.partitions):
+                    self.costed_candidates.cost(candidate)

@@ -5,8 +5,8 @@ import pickle
 import signal
 import sys
 
-from zorse_megatron.planner.evaluate.gc_paused import no_collection
-from zorse_megatron.planner.search.worker import Worker
+from zorse_megatron.planner.evaluate.gc_paused import gc_paused
+from zorse_megatron.planner.search.worker import SearchWorker
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     # An interrupt from the keyboard reaches both processes; the first one ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inputs, effort = pickle.load(sys.stdin.buffer)
-    worker = Worker(inputs, effort, lambda progress: None)
+    worker = SearchWorker(inputs, effort, lambda progress: None)
     while True:
         try:
             task = pickle.load(sys.stdin.buffer)
@@ -22,7 +22,7 @@ def main() -> None:
             return
         answer = task.run(worker)
         try:
-            with no_collection():
+            with gc_paused():
                 pickle.dump((answer, worker.spent), sys.stdout.buffer)
             sys.stdout.buffer.flush()
         except BrokenPipeError:

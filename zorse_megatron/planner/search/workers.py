@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
-from zorse_megatron.planner.evaluate.gc_paused import no_collection
+from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import Progress
+from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.worker import Spent, Task, Worker
+from zorse_megatron.planner.search.worker import SearchWorker, Spent, Task
 from zorse_megatron.processors import num_processors
 
 _ALONE_UP_TO = 16  # GPUs; a search of so few is done sooner than a process has started
@@ -28,7 +28,7 @@ _ALONE_UP_TO = 16  # GPUs; a search of so few is done sooner than a process has 
 T = TypeVar("T")
 
 
-class _Place(Protocol):
+class _WorkerHandle(Protocol):
     """Where a worker is."""
 
     spent: Spent
@@ -41,28 +41,28 @@ class _Place(Protocol):
 class Workers:
     """Workers that do tasks at once."""
 
-    def __init__(self, places: Sequence[_Place], first: Worker) -> None:
-        self._places = tuple(places)
+    def __init__(self, workers: Sequence[_WorkerHandle], first: SearchWorker) -> None:
+        self._workers = tuple(workers)
         self.first = first
         """It is in this process."""
 
     @property
     def number(self) -> int:
         """How many tasks are done at once."""
-        return len(self._places)
+        return len(self._workers)
 
     @property
     def spent(self) -> Spent:
         """Work done by all workers."""
-        return sum((place.spent for place in self._places), Spent())
+        return sum((worker.spent for worker in self._workers), Spent())
 
     def do(self, tasks: Sequence[Task[T]]) -> list[T]:
         """The n-th worker does the n-th task. Raises RuntimeError if a process fails."""
-        used = list(zip(self._places, tasks, strict=False))
+        used = list(zip(self._workers, tasks, strict=False))
         assert len(used) == len(tasks), "more tasks than workers"
-        for place, task in reversed(used):  # the first one works in this process: it goes last
-            place.start(task)
-        return [place.answer() for place, _ in used]
+        for worker, task in reversed(used):  # the first one works in this process: it goes last
+            worker.start(task)
+        return [worker.answer() for worker, _ in used]
 
     def all_do(self, task: Task[T]) -> list[T]:
         """Each worker does the same task."""
@@ -71,24 +71,24 @@ class Workers:
 
 @contextmanager
 def workers_for(
-    inputs: Inputs, effort: Effort, on_progress: Callable[[Progress], None]
+    inputs: Inputs, effort: Effort, on_progress: Callable[[SearchProgress], None]
 ) -> Iterator[Workers]:
     """As many workers as the cluster is worth; their processes end with the context."""
-    first = Worker(inputs, effort, on_progress)
+    first = SearchWorker(inputs, effort, on_progress)
     if inputs.world_size <= _ALONE_UP_TO:
-        yield Workers([_Here(first)], first)
+        yield Workers([_LocalWorker(first)], first)
     elif num_processors() < 2:
-        second = Worker(inputs, effort, on_progress)
-        yield Workers([_Here(first), _Here(second)], first)
+        second = SearchWorker(inputs, effort, on_progress)
+        yield Workers([_LocalWorker(first), _LocalWorker(second)], first)
     else:
         with _process_for(inputs, effort) as process:
-            yield Workers([_Here(first), _There(process)], first)
+            yield Workers([_LocalWorker(first), _RemoteWorker(process)], first)
 
 
-class _Here:
+class _LocalWorker:
     """A worker in this process."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: SearchWorker) -> None:
         self.worker = worker
         self.spent = worker.spent
         self._answers: deque[Any] = deque()
@@ -101,7 +101,7 @@ class _Here:
         return self._answers.popleft()
 
 
-class _There:
+class _RemoteWorker:
     """A worker in another process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -114,7 +114,7 @@ class _There:
     def answer(self) -> Any:
         assert self.process.stdout is not None
         try:
-            with no_collection():
+            with gc_paused():
                 answer, self.spent = pickle.load(self.process.stdout)
         except (EOFError, pickle.UnpicklingError) as error:
             raise RuntimeError(

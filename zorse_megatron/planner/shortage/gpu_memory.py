@@ -6,15 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.planner.closed_form.candidate import Estimate, Outline
-from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.errors import NoPlanError
-from zorse_megatron.planner.evaluate.evaluator import Judge, Verdict
-from zorse_megatron.planner.groupings.candidates import candidates
+from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
 from zorse_megatron.planner.groupings.grouping import Grouping
+from zorse_megatron.planner.groupings.proposals import propose_groupings
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.shortage.host_memory import host_needs, host_problems, host_sentences
+from zorse_megatron.planner.shortage.node_host_memory import (
+    host_needs,
+    host_problems,
+    host_sentences,
+)
 from zorse_megatron.simulate.ledger import Category
 
 _GROUPINGS = 10
@@ -24,7 +28,7 @@ _MOST_BYTES = 2**45
 _ROUNDS_OF_CHECKS = 12
 _GIB = 2**30
 
-Way = tuple[Grouping, str, int]
+GroupingSchedule = tuple[Grouping, str, int]
 """Groups, schedule, chunks of each group."""
 
 
@@ -35,7 +39,7 @@ class Shortage:
     kinds: tuple[str, ...]
     bytes_per_gpu: int
     num_gpus: int
-    verdict: Verdict
+    evaluation: Evaluation
     """On the plan that then fits."""
 
     @property
@@ -66,7 +70,7 @@ def no_plan(inputs: Inputs) -> NoPlanError:
             least = found
     if least is None:
         return _more_than_memory(inputs)
-    problems = [_problem(inputs, least), _totals(inputs, least.verdict)]
+    problems = [_problem(inputs, least), _totals(inputs, least.evaluation)]
     error = NoPlanError("no plan fits in memory", problems)
     error.missing_bytes = least.total_bytes
     error.bytes_per_gpu = least.bytes_per_gpu
@@ -83,7 +87,7 @@ def gib_missing(num_bytes: int) -> str:
     return f"{math.ceil(100 * num_bytes / _GIB) / 100:.2f} GiB"
 
 
-def fitting(inputs: Inputs) -> Verdict | None:
+def fitting(inputs: Inputs) -> Evaluation | None:
     """A plan that the simulator says fits, the first that is found; None: none was found."""
     return _fitted(inputs, _ways(inputs))
 
@@ -91,7 +95,7 @@ def fitting(inputs: Inputs) -> Verdict | None:
 def _problem(inputs: Inputs, least: Shortage) -> Problem:
     ranks = [rank for rank, kind in enumerate(inputs.kinds) if kind in least.kinds]
     capacity = min(inputs.capacities_bytes[rank] for rank in ranks)
-    plan = least.verdict.plan
+    plan = least.evaluation.plan
     groups = ", ".join(
         f"{sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number)} layers on "
         f"{len(group.ranks)} GPU{'s' * (len(group.ranks) != 1)}"
@@ -113,13 +117,13 @@ def _problem(inputs: Inputs, least: Shortage) -> Problem:
     )
 
 
-def _totals(inputs: Inputs, verdict: Verdict) -> Problem:
+def _totals(inputs: Inputs, evaluation: Evaluation) -> Problem:
     """All that is needed against all that there is, by category at the ranks' peaks."""
-    assert verdict.result is not None, "it was simulated just now"
+    assert evaluation.result is not None, "it was simulated just now"
     total: Counter[Category] = Counter()
-    for peak in verdict.result.memory:
+    for peak in evaluation.result.memory:
         total.update(peak.at_peak_bytes)
-    needs = host_needs(inputs, verdict.result)
+    needs = host_needs(inputs, evaluation.result)
     parts = [(each.label, count) for each, count in total.most_common() if count]
     listed = ", ".join(f"{label} {count / _GIB:.1f}" for label, count in parts)
     return Problem(
@@ -130,15 +134,15 @@ def _totals(inputs: Inputs, verdict: Verdict) -> Problem:
     )
 
 
-def _host_problems(inputs: Inputs, ways: Sequence[Way]) -> Iterator[Problem]:
+def _host_problems(inputs: Inputs, ways: Sequence[GroupingSchedule]) -> Iterator[Problem]:
     """Nodes with too little host memory; none where more of it would not help."""
     if all(host is None for host in inputs.host_bytes) or not inputs.space.offload:
         return
     unlimited = replace(inputs, host_bytes=(None,) * inputs.world_size)
-    verdict = _fitted(unlimited, ways)
-    if verdict is None or verdict.result is None:
+    evaluation = _fitted(unlimited, ways)
+    if evaluation is None or evaluation.result is None:
         return
-    needs = host_needs(inputs, verdict.result)
+    needs = host_needs(inputs, evaluation.result)
     yield from host_problems(needs, "as the GPUs alone have too little memory")
 
 
@@ -158,7 +162,12 @@ def _more_than_memory(inputs: Inputs) -> NoPlanError:
 
 
 def _shortage(
-    inputs: Inputs, kinds: tuple[str, ...], ways: Sequence[Way], *, number: int, most: int
+    inputs: Inputs,
+    kinds: tuple[str, ...],
+    ways: Sequence[GroupingSchedule],
+    *,
+    number: int,
+    most: int,
 ) -> Shortage | None:
     """The least extra memory on every GPU of these kinds, below `most`; None where none helps.
 
@@ -174,7 +183,7 @@ def _shortage(
     checked = _checked(inputs, kinds, best, way)
     if checked is None:
         return None
-    return Shortage(kinds=kinds, bytes_per_gpu=checked[0], num_gpus=number, verdict=checked[1])
+    return Shortage(kinds=kinds, bytes_per_gpu=checked[0], num_gpus=number, evaluation=checked[1])
 
 
 class _Asked:
@@ -183,16 +192,16 @@ class _Asked:
     def __init__(self, inputs: Inputs, kinds: tuple[str, ...]) -> None:
         self.inputs = inputs
         self.kinds = kinds
-        self._with: dict[int, tuple[Estimator, Teams]] = {}
+        self._with: dict[int, tuple[Estimator, DeviceGroups]] = {}
 
-    def estimate(self, extra: int, way: Way) -> Estimate | None:
+    def estimate(self, extra: int, way: GroupingSchedule) -> Estimate | None:
         """None where this way does not fit."""
         if extra not in self._with:
             richer = _more(self.inputs, self.kinds, extra)
-            self._with[extra] = Estimator(richer), Teams(richer)
+            self._with[extra] = Estimator(richer), DeviceGroups(richer)
         return _estimate(self.inputs, *self._with[extra], way)
 
-    def least(self, way: Way, enough: int) -> int:
+    def least(self, way: GroupingSchedule, enough: int) -> int:
         """By bisection, to a MiB or a hundredth; `enough` fits."""
         low, high = 0, 64 * _STEP
         while high < enough and self.estimate(high, way) is None:
@@ -207,10 +216,10 @@ class _Asked:
         return high
 
 
-def _ways(inputs: Inputs) -> list[Way]:
+def _ways(inputs: Inputs) -> list[GroupingSchedule]:
     most = min(inputs.space.max_groups or inputs.num_layers, inputs.num_layers)
     groupings = [
-        each.grouping for each in candidates(inputs.spec, max_groups=most, limit=_GROUPINGS)
+        each.grouping for each in propose_groupings(inputs.spec, max_groups=most, limit=_GROUPINGS)
     ]
     # Breadth first takes least memory; with one chunk a group, interleaved takes more than 1f1b.
     schedules = [each for each in ("breadth_first", "1f1b") if each in inputs.space.schedules]
@@ -230,57 +239,59 @@ def _more(inputs: Inputs, kinds: tuple[str, ...], extra: int) -> Inputs:
     return replace(inputs, capacities_bytes=capacities)
 
 
-def _estimate(inputs: Inputs, estimator: Estimator, teams: Teams, way: Way) -> Estimate | None:
+def _estimate(
+    inputs: Inputs, estimator: Estimator, device_groups: DeviceGroups, way: GroupingSchedule
+) -> Estimate | None:
     grouping, schedule, chunks = way
-    members = tuple(teams.of(group) for group in grouping)
-    outline = Outline(
-        teams=members,
+    members = tuple(device_groups.of(group) for group in grouping)
+    candidate = Candidate(
+        device_groups=members,
         levels=(1,) * len(members),
         schedule=schedule,
         num_chunks=min(chunks, inputs.num_layers),
     )
-    return next(iter(estimator.best(outline)), None)
+    return next(iter(estimator.best(candidate)), None)
 
 
-def _fitted(inputs: Inputs, ways: Sequence[Way]) -> Verdict | None:
+def _fitted(inputs: Inputs, ways: Sequence[GroupingSchedule]) -> Evaluation | None:
     """The first way that fits in closed form and, perhaps with some memory kept free, for true."""
-    estimator, teams = Estimator(inputs), Teams(inputs)
-    judge = Judge(inputs, estimator)
+    estimator, device_groups = Estimator(inputs), DeviceGroups(inputs)
+    evaluator = Evaluator(inputs, estimator)
     tried = 0
     for way in ways:
-        estimate = _estimate(inputs, estimator, teams, way)
+        estimate = _estimate(inputs, estimator, device_groups, way)
         if estimate is None:
             continue
-        verdict = judge.judge(estimate)
-        if verdict is not None and verdict.fits:
-            return verdict
+        evaluation = evaluator.evaluate(estimate)
+        if evaluation is not None and evaluation.fits:
+            return evaluation
         tried += 1
-        if verdict is not None:
-            reserves = tuple(max(0, over) + _STEP for over in verdict.overflow_bytes)
+        if evaluation is not None:
+            reserves = tuple(max(0, over) + _STEP for over in evaluation.overflow_bytes)
             again = estimator.estimate(
-                replace(estimate.outline, reserves=reserves), estimate.layers
+                replace(estimate.candidate, reserves=reserves), estimate.layers
             )
-            verdict = judge.judge(again) if again is not None else None
-            if verdict is not None and verdict.fits:
-                return verdict
+            evaluation = evaluator.evaluate(again) if again is not None else None
+            if evaluation is not None and evaluation.fits:
+                return evaluation
         if tried == _ROUNDS_OF_CHECKS:
             return None
     return None
 
 
 def _checked(
-    inputs: Inputs, kinds: tuple[str, ...], extra: int, way: Way
-) -> tuple[int, Verdict] | None:
+    inputs: Inputs, kinds: tuple[str, ...], extra: int, way: GroupingSchedule
+) -> tuple[int, Evaluation] | None:
     """Ask the simulator, and add what it finds missing."""
     for _ in range(_ROUNDS_OF_CHECKS):
         richer = _more(inputs, kinds, extra)
         estimator = Estimator(richer)
-        estimate = _estimate(inputs, estimator, Teams(richer), way)
+        estimate = _estimate(inputs, estimator, DeviceGroups(richer), way)
         if estimate is not None:
-            verdict = Judge(richer, estimator).judge(estimate)
-            if verdict is not None and verdict.fits:
-                return extra, verdict
-            if verdict is not None:
-                extra += max(verdict.overflow_bytes)
+            evaluation = Evaluator(richer, estimator).evaluate(estimate)
+            if evaluation is not None and evaluation.fits:
+                return extra, evaluation
+            if evaluation is not None:
+                extra += max(evaluation.overflow_bytes)
         extra += _STEP
     return None

@@ -9,7 +9,7 @@ from zorse_megatron.planner.shortage.gpu_memory import fitting, gib_missing, no_
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.text.counted import number_of
 
-Make = Callable[[ModelShape, int], Inputs]
+MakeInputs = Callable[[ModelShape, int], Inputs]
 """Inputs for a model and a global batch on the same cluster."""
 
 _STEPS = 6  # of each bisection: a sequence to a 64th of what was asked for
@@ -30,11 +30,11 @@ class WhatFits:
 
 @dataclass(frozen=True, kw_only=True)
 class _Tried:
-    """One quantity: what of it was asked for, and how people call so many of it."""
+    """One quantity: what of it was asked for, and how to describe so many of it."""
 
     asked: int
     make: Callable[[int], Inputs]
-    words: Callable[[int], str]
+    describe: Callable[[int], str]
 
     @property
     def step(self) -> int:
@@ -55,7 +55,7 @@ class _Tried:
     def reason(self) -> str:
         """Why not even the least fits."""
         if self.asked <= self.step:
-            return f"{self.words(self.asked)} is the least there is"
+            return f"{self.describe(self.asked)} is the least there is"
         missing = no_plan(self.make(self.step))
         if missing.bytes_per_gpu:
             kinds = " and ".join(missing.gpu_kinds)
@@ -63,26 +63,26 @@ class _Tried:
         else:
             first = missing.problems[0]
             lacks = f"{first.where}: {first.found}; needed is {first.expected}"
-        return f"not even {self.words(self.step)} fits: {lacks}"
+        return f"not even {self.describe(self.step)} fits: {lacks}"
 
 
-def what_fits(make: Make, model: ModelShape, batch: int) -> WhatFits:
+def what_fits(make: MakeInputs, model: ModelShape, batch: int) -> WhatFits:
     """Find each by bisection; of each a simulated plan has fitted, and slightly more may, too."""
     tried = (
         _Tried(
             asked=model.seq_length,
             make=lambda length: make(_with_length(model, length), batch),
-            words=lambda length: f"a sequence of {number_of(length, 'token')}",
+            describe=lambda length: f"a sequence of {number_of(length, 'token')}",
         ),
         _Tried(
             asked=model.num_layers,
             make=lambda layers: make(replace(model, num_layers=layers), batch),
-            words=lambda layers: f"a model of {number_of(layers, 'layer')}",
+            describe=lambda layers: f"a model of {number_of(layers, 'layer')}",
         ),
         _Tried(
             asked=batch,
             make=lambda size: make(model, size),
-            words=lambda size: f"a batch of {size}",
+            describe=lambda size: f"a batch of {size}",
         ),
     )
     length, layers, size = found = [each.largest() for each in tried]

@@ -14,7 +14,7 @@ _MOST_TOLD = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostNeed:
+class NodeHostMemory:
     """One node's host memory."""
 
     node: str
@@ -29,7 +29,7 @@ class HostNeed:
         return sum(count for _, count in self.by_category_bytes)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """For people."""
         parts = ", ".join(f"{name} {n / _GIB:.1f}" for name, n in self.by_category_bytes)
         has = "" if self.has_bytes is None else f" of {self.has_bytes / _GIB:.1f} GiB"
@@ -41,7 +41,7 @@ class HostNeed:
         return 0 if self.has_bytes is None else max(0, self.num_bytes - self.has_bytes)
 
 
-def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[HostNeed, ...]:
+def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[NodeHostMemory, ...]:
     """Nodes in whose memory something waits, in the order of ranks; in blocks of pinned memory."""
     found = []
     for node, spec in enumerate(inputs.spec.nodes):
@@ -54,16 +54,16 @@ def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[HostNeed, ...]
             known = [part for part in parts if part is not None]
             has = sum(known) if len(known) == len(parts) else None
             rows = tuple((name, count) for name, count in total.most_common() if count)
-            found.append(HostNeed(node=spec.name, by_category_bytes=rows, has_bytes=has))
+            found.append(NodeHostMemory(node=spec.name, by_category_bytes=rows, has_bytes=has))
     return tuple(found)
 
 
-def host_sentences(needs: Sequence[HostNeed]) -> Iterator[str]:
+def host_sentences(needs: Sequence[NodeHostMemory]) -> Iterator[str]:
     """Say what is offloaded, what is missing, or that nothing is offloaded."""
     if not needs:
         yield "Nothing is offloaded to host memory."
         return
-    listed = "; ".join(need.words for need in needs[:_MOST_TOLD])
+    listed = "; ".join(need.description for need in needs[:_MOST_TOLD])
     more = f"; {len(needs) - _MOST_TOLD} more nodes" if len(needs) > _MOST_TOLD else ""
     yield f"Offloaded to host memory: {listed}{more}."
     for need in needs:
@@ -74,7 +74,7 @@ def host_sentences(needs: Sequence[HostNeed]) -> Iterator[str]:
         yield "The cluster file does not give host memory."
 
 
-def host_problems(needs: Sequence[HostNeed], why: str) -> Iterator[Problem]:
+def host_problems(needs: Sequence[NodeHostMemory], why: str) -> Iterator[Problem]:
     """Yield every node with too little; `why` so much has to wait there."""
     for need in needs:
         if need.missing_bytes:

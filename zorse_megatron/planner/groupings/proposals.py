@@ -30,20 +30,20 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class GroupingProposal:
     """A grouping, and where it comes from, for explanations."""
 
     grouping: Grouping
     origin: str
 
 
-def candidates(
+def propose_groupings(
     spec: TopologySpec,
     *,
     max_groups: int | None = None,
     limit: int = 1000,
     speeds: Mapping[str, float] | None = None,
-) -> Iterator[Candidate]:
+) -> Iterator[GroupingProposal]:
     """Yield up to `limit` different candidates with at most `max_groups` groups each.
 
     `max_groups` is usually the number of layers; without it, the number of GPUs, at most 64.
@@ -52,7 +52,7 @@ def candidates(
     """
     most = min(max_groups or min(64, spec.num_gpus), spec.num_gpus)
     symmetry, seen = Symmetry(spec), set[int]()
-    whole = Candidate(grouping=normalised([range(spec.num_gpus)]), origin="together")
+    whole = GroupingProposal(grouping=normalised([range(spec.num_gpus)]), origin="together")
     families = [
         (1, iter([whole])),
         (1, _by(spec)),
@@ -64,8 +64,8 @@ def candidates(
     yield from islice((each for each in fresh if _is_new(each, symmetry, seen)), limit)
 
 
-def _is_new(candidate: Candidate, symmetry: Symmetry, seen: set[int]) -> bool:
-    signature = symmetry.signature(candidate.grouping)
+def _is_new(proposal: GroupingProposal, symmetry: Symmetry, seen: set[int]) -> bool:
+    signature = symmetry.signature(proposal.grouping)
     if signature in seen:
         return False
     seen.add(signature)
@@ -86,12 +86,12 @@ def _at_periods(sources: Sequence[tuple[int, Iterator[_Item]]]) -> Iterator[_Ite
                     waiting.remove((period, source))
 
 
-def _split(spec: TopologySpec, most: int) -> Iterator[Candidate]:
+def _split(spec: TopologySpec, most: int) -> Iterator[GroupingProposal]:
     for step in split_groupings(spec, most):
-        yield Candidate(grouping=step.grouping, origin=f"split k={len(step.grouping)}")
+        yield GroupingProposal(grouping=step.grouping, origin=f"split k={len(step.grouping)}")
 
 
-def _by(spec: TopologySpec) -> Iterator[Candidate]:
+def _by(spec: TopologySpec) -> Iterator[GroupingProposal]:
     """One group for each value of some property of a GPU."""
     properties: dict[str, Callable[[int, NodeSpec, int], object]] = {
         "kind": lambda index, node, local: node.gpu_kinds[local],
@@ -106,12 +106,12 @@ def _by(spec: TopologySpec) -> Iterator[Candidate]:
         for index, node in enumerate(spec.nodes):
             for local, rank in enumerate(spec.ranks_of(index)):
                 groups.setdefault(value(index, node, local), []).append(rank)
-        yield Candidate(grouping=normalised(groups.values()), origin=f"by {name}")
+        yield GroupingProposal(grouping=normalised(groups.values()), origin=f"by {name}")
 
 
 def _divided_pools(
     spec: TopologySpec, most: int, speeds: Mapping[str, float]
-) -> Iterator[Candidate]:
+) -> Iterator[GroupingProposal]:
     """Divisions of pools, merged or not, with few groups and with many in turn."""
     by_number = []
     for num_groups, by_merger in sorted(_combinations(pools_of(spec), most, speeds).items()):
@@ -129,7 +129,7 @@ def _divided_pools(
         ]
         names = ["+".join(f"{pool.region}/{pool.kind}" for pool in pools) for pools in merger]
         told = ", ".join(f"{name} in {n}" for name, n in zip(names, parts, strict=True))
-        yield Candidate(grouping=normalised(groups), origin=f"pools: {told}")
+        yield GroupingProposal(grouping=normalised(groups), origin=f"pools: {told}")
 
 
 _Rows = list[tuple[float, tuple[int, ...], Merger]]

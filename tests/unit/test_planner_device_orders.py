@@ -1,4 +1,4 @@
-"""Which lines are searched in fine units: those that are best in coarse ones."""
+"""Which device orders are searched in fine units: those that are best in coarse ones."""
 
 import random
 from itertools import chain
@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.test_planner_search import lab
-from zorse_megatron.planner.closed_form.device_groups import Teams
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.search.contiguous_partition import COARSE, FINE, lines
-from zorse_megatron.planner.search.device_order_search import LineSearch
+from zorse_megatron.planner.search.device_order_search import DeviceOrderSearch
+from zorse_megatron.planner.search.device_orders import COARSE, FINE, device_orders
 
 KINDS = ("T4", "L4", "A100-40", "V100-16", "A6000")
 # What it has -> kinds, regions, different orders of pools.
@@ -33,16 +33,18 @@ def inputs_of(name: str):
     return lab("\n".join(["nodes:", *nodes, between, ""]))
 
 
-def ranks_of(line):
-    """All ranks along a line, whatever its units."""
-    return tuple(chain(*line))
+def ranks_of(device_order):
+    """All ranks along a device order, whatever its units."""
+    return tuple(chain(*device_order))
 
 
 @pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_fine_and_coarse_lines_have_the_same_orders(name, halved):
+def test_fine_and_coarse_device_orders_have_the_same_orders(name, halved):
     inputs = inputs_of(name)
-    fine, coarse = (lines(inputs, most_units=most, halved=halved) for most in (FINE, COARSE))
+    fine, coarse = (
+        device_orders(inputs, most_units=most, halved=halved) for most in (FINE, COARSE)
+    )
     assert list(map(ranks_of, fine)) == list(map(ranks_of, coarse))
     assert len(set(map(ranks_of, fine))) == len(fine) == CLUSTERS[name][2]
     assert all(len(one) > len(other) for one, other in zip(fine, coarse, strict=True))
@@ -50,31 +52,37 @@ def test_fine_and_coarse_lines_have_the_same_orders(name, halved):
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_of_many_lines_the_six_that_are_best_in_coarse_units_are_searched(
+def test_of_many_device_orders_the_six_that_are_best_in_coarse_units_are_searched(
     name, nested, monkeypatch
 ):
     inputs = inputs_of(name)
-    fine, coarse = (lines(inputs, most_units=most, halved=nested) for most in (FINE, COARSE))
+    fine, coarse = (
+        device_orders(inputs, most_units=most, halved=nested) for most in (FINE, COARSE)
+    )
     values: list[int | None] = random.Random(7).sample(range(100), len(coarse))
     values[2] = None  # nothing fits along it
     value_of = dict(zip(coarse, values, strict=True))
-    search = LineSearch(Estimator(inputs), Teams(inputs), nested=nested, most_groups=8)
+    search = DeviceOrderSearch(
+        Estimator(inputs), DeviceGroups(inputs), nested=nested, most_groups=8
+    )
 
-    def look(line, _sizes):
-        value_s = value_of[line]
+    def look(device_order, _sizes):
+        value_s = value_of[device_order]
         if value_s is None:
             return None
-        search.found.append(SimpleNamespace(cut=SimpleNamespace(value_s=value_s)))
+        search.found.append(SimpleNamespace(partition=SimpleNamespace(value_s=value_s)))
         return search.found[-1]
 
-    monkeypatch.setattr(search, "_look", look)
-    found = search._promising_lines()
-    assert not search.found, "cuts along coarse units are not proposed"
+    monkeypatch.setattr(search, "_try_sizes", look)
+    found = search._promising_orders()
+    assert not search.found, "partitions along coarse units are not proposed"
     if len(coarse) <= 6:
         assert found == fine
         return
     ranked = sorted(
-        (value, ranks_of(line)) for line, value in value_of.items() if value is not None
+        (value, ranks_of(device_order))
+        for device_order, value in value_of.items()
+        if value is not None
     )
     assert list(map(ranks_of, found)) == [ranks for _, ranks in ranked[:6]]
     assert set(found) <= set(fine)

@@ -1,0 +1,137 @@
+"""Plans one step away from a given one: order, levels, memory, layers, schedule, grouping."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.closed_form.stage import MicroBatchLevel
+from zorse_megatron.planner.evaluate.evaluator import Evaluation
+from zorse_megatron.planner.search.effort import LEVELS, Effort
+from zorse_megatron.planner.search.sources import Sources
+
+_SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0)
+# Of one step's candidates that are costed with the best layers, while polishing and behind it.
+_SWAPS, _NEAR = 6, 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMoves:
+    """Finds neighbours of plans."""
+
+    effort: Effort
+    estimator: Estimator
+    sources: Sources
+
+    def promising_swaps(self, estimate: Estimate) -> list[Candidate]:
+        """Swaps that are worth new layers."""
+        swaps = list(self._swaps(estimate.candidate))
+        return swaps if self.effort.keeps_all else self._fastest(swaps, estimate, _SWAPS)
+
+    def _fastest(self, near: Sequence[Candidate], estimate: Estimate, most: int) -> list[Candidate]:
+        """Of candidates with the same groups the fastest, if each group keeps its layers."""
+        layers = dict(zip(estimate.candidate.device_groups, estimate.layers, strict=True))
+        kept = [
+            self.estimator.estimate(each, [layers[t] for t in each.device_groups]) for each in near
+        ]
+        times_s = [math.inf if each is None else each.iteration_s for each in kept]
+        ranked = sorted(range(len(near)), key=lambda at: (times_s[at], at))
+        return [near[at] for at in ranked[:most]]
+
+    def _swaps(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Neighbouring groups exchanged, one group's level a step (or more) up or down."""
+        levels = self.sources.levels(LEVELS)
+        for group, level in enumerate(candidate.levels):
+            at = min(range(len(levels)), key=lambda i: abs(levels[i] - _most(level)))
+            steps = self.effort.level_steps
+            for near in levels[max(0, at - steps) : at + steps + 1]:
+                if near != level:
+                    yield candidate.with_level(group, near)
+        yield from _orders_near(candidate)
+
+    def around(self, evaluation: Evaluation) -> Iterator[Estimate]:
+        """Estimates one step away: memory, levels, order, layers, schedule, grouping."""
+        estimate = evaluation.estimate
+        assert estimate is not None
+        candidate, layers = estimate.candidate, estimate.layers
+        near = list(dict.fromkeys(self._near_candidates(candidate, evaluation)))
+        regrouped = [
+            each for each in near if set(each.device_groups) != set(candidate.device_groups)
+        ]
+        same = [each for each in near if set(each.device_groups) == set(candidate.device_groups)]
+        if not self.effort.keeps_all:
+            same = self._fastest(same, estimate, _NEAR)
+        for each in [*same, *regrouped]:
+            yield from self.estimator.best(each)
+            if len(each.device_groups) == len(layers):
+                kept = self.estimator.estimate(each, layers)
+                if kept is not None:
+                    yield kept
+        for moved in _shifted(layers, 1):
+            kept = self.estimator.estimate(candidate, moved)
+            if kept is not None:
+                yield kept
+
+    def _near_candidates(self, candidate: Candidate, evaluation: Evaluation) -> Iterator[Candidate]:
+        free = [-overflow for overflow in evaluation.overflow_bytes]
+        reserves = candidate.reserves or (0,) * len(candidate.device_groups)
+        if max(free) > 0 and any(group.recompute for group in evaluation.plan.groups):
+            yield replace(
+                candidate,
+                reserves=tuple(
+                    reserve - max(0, room) for reserve, room in zip(reserves, free, strict=True)
+                ),
+            )
+        levels = self.sources.levels(LEVELS)
+        for level in levels:
+            yield replace(candidate, levels=(level,) * len(candidate.device_groups))
+            for group, device_group in enumerate(candidate.device_groups):
+                yield candidate.with_level(group, level)
+                sizes = self.estimator.cost_model.sizes(device_group, candidate.levels[group])
+                for gpu_class in range(len(sizes)):
+                    yield candidate.with_level(
+                        group, (*sizes[:gpu_class], level, *sizes[gpu_class + 1 :])
+                    )
+        yield from _orders_near(candidate)
+        if candidate.schedule == "1f1b":
+            yield from (
+                replace(candidate, slack=each) for each in _SLACKS if each != candidate.slack
+            )
+        for schedule, chunks in self.sources.ways():
+            if (schedule, chunks) != (candidate.schedule, candidate.num_chunks):
+                yield replace(candidate, schedule=schedule, num_chunks=chunks, reserves=())
+        grouping = tuple(sorted(device_group.ranks for device_group in candidate.device_groups))
+        for _, proposal in self.sources.groupings.around(grouping, 60)[:6]:
+            device_groups = self.sources.in_order(proposal)
+            for level in sorted({_most(level) for level in candidate.levels}):
+                way = (candidate.schedule, candidate.num_chunks)
+                yield self.sources.candidate(device_groups, level, way, proposal.origin)
+
+
+def _orders_near(candidate: Candidate) -> Iterator[Candidate]:
+    """Two groups that follow one another exchanged."""
+    for group in range(len(candidate.device_groups) - 1):
+        order = list(range(len(candidate.device_groups)))
+        order[group], order[group + 1] = order[group + 1], order[group]
+        yield replace(
+            candidate,
+            device_groups=tuple(candidate.device_groups[index] for index in order),
+            levels=tuple(candidate.levels[index] for index in order),
+            reserves=(),
+        )
+
+
+def _most(level: MicroBatchLevel) -> int:
+    return max(level) if isinstance(level, tuple) else level
+
+
+def _shifted(layers: tuple[int, ...], least: int) -> Iterator[tuple[int, ...]]:
+    """One layer from one group to another."""
+    for source, count in enumerate(layers):
+        for target in range(len(layers)):
+            if source != target and count > least:
+                moved = list(layers)
+                moved[source] -= 1
+                moved[target] += 1
+                yield tuple(moved)
