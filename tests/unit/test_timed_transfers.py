@@ -86,7 +86,7 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
     for event in events:
         lower = event.chunk if event.forward else event.chunk - 1
         if 0 <= lower < len(plan.chunks) - 1:
-            link = play.links.links[lower]
+            link = play.boundaries.behind[lower]
             pieces = (link.by_source if event.forward else link.by_target)[event.micro_batch.key]
             sent[lower, event.forward] += [(event.end, piece) for piece in pieces]
     for (lower, forward), messages in sent.items():
