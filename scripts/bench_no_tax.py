@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from zorse_megatron.demo.jobs import Job, run_job
+from zorse_megatron.demo.jobs import DemoJob, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
@@ -118,7 +118,7 @@ def run_one(name: str, number: int, flags: list[str], work: Path, warm_up: int) 
     """Run one job and return its throughput."""
     metrics = work / f"{name}-{number}.jsonl"
     own = ["--zorse-plan", str(work / "plan.json")] if name == "plan" else []
-    job = Job(
+    job = DemoJob(
         name=f"{name}-{number}",
         num_ranks=STAGES * REPLICAS,
         arguments=(*flags, *own, "--zorse-metrics", str(metrics)),

@@ -36,7 +36,7 @@ from offload_cases import (
     state_bytes,
 )
 
-from zorse_megatron.demo.jobs import Job, run_job
+from zorse_megatron.demo.jobs import DemoJob, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schedules.actions import Kind
@@ -81,7 +81,7 @@ def run_case(
     plan, metrics = directory / "plan.json", directory / "metrics.jsonl"
     save_plan(plan_of(case, options), plan)
     own = ["--zorse-plan", plan, "--zorse-metrics", metrics, "--zorse-memory", directory, *more]
-    job = Job(
+    job = DemoJob(
         name=case.name,
         num_ranks=case.ranks,
         arguments=(*flags_of(case, options, data), *map(str, own)),

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from zorse_megatron.demo.jobs import Job, run_job
+from zorse_megatron.demo.jobs import DemoJob, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
@@ -142,7 +142,7 @@ def run_all(results: Results, options: argparse.Namespace, batch: int, work: Pat
             if name in results.found:
                 continue
             planned = ("--zorse-plan", str(work / "plan.json")) if contestant == "plan" else ()
-            job = Job(
+            job = DemoJob(
                 name=f"job-{len(results.found)}",
                 num_ranks=CONTESTANTS[contestant],
                 arguments=(

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from zorse_megatron.demo.jobs import Job, Progress, run_job
+from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
@@ -97,7 +97,7 @@ def final_loss(name: str, number: int, flags: list[str], work: Path) -> float:
         path = work / f"plan-{number}.json"
         save_plan(plan, path)
         own += ["--zorse-plan", str(path)]
-    job = Job(
+    job = DemoJob(
         name=f"job-{number}",
         num_ranks=1 if plan is None else plan.world_size,
         arguments=(*flags, *own),
@@ -106,7 +106,7 @@ def final_loss(name: str, number: int, flags: list[str], work: Path) -> float:
     )
     losses: dict[int, float] = {}
 
-    def note(progress: Progress) -> None:
+    def note(progress: DemoProgress) -> None:
         losses[progress.iteration] = progress.loss
 
     run_job(job, note)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zorse_megatron.costs.memory import TransformerMemory, precision_of
-from zorse_megatron.demo.jobs import Job, run_job
+from zorse_megatron.demo.jobs import DemoJob, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
@@ -168,7 +168,7 @@ def measure(plan: Plan, work: Path, corpus: Path, tokenizer: list[str]) -> list[
     words = [str(word) for pair in flags.items() for word in pair]
     words += ["--untie-embeddings-and-output-weights", *tokenizer]
     run_job(
-        Job(name="ledger", num_ranks=plan.world_size, arguments=tuple(words), directory=work),
+        DemoJob(name="ledger", num_ranks=plan.world_size, arguments=tuple(words), directory=work),
         lambda _progress: None,
     )
     ledgers = [work / f"memory-rank{rank}.json" for rank in range(plan.world_size)]

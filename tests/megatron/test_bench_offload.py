@@ -9,7 +9,7 @@ import pytest
 
 from tests.megatron.launch import REPOSITORY, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from zorse_megatron.demo.jobs import Job
+from zorse_megatron.demo.jobs import DemoJob
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_dry_run(
 ) -> None:
     """The script's own runs, but for where ranks and text come from; the demo starts its own."""
 
-    def run_job(job: Job, _progress: object) -> None:
+    def run_job(job: DemoJob, _progress: object) -> None:
         run_ranks(job.arguments, job.num_ranks, timeout_s=120).check()
 
     def tokens(options: object, work: object) -> list[object]:
