@@ -18,67 +18,71 @@ from zorse_megatron.planner.groupings.gpu_graph import paper_groupings
 from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.proposals import propose_groupings
 from zorse_megatron.planner.groupings.split import split_groupings
+from zorse_megatron.schema.cluster.cluster import Link, Nics, NodeLink, RegionLink, Switch
+from zorse_megatron.schema.gpus.gpu import LinkType
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.graph import full_graph
-from zorse_megatron.topology.spec import IntraKind, NodeSpec, RegionLink, SwitchSpec, TopologySpec
 
 MAX_GROUPS = 64
 # Kind of GPU, link inside, its GB/s, Gb/s of the NICs together.
-KINDS: tuple[tuple[str, IntraKind, float, float], ...] = (
-    ("H100", "switch", 360, 400),
-    ("A100", "switch", 243, 100),
-    ("V100", "mesh", 68, 25),
+KINDS: tuple[tuple[str, LinkType, float, float], ...] = (
+    ("H100", "nvswitch", 360, 400),
+    ("A100", "nvswitch", 243, 100),
+    ("V100", "nvlink", 68, 25),
     ("T4", "pcie", 6, 50),
 )
 # What is timed, by name of its column.
-Run = Callable[[TopologySpec], Any]
+Run = Callable[[Topology], Any]
 
 
-def cluster(num_gpus: int) -> TopologySpec:
+def cluster(num_gpus: int) -> Topology:
     """Make a cluster of about `num_gpus` GPUs."""
     num_nodes = max(1, num_gpus // 8)
     nodes = []
     for index in range(num_nodes):
-        kind, intra_kind, inside_gb_per_s, nics_gb_per_s = KINDS[index * 4 // num_nodes]
+        kind, link_type, inside_gb_per_s, nics_gb_per_s = KINDS[index * 4 // num_nodes]
         nodes.append(
-            NodeSpec(
+            MeasuredNode(
                 name=f"n{index}",
+                first_rank=8 * index,
                 gpu_kinds=(kind,) * 8,
-                intra_kind=intra_kind,
-                intra_bytes_per_s=inside_gb_per_s * 1e9,
-                intra_latency_s=5e-6,
+                link=NodeLink(
+                    type=link_type, bandwidth_bytes_per_s=inside_gb_per_s * 1e9, latency_s=5e-6
+                ),
+                nics=Nics(count=1, bandwidth_bytes_per_s=nics_gb_per_s / 8 * 1e9, latency_s=20e-6),
                 host_link_bytes_per_s=24e9,
-                nic_bytes_per_s=nics_gb_per_s / 8 * 1e9,
-                nic_latency_s=20e-6,
+                host_memory_bytes=None,
                 region="west" if index < num_nodes // 2 else "east",
                 switch=f"leaf{index // 16}-{'west' if index < num_nodes // 2 else 'east'}",
             )
         )
     leaves = {node.switch: node.region for node in nodes}
-    return TopologySpec(
-        nodes=tuple(nodes),
-        switches=tuple(
-            SwitchSpec(name=str(name), region=region, uplink_bytes_per_s=100e9)
+    uplink = Link(bandwidth_bytes_per_s=100e9, latency_s=0.0)
+    return Topology.of(
+        nodes,
+        [
+            Switch(name=str(name), region=region, uplink_to=None, uplink=uplink)
             for name, region in leaves.items()
-        ),
-        region_links=(RegionLink(regions=("west", "east"), bytes_per_s=5e9, latency_s=0.03),),
+        ],
+        [RegionLink(regions=("west", "east"), bandwidth_bytes_per_s=5e9, latency_s=0.03)],
     )
 
 
-def gather_everywhere(spec: TopologySpec) -> float:
+def gather_everywhere(spec: Topology) -> float:
     """Price one all-gather over all ranks and one over each node."""
     comm = GraphComm(spec)
     groups = [range(spec.num_gpus), *(spec.ranks_of(node) for node in range(len(spec.nodes)))]
     return sum(comm.all_gather_s(tuple(ranks), (2**20,) * len(ranks)) for ranks in groups)
 
 
-def thousand_transfers(spec: TopologySpec) -> float:
+def thousand_transfers(spec: Topology) -> float:
     """Price 1,000 transfers between ranks all over the cluster."""
     comm = GraphComm(spec)
     pairs = ((7 * i % spec.num_gpus, 13 * i % spec.num_gpus) for i in range(1000))
     return sum(comm.transfer_s(*pair, 2**20) for pair in pairs)
 
 
-def hundred_neighbours(spec: TopologySpec) -> list[Any]:
+def hundred_neighbours(spec: Topology) -> list[Any]:
     """Find 100 groupings near SPLIT's with 16 groups."""
     *_, last = islice(split_groupings(spec, 16), 16)
     return list(neighbours(spec, last.grouping, limit=100))

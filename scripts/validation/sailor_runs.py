@@ -20,12 +20,13 @@ from zorse_megatron.costs.measured_memory import MeasuredMemory
 from zorse_megatron.costs.memory import Precision
 from zorse_megatron.costs.set_comm import SetComm
 from zorse_megatron.errors import Problem, ProfileError
+from zorse_megatron.schema.cluster.cluster import Nics, NodeLink
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
 from zorse_megatron.simulate.framework import Framework
 from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.from_cluster import measured_curves
-from zorse_megatron.topology.spec import NodeSpec, TopologySpec
 
 RUNS = "gh200_runs.csv"
 PARTS = ("layer_latency_tp.csv", "model_memory_tp.csv", "link_bandwidth.csv")
@@ -156,7 +157,7 @@ def _compare(run: MeasuredRun, profile: Profile, rate: float | None) -> Comparis
     )
 
 
-def _rebuild_s(spec: TopologySpec, tensor_parallel: int, num_bytes: int) -> float:
+def _rebuild_s(spec: Topology, tensor_parallel: int, num_bytes: int) -> float:
     """Time of `reconstruct_tensor` (deepspeed/utils.py), which each receive ends with.
 
     It waits for what arrived, makes a tensor of zeros in host memory, copies it to the GPU, puts
@@ -170,23 +171,28 @@ def _rebuild_s(spec: TopologySpec, tensor_parallel: int, num_bytes: int) -> floa
     return fill_s + num_bytes / _HOST_LINK_BYTES_PER_S + gather_s
 
 
-def _cluster(run: MeasuredRun, profile: Profile) -> TopologySpec:
+def _cluster(run: MeasuredRun, profile: Profile) -> Topology:
     inside, outside = measured_curves(profile, run.gpu_kind)
-    return TopologySpec(
-        nodes=tuple(
-            NodeSpec(
+    return Topology.of(
+        [
+            MeasuredNode(
                 name=f"node{index}",
                 gpu_kinds=(run.gpu_kind,) * _GPUS_PER_NODE,
-                intra_kind="mesh",
-                intra_bytes_per_s=max(curve.max_bytes_per_s for _, curve in inside),
-                intra_latency_s=0.0,
+                first_rank=index * _GPUS_PER_NODE,
+                link=NodeLink(
+                    type="nvlink",
+                    bandwidth_bytes_per_s=max(curve.max_bytes_per_s for _, curve in inside),
+                    latency_s=0.0,
+                ),
+                nics=Nics(
+                    count=_GPUS_PER_NODE, bandwidth_bytes_per_s=_NIC_BYTES_PER_S, latency_s=0.0
+                ),
                 host_link_bytes_per_s=_HOST_LINK_BYTES_PER_S,
-                nic_bytes_per_s=_NIC_BYTES_PER_S,
-                nic_latency_s=0.0,
-                num_nics=_GPUS_PER_NODE,
+                host_memory_bytes=None,
+                region="region",
                 intra_curves=inside,
                 nic_curves=outside,
             )
             for index in range(run.num_nodes)
-        )
+        ]
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
 
+from tests.topologies import node
 from tests.unit.fake_costs import FakeMemory
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
@@ -23,7 +24,7 @@ from zorse_megatron.schema.plan.plan import (
     Schedule,
 )
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.topology.spec import NodeSpec, TopologySpec
+from zorse_megatron.topology.cluster_topology import Topology
 
 KINDS = ("fast", "middle", "slow")
 SIZES = (1, 2, 4)
@@ -64,19 +65,18 @@ def random_case(seed: int, *, most_gpus: int = 6, most_layers: int = 12) -> Inpu
     first = draw.randint(1, num_gpus - 1)
     kinds = tuple(draw.choice(KINDS) for _ in range(num_gpus))
     nodes = tuple(
-        NodeSpec(
-            name=f"n{index}",
+        node(
+            f"n{index}",
             gpu_kinds=part,
-            intra_kind="switch",
-            intra_bytes_per_s=1e6,
-            intra_latency_s=1e-4,
+            link_bytes_per_s=1e6,
+            link_latency_s=1e-4,
             host_link_bytes_per_s=1e6,
             nic_bytes_per_s=draw.choice((5e4, 2e5)),
             nic_latency_s=1e-3,
         )
         for index, part in enumerate((kinds[:first], kinds[first:]))
     )
-    spec = TopologySpec(nodes=nodes)
+    spec = Topology.of(nodes)
     num_layers = draw.randint(3, most_layers)
     batch = draw.choice((8, 12, 16))
     speeds = {"fast": 0.01, "middle": 0.01 * draw.choice((1.5, 2.2)), "slow": 0.05}

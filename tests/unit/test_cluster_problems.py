@@ -159,6 +159,28 @@ ONE_PROBLEM = {
         'lead back to "a"',
         "end at a switch without to",
     ),
+    "uplink into another region": (
+        f"nodes: [{{{NODE}, region: a, switch: s}}, {{{NODE}, region: b}}]\n"
+        "switches:\n"
+        "  - {name: s, region: a, uplink: {to: t, bandwidth: 1 Gb/s}}\n"
+        "  - {name: t, region: b}\n"
+        "between_regions: [{bandwidth: 1 Gb/s, latency: 1 ms}]",
+        "line 3: switches[0].uplink.to",
+        '"t", a switch of region "b"',
+        'a switch of region "a"',
+    ),
+    "a name that a count makes": (
+        f"nodes: [{{{NODE}, name: a, count: 2}}, {{{NODE}, name: a-1}}]",
+        "nodes",
+        '2 nodes with the name "a-1"',
+        "a different name for every node",
+    ),
+    "a name that nodes without one get": (
+        f"nodes: [{{{NODE}, name: node-1}}, {{{NODE}}}]",
+        "nodes",
+        '2 nodes with the name "node-1"',
+        "a different name for every node",
+    ),
     "some nodes without region": (
         f"nodes:\n  - {{{NODE}, region: a}}\n  - {{{NODE}}}\n"
         "between_regions: [{bandwidth: 1 Gb/s, latency: 1 ms}]",

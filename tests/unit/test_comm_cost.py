@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.topologies import GB_PER_S, node, topologies, two_regions
+from tests.topologies import GB_PER_S, node, region_link, topologies, two_regions
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.exchange import largest_load
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.costs.rings import UNEVEN_PENALTY, Shards, ring_traffic
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.curves import LinkCurve, LogFit
-from zorse_megatron.topology.spec import NodeSpec, RegionLink, TopologySpec
 
 MB = 10**6
 RATE = 10 * GB_PER_S  # of a NIC of tests.topologies.node
@@ -46,9 +46,9 @@ def test_point_to_point() -> None:
 
 def test_the_narrowest_of_gpu_link_and_nic_counts() -> None:
     nodes = (node("a", num_nics=1, nic_bytes_per_s=50 * GB_PER_S), node("b", num_nics=4))
-    comm = GraphComm(TopologySpec(nodes=nodes))
+    comm = GraphComm(Topology.of(nodes=nodes))
     assert comm.transfer_s(0, 4, 10 * MB) == pytest.approx(20e-6 + 1e-3)  # one of b's NICs
-    wide = GraphComm(TopologySpec(nodes=(nodes[0], node("b", nic_bytes_per_s=50 * GB_PER_S))))
+    wide = GraphComm(Topology.of(nodes=(nodes[0], node("b", nic_bytes_per_s=50 * GB_PER_S))))
     assert wide.transfer_s(0, 4, 16 * MB) == pytest.approx(20e-6 + 1e-3)  # the GPU's PCIe
 
 
@@ -56,9 +56,9 @@ def test_the_narrowest_of_gpu_link_and_nic_counts() -> None:
 def test_a_shared_nic_is_charged_once(num_gpus: int) -> None:
     """The same buffer over two nodes takes as long with eight GPUs on a NIC as with one."""
     nodes = tuple(
-        node(name, num_gpus, intra_latency_s=0.0, nic_latency_s=0.0) for name in ("a", "b")
+        node(name, num_gpus, link_latency_s=0.0, nic_latency_s=0.0) for name in ("a", "b")
     )
-    comm = GraphComm(TopologySpec(nodes=nodes))
+    comm = GraphComm(Topology.of(nodes=nodes))
     ranks = range(2 * num_gpus)
     expected = (len(ranks) - 1) / len(ranks) * 800 * MB / RATE
     sizes = (800 * MB // len(ranks),) * len(ranks)
@@ -91,13 +91,13 @@ def test_ring_against_the_game_with_equal_rates(
     per_node: int, num_nodes: int, inside_s: float, between_s: float, megabytes: int
 ) -> None:
     """Where all links are equally fast the formula is exact."""
-    spec = TopologySpec(
+    spec = Topology.of(
         nodes=tuple(
             node(
                 f"n{i}",
                 per_node,
-                intra_bytes_per_s=RATE,
-                intra_latency_s=inside_s,
+                link_bytes_per_s=RATE,
+                link_latency_s=inside_s,
                 nic_latency_s=between_s,
             )
             for i in range(num_nodes)
@@ -112,7 +112,7 @@ def test_ring_against_the_game_with_equal_rates(
 
 @settings(max_examples=60)
 @given(topologies(), st.integers(1, 50 * MB))
-def test_ring_against_the_game(spec: TopologySpec, size: int) -> None:
+def test_ring_against_the_game(spec: Topology, size: int) -> None:
     """In any cluster: at least the slowest link's share, at most one more pass of every link."""
     comm = GraphComm(spec)
     ranks = tuple(sorted(range(spec.num_gpus), key=lambda r: spec.nodes[spec.node_of(r)].region))
@@ -129,7 +129,7 @@ def test_ring_against_the_game(spec: TopologySpec, size: int) -> None:
         wide = [min(n.nics_bytes_per_s, n.num_gpus * n.host_link_bytes_per_s) for n in nodes]
         between = comm.routes.between_nodes(spec.node_of(first), spec.node_of(second))
         rates.append(
-            node_of.intra_bytes_per_s
+            node_of.link.bandwidth_bytes_per_s
             if same
             else min(*wide, *(link.bytes_per_s for link in between), math.inf)
         )
@@ -159,7 +159,7 @@ def test_the_form_follows_the_rule(sizes: list[int]) -> None:
 
 
 def test_uneven_shards_cost_what_cephalo_measured() -> None:
-    spec = TopologySpec(nodes=tuple(node(f"n{i}", 1, nic_latency_s=0.0) for i in range(4)))
+    spec = Topology.of(nodes=tuple(node(f"n{i}", 1, nic_latency_s=0.0) for i in range(4)))
     comm = GraphComm(spec)
     ranks = tuple(range(4))
     assert UNEVEN_PENALTY == 1.25
@@ -181,8 +181,8 @@ def test_uneven_shards_cost_what_cephalo_measured() -> None:
 
 def test_hierarchical_pays_for_fewer_slow_hops() -> None:
     """With small shards latency decides: K - 1 slow hops and g - 1 fast ones, not K g - 1."""
-    nodes = tuple(node(f"n{i}", 8, intra_latency_s=1e-6, nic_latency_s=1e-3) for i in range(4))
-    comm = GraphComm(TopologySpec(nodes=nodes))
+    nodes = tuple(node(f"n{i}", 8, link_latency_s=1e-6, nic_latency_s=1e-3) for i in range(4))
+    comm = GraphComm(Topology.of(nodes=nodes))
     ranks, sizes = range(32), (1000,) * 32
     total = 32_000
     inside = 7 * (total / 8 / (80 * GB_PER_S) + 1e-6)
@@ -208,12 +208,9 @@ def test_uplinks_and_far_links_are_passed_once_each_way() -> None:
 
 def test_a_ring_over_a_chain_of_regions_passes_the_middle_twice() -> None:
     regions = ("a", "b", "c")
-    links = tuple(
-        RegionLink(regions=pair, bytes_per_s=GB_PER_S, latency_s=0.0)
-        for pair in (("a", "b"), ("a", "c"))
-    )
+    links = tuple(region_link(pair, GB_PER_S, 0.0) for pair in (("a", "b"), ("a", "c")))
     nodes = tuple(node(name, 1, region=name, nic_latency_s=0.0) for name in regions)
-    comm = GraphComm(TopologySpec(nodes=nodes, region_links=links))
+    comm = GraphComm(Topology.of(nodes=nodes, region_links=links))
     # a > b > c > a: b to c goes through a, on links that carry a to b and c to a the other way.
     assert even(comm, (0, 1, 2), 300 * MB) == pytest.approx(200 * MB / GB_PER_S)
     names = [name for name, _ in comm.shared_links(1, 2)]
@@ -222,7 +219,7 @@ def test_a_ring_over_a_chain_of_regions_passes_the_middle_twice() -> None:
 
 def test_all_reduce_is_latency() -> None:
     nodes = tuple(node(f"n{i}", 8) for i in range(16))
-    comm = GraphComm(TopologySpec(nodes=nodes))
+    comm = GraphComm(Topology.of(nodes=nodes))
     ranks = tuple(range(128))
     tree = 2 * (3 * 4e-6 + 4 * 20e-6)
     assert comm.all_reduce_s(ranks, 8) == pytest.approx(tree, rel=1e-3)
@@ -232,7 +229,7 @@ def test_all_reduce_is_latency() -> None:
     assert comm.all_reduce_s(ranks, large) == pytest.approx(2 * 127 / 128 * large / RATE, rel=0.03)
 
 
-def with_curves(name: str) -> NodeSpec:
+def with_curves(name: str) -> MeasuredNode:
     """Curves like those that are published for GH200 nodes of four."""
 
     def curve(a: float, b: float, c: float, cap: float) -> LinkCurve:
@@ -249,7 +246,7 @@ def with_curves(name: str) -> NodeSpec:
 
 
 def test_curves_replace_constants() -> None:
-    spec = TopologySpec(nodes=tuple(with_curves(f"n{i}") for i in range(2)))
+    spec = Topology.of(nodes=tuple(with_curves(f"n{i}") for i in range(2)))
     comm = GraphComm(spec)
     first = spec.nodes[0]
     for size in (1000, MB, 64 * MB):
@@ -267,7 +264,7 @@ def test_curves_replace_constants() -> None:
 
 @settings(max_examples=60)
 @given(topologies(), st.data())
-def test_what_holds_in_every_cluster(spec: TopologySpec, data: st.DataObject) -> None:
+def test_what_holds_in_every_cluster(spec: Topology, data: st.DataObject) -> None:
     comm = GraphComm(spec)
     everyone = list(range(spec.num_gpus))
     ranks = tuple(data.draw(st.permutations(everyone)))[: data.draw(st.integers(1, len(everyone)))]
@@ -301,7 +298,7 @@ def test_arguments_must_match() -> None:
 
 def test_an_exchange_over_one_link_each_is_as_a_ring_in_bytes() -> None:
     """One rank on each of three nodes of one switch: (n - 1) / n of the buffer through each NIC."""
-    spec = TopologySpec(nodes=tuple(node(name, 1) for name in "abc"))
+    spec = Topology.of(nodes=tuple(node(name, 1) for name in "abc"))
     found = GraphComm(spec).exchange_s((0, 1, 2), (10 * MB,) * 3)
     latency_s = found - 20 * MB / RATE
     assert 0 < latency_s < 100e-6
@@ -313,7 +310,7 @@ def test_an_exchange_over_one_link_each_is_as_a_ring_in_bytes() -> None:
 
 def test_an_exchange_crosses_a_shared_link_rank_by_rank() -> None:
     """Two nodes of four: 16 of 64 messages one way, each of an eighth: twice a ring's bytes."""
-    spec = TopologySpec(nodes=(node("a"), node("b")))
+    spec = Topology.of(nodes=(node("a"), node("b")))
     comm = GraphComm(spec)
     found = comm.exchange_s(tuple(range(8)), (8 * MB,) * 8)
     assert found == pytest.approx(16 * 8 * MB / RATE, rel=0.01)

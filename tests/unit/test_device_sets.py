@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.topologies import node
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.set_comm import SetComm
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.curves import LinkCurve, LogFit, curve_for
 from zorse_megatron.topology.device_sets import as_devices
-from zorse_megatron.topology.spec import TopologySpec
 
 MIB = 2**20
 
@@ -24,8 +24,8 @@ INSIDE = ((2, curve(-0.523, 14.226, 44.102, 125e9)), (4, curve(-0.752, 26.468, 8
 BETWEEN = ((1, curve(-0.166, 2.794, 11.744, 22.9e9)), (4, curve(-0.654, 11.426, 45.250, 92.6e9)))
 
 
-def cluster(num_gpus: int = 4, count: int = 3, **options) -> TopologySpec:
-    return TopologySpec(
+def cluster(num_gpus: int = 4, count: int = 3, **options) -> Topology:
+    return Topology.of(
         nodes=tuple(node(f"n{index}", num_gpus, **options) for index in range(count))
     )
 
@@ -39,7 +39,7 @@ def test_links_of_a_device():
     spec = cluster(8, num_nics=8)
     one, (device, *_) = spec.nodes[0], as_devices(spec, 4).nodes
     assert device.num_gpus == 2 and device.gpu_kinds == one.gpu_kinds[:2]
-    assert device.intra_bytes_per_s == 4 * one.intra_bytes_per_s
+    assert device.link.bandwidth_bytes_per_s == 4 * one.link.bandwidth_bytes_per_s
     assert device.host_link_bytes_per_s == 4 * one.host_link_bytes_per_s
     assert device.nics_bytes_per_s == one.nics_bytes_per_s
     assert device.port_bytes_per_s == 4 * one.port_bytes_per_s
@@ -62,7 +62,7 @@ def test_sets_that_do_not_fit_a_node():
         as_devices(cluster(6), 4)
     mixed = node("mixed", 4, gpu_kinds=("A", "A", "A", "B"))
     with pytest.raises(ValueError, match="equal GPUs"):
-        as_devices(TopologySpec(nodes=(mixed,)), 2)
+        as_devices(Topology.of(nodes=(mixed,)), 2)
 
 
 def test_each_rank_with_a_nic_sends_as_if_alone():

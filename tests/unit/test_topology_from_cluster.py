@@ -31,8 +31,8 @@ def test_nodes_and_switches() -> None:
     big, odd, far = spec.nodes
     assert (big.num_gpus, odd.num_gpus, far.num_gpus) == (8, 3, 4)
     assert odd.gpu_kinds == ("V100-16", "V100-16", "T4")
-    assert (big.intra_kind, odd.intra_kind, far.intra_kind) == ("switch", "pcie", "mesh")
-    assert big.nics_bytes_per_s == 50e9 and big.num_nics == 4
+    assert [node.link.type for node in spec.nodes] == ["nvswitch", "pcie", "nvlink"]
+    assert big.nics_bytes_per_s == 50e9 and big.num_ports == 4
     assert spec.uplink_bytes_per_s["leaf"] == 25e9
     assert spec.switch_named["leaf"].uplink_latency_s == pytest.approx(2e-6)
     assert spec.num_gpus == cluster().world_size

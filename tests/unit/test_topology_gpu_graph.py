@@ -14,11 +14,11 @@ from zorse_megatron.planner.groupings.gpu_graph import (
     paper_groupings,
     stoer_wagner_dense,
 )
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.routes import Routes
-from zorse_megatron.topology.spec import TopologySpec
 
 
-def complete_graph(spec: TopologySpec) -> nx.Graph:
+def complete_graph(spec: Topology) -> nx.Graph:
     routes, graph = Routes(spec), nx.Graph()
     graph.add_nodes_from(range(spec.num_gpus))
     for first, second in combinations(range(spec.num_gpus), 2):
@@ -28,7 +28,7 @@ def complete_graph(spec: TopologySpec) -> nx.Graph:
 
 @settings(max_examples=60)
 @given(topologies(max_nodes=5, max_gpus=12))
-def test_every_step_takes_the_cheapest_cut_of_all_groups(spec: TopologySpec) -> None:
+def test_every_step_takes_the_cheapest_cut_of_all_groups(spec: Topology) -> None:
     """As the authors' code does it: Stoer-Wagner on every component, the lightest cut wins."""
     graph = complete_graph(spec)
     steps = list(paper_groupings(spec, spec.num_gpus))
@@ -46,14 +46,14 @@ def test_every_step_takes_the_cheapest_cut_of_all_groups(spec: TopologySpec) -> 
 
 def test_single_gpus_are_peeled_off_slow_nodes() -> None:
     """What the complete graph does to nodes without a fast switch, and the topology does not."""
-    slow = {"intra_kind": "pcie", "intra_bytes_per_s": 6 * GB_PER_S}
-    spec = TopologySpec(nodes=tuple(node(f"n{i}", 8, **slow) for i in range(3)))
+    slow = {"link_type": "pcie", "link_bytes_per_s": 6 * GB_PER_S}
+    spec = Topology.of(nodes=tuple(node(f"n{i}", 8, **slow) for i in range(3)))
     groupings = [step.grouping for step in paper_groupings(spec)]
     assert [sorted(map(len, grouping)) for grouping in groupings] == [[24], [1, 23], [1, 1, 22]]
 
 
 def test_the_default_is_one_group_per_node_at_most() -> None:
-    spec = TopologySpec(nodes=(node("a", 2), node("b", 4)))
+    spec = Topology.of(nodes=(node("a", 2), node("b", 4)))
     assert [len(step.grouping) for step in paper_groupings(spec)] == [1, 2]
 
 

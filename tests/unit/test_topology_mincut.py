@@ -7,12 +7,13 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 
-from tests.topologies import GB_PER_S, many_nodes, node, topologies, two_regions
+from tests.topologies import GB_PER_S, many_nodes, node, region_link, topologies, two_regions
 from tests.unit.test_topology_graph import least_cut
 from zorse_megatron.planner.groupings.grouping import Grouping
 from zorse_megatron.planner.groupings.mincut import cheapest_cut, reduce_graph
 from zorse_megatron.planner.groupings.split import split_groupings
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.graph import (
     CAPACITY,
@@ -22,7 +23,6 @@ from zorse_megatron.topology.graph import (
     inner_graph,
     node_graph,
 )
-from zorse_megatron.topology.spec import RegionLink, TopologySpec
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -43,7 +43,7 @@ def brute_force_bipartition(graph: nx.Graph, terminals: list[Vertex]) -> float:
 
 @settings(max_examples=40)
 @given(topologies(max_gpus=6))
-def test_the_first_cut_is_the_cheapest(spec: TopologySpec) -> None:
+def test_the_first_cut_is_the_cheapest(spec: Topology) -> None:
     steps = list(split_groupings(spec, 2))
     if spec.num_gpus == 1:
         assert [step.grouping for step in steps] == [((0,),)]
@@ -72,7 +72,7 @@ def brute_force_k_cut(graph: nx.Graph, gpus: list[Vertex], k: int) -> float:
 
 @settings(max_examples=25)
 @given(topologies(max_nodes=3, max_gpus=4))
-def test_split_keeps_its_promise(spec: TopologySpec) -> None:
+def test_split_keeps_its_promise(spec: Topology) -> None:
     """At most 2 - 2/k times the cheapest k-cut (Saran and Vazirani)."""
     graph = node_graph(spec)
     for index in range(len(spec.nodes)):
@@ -88,7 +88,7 @@ def test_split_keeps_its_promise(spec: TopologySpec) -> None:
 
 @settings(max_examples=60)
 @given(topologies())
-def test_every_step_splits_one_group(spec: TopologySpec) -> None:
+def test_every_step_splits_one_group(spec: Topology) -> None:
     steps = list(split_groupings(spec, 20))
     assert [len(step.grouping) for step in steps] == list(range(1, spec.num_gpus + 1))
     for before, after in pairwise(steps):
@@ -99,7 +99,7 @@ def test_every_step_splits_one_group(spec: TopologySpec) -> None:
         assert after.cut_bytes_per_s > before.cut_bytes_per_s
 
 
-def whole_nodes(spec: TopologySpec, grouping: Grouping) -> bool:
+def whole_nodes(spec: Topology, grouping: Grouping) -> bool:
     group_of = {rank: number for number, group in enumerate(grouping) for rank in group}
     return all(
         len({group_of[rank] for rank in spec.ranks_of(index)}) == 1
@@ -139,16 +139,14 @@ def test_a_region_without_gpus_is_not_a_group() -> None:
     """Stoer-Wagner would cut the hub off: three thin links cost less than any other cut."""
     names = ("a", "b", "c")
     far = [(x, y) for x, y in combinations(names, 2)]
-    links = [RegionLink(regions=pair, bytes_per_s=20 * GB_PER_S, latency_s=0.1) for pair in far]
-    links += [
-        RegionLink(regions=(name, "hub"), bytes_per_s=GB_PER_S, latency_s=0.01) for name in names
-    ]
+    links = [region_link(pair, 20 * GB_PER_S, 0.1) for pair in far]
+    links += [region_link((name, "hub"), GB_PER_S, 0.01) for name in names]
     wide = 100 * GB_PER_S
     nodes = tuple(
         node(name, 2, region=name, nic_bytes_per_s=wide, host_link_bytes_per_s=wide)
         for name in names
     )
-    spec = TopologySpec(nodes=nodes, region_links=tuple(links))
+    spec = Topology.of(nodes=nodes, region_links=tuple(links))
     _, second = split_groupings(spec, 2)
     # Two links of 20 and one of 1; the hub stays with the others.
     assert second.cut_bytes_per_s == 41 * GB_PER_S

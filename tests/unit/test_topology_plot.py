@@ -12,7 +12,7 @@ from zorse_megatron.planner.groupings.split import split_groupings
 from zorse_megatron.plots.boxes import Box, around, set_on_lines
 from zorse_megatron.plots.topology import draw_topology
 from zorse_megatron.plots.topology_boxes import boxes_of
-from zorse_megatron.topology.spec import TopologySpec
+from zorse_megatron.topology.cluster_topology import Topology
 
 
 def every_box(box: Box) -> list[Box]:
@@ -22,7 +22,7 @@ def every_box(box: Box) -> list[Box]:
 @pytest.mark.parametrize(
     ("spec", "groups"), [(two_regions(), 6), (many_nodes(32), 20), (many_nodes(200), 3)]
 )
-def test_pictures_are_drawn_and_repeatable(tmp_path: Path, spec: TopologySpec, groups: int) -> None:
+def test_pictures_are_drawn_and_repeatable(tmp_path: Path, spec: Topology, groups: int) -> None:
     *_, step = split_groupings(spec, groups)
     paths = [
         draw_topology(tmp_path / name, spec=spec, grouping=step.grouping, title="A cluster")

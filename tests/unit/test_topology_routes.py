@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 
 from tests.topologies import GB_PER_S, many_nodes, node, topologies, two_regions
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.graph import CAPACITY, full_graph, gpu
 from zorse_megatron.topology.routes import Routes
-from zorse_megatron.topology.spec import TopologySpec
 
 
-def walk(spec: TopologySpec, source: int, target: int) -> list[object]:
+def walk(spec: Topology, source: int, target: int) -> list[object]:
     """Vertices that a route passes, found by the names of its links. Checks rates on the way."""
     graph = full_graph(spec)
     by_name = {
@@ -39,7 +39,7 @@ def walk(spec: TopologySpec, source: int, target: int) -> list[object]:
 
 @settings(max_examples=60)
 @given(topologies())
-def test_routes_are_walks_in_the_graph(spec: TopologySpec) -> None:
+def test_routes_are_walks_in_the_graph(spec: Topology) -> None:
     routes = Routes(spec)
     rates: dict[str, float] = {}
     for source in range(spec.num_gpus):
@@ -58,7 +58,7 @@ def test_routes_are_walks_in_the_graph(spec: TopologySpec) -> None:
 
 @settings(max_examples=30)
 @given(topologies())
-def test_ways_between_nodes_are_shortest(spec: TopologySpec) -> None:
+def test_ways_between_nodes_are_shortest(spec: Topology) -> None:
     """Only nodes and what is between them: there the shortest way by latency is the one taken."""
     routes = Routes(spec)
     graph = full_graph(spec)
@@ -90,7 +90,7 @@ def test_ways_stay_below_the_first_common_switch() -> None:
 
 
 def test_gpus_of_a_node_share_its_nic_and_nothing_else() -> None:
-    spec = TopologySpec(nodes=(node("a"), node("b")))
+    spec = Topology.of(nodes=(node("a"), node("b")))
     routes = Routes(spec)
     shared = {link.name for link in routes.route(0, 4).links} & {
         link.name for link in routes.route(1, 5).links
@@ -98,10 +98,10 @@ def test_gpus_of_a_node_share_its_nic_and_nothing_else() -> None:
     assert shared == {"a/nic0:out", "b/nic0:in"}
 
 
-@pytest.mark.parametrize("kind", ["switch", "mesh", "pcie"])
+@pytest.mark.parametrize("kind", ["nvswitch", "nvlink", "pcie"])
 def test_inside_a_node(kind: str) -> None:
     rate = 8 * GB_PER_S
-    spec = TopologySpec(nodes=(node("a", intra_kind=kind, intra_bytes_per_s=rate),))
+    spec = Topology.of(nodes=(node("a", link_type=kind, link_bytes_per_s=rate),))
     route = Routes(spec).route(0, 2)
     assert route.bytes_per_s == rate
     assert route.latency_s == pytest.approx(4e-6)

@@ -14,9 +14,9 @@ from typing import Literal
 from zorse_megatron.costs.exchange import largest_load
 from zorse_megatron.costs.rank_set import RankSet, rank_set
 from zorse_megatron.costs.rings import Form, Shards, Traffic, ring_traffic
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.curves import curve_for
 from zorse_megatron.topology.routes import Routes
-from zorse_megatron.topology.spec import NodeSpec, TopologySpec
 
 Algorithm = Literal["ring", "hierarchical"]
 
@@ -38,7 +38,7 @@ class GraphComm:
 
     def __init__(
         self,
-        spec: TopologySpec,
+        spec: Topology,
         *,
         uneven_forms: tuple[Literal["padded", "grouped"], ...] = ("padded", "grouped"),
     ) -> None:
@@ -133,7 +133,7 @@ def _check(ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> None:
         )
 
 
-def _leave_node_s(node: NodeSpec, num_bytes: int) -> float:
+def _leave_node_s(node: MeasuredNode, num_bytes: int) -> float:
     """Time from one GPU through the NIC, or the other way; as measured where it was."""
     if node.nic_curves:
         return curve_for(node.nic_curves, 1).transfer_s(num_bytes)

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.curves import Curves, curve_for
 from zorse_megatron.topology.routes import Link, Routes
-from zorse_megatron.topology.spec import NodeSpec, TopologySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def rank_set(ranks: tuple[int, ...], routes: Routes) -> RankSet:
 class _Crossing:
     """The ring's way from one node to the next."""
 
-    ends: tuple[NodeSpec, NodeSpec]
+    ends: tuple[MeasuredNode, MeasuredNode]
     links: tuple[Link, ...]
 
     @property
@@ -130,7 +130,7 @@ class _Crossing:
     @property
     def latency_s(self) -> float:
         """Without what measured curves contain."""
-        return sum(node.hop_latency_s for node in self.ends) + sum(
+        return sum(node.nic_to_switch_latency_s for node in self.ends) + sum(
             link.latency_s for link in self.links
         )
 
@@ -143,18 +143,18 @@ class _Crossing:
         return self.latency_s + max(measured, default=0.0)
 
 
-def _place(spec: TopologySpec, index: int) -> tuple[str, tuple[str, ...]]:
+def _place(spec: Topology, index: int) -> tuple[str, tuple[str, ...]]:
     """Region, then switches from the top: nodes that share much come next to one another."""
     node = spec.nodes[index]
     chain = spec.switches_above(node.switch)
     return node.region, tuple(switch.name for switch in reversed(chain))
 
 
-def _local(node: NodeSpec, count: int) -> LocalRanks:
+def _local(node: MeasuredNode, count: int) -> LocalRanks:
     if not node.intra_curves:
-        rate = Rate(constant_bytes_per_s=node.intra_bytes_per_s)
+        rate = Rate(constant_bytes_per_s=node.link.bandwidth_bytes_per_s)
         return LocalRanks(
-            count=count, rate=rate, hop_s=node.intra_latency_s, floor_s=node.intra_latency_s
+            count=count, rate=rate, hop_s=node.link.latency_s, floor_s=node.link.latency_s
         )
     # The curve's own floor is the latency, paid with every message.
     rate = Rate(constant_bytes_per_s=math.inf, curves=((node.intra_curves, count),))
@@ -162,9 +162,7 @@ def _local(node: NodeSpec, count: int) -> LocalRanks:
     return LocalRanks(count=count, rate=rate, hop_s=0.0, floor_s=floor_s)
 
 
-def _between(
-    spec: TopologySpec, on_node: dict[int, list[int]], crossings: Iterable[_Crossing]
-) -> Rate:
+def _between(spec: Topology, on_node: dict[int, list[int]], crossings: Iterable[_Crossing]) -> Rate:
     """NICs of every node, and links between nodes by how often the ring passes them."""
     if len(on_node) == 1:
         return Rate(constant_bytes_per_s=math.inf)

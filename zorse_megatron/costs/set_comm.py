@@ -1,8 +1,8 @@
 """Communication of tensor-parallel sets, whose ranks all communicate at once."""
 
 from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.device_sets import as_devices
-from zorse_megatron.topology.spec import TopologySpec
 
 
 class SetComm:
@@ -14,7 +14,7 @@ class SetComm:
     part.
     """
 
-    def __init__(self, spec: TopologySpec, tensor_parallel: int) -> None:
+    def __init__(self, spec: Topology, tensor_parallel: int) -> None:
         self.size = tensor_parallel
         self.comm = GraphComm(as_devices(spec, tensor_parallel))
 

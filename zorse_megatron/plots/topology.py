@@ -12,7 +12,7 @@ from zorse_megatron.plots.boxes import Box, set_on_lines
 from zorse_megatron.plots.figure import FAINT, TEXT, new_figure, save_figure
 from zorse_megatron.plots.topology_boxes import Scale, boxes_of, spell_kinds
 from zorse_megatron.schema.text.quantities import spell_bandwidth
-from zorse_megatron.topology.spec import TopologySpec
+from zorse_megatron.topology.cluster_topology import Topology
 
 _LEGEND_UP_TO = 18
 _LEGEND_COLUMNS = 3
@@ -41,7 +41,7 @@ _DARK = {"#0072B2", "#D55E00", "#009E73"}
 _FRAMES = {"region": "#F4F4F4", "switch": "#E9EDF2", "node": "#FFFFFF"}
 
 
-def draw_topology(path: Path, *, spec: TopologySpec, grouping: Grouping, title: str) -> Path:
+def draw_topology(path: Path, *, spec: Topology, grouping: Grouping, title: str) -> Path:
     """Draw the cluster; a group's number is its place in `grouping`.
 
     Single GPUs are drawn up to 64 of them; beyond, each node is a bar with its groups' shares.
@@ -78,7 +78,7 @@ def draw_topology(path: Path, *, spec: TopologySpec, grouping: Grouping, title: 
 class _Painter:
     """Draws the boxes of one cluster."""
 
-    def __init__(self, axes: Axes, spec: TopologySpec, grouping: Grouping) -> None:
+    def __init__(self, axes: Axes, spec: Topology, grouping: Grouping) -> None:
         self.axes = axes
         self.spec = spec
         self.group_of = {rank: number for number, group in enumerate(grouping) for rank in group}
@@ -146,7 +146,7 @@ class _Painter:
             )
 
 
-def _legend(spec: TopologySpec, grouping: Grouping) -> list[Patch]:
+def _legend(spec: Topology, grouping: Grouping) -> list[Patch]:
     """One entry for each group, with its GPUs; the first ones only if there are many."""
     kinds = [kind for node in spec.nodes for kind in node.gpu_kinds]
     entries = [
@@ -164,7 +164,7 @@ def _legend(spec: TopologySpec, grouping: Grouping) -> list[Patch]:
 
 
 def _draw_region_links(
-    axes: Axes, spec: TopologySpec, boxes: Mapping[object, Box], width: float
+    axes: Axes, spec: Topology, boxes: Mapping[object, Box], width: float
 ) -> None:
     """Brackets at the right, one for each link between regions that have nodes."""
     links = [link for link in spec.region_links if all(name in boxes for name in link.regions)]
@@ -176,6 +176,6 @@ def _draw_region_links(
         for box, y in zip(ends, heights, strict=True):
             axes.plot([box.x + box.width, x], [y, y], color=TEXT, linewidth=1)
         axes.plot([x, x], heights, color=TEXT, linewidth=1.6)
-        told = f"{spell_bandwidth(link.bytes_per_s)}, {link.latency_s * 1e3:g} ms"
+        told = f"{spell_bandwidth(link.bandwidth_bytes_per_s)}, {link.latency_s * 1e3:g} ms"
         y = sum(heights) / 2
         axes.text(x + 0.15, y, told, va="center", rotation=90, fontsize=8.5, color=TEXT)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.plots.boxes import Box, around
 from zorse_megatron.schema.text.quantities import spell_bandwidth
-from zorse_megatron.topology.spec import NodeSpec, TopologySpec
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 
 # Up to so many GPUs each one is a box; beyond, a node is a bar.
 _SINGLE_GPUS_UP_TO = 64
@@ -25,7 +25,7 @@ class Scale:
     unit_inches: float
 
     @classmethod
-    def of(cls, spec: TopologySpec) -> "Scale":
+    def of(cls, spec: Topology) -> "Scale":
         """Wide enough for a picture that is about as wide as it is high, or wider."""
         has_single_gpus = spec.num_gpus <= _SINGLE_GPUS_UP_TO
         has_large_bars = len(spec.nodes) <= _LARGE_BARS_UP_TO
@@ -39,7 +39,7 @@ class Scale:
         )
 
 
-def boxes_of(spec: TopologySpec) -> list[Box]:
+def boxes_of(spec: Topology) -> list[Box]:
     """One box for each region with nodes; the key of a box is what it stands for."""
     scale = Scale.of(spec)
     names = dict.fromkeys(node.region for node in spec.nodes)
@@ -68,11 +68,11 @@ def spell_kinds(kinds: Sequence[str]) -> str:
     return " + ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())
 
 
-def _below(spec: TopologySpec, scale: Scale, switch: str | None, region: str) -> Iterator[Box]:
+def _below(spec: Topology, scale: Scale, switch: str | None, region: str) -> Iterator[Box]:
     """Switches that hang on `switch` (None: the region's core), then nodes."""
     for each in spec.switches:
         uplink = spec.uplink_bytes_per_s.get(each.name)
-        if each.uplink == switch and each.region == region and uplink is not None:
+        if each.uplink_to == switch and each.region == region and uplink is not None:
             yield around(
                 list(_below(spec, scale, each.name, region)),
                 what="switch",
@@ -89,7 +89,7 @@ def _below(spec: TopologySpec, scale: Scale, switch: str | None, region: str) ->
             yield _node(spec, scale, index, node)
 
 
-def _node(spec: TopologySpec, scale: Scale, index: int, node: NodeSpec) -> Box:
+def _node(spec: Topology, scale: Scale, index: int, node: MeasuredNode) -> Box:
     if not scale.has_single_gpus:
         width, height = (3.0, 1.6) if scale.has_large_bars else (1.2, 0.8)
         return Box(what="bar", key=index, width=width, height=height)

@@ -7,21 +7,22 @@ GPUs at once; where they say what one GPU gets, the device gets as many times th
 import dataclasses
 import math
 
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.curves import Curves, LinkCurve, LogFit, curve_for
-from zorse_megatron.topology.spec import NodeSpec, TopologySpec
 
 
-def as_devices(spec: TopologySpec, gpus_each: int) -> TopologySpec:
+def as_devices(spec: Topology, gpus_each: int) -> Topology:
     """Return the cluster with sets of `gpus_each` neighbours as devices; rank n is GPU n * each on.
 
     Raises ValueError for a node whose GPUs cannot be grouped so.
     """
     if gpus_each == 1:
         return spec
-    return dataclasses.replace(spec, nodes=tuple(_node(node, gpus_each) for node in spec.nodes))
+    nodes = [_node(node, gpus_each) for node in spec.nodes]
+    return Topology.of(nodes, spec.switches, spec.region_links)
 
 
-def _node(node: NodeSpec, each: int) -> NodeSpec:
+def _node(node: MeasuredNode, each: int) -> MeasuredNode:
     kinds = node.gpu_kinds
     sets = [kinds[first : first + each] for first in range(0, len(kinds), each)]
     if len(kinds) % each or any(len(set(members)) > 1 for members in sets):
@@ -32,7 +33,9 @@ def _node(node: NodeSpec, each: int) -> NodeSpec:
     return dataclasses.replace(
         node,
         gpu_kinds=tuple(members[0] for members in sets),
-        intra_bytes_per_s=each * node.intra_bytes_per_s,
+        link=dataclasses.replace(
+            node.link, bandwidth_bytes_per_s=each * node.link.bandwidth_bytes_per_s
+        ),
         host_link_bytes_per_s=each * node.host_link_bytes_per_s,
         intra_curves=_curves(node.intra_curves, each, len(sets), factor=each),
         nic_curves=_curves(node.nic_curves, each, len(sets), factor=1),

@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import networkx as nx
 
+from zorse_megatron.schema.cluster.cluster import Switch
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.graph import region_link_name
-from zorse_megatron.topology.spec import NodeSpec, SwitchSpec, TopologySpec
 
 Attachment = tuple[str, str | None]
 """Region and switch of a node."""
@@ -49,7 +50,7 @@ class Routes:
     A route is put together in O(its length); the memory is O(pairs of attachment points in use).
     """
 
-    def __init__(self, spec: TopologySpec) -> None:
+    def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self._between: dict[tuple[Attachment, Attachment], tuple[Link, ...]] = {}
         self._regions = nx.Graph()
@@ -83,13 +84,13 @@ class Routes:
     def _inside(self, index: int, source: int, target: int) -> tuple[Link, ...]:
         node = self.spec.nodes[index]
         first, second = (rank - self.spec.first_ranks[index] for rank in (source, target))
-        rate, latency_s = node.peer_bytes_per_s, node.intra_latency_s
-        if node.intra_kind == "mesh":
+        rate, latency_s = node.peer_bytes_per_s, node.link.latency_s
+        if node.link.type == "nvlink":
             low, high = sorted((first, second))
             way = "up" if first < second else "down"
             name = f"{node.name}/gpu{low}-gpu{high}:{way}"
             return (Link(name=name, bytes_per_s=rate, latency_s=latency_s),)
-        if node.intra_kind == "pcie":
+        if node.link.type == "pcie":
             # Through the host two GPUs may get less than their PCIe links carry.
             name = f"{node.name}/gpu{first}>gpu{second}"
             between = Link(name=name, bytes_per_s=rate, latency_s=latency_s)
@@ -99,7 +100,7 @@ class Routes:
             for end in (f"{first}-fabric:out", f"{second}-fabric:in")
         )
 
-    def _plug(self, node: NodeSpec, local: int, direction: str) -> Link:
+    def _plug(self, node: MeasuredNode, local: int, direction: str) -> Link:
         name = host_link_name(node, local, direction)
         return Link(name=name, bytes_per_s=node.host_link_bytes_per_s, latency_s=0.0)
 
@@ -109,7 +110,7 @@ class Routes:
         nic = Link(
             name=f"{node.name}/nic{node.port_of(local)}:{direction}",
             bytes_per_s=node.port_bytes_per_s,
-            latency_s=node.hop_latency_s,
+            latency_s=node.nic_to_switch_latency_s,
         )
         return self._plug(node, local, direction), nic
 
@@ -117,7 +118,7 @@ class Routes:
         plug, nic = self._way_out(index, rank, "in")
         return nic, plug
 
-    def _find(self, source: NodeSpec, target: NodeSpec) -> tuple[Link, ...]:
+    def _find(self, source: MeasuredNode, target: MeasuredNode) -> tuple[Link, ...]:
         up, down = (self.spec.switches_above(node.switch) for node in (source, target))
         # In one region both climb to the first switch that they have in common, or to the core.
         common = set(up) & set(down)
@@ -125,7 +126,7 @@ class Routes:
         descent = (self._uplink(switch, "in") for switch in reversed(down) if switch not in common)
         return (*climb, *self._between_regions(source.region, target.region), *descent)
 
-    def _uplink(self, switch: SwitchSpec, direction: str) -> Link:
+    def _uplink(self, switch: Switch, direction: str) -> Link:
         return Link(
             name=f"{switch.name}/uplink:{direction}",
             bytes_per_s=self.spec.uplink_bytes_per_s[switch.name],
@@ -138,10 +139,12 @@ class Routes:
         for first, second in pairwise(path):
             link = self._regions.edges[first, second]["link"]
             name = f"{region_link_name(link.regions)}:{first}>{second}"
-            links.append(Link(name=name, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s))
+            links.append(
+                Link(name=name, bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
+            )
         return links
 
 
-def host_link_name(node: NodeSpec, local_rank: int, direction: str) -> str:
+def host_link_name(node: MeasuredNode, local_rank: int, direction: str) -> str:
     """Name of a GPU's PCIe link; direction "in" is towards the GPU. Offloading uses it too."""
     return f"{node.name}/gpu{local_rank}-pcie:{direction}"

@@ -19,9 +19,9 @@ import numpy as np
 
 from zorse_megatron.planner.groupings.grouping import hardware_key, normalised
 from zorse_megatron.planner.groupings.split import SplitStep
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.graph import attachment
 from zorse_megatron.topology.routes import Routes
-from zorse_megatron.topology.spec import TopologySpec
 
 _Piece = dict[int, tuple[int, ...]]
 """Ranks of one component on each of its nodes."""
@@ -32,7 +32,7 @@ def pair_bytes_per_s(routes: Routes, first: int, second: int) -> float:
     return routes.route(first, second).bytes_per_s
 
 
-def paper_groupings(spec: TopologySpec, max_groups: int | None = None) -> Iterator[SplitStep]:
+def paper_groupings(spec: Topology, max_groups: int | None = None) -> Iterator[SplitStep]:
     """Yield the groupings for k = 1, 2, ... up to `max_groups` (default: the number of nodes).
 
     O(k * (nodes + classes^3)), where a class is all that is left of equal nodes on one switch.
@@ -77,7 +77,7 @@ def _without(piece: _Piece, side: _Piece) -> _Piece:
 class _Cutter:
     """Finds the cheapest cut of a piece of the complete graph."""
 
-    def __init__(self, spec: TopologySpec) -> None:
+    def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self.routes = Routes(spec)
         numbers: dict[object, int] = {}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from zorse_megatron.topology.spec import NodeSpec
+from zorse_megatron.topology.cluster_topology import MeasuredNode
 
 Grouping = tuple[tuple[int, ...], ...]
 """The ranks of each group, ascending; groups by their first rank. Every rank is in one group."""
@@ -18,7 +18,7 @@ def normalised(groups: Iterable[Iterable[int]]) -> Grouping:
     return tuple(sorted(tuple(sorted(group)) for group in groups if group))
 
 
-def hardware_key(node: NodeSpec) -> tuple[Any, ...]:
-    """Equal for nodes that differ in name and place only."""
-    named = {"name", "region", "switch"}
+def hardware_key(node: MeasuredNode) -> tuple[Any, ...]:
+    """Equal for nodes that differ in name, place and host memory only."""
+    named = {"name", "first_rank", "host_memory_bytes", "region", "switch"}
     return tuple(value for field, value in vars(node).items() if field not in named)

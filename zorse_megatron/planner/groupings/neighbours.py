@@ -6,11 +6,11 @@ from itertools import combinations, islice
 from zorse_megatron.planner.groupings.grouping import Grouping, normalised
 from zorse_megatron.planner.groupings.proposals import GroupingProposal
 from zorse_megatron.planner.groupings.symmetry import Symmetry
-from zorse_megatron.topology.spec import TopologySpec
+from zorse_megatron.topology.cluster_topology import Topology
 
 
 def neighbours(
-    spec: TopologySpec,
+    spec: Topology,
     grouping: Grouping,
     *,
     symmetry: Symmetry | None = None,
@@ -36,14 +36,14 @@ def _distinct(
             yield proposal
 
 
-def _all(spec: TopologySpec, grouping: Grouping) -> Iterator[GroupingProposal]:
+def _all(spec: Topology, grouping: Grouping) -> Iterator[GroupingProposal]:
     looks = _looks(spec, grouping)
     yield from _merges(grouping, looks)
     yield from _splits(spec, grouping, looks)
     yield from _moves(spec, grouping, looks)
 
 
-def _looks(spec: TopologySpec, grouping: Grouping) -> list[int]:
+def _looks(spec: Topology, grouping: Grouping) -> list[int]:
     """Equal numbers for groups that are alike by themselves, to skip most mirror images early."""
     numbers: dict[object, int] = {}
     looks = []
@@ -78,7 +78,7 @@ def _merges(grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
 _EVERY_PAIR_UP_TO = 12
 
 
-def _splits(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
+def _splits(spec: Topology, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for number, group in enumerate(grouping):
         if looks[number] in done:
@@ -91,7 +91,7 @@ def _splits(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterato
                 yield GroupingProposal(grouping=normalised([*rest, first, second]), origin="split")
 
 
-def _halves(spec: TopologySpec, group: tuple[int, ...]) -> Iterator[list[int]]:
+def _halves(spec: Topology, group: tuple[int, ...]) -> Iterator[list[int]]:
     """One side of each way to split a group in two."""
     nodes = {rank: spec.node_of(rank) for rank in group}
     regions = dict.fromkeys(spec.nodes[node].region for node in nodes.values())
@@ -111,7 +111,7 @@ def _halves(spec: TopologySpec, group: tuple[int, ...]) -> Iterator[list[int]]:
         yield list(group[:count])
 
 
-def _moves(spec: TopologySpec, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
+def _moves(spec: Topology, grouping: Grouping, looks: list[int]) -> Iterator[GroupingProposal]:
     done = set()
     for source, group in enumerate(grouping):
         by_node: dict[int, list[int]] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from zorse_megatron.planner.groupings.grouping import hardware_key
-from zorse_megatron.topology.spec import TopologySpec
+from zorse_megatron.topology.cluster_topology import Topology
 
 # Up to so many parts every number is tried; beyond, numbers a third to a half apart.
 _EVERY_NUMBER_UP_TO = 8
@@ -73,7 +73,7 @@ def _runs(items: Sequence[_Item], parts: int) -> list[tuple[_Item, ...]]:
     return runs
 
 
-def pools_of(spec: TopologySpec) -> tuple[Pool, ...]:
+def pools_of(spec: Topology) -> tuple[Pool, ...]:
     """All pools, by their first rank. O(GPUs)."""
     by_node: dict[tuple[object, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     order = {switch.name: number for number, switch in enumerate(spec.switches)}

@@ -21,7 +21,7 @@ from zorse_megatron.planner.groupings.mergers import Merger, mergers_of
 from zorse_megatron.planner.groupings.pools import Pool, pools_of, spread
 from zorse_megatron.planner.groupings.split import split_groupings
 from zorse_megatron.planner.groupings.symmetry import Symmetry
-from zorse_megatron.topology.spec import NodeSpec, TopologySpec
+from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 
 # Combinations of (parts of each pool) that are listed for one way of merging the pools.
 _MOST_COMBINATIONS = 4096
@@ -38,7 +38,7 @@ class GroupingProposal:
 
 
 def propose_groupings(
-    spec: TopologySpec,
+    spec: Topology,
     *,
     max_groups: int | None = None,
     limit: int = 1000,
@@ -86,14 +86,14 @@ def _at_periods(sources: Sequence[tuple[int, Iterator[_Item]]]) -> Iterator[_Ite
                     waiting.remove((period, source))
 
 
-def _split(spec: TopologySpec, most: int) -> Iterator[GroupingProposal]:
+def _split(spec: Topology, most: int) -> Iterator[GroupingProposal]:
     for step in split_groupings(spec, most):
         yield GroupingProposal(grouping=step.grouping, origin=f"split k={len(step.grouping)}")
 
 
-def _by(spec: TopologySpec) -> Iterator[GroupingProposal]:
+def _by(spec: Topology) -> Iterator[GroupingProposal]:
     """One group for each value of some property of a GPU."""
-    properties: dict[str, Callable[[int, NodeSpec, int], object]] = {
+    properties: dict[str, Callable[[int, MeasuredNode, int], object]] = {
         "kind": lambda index, node, local: node.gpu_kinds[local],
         "region": lambda index, node, local: node.region,
         "switch": lambda index, node, local: (node.region, node.switch),
@@ -110,7 +110,7 @@ def _by(spec: TopologySpec) -> Iterator[GroupingProposal]:
 
 
 def _divided_pools(
-    spec: TopologySpec, most: int, speeds: Mapping[str, float]
+    spec: Topology, most: int, speeds: Mapping[str, float]
 ) -> Iterator[GroupingProposal]:
     """Divisions of pools, merged or not, with few groups and with many in turn."""
     by_number = []

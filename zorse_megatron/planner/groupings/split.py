@@ -12,8 +12,8 @@ import networkx as nx
 
 from zorse_megatron.planner.groupings.grouping import Grouping, hardware_key, normalised
 from zorse_megatron.planner.groupings.mincut import Cut, cheapest_cut, reduce_graph
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.graph import Vertex, gpu, host, inner_graph, node_graph
-from zorse_megatron.topology.spec import TopologySpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class SplitStep:
     cut_bytes_per_s: float
 
 
-def split_groupings(spec: TopologySpec, max_groups: int) -> Iterator[SplitStep]:
+def split_groupings(spec: Topology, max_groups: int) -> Iterator[SplitStep]:
     """Yield SPLIT's groupings for k = 1, 2, ... up to `max_groups` or one GPU per group.
 
     Nodes are single vertices until a cut inside one is cheaper than any between nodes; identical
@@ -65,7 +65,7 @@ def _grouping(components: list[_Component]) -> Grouping:
 class _Splitter:
     """Finds cuts of components; knows the cheapest cut inside each class of nodes."""
 
-    def __init__(self, spec: TopologySpec) -> None:
+    def __init__(self, spec: Topology) -> None:
         self.spec = spec
         numbers: dict[object, int] = {}
         self._class_of = {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zorse_megatron.planner.groupings.grouping import Grouping, hardware_key
-from zorse_megatron.topology.spec import TopologySpec
+from zorse_megatron.topology.cluster_topology import Topology
 
 _IN_GROUP = 16  # labels of edges of the network are below
 
@@ -27,7 +27,7 @@ class Symmetry:
     chain parts of nodes to circles (two circles of two against one of four); one is then lost.
     """
 
-    def __init__(self, spec: TopologySpec) -> None:
+    def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self._network = _NetworkArrays.of(spec)
 
@@ -99,7 +99,7 @@ class _NetworkArrays:
         return len(self.colours)
 
     @classmethod
-    def of(cls, spec: TopologySpec) -> "_NetworkArrays":
+    def of(cls, spec: Topology) -> "_NetworkArrays":
         """Number the vertices, parents before children. O(GPUs + switches)."""
         numbers: dict[Any, int] = {}
         looks: list[Any] = []
@@ -114,14 +114,14 @@ class _NetworkArrays:
             add(("region", region), "region")
         for switch in sorted(spec.switches, key=lambda s: len(spec.switches_above(s.name))):
             look = (spec.uplink_bytes_per_s.get(switch.name), switch.uplink_latency_s)
-            add(("switch", switch.name), look, _above(switch.region, switch.uplink))
+            add(("switch", switch.name), look, _above(switch.region, switch.uplink_to))
         for index, node in enumerate(spec.nodes):
             add(("node", index), hardware_key(node), _above(node.region, node.switch))
             for kind in dict.fromkeys(node.gpu_kinds):
                 add((index, kind), kind, ("node", index))
         edges = [(child, parent, 1) for child, parent in enumerate(parents) if child != parent]
         for link in spec.region_links:
-            add(link, (link.bytes_per_s, link.latency_s))
+            add(link, (link.bandwidth_bytes_per_s, link.latency_s))
             edges += [(numbers[link], numbers["region", region], 2) for region in link.regions]
         return cls._from_lists(numbers, looks, parents, edges)
 

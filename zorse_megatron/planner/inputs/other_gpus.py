@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import ClusterFingerprint
-from zorse_megatron.topology.spec import TopologySpec
+from zorse_megatron.topology.cluster_topology import Topology
 
 # Machines rarely hold more; where each of a kind's has as many, the new GPU gets a node of its own.
 _MOST_GPUS_OF_A_NODE = 8
@@ -37,7 +37,7 @@ def on_nodes(inputs: Inputs, nodes: Sequence[NodeLike]) -> Inputs:
     )
     above = {s.name for node in made for s in spec.switches_above(node.switch)}
     switches = tuple(switch for switch in spec.switches if switch.name in above)
-    new = TopologySpec(nodes=made, switches=switches, region_links=spec.region_links)
+    new = Topology.of(made, switches, spec.region_links)
     origin = [rank for each in nodes for rank in each.ranks]
     kinds = tuple(inputs.kinds[rank] for rank in origin)
     return replace(

@@ -21,8 +21,8 @@ from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.plan.plan import ClusterFingerprint, GradientWire, ModelFingerprint
 from zorse_megatron.schema.profile.profile import Profile, Source
+from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.from_cluster import topology_of
-from zorse_megatron.topology.spec import TopologySpec
 
 DEFAULT_MARGIN = 0.05
 _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
@@ -49,7 +49,7 @@ class SearchSpace:
 class Inputs:
     """Everything that the search and its estimates ask for. Ranks are global ranks."""
 
-    spec: TopologySpec
+    spec: Topology
     compute: ComputeCost
     memory: MemoryCost
     comm: CommCost

@@ -78,6 +78,11 @@ class Switch:
     uplink: Link | None
     """All lines up together, one way; None: they never limit."""
 
+    @property
+    def uplink_latency_s(self) -> float:
+        """What the way up adds."""
+        return self.uplink.latency_s if self.uplink else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegionLink(Link):

@@ -7,7 +7,13 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster.cloud_instances import INSTANCES
 from zorse_megatron.schema.cluster.cluster_file import ClusterFile, GpuKindEntry, NodesEntry
 from zorse_megatron.schema.cluster.network_rules import network_problems
-from zorse_megatron.schema.cluster.resolve import gpu_kinds_in, kind_name, kinds_of, slowest_link
+from zorse_megatron.schema.cluster.resolve import (
+    gpu_kinds_in,
+    kind_name,
+    kinds_of,
+    node_names,
+    slowest_link,
+)
 from zorse_megatron.schema.gpus.device_names import kind_of_device
 from zorse_megatron.schema.gpus.gpu_names import is_foreign, unknown_kind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
@@ -150,8 +156,21 @@ def gpus_in(node: NodesEntry) -> int:
 
 
 def _names(file: ClusterFile) -> Iterator[Problem]:
-    # Names that get a number are compared without it: a-0 beside "a" twice would be odd anyway.
-    yield from repeated((node.name for node in file.nodes if node.name), "nodes", "node")
+    problems = list(repeated((node.name for node in file.nodes if node.name), "nodes", "node"))
+    yield from problems
+    if problems or sum(node.count for node in file.nodes) > MAX_GPUS:
+        return
+    # With their numbers: `a` with count 2 makes an a-1, too.
+    twice = [name for name, count in Counter(node_names(file)).items() if count > 1]
+    if twice:
+        more = f" (and {len(twice) - 1} other names twice)" if len(twice) > 1 else ""
+        yield Problem(
+            where="nodes",
+            found=f'2 nodes with the name "{twice[0]}"{more}',
+            expected="a different name for every node, with the numbers that count and the order "
+            "give them",
+            remedy="Rename the entry that has the number in its name.",
+        )
 
 
 def repeated(names: Iterable[str], where: str, noun: str) -> Iterator[Problem]:

@@ -72,6 +72,18 @@ def gpu_kinds_in(file: ClusterFile, entry: NodesEntry) -> tuple[str, ...]:
     return tuple(kind_name(file, gpus.kind) for gpus in entry.gpus for _ in range(gpus.count))
 
 
+def node_names(file: ClusterFile) -> Iterator[str]:
+    """Yield the name of every node; one that has none is called by its number."""
+    number = 0
+    for entry in file.nodes:
+        for index in range(entry.count):
+            if entry.name is None:
+                yield f"node-{number}"
+            else:
+                yield f"{entry.name}-{index}" if entry.count > 1 else entry.name
+            number += 1
+
+
 def slowest_link(gpus: list[GpuKind]) -> tuple[LinkType, float]:
     """Return what usually joins GPUs of these kinds: type and bytes per second."""
     slowest = min(gpus, key=lambda gpu: (_LINK_TYPES.index(gpu.link_type), gpu.link_bytes_per_s))
@@ -116,7 +128,8 @@ def _kind(entry: GpuKindEntry) -> GpuKind:
 
 
 def _nodes(file: ClusterFile, kinds: dict[str, GpuKind]) -> Iterator[Node]:
-    rank = number = 0
+    rank = 0
+    names = node_names(file)
     for entry in file.nodes:
         gpu_kinds = gpu_kinds_in(file, entry)
         gpus = [kinds[kind] for kind in dict.fromkeys(gpu_kinds)]
@@ -124,12 +137,9 @@ def _nodes(file: ClusterFile, kinds: dict[str, GpuKind]) -> Iterator[Node]:
         link, nics = _node_link(entry.link, gpus), _nics(entry.nics, instance)
         host_link = entry.host_link or min(gpu.host_link_bytes_per_s for gpu in gpus)
         host_memory = entry.host_memory or (instance.host_memory_bytes if instance else None)
-        for index in range(entry.count):
-            name = f"node-{number}" if entry.name is None else entry.name
-            if entry.name is not None and entry.count > 1:
-                name += f"-{index}"
+        for _ in range(entry.count):
             yield Node(
-                name=name,
+                name=next(names),
                 first_rank=rank,
                 gpu_kinds=gpu_kinds,
                 link=link,
@@ -140,7 +150,6 @@ def _nodes(file: ClusterFile, kinds: dict[str, GpuKind]) -> Iterator[Node]:
                 switch=entry.switch,
             )
             rank += len(gpu_kinds)
-            number += 1
 
 
 def _node_link(entry: LinkEntry | None, gpus: list[GpuKind]) -> NodeLink:
