@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zorse_megatron.errors import FlagError, Problem, ZorseError
 from zorse_megatron.extras import refuse_without
+from zorse_megatron.flags.scan import split_ours, split_script
 from zorse_megatron.launch.rank_environment import launched_rank, node_name
 from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
@@ -80,25 +81,20 @@ class Command:
 
 def split_command(argv: Sequence[str]) -> Command:
     """Split the arguments after the module name. Raises FlagError for a flag without value."""
-    rest = list(argv)
-    script = None
-    if rest and not rest[0].startswith("-") and rest[0].endswith(".py"):
-        script = Path(rest.pop(0))
+    name, words = split_script(argv)
+    script = None if name is None else Path(name)
+    found, megatron = split_ours(words)
     ours: dict[str, str | None] = dict.fromkeys(("--zorse-plan", "--zorse-metrics", *_NEED_PLAN))
-    megatron: list[str] = []
     problems = []
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        if not flag.startswith("--zorse-"):
-            megatron.append(flag + equals + value)
-        elif flag not in ours:
-            problems.append(_unknown_flag(flag, ours))
-        elif not equals and (not rest or rest[0].startswith("--")):
-            problems.append(_no_value(flag))
-        elif ours[flag] is not None:
-            problems.append(_given_twice(flag))
+    for given in found:
+        if given.flag not in ours:
+            problems.append(_unknown_flag(given.flag, ours))
+        elif not given.values:
+            problems.append(_no_value(given.flag))
+        elif ours[given.flag] is not None:
+            problems.append(_given_twice(given.flag))
         else:
-            ours[flag] = value if equals else rest.pop(0)
+            ours[given.flag] = given.values[0]
     if script is not None and not script.is_file():
         problems.append(_no_script(script))
     problems += [
@@ -128,7 +124,7 @@ def split_command(argv: Sequence[str]) -> Command:
         update=update,
         skips_damaged=skips_damaged,
         limits=limits,
-        megatron=tuple(megatron),
+        megatron=megatron,
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zorse_megatron.flags.scan import split_script
 from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.measure.results.profile_parts import (
     PARTS,
@@ -19,7 +20,7 @@ from zorse_megatron.measure.results.profile_parts import (
     with_step,
     without_series,
 )
-from zorse_megatron.measure.tasks.layer_flags import single_layer_flags, split_script
+from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
 from zorse_megatron.measure.tasks.layer_request import (
     LayerRequest,
     MeasuredPass,

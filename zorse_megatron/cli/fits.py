@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.flags.scan import last_values
 from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
 from zorse_megatron.schema.plan.plan import ModelFingerprint, Plan
 
@@ -58,7 +59,7 @@ def workload_in_flags(
     except ModelError as error:
         if [problem.where for problem in error.problems] != [_VOCABULARY]:
             raise
-        if any(flag.partition("=")[0] == _VOCABULARY for flag in flags):
+        if _VOCABULARY in last_values(flags, [_VOCABULARY]):
             raise
     with_size = [*flags, "--padded-vocab-size", str(plan.model.vocab_size or 1)]
     found = workload_of(model=None, flags=with_size, dtype=dtype, plan=plan, kinds=kinds)

@@ -14,7 +14,8 @@ from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.files.check import refuse_unwritable
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.judge import judged
-from zorse_megatron.measure.tasks.layer_flags import single_layer_flags, split_script
+from zorse_megatron.flags.scan import split_script
+from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
 
 if TYPE_CHECKING:
     from zorse_megatron.measure.on_ranks.profile_run import Profiled
@@ -81,7 +82,8 @@ def _workload(
             remedy="Such as: zorse profile measure --cluster cluster.yaml -- --num-layers 32 ...",
         )
         raise CommandError("the command cannot be run", [problem])
-    script, flags = split_script(command)
+    name, flags = split_script(command)
+    script = None if name is None else Path(name)
     if script is not None and not script.is_file():
         problem = Problem(
             where=str(script),

@@ -1,21 +1,18 @@
 """A training command as Megatron's argument parser reads it, without Megatron.
 
-Words are taken for flags and values as `argparse` of Python 3.12 does, without abbreviations
-(`megatron.training.arguments.parse_args`). All that is wrong is collected, where argparse stops at
-the first error.
+argparse tells flags from values (`scan.py`). Values are converted and checked here, so that all
+that is wrong is collected, where argparse stops at the first error.
 """
 
-import re
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zorse_megatron.errors import Problem
+from zorse_megatron.flags.scan import Given, find_flags, split_ours, split_rest, split_script
 from zorse_megatron.flags.table import Flag, by_spelling, defaults
 
-_OURS = "--zorse-"
-_NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # argparse takes these for values
 _HELP = ("-h", "--help")  # argparse prints it and stops
 _BAD = object()
 
@@ -38,107 +35,51 @@ class Command:
 
 def read_command(words: Sequence[str]) -> Command:
     """Read what stands behind `python -m zorse_megatron.pretrain`; our own flags are skipped."""
-    script, rest = _split(words)
+    script, flags = split_script(words)
+    _, rest = split_ours(flags)
     args = Namespace(
         **{name: list(v) if isinstance(v, list) else v for name, v in defaults().items()}
     )
-    given: set[str] = set()
-    unknown: list[str] = []
+    set_here: set[str] = set()
     problems: list[Problem] = []
-    for spelling, explicit, values in _options(rest):
-        flag = by_spelling().get(spelling)
-        if spelling in _HELP:
-            continue
-        if flag is None and spelling.startswith("-"):
-            unknown.append(spelling)
-            continue
-        if flag is None:
-            problems.append(_stray(spelling))
-            continue
-        value, strays = _value(flag, spelling, explicit, values, problems)
+    found, others = find_flags(rest, dict.fromkeys(by_spelling(), "*"))
+    for given in found:
+        flag = by_spelling()[given.flag]
+        is_joined = any(f"{given.flag}={value}" in rest for value in given.values[:1])
+        value, strays = _value(flag, given, is_joined, problems)
         problems += map(_stray, strays)
         if value is not _BAD:
-            given.add(flag.name)
+            set_here.add(flag.name)
             setattr(args, flag.name, value)
+    unknown, strays = split_rest(others)
+    problems += map(_stray, strays)
     return Command(
         script=script,
         args=args,
-        given=frozenset(given),
-        unknown=tuple(dict.fromkeys(unknown)),
+        given=frozenset(set_here),
+        unknown=tuple(dict.fromkeys(each for each in unknown if each not in _HELP)),
         problems=tuple(problems),
     )
 
 
-def spellings_given(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """What a parser with these flags would take for flags among the words."""
-    found = []
-    for word in words:
-        spelling = word if word in known else word.partition("=")[0]
-        if spelling in known or not _is_value(word):
-            found.append(spelling)
-    return found
-
-
-def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The script, and all words but those of our own flags."""
-    rest = list(words)
-    script = rest.pop(0) if rest and rest[0].endswith(".py") and rest[0][0] != "-" else None
-    kept: list[str] = []
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith(_OURS):
-            kept.append(word)
-        elif "=" not in word and rest and not rest[0].startswith("--"):
-            rest.pop(0)
-    return script, kept
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None, list[str]]]:
-    """Yield (flag or stray word, value behind "=", following values)."""
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
-        spelling, explicit = _spelling(word)
-        values: list[str] = []
-        while spelling is not None and position < len(words) and _is_value(words[position]):
-            values.append(words[position])
-            position += 1
-        yield spelling or word, explicit, values
-
-
-def _spelling(word: str) -> tuple[str | None, str | None]:
-    """The flag that a word is, with the value in it; None for a value."""
-    if _is_value(word):
-        return None, None
-    if word in by_spelling() or "=" not in word:
-        return word, None
-    spelling, _, explicit = word.partition("=")
-    return spelling, explicit
-
-
-def _is_value(word: str) -> bool:
-    if not word.startswith("-") or word == "-":
-        return True
-    if word.partition("=")[0] in by_spelling():
-        return False
-    return _NUMBER.fullmatch(word) is not None or " " in word
-
-
 def _value(
-    flag: Flag, spelling: str, explicit: str | None, values: list[str], problems: list[Problem]
-) -> tuple[Any, list[str]]:
-    """What the argument is set to, and words that do not belong to the flag."""
+    flag: Flag, given: Given, is_joined: bool, problems: list[Problem]
+) -> tuple[Any, Sequence[str]]:
+    """What the argument is set to, and words that do not belong to the flag.
+
+    `is_joined`: the value is behind a "=".
+    """
+    spelling, texts = given.flag, given.values
+    strays: Sequence[str] = ()
     if flag.kind != "store":
-        if explicit is not None:
-            problems.append(_bad(spelling, f'"{explicit}" behind it', "it without a value"))
-            return _BAD, values
+        if is_joined:
+            problems.append(_bad(spelling, f'"{texts[0]}" behind it', "it without a value"))
+            return _BAD, ()
         is_on = flag.kind == "true" or (flag.kind == "boolean" and not _is_negated(flag, spelling))
-        return is_on, values
-    texts, strays = ([explicit], values) if explicit is not None else (values, [])
+        return is_on, texts
     if flag.nargs is None or isinstance(flag.nargs, int):
         wanted = flag.nargs or 1
-        texts, strays = texts[:wanted], [*texts[wanted:], *strays]
+        texts, strays = texts[:wanted], texts[wanted:]
         if len(texts) < wanted:
             problems.append(_bad(spelling, _counted(len(texts)), _counted(wanted)))
             return _BAD, strays

@@ -4,10 +4,12 @@ Only flags that the shape depends on are read; all others are left to Megatron, 
 again. Names and defaults are those of megatron-core 0.19 (`megatron/training/arguments.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.flags.scan import last_values
+from zorse_megatron.flags.table import by_spelling
 from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.model.model_shape import (
     Activation,
@@ -75,7 +77,7 @@ class _Flags:
 
 def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> ModelShape:
     """Return the model that a Megatron command trains. Raises ModelError with every problem."""
-    flags = _Flags(values=dict(_pairs(arguments)))
+    flags = _Flags(values=last_values(arguments, by_spelling()))
     shape = _shape(flags, tensor_parallel)
     for flag in _UNSUPPORTED:
         if flags.has(flag):
@@ -90,7 +92,7 @@ def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> M
 
 def dtype_from_flags(arguments: Sequence[str]) -> Dtype:
     """Return the type of number that a Megatron command computes in."""
-    given = dict(_pairs(arguments))
+    given = last_values(arguments, ["--bf16", "--fp16"])
     if "--bf16" in given:
         return "bfloat16"
     return "float16" if "--fp16" in given else "float32"
@@ -101,23 +103,13 @@ def batch_size_from_flags(arguments: Sequence[str]) -> int | None:
 
     Raises ModelError where it is no positive integer.
     """
-    flags = _Flags(values=dict(_pairs(arguments)))
+    flags = _Flags(values=last_values(arguments, by_spelling()))
     if not flags.has("--global-batch-size"):
         return None
     size = flags.integer("--global-batch-size")
     if flags.problems:
         raise ModelError("the batch of these Megatron flags cannot be planned", flags.problems)
     return size
-
-
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield (flag, value or None); of a flag given twice the last one counts, as in argparse."""
-    for index, argument in enumerate(arguments):
-        if not argument.startswith("--"):
-            continue
-        flag, has_value, value = argument.partition("=")
-        following = arguments[index + 1] if index + 1 < len(arguments) else "--"
-        yield flag, value if has_value else None if following.startswith("--") else following
 
 
 def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:

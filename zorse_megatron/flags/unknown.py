@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.flags.command import Command, spellings_given
+from zorse_megatron.flags.command import Command
+from zorse_megatron.flags.scan import find_flags, split_rest
 from zorse_megatron.flags.table import by_spelling
 
 UPSTREAM_SCRIPT = "pretrain_gpt.py"
@@ -16,8 +17,9 @@ _SLIP = 0.88
 def unknown_problems(words: Sequence[str], known: Iterable[str]) -> list[Problem]:
     """The flags among the words that a parser does not know. `known`: all that it does."""
     names = list(known)
-    given = dict.fromkeys(spellings_given(words, names))
-    return [_problem(each, names) for each in given if each not in names]
+    _, others = find_flags(words, dict.fromkeys(names, "*"))
+    unknown, _ = split_rest(others)
+    return [_problem(each, names) for each in dict.fromkeys(unknown)]
 
 
 def judged_unknown(command: Command) -> tuple[list[Problem], list[str]]:

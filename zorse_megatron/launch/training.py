@@ -2,14 +2,16 @@
 
 import os.path
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from zorse_megatron.errors import LaunchError, Problem
+from zorse_megatron.flags.scan import last_values
 
 MODULE = "zorse_megatron.pretrain"
 _DAMAGED = "--zorse-damaged-checkpoint"
+_ADDED = ("--zorse-plan", "--zorse-cluster")
+_READ = (*_ADDED, _DAMAGED, "--save", "--load", "--exit-signal-handler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,24 +41,25 @@ def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> Trai
     `given`: what stands behind `--`; `cluster`: the file that says which rank belongs to which
     node. Raises LaunchError for flags that contradict it.
     """
-    problems = list(_problems(given))
+    values = last_values(given, _READ)
+    problems = list(_problems(given, values))
     if problems:
         raise LaunchError("the training command cannot be launched", problems)
     ours = ["--zorse-plan", plan]
     if cluster is not None:
         ours += ["--zorse-cluster", cluster]
-    saves = _value(given, "--save")
+    saves = values.get("--save")
     if saves is not None:
-        if _value(given, "--load") is None:
+        if "--load" not in values:
             ours += ["--load", saves]
-        if "--exit-signal-handler" not in given:
+        if "--exit-signal-handler" not in values:
             ours.append("--exit-signal-handler")
-        if _value(given, _DAMAGED) is None:
+        if _DAMAGED not in values:
             ours += [_DAMAGED, "skip"]
     return Training(words=(*given, *ours), resumes=saves is not None, save=saves)
 
 
-def _problems(given: Sequence[str]) -> Iterator[Problem]:
+def _problems(given: Sequence[str], values: Mapping[str, str | None]) -> Iterator[Problem]:
     if not given:
         yield Problem(
             where="--",
@@ -64,26 +67,28 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
             expected="one after --, such as: -- pretrain_gpt.py --num-layers 32",
             remedy="Give the script and Megatron's flags, without torchrun or srun.",
         )
-    for flag in ("--zorse-plan", "--zorse-cluster"):
-        if _value(given, flag) is not None:
+    for flag in _ADDED:
+        if flag in values:
             yield Problem(
                 where=flag,
                 found="it in the training command",
                 expected="zorse launch to add it",
                 remedy="Leave it out.",
             )
-    saves, loads = _value(given, "--save"), _value(given, "--load")
-    if saves is not None and (not saves or saves.startswith("--")):
+    if "--save" not in values:
+        return
+    saves, loads = values["--save"], values.get("--load", values["--save"])
+    if not saves:
         yield Problem(
             where="--save",
-            found=f'"{saves}" after it',
+            found='"" after it',
             expected="a directory",
             remedy="Such as --save checkpoints.",
         )
-    elif saves is not None and loads is not None and not _are_one(saves, loads):
+    elif not _are_one(saves, loads or ""):
         yield Problem(
             where="--load",
-            found=f"{loads}, while --save says {saves}",
+            found=f"{loads or ''}, while --save says {saves}",
             expected="the same directory: a restarted job resumes from what it saved",
             remedy="Leave --load out; to start from another checkpoint, give it as "
             "--pretrained-checkpoint.",
@@ -93,13 +98,3 @@ def _problems(given: Sequence[str]) -> Iterator[Problem]:
 def _are_one(first: str, second: str) -> bool:
     """Whether two paths lead to one folder, as the ranks themselves ask before they load."""
     return os.path.realpath(first) == os.path.realpath(second)
-
-
-def _value(given: Sequence[str], flag: str) -> str | None:
-    """The value of a flag; of one given twice the last."""
-    found = None
-    for word, following in pairwise((*given, "")):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else following
-    return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.flags.scan import last_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,8 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
 
     Raises FlagError with every flag in it that cannot work on a CPU.
     """
-    given = _values_given(argv)
+    ours = [each.flag for each in (*_NEEDED, *_REFUSED)]
+    given = {flag: value or "" for flag, value in last_values(argv, ours).items()}
     if problems := _problems(given):
         raise FlagError("These flags cannot work without a GPU", problems)
     missing = [needed for needed in _NEEDED if needed.flag not in given]
@@ -127,16 +129,6 @@ def _problems(given: dict[str, str]) -> list[Problem]:
 
 def _words(needed: _Needed) -> list[str]:
     return [needed.flag] if needed.value is None else [needed.flag, needed.value]
-
-
-def _values_given(argv: Sequence[str]) -> dict[str, str]:
-    """Return the flags in `argv` with the last value of each, empty for a switch."""
-    values: dict[str, str] = {}
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            values[flag] = value if equals else "" if following.startswith("--") else following
-    return values
 
 
 def _problem(flag: str, given: dict[str, str], expected: str, why: str) -> Problem:
