@@ -18,8 +18,8 @@ from zorse_megatron.planner.groupings.pools import Pool, pools_of, spread
 from zorse_megatron.planner.groupings.proposals import propose_groupings
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.topology.from_cluster import topology_of
 from zorse_megatron.topology.cluster_topology import Topology
+from zorse_megatron.topology.from_cluster import topology_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -40,8 +40,7 @@ def symmetries(spec: Topology) -> Iterator[list[int]]:
     for switch_order in permutations(switches):
         moved = {spec.switches[i].name: spec.switches[j].name for i, j in enumerate(switch_order)}
         if any(
-            (a.uplink, a.region, moved.get(str(a.uplink_to)))
-            != (b.uplink, b.region, b.uplink_to)
+            (a.uplink, a.region, moved.get(str(a.uplink_to))) != (b.uplink, b.region, b.uplink_to)
             for a in spec.switches
             for b in [spec.switch_named[moved[a.name]]]
         ):
@@ -106,9 +105,7 @@ def test_one_signature_for_each_class_of_groupings(name: str) -> None:
 
 @settings(max_examples=60)
 @given(topologies(), st.integers(1, 8), st.integers(1, 60))
-def test_candidates_are_valid_and_different(
-    spec: Topology, max_groups: int, limit: int
-) -> None:
+def test_candidates_are_valid_and_different(spec: Topology, max_groups: int, limit: int) -> None:
     found = list(propose_groupings(spec, max_groups=max_groups, limit=limit))
     assert 1 <= len(found) <= limit
     assert found[0].grouping == (tuple(range(spec.num_gpus)),)
