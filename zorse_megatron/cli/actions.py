@@ -1,16 +1,16 @@
 """`zorse actions`: print what each rank executes in one iteration."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from zorse_megatron.cli.console import print_plain, reported_errors
+from zorse_megatron.cli.options import PlanFile
 from zorse_megatron.schema.plan.plan_json import load_plan
 
 
 def actions(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    path: PlanFile,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this global rank.")] = None,
 ) -> None:
     """Print what each rank executes in one iteration of a plan, in order."""

@@ -24,6 +24,7 @@ from zorse_megatron.cli.options import (
     ClusterFile,
     DtypeName,
     GlobalBatchSize,
+    Iterations,
     Model,
     Profiles,
     SeqLength,
@@ -60,9 +61,7 @@ def compare(  # noqa: PLR0917
     global_batch_size: GlobalBatchSize = None,
     seq_length: SeqLength = None,
     dtype: DtypeName = None,
-    iterations: Annotated[
-        int, typer.Option(min=2, max=1000, help="Iterations to train; the first is a warm-up.")
-    ] = 4,
+    iterations: Iterations = 4,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only stock on all GPUs and the zorse plan.")
     ] = False,

@@ -21,7 +21,9 @@ from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
     DtypeName,
+    Iterations,
     Model,
+    PlanFile,
     Profiles,
 )
 from zorse_megatron.cli.perturbed import (
@@ -57,14 +59,12 @@ NOTE = (
 
 def emulate(  # noqa: PLR0917
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    path: PlanFile,
     cluster: ClusterFile,
     model: Model = None,
     profile: Profiles = None,
     dtype: DtypeName = None,
-    iterations: Annotated[
-        int, typer.Option(min=2, max=1000, help="Iterations to train; the first is a warm-up.")
-    ] = 4,
+    iterations: Iterations = 4,
     jitter: Jitter = 0.0,
     seed: Seed = 0,
     slow_rank: SlowRank = None,

@@ -1,7 +1,6 @@
 """`zorse explain`: bottleneck, alternatives and possible improvements of a plan."""
 
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +16,7 @@ from zorse_megatron.cli.options import (
     DtypeName,
     Margin,
     Model,
+    PlanFile,
     Profiles,
 )
 from zorse_megatron.cli.priced import Priced, priced_for_plan
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def explain(  # noqa: PLR0917
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    path: PlanFile,
     cluster: ClusterFile,
     model: Model = None,
     profile: Profiles = None,

@@ -16,7 +16,6 @@ from zorse_megatron.cli.launch_options import (
     MasterPort,
     NodeNames,
     Partitions,
-    PlanFile,
     Python,
     Sbatch,
     Slurm,
@@ -25,7 +24,7 @@ from zorse_megatron.cli.launch_options import (
     refuse_odd_options,
     sbatch_options_of,
 )
-from zorse_megatron.cli.options import AsJson, ClusterFile
+from zorse_megatron.cli.options import AsJson, ClusterFile, PlanFile
 from zorse_megatron.errors import FlagError
 from zorse_megatron.files.write import write_text
 from zorse_megatron.launch.as_written import refuse_edited, with_checksum

@@ -15,7 +15,6 @@ from zorse_megatron.files.check import unwritable_problems
 from zorse_megatron.launch.batch_script import OWN_OPTIONS
 from zorse_megatron.launch.sbatch_options import closest, is_known
 
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]
 Slurm = Annotated[
     Path | None,
     typer.Option("--slurm", metavar="FILE", help="Write a Slurm batch script to this file."),

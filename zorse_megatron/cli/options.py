@@ -11,6 +11,7 @@ from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE
 from zorse_megatron.errors import Problem
 
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]
 ClusterFile = Annotated[
     Path, typer.Option("--cluster", metavar="YAML", help="The cluster file: GPUs and links.")
 ]
@@ -55,6 +56,9 @@ DtypeOrAuto = Annotated[
         "float16 and float32 that every kind of GPU in the cluster supports. auto: the same choice "
         "for each group of GPUs by itself.",
     ),
+]
+Iterations = Annotated[
+    int, typer.Option(min=2, max=1000, help="Iterations to train; the first is a warm-up.")
 ]
 Margin = Annotated[
     float,

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
 from zorse_megatron.cli.console import print_plain, print_table, reported_errors
+from zorse_megatron.cli.options import AsJson
 from zorse_megatron.cli.profile_measure import measure_profile
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.costs.unlikely import unlikely_times
@@ -44,7 +45,7 @@ def import_profile(  # noqa: PLR0917
     origin: Annotated[str | None, typer.Option(help="Who measured it, for the record.")] = None,
     dtype: Annotated[str, typer.Option(help="For tables without a dtype column.")] = "float32",
     seq_length: Annotated[int, typer.Option(min=1, help="For tables without this column.")] = 2048,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Build a profile from CSV tables of measurements."""
     with reported_errors(as_json=as_json):
@@ -78,7 +79,7 @@ def import_profile(  # noqa: PLR0917
 @profile.command()
 def show(
     path: Annotated[Path, typer.Argument(metavar="PROFILE", help="The profile file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Summarize a profile, and list the measured points that the fitted curves replace."""
     with reported_errors(as_json=as_json):

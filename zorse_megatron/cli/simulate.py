@@ -18,6 +18,7 @@ from zorse_megatron.cli.options import (
     ClusterFile,
     DtypeName,
     Model,
+    PlanFile,
     Profiles,
 )
 from zorse_megatron.cli.perturbed import (
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 def simulate(  # noqa: PLR0917
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")],
+    path: PlanFile,
     cluster: ClusterFile,
     model: Model = None,
     profile: Profiles = None,
