@@ -4,11 +4,13 @@
 order, groups that are not in model order, replicas of one group with different micro-batch sizes
 and counts, replicas without micro-batches, replicas without a shard, groups with more in flight
 than they need, hops that are fast, slow or not known. It shrinks towards one rank that holds all
-layers and runs the batch in one micro-batch.
+layers and runs the batch in one micro-batch. Strategies for parts are made once: hypothesis checks
+each new one, which takes longer than to draw from it.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +40,15 @@ _RECOMPUTE = (
     Recompute(mode="full"),
     Recompute(mode="full", num_layers=1),
 )
+
+_RECOMPUTES = st.sampled_from(_RECOMPUTE)
+# Even shares, no share, small integers, and fractions that do not divide evenly.
+_SHARD_WEIGHTS = st.one_of(
+    st.sampled_from([1.0, 0.0, 2.0, 3.0]),
+    st.floats(min_value=0.01, max_value=8.0, allow_subnormal=False),
+)
+_PARTS_OF_TIME = st.sampled_from([0.0, 0.25]) | st.floats(0, 0.9)
+_HOPS = st.none() | st.builds(Hop, latency=_PARTS_OF_TIME, load=_PARTS_OF_TIME | st.floats(0.9, 3))
 
 # Any text without controls: no separators of lines, nothing that turns the direction of writing.
 NAMES = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]))
@@ -84,7 +95,7 @@ def plans(
     )
     if plan.schedule.name == "breadth_first":
         return plan
-    extra = st.none() | st.integers(1, batch)
+    extra = _none_or_up_to(batch)
     more = tuple(replace(group, extra_in_flight=draw(extra)) for group in groups)
     return replace(plan, groups=more)
 
@@ -119,7 +130,7 @@ def lowerable_plans(
 
 def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Group:
     """The group with settings that change where things are and when, but no result."""
-    recompute = draw(st.sampled_from(_RECOMPUTE))
+    recompute = draw(_RECOMPUTES)
     is_full = recompute == Recompute(mode="full")
     offload = Offload(
         parameters=may_offload_parameters and draw(st.booleans()),
@@ -132,15 +143,14 @@ def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Gro
 def _schedule(draw: DrawFn, names: tuple[str, ...], with_parameters: bool) -> Schedule:
     name = draw(st.sampled_from(names))
     known = SCHEDULE_PARAMETERS[name] if with_parameters else {}
-    return Schedule(
-        name=name,
-        parameters=draw(
-            st.fixed_dictionaries(
-                {}, optional={key: st.sampled_from(values) for key, values in known.items()}
-            )
-        )
-        if known
-        else {},
+    return Schedule(name=name, parameters=draw(_parameters(name)) if known else {})
+
+
+@cache
+def _parameters(schedule: str) -> SearchStrategy[dict[str, str]]:
+    known = SCHEDULE_PARAMETERS[schedule]
+    return st.fixed_dictionaries(
+        {}, optional={key: st.sampled_from(values) for key, values in known.items()}
     )
 
 
@@ -160,7 +170,7 @@ def _members(
         size = draw(st.integers(1, min(max_ranks_per_replica, 1 + spare)))
         spare -= size - 1
         sizes.append(size)
-    ranks = iter(draw(st.permutations(range(sum(sizes)))))
+    ranks = iter(draw(_orders(sum(sizes))))
     replicas = iter([tuple(next(ranks) for _ in range(size)) for size in sizes])
     extras = _parts(draw, num_replicas - num_groups, num_groups)
     return [[next(replicas) for _ in range(1 + extra)] for extra in extras]
@@ -169,14 +179,13 @@ def _members(
 def _replicas(draw: DrawFn, members: list[tuple[int, ...]], batch: int) -> tuple[Replica, ...]:
     """Share the batch out: some replicas may get nothing, the others different sizes and counts."""
     # Idle replicas are drawn apart from the shares so that they stay the exception.
-    idle = st.sampled_from([False, False, False, True])
-    is_idle = draw(st.lists(idle, min_size=len(members), max_size=len(members)))
+    is_idle = draw(_idle(len(members)))
     if all(is_idle):
         is_idle[0] = False
     num_active = is_idle.count(False)
     least = 1 if num_active <= batch else 0
     shares = iter(_parts(draw, batch - least * num_active, num_active))
-    weights = [draw(_shard_weights()) for _ in members]
+    weights = [draw(_SHARD_WEIGHTS) for _ in members]
     if not any(weights):
         weights[draw(st.integers(0, len(members) - 1))] = 1.0
     replicas = []
@@ -194,19 +203,27 @@ def _replicas(draw: DrawFn, members: list[tuple[int, ...]], batch: int) -> tuple
     return tuple(replicas)
 
 
+@cache
+def _idle(count: int) -> SearchStrategy[list[bool]]:
+    return st.lists(st.sampled_from([False, False, False, True]), min_size=count, max_size=count)
+
+
+@cache
+def _orders(count: int) -> SearchStrategy[list[int]]:
+    return st.permutations(range(count))
+
+
+@cache
+def _none_or_up_to(most: int) -> SearchStrategy[int | None]:
+    return st.none() | st.integers(1, most)
+
+
+@cache
 def _micro_batch_sizes(samples: int) -> SearchStrategy[int]:
     """Sizes that divide `samples`; any size for a replica that runs none."""
     if samples == 0:
         return st.integers(1, 4)
     return st.sampled_from([size for size in range(1, samples + 1) if samples % size == 0])
-
-
-def _shard_weights() -> SearchStrategy[float]:
-    """Even shares, no share, small integers, and fractions that do not divide evenly."""
-    return st.one_of(
-        st.sampled_from([1.0, 0.0, 2.0, 3.0]),
-        st.floats(min_value=0.01, max_value=8.0, allow_subnormal=False),
-    )
 
 
 def _chunks(
@@ -217,7 +234,8 @@ def _chunks(
     for group in range(num_groups):
         spare = num_layers - len(owners)
         owners += [group] * draw(st.integers(0, min(max_per_group - 1, spare)))
-    owners = draw(st.permutations(owners))
+    order = draw(_orders(len(owners)))
+    owners = [owners[place] for place in order]
     extras = _parts(draw, num_layers - len(owners), len(owners))
     chunks, first = [], 0
     for group, extra in zip(owners, extras, strict=True):
@@ -228,10 +246,8 @@ def _chunks(
 
 def with_random_hops(draw: DrawFn, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
     """The chunks, with hops between some of those of different groups."""
-    part = st.sampled_from([0.0, 0.25]) | st.floats(0, 0.9)
-    hops = st.none() | st.builds(Hop, latency=part, load=part | st.floats(0.9, 3))
     found = [
-        replace(chunk, hop=draw(hops)) if chunk.group != after.group else chunk
+        replace(chunk, hop=draw(_HOPS)) if chunk.group != after.group else chunk
         for chunk, after in pairwise(chunks)
     ]
     return (*found, chunks[-1])
@@ -239,50 +255,67 @@ def with_random_hops(draw: DrawFn, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]
 
 def _parts(draw: DrawFn, total: int, count: int) -> list[int]:
     """Split `total` into `count` parts of 0 or more."""
-    cuts = draw(st.lists(st.integers(0, total), min_size=count - 1, max_size=count - 1))
+    cuts = draw(_cuts(total, count - 1))
     edges = [0, *sorted(cuts), total]
     return [stop - start for start, stop in pairwise(edges)]
+
+
+@cache
+def _cuts(total: int, count: int) -> SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, total), min_size=count, max_size=count)
+
+
+_FLAG = st.booleans()
+_GROUP_OPTIONS = {
+    "name": st.none() | NAMES,
+    "recompute": st.one_of(
+        st.none(),
+        st.builds(Recompute, mode=st.sampled_from(["none", "selective"])),
+        st.builds(Recompute, mode=st.just("full"), num_layers=st.none() | st.integers(1, 4)),
+    ),
+    "offload": st.none()
+    | st.builds(Offload, parameters=_FLAG, optimizer_state=_FLAG, activations=_FLAG),
+    "compute_dtype": st.sampled_from([None, "fp16", "bf16", "fp32"]),
+    "gradient_wire": st.sampled_from([None, "bf16", "fp16"]),
+}
 
 
 def _group_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:
     if not with_options:
         return {}
-    count = st.integers(1, 4)
-    recompute = st.one_of(
-        st.builds(Recompute, mode=st.sampled_from(["none", "selective"])),
-        st.builds(Recompute, mode=st.just("full"), num_layers=st.none() | count),
-    )
-    flag = st.booleans()
-    offload = st.builds(Offload, parameters=flag, optimizer_state=flag, activations=flag)
-    return {
-        "name": draw(st.none() | NAMES),
-        "recompute": draw(st.none() | recompute),
-        "offload": draw(st.none() | offload),
-        "compute_dtype": draw(st.sampled_from([None, "fp16", "bf16", "fp32"])),
-        "gradient_wire": draw(st.sampled_from([None, "bf16", "fp16"])),
-    }
+    return {name: draw(values) for name, values in _GROUP_OPTIONS.items()}
+
+
+_MODEL_OPTIONS = {
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "seq_length",
+            "vocab_size",
+        ),
+        st.none() | st.integers(1, 200_000),
+    ),
+    "tied_embeddings": st.none() | _FLAG,
+}
 
 
 def _model_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:
     if not with_options:
         return {}
-    size = st.none() | st.integers(1, 200_000)
-    sizes = [
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "seq_length",
-        "vocab_size",
-    ]
-    tied = draw(st.none() | st.booleans())
-    return {**{name: draw(size) for name in sizes}, "tied_embeddings": tied}
+    return {name: draw(values) for name, values in _MODEL_OPTIONS.items()}
 
 
 def _plan_options(draw: DrawFn, with_options: bool, world_size: int) -> dict[str, Any]:
     if not with_options:
         return {}
+    return {name: draw(values) for name, values in _options_of_world(world_size).items()}
 
+
+@cache
+def _options_of_world(world_size: int) -> dict[str, SearchStrategy[Any]]:
     def per_rank(entry: SearchStrategy[Any]) -> SearchStrategy[Any]:
         return st.none() | st.tuples(*[entry] * world_size)
 
@@ -294,7 +327,4 @@ def _plan_options(draw: DrawFn, with_options: bool, world_size: int) -> dict[str
         tokens_per_s=positive,
         peak_memory_bytes=per_rank(st.integers(0, 1 << 40)),
     )
-    return {
-        "cluster": draw(st.none() | cluster),
-        "predictions": draw(st.none() | predictions),
-    }
+    return {"cluster": st.none() | cluster, "predictions": st.none() | predictions}
