@@ -27,7 +27,11 @@ from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_clust
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_import import (
+    ImportSettings,
+    MeasurementTable,
+    import_tables,
+)
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TOKENS_PER_STEP = 2**20
@@ -90,8 +94,8 @@ def cases(wanted: Sequence[str] | None = None) -> list[tuple[str, str]]:
 def profile_from(measured: Path) -> Profile:
     """The measured layer times."""
     name = "layer_latency.csv"
-    table = Table(name=name, data=(measured / name).read_bytes())
-    return import_tables([table], Settings()).profile
+    table = MeasurementTable(name=name, data=(measured / name).read_bytes())
+    return import_tables([table], ImportSettings()).profile
 
 
 def paper_inputs(measured: Path, cluster: str, model: str) -> Inputs:

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zorse_megatron.costs.memory import TransformerMemory, precision_of
+from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
 from zorse_megatron.demo.jobs import DemoJob, run_job
 from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.errors import ZorseError

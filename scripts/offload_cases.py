@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.costs.memory import TransformerMemory, precision_of
+from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_shape import ModelShape

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.schema.profile.profile_import import Imported, Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_import import (
+    Imported,
+    ImportSettings,
+    MeasurementTable,
+    import_tables,
+)
 
 MEASURED = Path(__file__).parents[2] / "shared" / "measured"
 TABLES = (
@@ -21,5 +26,7 @@ needs_measured = pytest.mark.skipif(
 
 def imported(*names: str) -> Imported:
     """Import tables of the shared directory."""
-    tables = [Table(name=name, data=(MEASURED / name).read_bytes()) for name in names or TABLES]
-    return import_tables(tables, Settings(origin="Zorse (MLSys 2026), Sailor (SOSP 2025)"))
+    tables = [
+        MeasurementTable(name=name, data=(MEASURED / name).read_bytes()) for name in names or TABLES
+    ]
+    return import_tables(tables, ImportSettings(origin="Zorse (MLSys 2026), Sailor (SOSP 2025)"))

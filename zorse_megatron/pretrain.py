@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Literal
 from zorse_megatron.errors import FlagError, Problem, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.flags.scan import split_ours, split_script
+from zorse_megatron.launch.cluster_ranks import node_called, torch_environment
 from zorse_megatron.launch.rank_environment import launched_rank, node_name
-from zorse_megatron.launch.ranks import node_called, torch_environment
 from zorse_megatron.log import complain
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import Plan
@@ -258,7 +258,7 @@ def run(
         # Plan and flags are checked before torch and Megatron are imported: bad input fails in a
         # second.
         from zorse_megatron.flags.command import read_command
-        from zorse_megatron.flags.judge import refuse_misfit
+        from zorse_megatron.flags.command_findings import refuse_misfit
         from zorse_megatron.schedules.refusals import refuse_unsupported
         from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
         from zorse_megatron.schema.plan.plan_json import load_plan

@@ -15,14 +15,18 @@ from dataclasses import dataclass
 
 from scripts.validation.measured_runs import MeasuredRun, read_runs
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.measured_memory import MeasuredMemory
-from zorse_megatron.costs.memory import Precision
+from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.costs.set_comm import SetComm
+from zorse_megatron.costs.transformer_memory import Precision
 from zorse_megatron.errors import Problem, ProfileError
 from zorse_megatron.schema.cluster.cluster import Nics, NodeLink
 from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_import import (
+    ImportSettings,
+    MeasurementTable,
+    import_tables,
+)
 from zorse_megatron.simulate.framework import Framework
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
@@ -83,8 +87,8 @@ def compare_runs(
     `rebuild_bytes_per_s`: another rate for what `_rebuild_s` prices, to see what depends on it.
     Raises ProfileError for tables that cannot be read.
     """
-    parts = [Table(name=name, data=tables[name]) for name in PARTS]
-    profile = import_tables(parts, Settings(origin=ORIGIN, dtype="tf32")).profile
+    parts = [MeasurementTable(name=name, data=tables[name]) for name in PARTS]
+    profile = import_tables(parts, ImportSettings(origin=ORIGIN, dtype="tf32")).profile
     runs = read_runs(RUNS, tables[RUNS])
     for run in runs:
         _check(run, profile)

@@ -50,7 +50,7 @@ def preload() -> None:
     import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
 
     import zorse_megatron.pretrain  # noqa: F401
-    from zorse_megatron.flags.verdicts import refusable
+    from zorse_megatron.flags.flag_handling import refusable
 
     for name in RUN_PACKAGES:
         package = importlib.import_module(f"zorse_megatron.{name}")

@@ -10,7 +10,7 @@ from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.cli.main import app
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.judge import judged
+from zorse_megatron.flags.command_findings import findings_of
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.profile.profile_json import load_profile
@@ -164,7 +164,7 @@ def test_ranks_that_are_not_the_cluster_are_told(work: Path, tmp_path: Path) -> 
 def test_what_megatron_itself_refuses_is_told_in_its_words(tmp_path: Path) -> None:
     """Our table takes the flag; Megatron wants two others with it."""
     refused = ("--weight-decay-incr-style", "linear")
-    assert not judged(read_command([*TRAINING, *refused]), None)[0]
+    assert not findings_of(read_command([*TRAINING, *refused]), None)[0]
     (tmp_path / "cluster.yaml").write_text(ONE_CPU)
     files = ("--cluster", str(tmp_path / "cluster.yaml"), "--out", str(tmp_path / "profile.json"))
     words = ("profile", "measure", *files, "--", *TRAINING, *refused)

@@ -25,7 +25,7 @@ from tests.megatron.ministages import (
 )
 from tests.megatron.test_exactness import UNTIED, flags_for
 from tests.unit.fake_costs import FakeComm, FakeCompute
-from zorse_megatron.costs.memory import TransformerMemory, precision_of
+from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.plan.plan import Plan, Recompute, Schedule

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks.test_watch import watched_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
-from zorse_megatron.launch.training import MODULE, Training
+from zorse_megatron.launch.training_command import MODULE, TrainingCommand
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 
 CLUSTER = parse_cluster(
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 def test_nodes_with_unequal_numbers_of_gpus() -> None:
     port = free_port()
-    training = Training(words=SAY_WHICH, resumes=False)
+    training = TrainingCommand(words=SAY_WHICH, resumes=False)
     text = torchrun_lines(CLUSTER, training, master_address="127.0.0.1", master_port=port)
     lines = [shlex.split(line) for line in text.splitlines() if line and line[0] != "#"]
     started = []

@@ -8,8 +8,8 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, ActionLists, Kind
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.simulate.sizes import Sizes
 
 
 def run(
@@ -52,7 +52,7 @@ class Reference:
     """(rank, position) -> start and end of the work."""
 
     def __post_init__(self) -> None:
-        self.sizes = Sizes(self.plan, self.memory)
+        self.sizes = RankSizes(self.plan, self.memory)
         self.clock = [0.0] * self.plan.world_size
         self.at = [0] * self.plan.world_size
         self.posts = defaultdict(lambda: (deque(), deque()))

@@ -132,8 +132,8 @@ import zorse_megatron.cli.main
 print(sorted({"matplotlib", "numpy"} & set(sys.modules)))
 import zorse_megatron.planner.explain.explanation
 import zorse_megatron.planner.find_plan
-import zorse_megatron.plots.memory
-import zorse_megatron.plots.timeline
+import zorse_megatron.plots.memory_bars
+import zorse_megatron.plots.simulated_gantt
 import zorse_megatron.plots.topology
 print(sorted({"torch", "megatron"} & set(sys.modules)))
 """

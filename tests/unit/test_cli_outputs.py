@@ -39,12 +39,15 @@ def stop(*_args, **_kwargs):
 
 OUTPUTS = {
     "plan": ((*PLAN, "--out"), "zorse_megatron.planner.find_plan.find_plan"),
-    "timeline": ((*SIMULATE, "--timeline"), "zorse_megatron.cli.simulate.simulated"),
-    "trace": ((*SIMULATE, "--trace"), "zorse_megatron.cli.simulate.simulated"),
-    "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launch.load_plan"),
-    "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.compare._compared"),
-    "import": (("profile", "import", "table.csv", "--out"), "zorse_megatron.cli.profile.read_file"),
-    "discover": (("discover", "--out"), "zorse_megatron.cli.discover.as_ranks"),
+    "timeline": ((*SIMULATE, "--timeline"), "zorse_megatron.cli.commands.zorse_simulate.simulated"),
+    "trace": ((*SIMULATE, "--trace"), "zorse_megatron.cli.commands.zorse_simulate.simulated"),
+    "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.commands.zorse_launch.load_plan"),
+    "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.zorse_compare._compared"),
+    "import": (
+        ("profile", "import", "table.csv", "--out"),
+        "zorse_megatron.cli.commands.zorse_profile.read_file",
+    ),
+    "discover": (("discover", "--out"), "zorse_megatron.cli.commands.zorse_discover.as_ranks"),
 }
 
 
@@ -92,7 +95,9 @@ def test_the_plan_that_was_found_is_kept(as_json, run, tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     kept.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(kept))
-    monkeypatch.setattr("zorse_megatron.cli.plan.refuse_unwritable", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "zorse_megatron.cli.commands.zorse_plan.refuse_unwritable", lambda *_, **__: None
+    )
     result = run(*PLAN, "--out", "no/plan.json", *(["--json"] if as_json else []))
     (file,) = kept.iterdir()
     told(result, f"What was to be written is in {file}.")
@@ -106,7 +111,9 @@ def test_the_plan_that_was_found_is_kept(as_json, run, tmp_path, monkeypatch):
 def test_the_plan_is_printed_where_nothing_takes_a_file(run, tmp_path, monkeypatch):
     (tmp_path / "cluster.yaml").write_text(TWO)
     monkeypatch.setattr("tempfile.tempdir", "/proc")
-    monkeypatch.setattr("zorse_megatron.cli.plan.refuse_unwritable", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "zorse_megatron.cli.commands.zorse_plan.refuse_unwritable", lambda *_, **__: None
+    )
     result = run(*PLAN, "--out", "/proc/plan.json")
     told(result, "/proc/plan.json could not be written")
     assert parse_plan(result.stdout[result.stdout.index("\n{") :].encode()).world_size == 2

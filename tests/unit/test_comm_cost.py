@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.topologies import GB_PER_S, node, region_link, topologies, two_regions
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.costs.exchange import largest_load
+from zorse_megatron.costs.direct_exchange import largest_load
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.costs.rings import UNEVEN_PENALTY, Shards, ring_traffic
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.curves import LinkCurve, LogFit
+from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit
 
 MB = 10**6
 RATE = 10 * GB_PER_S  # of a NIC of tests.topologies.node
@@ -232,8 +232,8 @@ def test_all_reduce_is_latency() -> None:
 def with_curves(name: str) -> MeasuredNode:
     """Curves like those that are published for GH200 nodes of four."""
 
-    def curve(a: float, b: float, c: float, cap: float) -> LinkCurve:
-        return LinkCurve(
+    def curve(a: float, b: float, c: float, cap: float) -> BandwidthCurve:
+        return BandwidthCurve(
             max_bytes_per_s=cap * GB_PER_S, fit=LogFit(quadratic=a, linear=b, constant=c)
         )
 

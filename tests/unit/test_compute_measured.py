@@ -8,9 +8,9 @@ from statistics import fmean, median
 import pytest
 
 from tests.measured import imported, needs_measured
-from zorse_megatron.costs.analytic import AnalyticCompute
-from zorse_megatron.costs.compute import ProfiledCompute
+from zorse_megatron.costs.analytic_compute import AnalyticCompute
 from zorse_megatron.costs.curve import fit_curve
+from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.model_presets import MODELS

@@ -8,15 +8,15 @@ from tests.topologies import node
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.set_comm import SetComm
 from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.curves import LinkCurve, LogFit, curve_for
 from zorse_megatron.topology.device_sets import as_devices
+from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit, curve_for
 
 MIB = 2**20
 
 
-def curve(quadratic: float, linear: float, constant: float, most: float) -> LinkCurve:
+def curve(quadratic: float, linear: float, constant: float, most: float) -> BandwidthCurve:
     fit = LogFit(quadratic=quadratic, linear=linear, constant=constant)
-    return LinkCurve(max_bytes_per_s=most, fit=fit)
+    return BandwidthCurve(max_bytes_per_s=most, fit=fit)
 
 
 # Inside and between GH200 nodes, by Sailor (SOSP 2025, MIT), rounded.

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.errors import OutputError
-from zorse_megatron.files.check import folder_problems, refuse_unwritable, unwritable_problems
+from zorse_megatron.files.writable import folder_problems, refuse_unwritable, unwritable_problems
 from zorse_megatron.files.write import NotWritten, append_line, write_bytes, write_text
 
 NAMES = st.sampled_from(["a", "b", "c"])

@@ -10,7 +10,7 @@ from tests.flag_samples import all_words
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.judge import refuse_misfit
+from zorse_megatron.flags.command_findings import refuse_misfit
 from zorse_megatron.schema.plan.plan_json import parse_plan
 
 PLAN = parse_plan(json.dumps(lab_plan()).encode(), source="plan.json")

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron.errors import LaunchError
 from zorse_megatron.launch.batch_script import OWN_OPTIONS, BatchOptions, batch_script
+from zorse_megatron.launch.cluster_ranks import torch_environment
 from zorse_megatron.launch.components import components_of
 from zorse_megatron.launch.rank_environment import launched_rank
-from zorse_megatron.launch.ranks import torch_environment
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
-from zorse_megatron.launch.training import Training, training_of
+from zorse_megatron.launch.training_command import TrainingCommand, training_of
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
-TRAINING = Training(
+TRAINING = TrainingCommand(
     words=("pretrain_gpt.py", "--num-layers", "4", "--save", "a b"), resumes=True, save="a b"
 )
 KINDS = ("A100-40", "T4", "L4")
@@ -368,7 +368,7 @@ def test_a_partition_for_what_is_not_there_is_refused() -> None:
 def test_shellcheck_finds_nothing(resumes: bool, names_nodes: bool, tmp_path: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("found no shellcheck")
-    training = Training(words=TRAINING.words, resumes=resumes)
+    training = TrainingCommand(words=TRAINING.words, resumes=resumes)
     options = BatchOptions(names_nodes=names_nodes, more=("time=1:00:00",))
     script = tmp_path / "train.sh"
     script.write_text(batch_script(components_of(CLUSTER, {}), training, options, title="Trains."))
@@ -463,7 +463,7 @@ def test_options_that_the_script_writes_are_not_taken_from_the_user() -> None:
     scripts = [
         batch_script(
             components_of(CLUSTER, {"": "p"}),
-            Training(words=TRAINING.words, resumes=resumes),
+            TrainingCommand(words=TRAINING.words, resumes=resumes),
             BatchOptions(names_nodes=True),
             title="Trains.",
         )

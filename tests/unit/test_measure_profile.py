@@ -8,7 +8,7 @@ from zorse_megatron.flags.scan import split_script
 from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.measure.results.profile_parts import (
     PARTS,
-    Series,
+    MeasuredSeries,
     first_sizes,
     is_complete,
     loaded_or_empty,
@@ -45,8 +45,8 @@ OF_A_CLUSTER = (
     "--train-samples 1000 --overlap-grad-reduce --recompute-modules core_attn mlp"
 )
 SHAPE = shape_from_flags(FLAGS)
-T4 = Series(model=profiled_model(SHAPE), gpu_kind="T4", dtype="float16")
-L4 = Series(model=profiled_model(SHAPE), gpu_kind="L4", dtype="float16")
+T4 = MeasuredSeries(model=profiled_model(SHAPE), gpu_kind="T4", dtype="float16")
+L4 = MeasuredSeries(model=profiled_model(SHAPE), gpu_kind="L4", dtype="float16")
 STEP = MeasuredStep(num_parameters=1000, update_s=0.01)
 
 
@@ -74,7 +74,7 @@ passes = st.lists(
 
 @given(passes)
 def test_any_order_of_measurements_makes_a_profile_that_loads(
-    measured: list[tuple[Series, str, int]],
+    measured: list[tuple[MeasuredSeries, str, int]],
 ) -> None:
     profile = started()
     for series, part, power in measured:

@@ -2,7 +2,7 @@ import pytest
 
 from zorse_megatron.costs.interface import MemoryCost
 from zorse_megatron.costs.measured_memory import MeasuredMemory
-from zorse_megatron.costs.memory import Precision
+from zorse_megatron.costs.transformer_memory import Precision
 from zorse_megatron.schema.profile.profile import PartMemory, Profile, Source
 
 PRECISION = Precision(parameter_bytes=4, gradient_bytes=2, state_bytes=8)

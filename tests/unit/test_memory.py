@@ -7,7 +7,11 @@ from hypothesis import strategies as st
 from tests.measured import imported, needs_measured
 from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.costs.memory import TransformerMemory, memory_from_profile, precision_of
+from zorse_megatron.costs.transformer_memory import (
+    TransformerMemory,
+    memory_from_profile,
+    precision_of,
+)
 from zorse_megatron.schema.model.computing import Computing
 from zorse_megatron.schema.model.model_presets import MODELS
 

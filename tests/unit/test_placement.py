@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.cluster.rank_placement import Found, placement_problems, unchecked_kinds
+from zorse_megatron.schema.cluster.rank_placement import (
+    RankLocation,
+    placement_problems,
+    unchecked_kinds,
+)
 from zorse_megatron.schema.gpus import device_names, gpu_names
 from zorse_megatron.schema.gpus import gpu_presets as presets
 from zorse_megatron.schema.gpus.device_names import kind_of_device
@@ -102,7 +106,7 @@ def test_exactly_the_ranks_that_are_elsewhere_are_named(
     ranks: list[tuple[str, str, str, str]],
 ) -> None:
     planned, there, planned_node, node = zip(*ranks, strict=True)
-    found = [Found(node=n, gpu_kind=kind) for n, kind in zip(node, there, strict=True)]
+    found = [RankLocation(node=n, gpu_kind=kind) for n, kind in zip(node, there, strict=True)]
     problems = placement_problems(found, kinds=planned, nodes=planned_node)
     wrong = [
         (f"rank {rank} on node {n}", what)
@@ -113,18 +117,18 @@ def test_exactly_the_ranks_that_are_elsewhere_are_named(
 
 
 def test_what_the_files_do_not_say_is_not_compared() -> None:
-    found = [Found(node="a", gpu_kind="T4")]
+    found = [RankLocation(node="a", gpu_kind="T4")]
     assert placement_problems(found, kinds=None, nodes=None) == []
 
 
 def test_ranks_without_a_gpu_have_no_kind_to_compare() -> None:
-    found = [Found(node="a", gpu_kind=None)]
+    found = [RankLocation(node="a", gpu_kind=None)]
     assert placement_problems(found, kinds=["T4"], nodes=["a"]) == []
 
 
 def test_a_kind_of_ones_own_cannot_be_read_off_a_gpu_but_be_declared() -> None:
-    found = Found(node="a", gpu_kind="A100-40")
+    found = RankLocation(node="a", gpu_kind="A100-40")
     assert placement_problems([found], kinds=["half an A100"], nodes=None) == []
     assert unchecked_kinds(["half an A100", "T4"]) == ["half an A100"]
-    declared = Found(node="a", gpu_kind="A100-40", is_declared=True)
+    declared = RankLocation(node="a", gpu_kind="A100-40", is_declared=True)
     assert len(placement_problems([declared], kinds=["half an A100"], nodes=None)) == 1

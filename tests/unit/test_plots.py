@@ -11,8 +11,8 @@ from tests.unit.fake_trace import ACTION_S, fake_spans
 from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.plots import gantt
 from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
-from zorse_megatron.plots.curves import Curve, draw_curves
 from zorse_megatron.plots.gantt import draw_gantt
+from zorse_megatron.plots.loss_curves import LossCurve, draw_curves
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
 
 PLAN = demo_plan()
@@ -20,7 +20,7 @@ PLAN = demo_plan()
 
 def curve(losses, first_iteration=1):
     iterations = range(first_iteration, first_iteration + len(losses))
-    return Curve(label="a run", iterations=iterations, losses=losses)
+    return LossCurve(label="a run", iterations=iterations, losses=losses)
 
 
 def colours_of(path):

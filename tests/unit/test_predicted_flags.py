@@ -7,9 +7,9 @@ import pytest
 
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from zorse_megatron.costs.activations import LayerActivations
-from zorse_megatron.costs.analytic import AnalyticCompute
+from zorse_megatron.costs.analytic_compute import AnalyticCompute
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.computing import computing_from_flags
+from zorse_megatron.flags.computing_flags import computing_from_flags
 from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
 from zorse_megatron.schema.model.model_presets import MODELS
 

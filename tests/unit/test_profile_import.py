@@ -3,7 +3,11 @@ import pytest
 from tests.measured import imported, needs_measured
 from zorse_megatron.errors import ProfileError
 from zorse_megatron.schema.model.model_yaml import parse_model
-from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_import import (
+    ImportSettings,
+    MeasurementTable,
+    import_tables,
+)
 from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile
 
 LAYERS = """model,gpu,seq_length,dtype,micro_batch_size,forward_ms,backward_ms
@@ -34,8 +38,10 @@ inter-node,V100-16,1,-0.1,1.0,2.0,3e9
 
 
 def run(*texts, **settings):
-    tables = [Table(name=f"t{i}.csv", data=text.encode()) for i, text in enumerate(texts)]
-    return import_tables(tables, Settings(**settings))
+    tables = [
+        MeasurementTable(name=f"t{i}.csv", data=text.encode()) for i, text in enumerate(texts)
+    ]
+    return import_tables(tables, ImportSettings(**settings))
 
 
 def problems(*texts, **settings):

@@ -3,11 +3,11 @@
 import pytest
 
 from zorse_megatron.watch.processes.root_cause import (
-    Kind,
+    FailureKind,
+    LastWord,
     Limits,
     Report,
     RootCause,
-    Word,
     report_of_end,
     report_of_word,
 )
@@ -15,7 +15,7 @@ from zorse_megatron.watch.processes.root_cause import (
 ALL = range(3)
 
 
-def root_cause(*found: tuple[int, Kind, float], ended: tuple[int, ...] = ()) -> RootCause:
+def root_cause(*found: tuple[int, FailureKind, float], ended: tuple[int, ...] = ()) -> RootCause:
     new = RootCause(3, Limits())
     for rank, kind, at_s in found:
         new.note(Report(rank=rank, kind=kind, reason=kind.name), at_s)
@@ -31,27 +31,27 @@ def blamed(given: RootCause, now_s: float, *, late: tuple[int, ...] = ()) -> int
 @pytest.mark.parametrize(
     ("found", "told_s", "rank"),
     [
-        ([(0, Kind.LOST_CONTACT, 0.0), (2, Kind.KILLED, 0.1)], 0.4, 2),
-        ([(0, Kind.FAILED, 0.0), (2, Kind.KILLED, 0.1)], 0.4, 2),
-        ([(0, Kind.FAILED, 0.0), (2, Kind.FAILED, 0.1)], 0.5, 0),
-        ([(0, Kind.ABORTED, 0.0), (1, Kind.VANISHED, 1.0)], 1.3, 1),
-        ([(0, Kind.LOST_CONTACT, 0.0), (1, Kind.SILENT, 14.0)], 14.3, 1),
-        ([(0, Kind.LOST_CONTACT, 0.0), (1, Kind.LOST_CONTACT, 0.1)], 20.0, 0),
-        ([(1, Kind.EXITED, 0.0)], 10.0, 1),
-        ([(1, Kind.EXITED_WELL, 0.0)], 600.0, 1),
-        ([(1, Kind.EXITED_WELL, 0.0), (2, Kind.KILLED, 100.0)], 100.3, 2),
-        ([(1, Kind.EXITED_WELL, 0.0), (0, Kind.LOST_CONTACT, 0.1)], 1.0, 1),
+        ([(0, FailureKind.LOST_CONTACT, 0.0), (2, FailureKind.KILLED, 0.1)], 0.4, 2),
+        ([(0, FailureKind.FAILED, 0.0), (2, FailureKind.KILLED, 0.1)], 0.4, 2),
+        ([(0, FailureKind.FAILED, 0.0), (2, FailureKind.FAILED, 0.1)], 0.5, 0),
+        ([(0, FailureKind.ABORTED, 0.0), (1, FailureKind.VANISHED, 1.0)], 1.3, 1),
+        ([(0, FailureKind.LOST_CONTACT, 0.0), (1, FailureKind.SILENT, 14.0)], 14.3, 1),
+        ([(0, FailureKind.LOST_CONTACT, 0.0), (1, FailureKind.LOST_CONTACT, 0.1)], 20.0, 0),
+        ([(1, FailureKind.EXITED, 0.0)], 10.0, 1),
+        ([(1, FailureKind.EXITED_WELL, 0.0)], 600.0, 1),
+        ([(1, FailureKind.EXITED_WELL, 0.0), (2, FailureKind.KILLED, 100.0)], 100.3, 2),
+        ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
         # Its own fault; and the watchdog's, which it was left to by the one that has exited.
-        ([(1, Kind.EXITED_WELL, 0.0), (0, Kind.ABORTED, 30.0)], 32.0, 0),
-        ([(1, Kind.EXITED_WELL, 0.0), (0, Kind.ABORTED, 500.0)], 502.0, 1),
-        ([(1, Kind.EXITED, 0.0), (0, Kind.LOST_CONTACT, 0.1)], 1.0, 1),
-        ([(1, Kind.REFUSED, 0.0)], 20.0, 1),
-        ([(1, Kind.REFUSED, 0.0), (0, Kind.LOST_CONTACT, 0.1)], 1.0, 1),
-        ([(1, Kind.ASKED_TO_END, 0.0), (0, Kind.LOST_CONTACT, 0.1)], 3.0, 1),
+        ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.ABORTED, 30.0)], 32.0, 0),
+        ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.ABORTED, 500.0)], 502.0, 1),
+        ([(1, FailureKind.EXITED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
+        ([(1, FailureKind.REFUSED, 0.0)], 20.0, 1),
+        ([(1, FailureKind.REFUSED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
+        ([(1, FailureKind.ASKED_TO_END, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 3.0, 1),
     ],
 )
 def test_the_likeliest_cause_is_blamed_when_others_had_their_time(
-    found: list[tuple[int, Kind, float]], told_s: float, rank: int
+    found: list[tuple[int, FailureKind, float]], told_s: float, rank: int
 ) -> None:
     given = root_cause(*found)
     assert blamed(given, told_s - 0.01) is None
@@ -59,57 +59,64 @@ def test_the_likeliest_cause_is_blamed_when_others_had_their_time(
 
 
 def test_a_rank_that_is_overdue_may_be_the_reason() -> None:
-    given = root_cause((0, Kind.ABORTED, 0.0))
+    given = root_cause((0, FailureKind.ABORTED, 0.0))
     assert blamed(given, 5.0, late=(2,)) is None
-    assert blamed(root_cause((0, Kind.KILLED, 0.0)), 5.0, late=(2,)) == 0
+    assert blamed(root_cause((0, FailureKind.KILLED, 0.0)), 5.0, late=(2,)) == 0
 
 
 def test_ranks_that_have_not_joined_are_waited_for() -> None:
-    given = root_cause((1, Kind.KILLED, 0.0))
+    given = root_cause((1, FailureKind.KILLED, 0.0))
     assert given.culprit(29.0, joined=(0, 1), late=()) is None
     culprit = given.culprit(31.0, joined=(0, 1), late=())
     assert culprit is not None and culprit.rank == 1
 
 
-@pytest.mark.parametrize("kind", [Kind.EXITED, Kind.ASKED_TO_END, Kind.REFUSED, Kind.FAILED])
-def test_what_all_ranks_do_is_no_ranks_fault(kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind", [FailureKind.EXITED, FailureKind.ASKED_TO_END, FailureKind.REFUSED, FailureKind.FAILED]
+)
+def test_what_all_ranks_do_is_no_ranks_fault(kind: FailureKind) -> None:
     found = [(rank, kind, 0.1 * rank) for rank in ALL]
     assert blamed(root_cause(*found), 100.0) is None
     assert blamed(root_cause(*found[:2]), 100.0) == 0
 
 
 def test_work_that_is_done_is_no_fault() -> None:
-    done = [(rank, Kind.DONE, 0.0) for rank in ALL]
+    done = [(rank, FailureKind.DONE, 0.0) for rank in ALL]
     assert blamed(root_cause(*done, ended=(0, 1, 2)), 100.0) is None
-    assert blamed(root_cause(*done[:2], (2, Kind.KILLED, 1.0)), 100.0) == 2
+    assert blamed(root_cause(*done[:2], (2, FailureKind.KILLED, 1.0)), 100.0) == 2
 
 
 def test_how_long_a_rank_has_suffered_counts_from_its_first_word() -> None:
-    given = root_cause((0, Kind.LOST_CONTACT, 0.0), (0, Kind.LOST_CONTACT, 15.0))
+    given = root_cause((0, FailureKind.LOST_CONTACT, 0.0), (0, FailureKind.LOST_CONTACT, 15.0))
     assert blamed(given, 20.1) == 0
 
 
 @pytest.mark.parametrize(
     ("status", "word", "kind", "reason"),
     [
-        (-9, "", Kind.KILLED, "was killed by signal 9 (SIGKILL): its node had no memory left"),
-        (-11, "done:", Kind.KILLED, "was killed by signal 11 (SIGSEGV)"),
-        (-6, "", Kind.ABORTED, "was killed by signal 6 (SIGABRT)"),
-        (-15, "", Kind.ASKED_TO_END, "was ended by SIGTERM"),
-        (7, "", Kind.LEFT, "ended with status 7, without a word"),
-        (1, "failed:ValueError: x: y", Kind.FAILED, "failed (ValueError: x: y)"),
-        (0, "exits:0", Kind.EXITED_WELL, "has exited alone, with status 0,"),
-        (0, "done:", Kind.DONE, ""),
-        (1, "done:", Kind.LEFT, "ended with status 1, with all its work done,"),
+        (
+            -9,
+            "",
+            FailureKind.KILLED,
+            "was killed by signal 9 (SIGKILL): its node had no memory left",
+        ),
+        (-11, "done:", FailureKind.KILLED, "was killed by signal 11 (SIGSEGV)"),
+        (-6, "", FailureKind.ABORTED, "was killed by signal 6 (SIGABRT)"),
+        (-15, "", FailureKind.ASKED_TO_END, "was ended by SIGTERM"),
+        (7, "", FailureKind.LEFT, "ended with status 7, without a word"),
+        (1, "failed:ValueError: x: y", FailureKind.FAILED, "failed (ValueError: x: y)"),
+        (0, "exits:0", FailureKind.EXITED_WELL, "has exited alone, with status 0,"),
+        (0, "done:", FailureKind.DONE, ""),
+        (1, "done:", FailureKind.LEFT, "ended with status 1, with all its work done,"),
     ],
 )
 def test_how_a_process_ends_says_what_befell_it(
-    status: int, word: str, kind: Kind, reason: str
+    status: int, word: str, kind: FailureKind, reason: str
 ) -> None:
     report = report_of_end(1, status=status, word=word, phase="", memory_ran_out=True)
     assert (report.kind, report.reason, report.status) == (kind, reason, status)
 
 
 def test_every_word_is_understood() -> None:
-    for word in Word:
+    for word in LastWord:
         assert report_of_word(0, word=f"{word}:why", phase="").rank == 0

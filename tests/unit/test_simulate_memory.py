@@ -15,7 +15,7 @@ from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
 from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.sizes import Sizes
+from zorse_megatron.simulate.rank_sizes import RankSizes
 
 
 def with_groups(plan, **options):
@@ -234,7 +234,7 @@ def test_activations_are_those_between_forward_and_backward(case):
     """The number in flight is counted from the spans alone."""
     plan, _, _, memory, _ = case
     result = run_case(case)
-    sizes = Sizes(plan, memory)
+    sizes = RankSizes(plan, memory)
     for rank, actions in enumerate(lower_plan(plan).ranks):
         starts, ends, chunk = [], [], None
         for action, span in zip(actions, result.spans(rank), strict=True):

@@ -9,9 +9,9 @@ from tests.unit.simulation import run
 from tests.unit.test_plots import colours_of, rgb
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.demo.model import demo_plan
-from zorse_megatron.plots.memory import draw_memory
+from zorse_megatron.plots.memory_bars import draw_memory
 from zorse_megatron.plots.rows import rows_of
-from zorse_megatron.plots.timeline import draw_timeline
+from zorse_megatron.plots.simulated_gantt import draw_timeline
 
 GIB = 2**30
 MEMORY = FakeMemory(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli_samples import runner_in
-from zorse_megatron.cli.priced import priced
+from zorse_megatron.cli.costed import costed
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.emulate.compare import contestants as contestants_module
 from zorse_megatron.emulate.compare.contestants import BEST_GPUS, STOCK, Contestant, contestants
@@ -58,10 +58,10 @@ def test_the_best_layout_is_the_fastest_that_fits(layers):
     every = []
     for grid in grids(inputs):
         plan = plan_of_grid(inputs, grid)
-        priced = simulate_plan(inputs, plan, framework=STOCK_1F1B)
-        peaks = zip(priced.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+        costed = simulate_plan(inputs, plan, framework=STOCK_1F1B)
+        peaks = zip(costed.peak_memory_bytes, inputs.capacities_bytes, strict=True)
         if all(peak <= capacity for peak, capacity in peaks):
-            every.append((priced.iteration_s, grid))
+            every.append((costed.iteration_s, grid))
     best = stock_on_all(inputs).fitting
     assert (best.iteration_s, best.grid) == min(every, key=lambda each: each[0])
     assert len({grid.width for _, grid in every}) > 1
@@ -111,7 +111,7 @@ def test_compare_and_compare_plans_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(contestants_module, "_ours", lambda inputs: skipped)
     monkeypatch.setattr(contestants_module, "_by_strategy", lambda inputs, strategy: skipped)
     workload = workload_of(model="model.yaml", flags=None)
-    inputs = priced(load_cluster("cluster.yaml"), workload, [], global_batch_size=16).inputs
+    inputs = costed(load_cluster("cluster.yaml"), workload, [], global_batch_size=16).inputs
     trained = {each.name: each for each in contestants(inputs, quick=False)}
     for name in (STOCK, BEST_GPUS):
         assert told[name]["layout"] == trained[name].layout

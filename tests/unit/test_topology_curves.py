@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zorse_megatron.topology.curves import LinkCurve, LogFit, as_curves, curve_for
+from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit, as_curves, curve_for
 
 MEASURED = Path(__file__).resolve().parents[3] / "shared" / "measured" / "link_bandwidth.csv"
 SIZES = [2**power for power in range(0, 36)]
@@ -22,10 +22,10 @@ def measured_rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def curve_of(row: dict[str, str]) -> LinkCurve:
+def curve_of(row: dict[str, str]) -> BandwidthCurve:
     a, b, c = (float(row[column]) for column in "abc")
     fit = LogFit(quadratic=a, linear=b, constant=c)
-    return LinkCurve(max_bytes_per_s=float(row["max_bytes_per_s"]), fit=fit)
+    return BandwidthCurve(max_bytes_per_s=float(row["max_bytes_per_s"]), fit=fit)
 
 
 def test_measured_curves_are_met_where_messages_are_large() -> None:
@@ -66,7 +66,7 @@ def test_larger_messages_take_longer_and_go_faster(
         fit = LogFit(quadratic=a, linear=b, constant=c)
     except ValueError:
         assume(False)
-    curve = LinkCurve(max_bytes_per_s=cap, fit=fit)
+    curve = BandwidthCurve(max_bytes_per_s=cap, fit=fit)
     times = [curve.transfer_s(size) for size in SIZES]
     rates = [curve.bytes_per_s(size) for size in SIZES]
     slack = 1 + 1e-9
@@ -92,7 +92,7 @@ def test_the_least_time_is_found(a: float, b: float, c: float) -> None:
 
 
 def test_constant_link() -> None:
-    curve = LinkCurve(max_bytes_per_s=1e9, latency_s=1e-3)
+    curve = BandwidthCurve(max_bytes_per_s=1e9, latency_s=1e-3)
     assert curve.transfer_s(1e6) == pytest.approx(2e-3)
     assert curve.bytes_per_s(1e6) == pytest.approx(5e8)
     assert curve.transfer_s(0) == 1e-3 and curve.bytes_per_s(0) == 1e9
@@ -110,6 +110,6 @@ def test_useless_fits_are_refused(coefficients: tuple[float, float, float]) -> N
 
 def test_useless_links_are_refused() -> None:
     with pytest.raises(ValueError, match="bandwidth > 0"):
-        LinkCurve(max_bytes_per_s=0.0)
+        BandwidthCurve(max_bytes_per_s=0.0)
     with pytest.raises(ValueError, match="latency >= 0"):
-        LinkCurve(max_bytes_per_s=1.0, latency_s=-1.0)
+        BandwidthCurve(max_bytes_per_s=1.0, latency_s=-1.0)

@@ -9,7 +9,7 @@ from tests.unit.cli_samples import FLAGS, write_lab
 from zorse_megatron import pretrain
 from zorse_megatron.watch.processes.hub import Hub
 from zorse_megatron.watch.processes.member import Member
-from zorse_megatron.watch.processes.root_cause import Kind, Limits, Report
+from zorse_megatron.watch.processes.root_cause import FailureKind, Limits, Report
 from zorse_megatron.watch.processes.watcher import last_line
 
 WORLD_SIZE = 3
@@ -41,7 +41,7 @@ class Job:
             if self.hub.is_over:
                 self.close()
 
-    def end(self, rank: int, kind: Kind) -> None:
+    def end(self, rank: int, kind: FailureKind) -> None:
         report = Report(rank=rank, kind=kind, reason="came to its end")
         post = self.members[rank - 1] if rank else self.hub
         post.report(report, self.now_s, ended=True)
@@ -70,8 +70,8 @@ def job() -> Iterator[Job]:
             line.close()
 
 
-@pytest.mark.parametrize("kind", [Kind.DONE, Kind.EXITED_WELL])
-def test_who_uploads_for_minutes_has_its_time(kind: Kind, job: Job) -> None:
+@pytest.mark.parametrize("kind", [FailureKind.DONE, FailureKind.EXITED_WELL])
+def test_who_uploads_for_minutes_has_its_time(kind: FailureKind, job: Job) -> None:
     """All others have come to their end; their watchers wait, as srun would end the last one."""
     job.run(5)
     for rank in (0, 1):
@@ -87,11 +87,11 @@ def test_who_uploads_for_minutes_has_its_time(kind: Kind, job: Job) -> None:
 
 def test_nobody_is_waited_for_longer_than_in_a_collective(job: Job) -> None:
     for rank in (0, 1):
-        job.end(rank, Kind.EXITED_WELL)
+        job.end(rank, FailureKind.EXITED_WELL)
     job.run(599)
     assert job.hub.culprit is None
     job.run(620)
-    assert job.hub.culprit is not None and job.hub.culprit.kind is Kind.EXITED_WELL
+    assert job.hub.culprit is not None and job.hub.culprit.kind is FailureKind.EXITED_WELL
     assert job.are_over[:2] == [True, True] and len(job.lines) == 1
 
 
@@ -99,7 +99,7 @@ def test_who_comes_when_the_job_has_ended_gives_no_verdict_of_its_own(job: Job) 
     """A rank that still imports when others have failed would have blamed rank 0."""
     job.late.add(2)
     job.run(5)
-    job.end(1, Kind.FAILED)
+    job.end(1, FailureKind.FAILED)
     job.run(34)
     assert job.hub.culprit is None, "the late one may still come"
     job.run(60)

@@ -17,7 +17,7 @@ from zorse_megatron.watch.processes.hub import Hub
 from zorse_megatron.watch.processes.line_socket import LineSocket
 from zorse_megatron.watch.processes.member import Member
 from zorse_megatron.watch.processes.rank_page import RankPage
-from zorse_megatron.watch.processes.root_cause import Limits, Report, Word
+from zorse_megatron.watch.processes.root_cause import LastWord, Limits, Report
 
 RANKS_PER_NODE = 8
 
@@ -79,7 +79,7 @@ def test_a_watcher_waits_for_more_files_than_select_knows(
             nonlocal looks
             looks += 1
 
-    page.word.write(f"{Word.DONE}:")
+    page.word.write(f"{LastWord.DONE}:")
     monkeypatch.setattr(watcher, "end_as", lambda status: None)
     watcher.Watcher(
         rank=1,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zorse_megatron.cli.commands.zorse_profile import counts_of
 from zorse_megatron.cli.plan_table import plan_line, plan_summary
-from zorse_megatron.cli.profile import counts_of
 from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schedules.refusals import refuse_unsupported

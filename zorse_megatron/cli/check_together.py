@@ -7,8 +7,8 @@ from pathlib import Path
 
 from zorse_megatron.cli.check_files import CheckedFile
 from zorse_megatron.cli.console import gib
+from zorse_megatron.cli.costed import costed_on
 from zorse_megatron.cli.fits import model_problems, workload_in_flags
-from zorse_megatron.cli.priced import priced_on
 from zorse_megatron.cli.simulated import (
     capacities_bytes,
     fullest_rank,
@@ -127,7 +127,7 @@ def _memory(
         host_sentences,
     )
 
-    prices = priced_on(plan, cluster, workload, profiles)
+    prices = costed_on(plan, cluster, workload, profiles)
     result = simulated(plan, prices, source=source)
     needs = host_needs(prices.inputs, result)
     problems = [

@@ -11,7 +11,7 @@ import typer
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import is_given
 from zorse_megatron.errors import Problem
-from zorse_megatron.files.check import unwritable_problems
+from zorse_megatron.files.writable import unwritable_problems
 from zorse_megatron.launch.batch_script import OWN_OPTIONS
 from zorse_megatron.launch.sbatch_options import closest, is_known
 

@@ -8,21 +8,21 @@ from typing import Annotated
 import typer
 
 from zorse_megatron import __version__
-from zorse_megatron.cli.actions import actions
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
-from zorse_megatron.cli.check import check
-from zorse_megatron.cli.checkpoint import checkpoint
-from zorse_megatron.cli.commands import Commands
-from zorse_megatron.cli.compare import compare
-from zorse_megatron.cli.compare_plans import compare_plans
-from zorse_megatron.cli.discover import discover
-from zorse_megatron.cli.emulate import emulate
-from zorse_megatron.cli.explain import explain
-from zorse_megatron.cli.launch import launch
-from zorse_megatron.cli.plan import plan
-from zorse_megatron.cli.profile import profile
-from zorse_megatron.cli.schema import schema
-from zorse_megatron.cli.simulate import simulate
+from zorse_megatron.cli.command_group import Commands
+from zorse_megatron.cli.commands.zorse_actions import actions
+from zorse_megatron.cli.commands.zorse_check import check
+from zorse_megatron.cli.commands.zorse_checkpoint import checkpoint
+from zorse_megatron.cli.commands.zorse_compare import compare
+from zorse_megatron.cli.commands.zorse_compare_plans import compare_plans
+from zorse_megatron.cli.commands.zorse_discover import discover
+from zorse_megatron.cli.commands.zorse_emulate import emulate
+from zorse_megatron.cli.commands.zorse_explain import explain
+from zorse_megatron.cli.commands.zorse_launch import launch
+from zorse_megatron.cli.commands.zorse_plan import plan
+from zorse_megatron.cli.commands.zorse_profile import profile
+from zorse_megatron.cli.commands.zorse_schema import schema
+from zorse_megatron.cli.commands.zorse_simulate import simulate
 
 # What goes wrong on our side is reported with a plain traceback, without everybody's variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from zorse_megatron.cli.console import reported_errors
-from zorse_megatron.cli.progress import OnProgress, progress_bar
+from zorse_megatron.cli.progress_display import OnProgress, progress_bar
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank
 

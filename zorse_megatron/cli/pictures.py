@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.priced import Priced
+from zorse_megatron.cli.costed import Costed
 from zorse_megatron.cli.simulated import capacities_bytes
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
@@ -59,16 +59,16 @@ def refuse_without_matplotlib(pictures: Pictures) -> None:
 
 
 def save_pictures(
-    pictures: Pictures, plan: Plan, priced: Priced, result: "SimulationResult", *, title: str
+    pictures: Pictures, plan: Plan, priced: Costed, result: "SimulationResult", *, title: str
 ) -> Sequence[Path]:
     """Write what was asked for, and return the paths."""
     written = []
     if pictures.timeline is not None:
-        from zorse_megatron.plots.timeline import draw_timeline
+        from zorse_megatron.plots.simulated_gantt import draw_timeline
 
         written.append(draw_timeline(pictures.timeline, plan=plan, result=result, title=title))
     if pictures.memory is not None:
-        from zorse_megatron.plots.memory import draw_memory
+        from zorse_megatron.plots.memory_bars import draw_memory
 
         written.append(
             draw_memory(

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.console import gib, print_plain
+from zorse_megatron.cli.costed import Costed
 from zorse_megatron.cli.plan_table import plan_line, print_plan
-from zorse_megatron.cli.priced import Priced
 from zorse_megatron.errors import PlanError
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
@@ -32,7 +32,7 @@ def not_trainable_yet(found: Plan) -> str | None:
 
 
 def print_answer(
-    prices: Priced, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+    prices: Costed, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
 ) -> None:
     """Print the plan, the `sentences` on why it is that one, what was rejected, and notes."""
     print_plain(plan_line(outcome.plan))
@@ -52,7 +52,7 @@ def print_answer(
         print_plain(f"written: {out}")
 
 
-def _prediction(prices: Priced, outcome: "Outcome") -> tuple[str, ...]:
+def _prediction(prices: Costed, outcome: "Outcome") -> tuple[str, ...]:
     """Time and memory of a plan that is too large to be explained beside the search."""
     from zorse_megatron.planner.explain.explanation import bound_sentence
 
@@ -74,7 +74,7 @@ def _peaks(outcome: "Outcome") -> tuple[int, ...]:
     return outcome.simulation.peak_memory_bytes
 
 
-def notes_on(prices: Priced, outcome: "Outcome") -> list[str]:
+def notes_on(prices: Costed, outcome: "Outcome") -> list[str]:
     """What was chosen and assumed, each thing once."""
     cannot = not_trainable_yet(outcome.plan)
     extrapolated = "the time was extrapolated from a simulation of fewer samples"
@@ -88,7 +88,7 @@ def notes_on(prices: Priced, outcome: "Outcome") -> list[str]:
 
 
 def answer_as_json(
-    prices: Priced, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+    prices: Costed, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
 ) -> dict[str, Any]:
     """Return the same as JSON values."""
     return {

@@ -22,7 +22,7 @@ _MAX_ROWS_PER_GROUP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
+class _RankRow:
     """Ranks of a group that cannot be told apart in the table."""
 
     group: int
@@ -74,13 +74,13 @@ def ranks_as_json(plan: Plan, result: "SimulationResult", cluster: Cluster) -> l
     ]
 
 
-def _rows(plan: Plan, number: int, result: "SimulationResult", cluster: Cluster) -> list[_Row]:
+def _rows(plan: Plan, number: int, result: "SimulationResult", cluster: Cluster) -> list[_RankRow]:
     """Ranks of one group by what they show, busiest first."""
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank in plan.groups[number].ranks:
         peak = gib(result.peak_memory_bytes[rank])
         alike[cluster.gpu_kinds[rank], *_percents(result, rank), peak].append(rank)
-    rows = [_Row(group=number, ranks=tuple(ranks), kind=key[0]) for key, ranks in alike.items()]
+    rows = [_RankRow(group=number, ranks=tuple(ranks), kind=key[0]) for key, ranks in alike.items()]
     return sorted(rows, key=lambda row: -result.usage[row.ranks[0]].busy_s)
 
 

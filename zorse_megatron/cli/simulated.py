@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError, gib
-from zorse_megatron.cli.priced import Priced
+from zorse_megatron.cli.costed import Costed
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import Plan
@@ -22,7 +22,7 @@ _ALL_RANKS_UP_TO = 64
 
 
 def simulated(
-    plan: Plan, priced: Priced, *, source: str, perturbation: "Perturbation | None" = None
+    plan: Plan, priced: Costed, *, source: str, perturbation: "Perturbation | None" = None
 ) -> "SimulationResult":
     """Simulate one iteration. Raises PlanError or CommandError where that cannot be done."""
     from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
@@ -91,7 +91,7 @@ def memory_problems(
         )
 
 
-def types_of(plan: Plan, priced: Priced) -> str:
+def types_of(plan: Plan, priced: Costed) -> str:
     """What groups compute in, in words."""
     types = (group.compute_dtype or priced.dtype for group in plan.groups)
     return " and ".join(dict.fromkeys(types))

@@ -10,8 +10,8 @@ from typing import get_args
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.errors import FlagError, ModelError, Problem
 from zorse_megatron.flags.command import Command, read_command
-from zorse_megatron.flags.computing import computing_from_flags
-from zorse_megatron.flags.judge import Judgement, judged
+from zorse_megatron.flags.command_findings import Findings, findings_of
+from zorse_megatron.flags.computing_flags import computing_from_flags
 from zorse_megatron.flags.shape import (
     batch_size_from_flags,
     dtype_from_flags,
@@ -85,8 +85,8 @@ def workload_of(
     chosen = None if is_auto else dtype_named(dtype)
     if flags is not None:
 
-        def judge(command: Command) -> Judgement:
-            return judged(command, plan, kinds) if judges else ([], [])
+        def judge(command: Command) -> Findings:
+            return findings_of(command, plan, kinds) if judges else ([], [])
 
         found = _from_flags(flags, global_batch_size, seq_length, chosen, judge)
         # What a plan says of its groups takes precedence over what the command says of the job.
@@ -119,7 +119,7 @@ def _from_flags(
     batch: int | None,
     seq_length: int | None,
     dtype: Dtype | None,
-    judge: Callable[[Command], Judgement],
+    judge: Callable[[Command], Findings],
 ) -> Workload:
     """Everything from the flags; options may say the same once more, but nothing else."""
     command = read_command(flags)

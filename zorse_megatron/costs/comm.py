@@ -11,11 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from zorse_megatron.costs.exchange import largest_load
+from zorse_megatron.costs.direct_exchange import largest_load
 from zorse_megatron.costs.rank_set import RankSet, rank_set
-from zorse_megatron.costs.rings import Form, Shards, Traffic, ring_traffic
+from zorse_megatron.costs.rings import Form, RingTraffic, Shards, ring_traffic
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.curves import curve_for
+from zorse_megatron.topology.link_curves import curve_for
 from zorse_megatron.topology.routes import Routes
 
 Algorithm = Literal["ring", "hierarchical"]
@@ -164,7 +164,7 @@ def _hierarchical_options(
 
 
 def _option(
-    algorithm: Algorithm, way: Traffic, shards: Shards, bytes_per_s: float, latency_s: float
+    algorithm: Algorithm, way: RingTraffic, shards: Shards, bytes_per_s: float, latency_s: float
 ) -> CollectiveOption:
     time_s = shards.penalty * (way.bytes_per_link / bytes_per_s + latency_s)
     return CollectiveOption(algorithm=algorithm, form=way.form, time_s=time_s)

@@ -23,7 +23,7 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class LayerTraffic:
     """Memory traffic of one pass."""
 
     elementwise_passes: float
@@ -82,14 +82,14 @@ _SAME_FAMILY = {
 # Where nothing was fitted: about the median of the table.
 _USUAL = Shares(forward=0.70, backward=0.65)
 
-_TRAFFIC: dict[bool, tuple[Traffic, Traffic]] = {
+_TRAFFIC: dict[bool, tuple[LayerTraffic, LayerTraffic]] = {
     True: (
-        Traffic(elementwise_passes=7.5, bytes_per_parameter=2.0),
-        Traffic(elementwise_passes=13.5, bytes_per_parameter=22.0),
+        LayerTraffic(elementwise_passes=7.5, bytes_per_parameter=2.0),
+        LayerTraffic(elementwise_passes=13.5, bytes_per_parameter=22.0),
     ),
     False: (
-        Traffic(elementwise_passes=7.5, bytes_per_parameter=4.0),
-        Traffic(elementwise_passes=13.5, bytes_per_parameter=16.0),
+        LayerTraffic(elementwise_passes=7.5, bytes_per_parameter=4.0),
+        LayerTraffic(elementwise_passes=13.5, bytes_per_parameter=16.0),
     ),
 }
 
@@ -108,7 +108,7 @@ def shares_of(names: Iterable[str], dtype: Dtype) -> tuple[Shares, bool]:
     return _USUAL, False
 
 
-def traffic_of(dtype: Dtype) -> tuple[Traffic, Traffic]:
+def traffic_of(dtype: Dtype) -> tuple[LayerTraffic, LayerTraffic]:
     """Return the traffic of forward and backward."""
     return _TRAFFIC[is_sixteen_bit(dtype)]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.costs.memory import Precision
+from zorse_megatron.costs.transformer_memory import Precision
 from zorse_megatron.schema.profile.profile import PartMemory, Profile
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.curves import Curves, curve_for
-from zorse_megatron.topology.routes import Link, Routes
+from zorse_megatron.topology.link_curves import Curves, curve_for
+from zorse_megatron.topology.routes import DirectedLink, Routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class _Crossing:
     """The ring's way from one node to the next."""
 
     ends: tuple[MeasuredNode, MeasuredNode]
-    links: tuple[Link, ...]
+    links: tuple[DirectedLink, ...]
 
     @property
     def is_far(self) -> bool:

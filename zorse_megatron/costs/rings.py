@@ -53,7 +53,7 @@ class Shards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class RingTraffic:
     """What every link of a ring carries: so many bytes, in messages of such a size."""
 
     form: Form
@@ -61,7 +61,7 @@ class Traffic:
     message_bytes: float
 
 
-def ring_traffic(shards: Shards) -> tuple[Traffic, ...]:
+def ring_traffic(shards: Shards) -> tuple[RingTraffic, ...]:
     """The forms that are possible for these shards. O(1).
 
     >>> sizes = Shards.of((60.0, 20.0, 20.0))
@@ -71,8 +71,10 @@ def ring_traffic(shards: Shards) -> tuple[Traffic, ...]:
     padded_bytes = shards.largest_bytes * (shards.count - 1)
     largest = shards.largest_bytes
     if shards.is_even:
-        return (Traffic(form="equal", bytes_per_link=padded_bytes, message_bytes=largest),)
+        return (RingTraffic(form="equal", bytes_per_link=padded_bytes, message_bytes=largest),)
     return (
-        Traffic(form="padded", bytes_per_link=padded_bytes, message_bytes=largest),
-        Traffic(form="grouped", bytes_per_link=shards.total_bytes, message_bytes=shards.mean_bytes),
+        RingTraffic(form="padded", bytes_per_link=padded_bytes, message_bytes=largest),
+        RingTraffic(
+            form="grouped", bytes_per_link=shards.total_bytes, message_bytes=shards.mean_bytes
+        ),
     )

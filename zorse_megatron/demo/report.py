@@ -28,7 +28,7 @@ from zorse_megatron.schema.plan.plan_json import dump_plan, fingerprint
 from zorse_megatron.trace import load_trace
 
 if TYPE_CHECKING:
-    from zorse_megatron.plots.curves import Curve
+    from zorse_megatron.plots.loss_curves import LossCurve
 
 STOCK_LABEL = "stock Megatron, one process"
 
@@ -60,7 +60,7 @@ def loss_table(comparison: Comparison, *, every: int = 5) -> Table:
 
 def draw_loss(path: Path, comparison: Comparison, plan: Plan) -> Path:
     """Draw both loss curves and their difference."""
-    from zorse_megatron.plots.curves import draw_curves
+    from zorse_megatron.plots.loss_curves import draw_curves
 
     return draw_curves(
         path,
@@ -117,10 +117,10 @@ def write_json(
     return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def _curve(label: str, run: Sequence[Iteration]) -> "Curve":
-    from zorse_megatron.plots.curves import Curve
+def _curve(label: str, run: Sequence[Iteration]) -> "LossCurve":
+    from zorse_megatron.plots.loss_curves import LossCurve
 
-    return Curve(
+    return LossCurve(
         label=label,
         iterations=[iteration.iteration for iteration in run],
         losses=[iteration.loss for iteration in run],

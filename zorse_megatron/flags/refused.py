@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class FlagFamily:
     """Flags that are refused for the same reason."""
 
     what: str
@@ -30,16 +30,16 @@ _NO_PART = "It has no part in pretraining under a plan; remove the flag."
 _STOCK = "Stock does it, from any plan's checkpoint: train without --zorse-plan for it."
 
 
-def _decided(what: str, names: str) -> Family:
-    return Family(what=what, names=names, remedy=DECIDED)
+def _decided(what: str, names: str) -> FlagFamily:
+    return FlagFamily(what=what, names=names, remedy=DECIDED)
 
 
-def _not_yet(what: str, names: str) -> Family:
-    return Family(what=what, names=names, remedy=NOT_YET)
+def _not_yet(what: str, names: str) -> FlagFamily:
+    return FlagFamily(what=what, names=names, remedy=NOT_YET)
 
 
-def _untried(what: str, names: str) -> Family:
-    return Family(what=what, names=names, remedy=UNTRIED)
+def _untried(what: str, names: str) -> FlagFamily:
+    return FlagFamily(what=what, names=names, remedy=UNTRIED)
 
 
 DECIDED_BY_PLAN = (
@@ -107,7 +107,7 @@ _MODEL = (
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
         "dsa_* attention_output_gate use_kitchen_attention kitchen_attention_backend",
     ),
-    Family(
+    FlagFamily(
         what="A softmax with parameters of its own",
         names="softmax_type",
         remedy=NOT_YET,
@@ -128,14 +128,14 @@ _MODEL = (
     _untried("MuP", "use_mup mup_*"),
     _untried("Frozen layers", "freeze_all_layers"),
     _untried("Transformer Engine's operation fuser", "use_transformer_engine_op_fuser"),
-    Family(
+    FlagFamily(
         what="Other models than GPT",
         names="relative_attention_num_buckets relative_attention_max_distance mrope_section "
         "vocab_extra_ids mask_prob short_seq_prob sample_rate onnx_safe "
         "decoder_num_layers decoder_seq_length",
         remedy=_NOT_GPT,
     ),
-    Family(
+    FlagFamily(
         what="Other models than GPT, data and sizes",
         names="ict_* biencoder_* bert_* titles_data_path query_in_block_prob use_one_sent_docs "
         "evidence_data_path retriever_* block_data_path embedding_path indexer_* num_classes img_h "
@@ -144,13 +144,13 @@ _MODEL = (
         "output_bert_embeddings",
         remedy=_NOT_GPT,
     ),
-    Family(
+    FlagFamily(
         what="Rotary embeddings of other models",
         names="rope_type",
         remedy=_NOT_GPT,
         accepted=("rope",),
     ),
-    Family(
+    FlagFamily(
         what="Sizes by another name",
         names="encoder_num_layers encoder_seq_length",
         remedy="Use --num-layers and --seq-length.",
@@ -164,7 +164,7 @@ _BATCH = (
         "phase_transition_iterations",
     ),
     _not_yet("Skipped iterations", "iterations_to_skip"),
-    Family(
+    FlagFamily(
         what="Data loaders other than Megatron's own",
         names="dataloader_type",
         remedy="A plan needs Megatron's global sample order; use Megatron's own data loader.",
@@ -174,12 +174,12 @@ _BATCH = (
         "Several or whole validation sets",
         "full_validation multiple_validation_sets validation_set_names",
     ),
-    Family(what="Evaluation alone", names="skip_train", remedy=NOT_YET + " " + _STOCK),
+    FlagFamily(what="Evaluation alone", names="skip_train", remedy=NOT_YET + " " + _STOCK),
     _not_yet("Distillation", "logits_*"),
     _not_yet(
         "Reinforcement learning", "perform_rl_step rl_* grpo_* langrl_env_config refit_method"
     ),
-    Family(
+    FlagFamily(
         what="Inference",
         names="inference_* max_tokens_to_oom use_legacy_static_engine decode_only_cuda_graphs "
         "enable_chunked_prefill num_speculative_tokens offset_sampling_seed_by_dp_rank "
@@ -196,13 +196,13 @@ _NUMBERS = (
         "num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag te_precision_config_file "
         "stream_ckpt_dequant",
     ),
-    Family(
+    FlagFamily(
         what="Optimizers other than Adam",
         names="optimizer",
         remedy=NOT_YET,
         accepted=("adam",),
     ),
-    Family(
+    FlagFamily(
         what="Settings of optimizers other than Adam",
         names="sgd_momentum muon_* lion_* use_layer_wise_param_layout",
         remedy="A plan trains with Adam; remove the flag.",
@@ -258,13 +258,13 @@ _MACHINE = (
         "adlr_autoresume_interval run_workload_inspector_server gpu_sniff_test_interval test_mode "
         "fault_injector_* error_injection_rate error_injection_type enable_msc",
     ),
-    Family(
+    FlagFamily(
         what="Iterations that are run again",
         names="rerun_mode",
         remedy=UNTRIED,
         accepted=("validate_results", "disabled"),
     ),
-    Family(
+    FlagFamily(
         what="Checkpoint formats other than `torch_dist`",
         names="ckpt_format ckpt_convert_format ckpt_convert_save "
         "ckpt_convert_update_legacy_dist_opt_format auto_detect_ckpt_format",
@@ -288,7 +288,7 @@ _MACHINE = (
     ),
     _not_yet("The norm of the parameters in the log", "log_params_norm"),
     _not_yet("Arguments from a YAML file", "yaml_cfg"),
-    Family(
+    FlagFamily(
         what="Gone from Megatron",
         names="batch_size warmup model_parallel_size checkpoint_activations",
         remedy="Megatron has --micro-batch-size, --lr-warmup-fraction, "

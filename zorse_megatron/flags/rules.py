@@ -15,10 +15,10 @@ from zorse_megatron.flags.fit import (
     model_problems,
     stage_problems,
 )
+from zorse_megatron.flags.flag_handling import is_refused, refusable
 from zorse_megatron.flags.refused import DECIDED
 from zorse_megatron.flags.table import spelling_of
 from zorse_megatron.flags.types import device_problems, dtype_problems, wire_problems
-from zorse_megatron.flags.verdicts import is_refused, refusable
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan

@@ -22,7 +22,7 @@ def unknown_problems(words: Sequence[str], known: Iterable[str]) -> list[Problem
     return [_problem(each, names) for each in dict.fromkeys(unknown)]
 
 
-def judged_unknown(command: Command) -> tuple[list[Problem], list[str]]:
+def unknown_flag_findings(command: Command) -> tuple[list[Problem], list[str]]:
     """Problems and notes, where the script's own parser cannot be asked.
 
     Our own entry and upstream's pretrain_gpt.py add no flags. Another script may: of its flags only

@@ -12,7 +12,7 @@ from pathlib import Path
 from zorse_megatron.checkpoints.folder import TRACKER
 from zorse_megatron.launch.components import Component
 from zorse_megatron.launch.torchrun_lines import described
-from zorse_megatron.launch.training import MODULE, Training
+from zorse_megatron.launch.training_command import MODULE, TrainingCommand
 from zorse_megatron.schema.plan.spans import spell
 
 _OF_SRUN_TOO = "cpus-per-task="
@@ -109,7 +109,7 @@ class BatchOptions:
 
 
 def batch_script(
-    components: Sequence[Component], training: Training, options: BatchOptions, *, title: str
+    components: Sequence[Component], training: TrainingCommand, options: BatchOptions, *, title: str
 ) -> str:
     """Return the text of the script. `title`: what it trains, in one line."""
     parts = [
@@ -129,7 +129,7 @@ def batch_script(
     return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
 
 
-def _tracker(training: Training) -> str:
+def _tracker(training: TrainingCommand) -> str:
     return shlex.quote(str(Path(training.save or ".", TRACKER)))
 
 
@@ -150,7 +150,7 @@ def _comments(components: Sequence[Component]) -> list[str]:
 
 
 def _sbatch(
-    components: Sequence[Component], training: Training, options: BatchOptions
+    components: Sequence[Component], training: TrainingCommand, options: BatchOptions
 ) -> list[str]:
     job = [f"--job-name={options.job_name}", "--output=%x-%j.txt", "--open-mode=append"]
     restarts = ["--requeue"] if training.resumes else ["--no-requeue"]
@@ -177,7 +177,7 @@ def _nodes(component: Component, options: BatchOptions) -> list[str]:
     return [*asked, f"--gpus-per-node={gpus}"]
 
 
-def _srun(components: Sequence[Component], training: Training, options: BatchOptions) -> str:
+def _srun(components: Sequence[Component], training: TrainingCommand, options: BatchOptions) -> str:
     # Since 22.05 srun does not take this one over from sbatch.
     asked = [
         shlex.quote(f"--{option}") for option in options.more if option.startswith(_OF_SRUN_TOO)

@@ -7,7 +7,7 @@ says: the numbers need not be equal (`_assign_worker_ranks` in torch's
 
 import shlex
 
-from zorse_megatron.launch.training import MODULE, Training
+from zorse_megatron.launch.training_command import MODULE, TrainingCommand
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
 from zorse_megatron.schema.plan.spans import spell
 
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 
 def torchrun_lines(
-    cluster: Cluster, training: Training, *, master_address: str | None, master_port: int
+    cluster: Cluster, training: TrainingCommand, *, master_address: str | None, master_port: int
 ) -> str:
     """Return a comment and a command for each node; `master_address`: of the first one.
 
@@ -42,7 +42,7 @@ def described(node: Node) -> str:
     return f"{'rank' if len(node.ranks) == 1 else 'ranks'} {spelled}, {gpus}"
 
 
-def _line(cluster: Cluster, number: int, training: Training, address: str, port: int) -> str:
+def _line(cluster: Cluster, number: int, training: TrainingCommand, address: str, port: int) -> str:
     words = [
         "torchrun",
         *("--nnodes", str(len(cluster.nodes)), "--node-rank", str(number)),

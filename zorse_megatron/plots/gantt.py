@@ -22,7 +22,7 @@ _WIDE_ENOUGH_FOR_NUMBER = 0.012
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Look:
+class _BarStyle:
     """How one class of actions is drawn."""
 
     label: str
@@ -30,14 +30,14 @@ class _Look:
     hatch: str | None = None
 
 
-_FORWARD = _Look(label="forward", colour="#56B4E9")
-_BACKWARD = _Look(label="backward", colour="#E69F00")
-_WAIT = _Look(label="wait for another rank", colour="#E8E8E8", hatch="////")
-_TRANSFER = _Look(label="start a send or receive", colour="#009E73")
-_REDUCE = _Look(label="sum gradients*", colour="#CC79A7")
-_STEP = _Look(label="optimizer step*", colour="#8C2D04")
-_GATHER = _Look(label="gather parameters*", colour="#B3A100")
-_OTHER = _Look(label="move state", colour="#7F7F7F")
+_FORWARD = _BarStyle(label="forward", colour="#56B4E9")
+_BACKWARD = _BarStyle(label="backward", colour="#E69F00")
+_WAIT = _BarStyle(label="wait for another rank", colour="#E8E8E8", hatch="////")
+_TRANSFER = _BarStyle(label="start a send or receive", colour="#009E73")
+_REDUCE = _BarStyle(label="sum gradients*", colour="#CC79A7")
+_STEP = _BarStyle(label="optimizer step*", colour="#8C2D04")
+_GATHER = _BarStyle(label="gather parameters*", colour="#B3A100")
+_OTHER = _BarStyle(label="move state", colour="#7F7F7F")
 
 _LOOKS = {
     Kind.FORWARD: _FORWARD,
@@ -100,7 +100,7 @@ class _Bars:
 
     def __init__(self, axes: Axes, spans: Sequence[Sequence[Span]]) -> None:
         self.axes = axes
-        self.bars: dict[tuple[int, _Look], list[tuple[float, float]]] = {}
+        self.bars: dict[tuple[int, _BarStyle], list[tuple[float, float]]] = {}
         self.origin_s = min(span.start_s for of_rank in spans for span in of_rank)
         end_s = max(span.end_s for of_rank in spans for span in of_rank)
         self.whole_ms = (end_s - self.origin_s) * _MS
@@ -144,7 +144,7 @@ class _Bars:
             for look in looks
         ]
 
-    def _add(self, row: int, look: _Look, start_ms: float, width_ms: float) -> None:
+    def _add(self, row: int, look: _BarStyle, start_ms: float, width_ms: float) -> None:
         self.bars.setdefault((row, look), []).append((start_ms, width_ms))
 
 

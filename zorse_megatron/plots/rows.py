@@ -11,7 +11,7 @@ MAX_ROWS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ShownRank:
     """One row of a figure: a rank, and the ranks of its group that look like it."""
 
     rank: int
@@ -34,7 +34,7 @@ def rows_of(
     weight: Callable[[int], float],
     *,
     most: int = MAX_ROWS,
-) -> tuple[Row, ...]:
+) -> tuple[ShownRank, ...]:
     """One row per rank in model order if they fit; else one per group and look.
 
     `look`: what ranks that may share a row have in common; `weight`: if there are still too many
@@ -53,8 +53,8 @@ def rows_of(
 
 def _rows_of_group(
     plan: Plan, number: int, look: Callable[[int], Hashable], merged: bool
-) -> list[Row]:
+) -> list[ShownRank]:
     ranks: dict[Hashable, list[int]] = {}
     for rank in plan.groups[number].ranks:
         ranks.setdefault(look(rank) if merged else rank, []).append(rank)
-    return [Row(rank=alike[0], alike=tuple(alike), group=number) for alike in ranks.values()]
+    return [ShownRank(rank=alike[0], alike=tuple(alike), group=number) for alike in ranks.values()]

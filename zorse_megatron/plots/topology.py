@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from zorse_megatron.planner.groupings.grouping import Grouping
 from zorse_megatron.plots.boxes import Box, set_on_lines
 from zorse_megatron.plots.figure import FAINT, TEXT, new_figure, save_figure
-from zorse_megatron.plots.topology_boxes import Scale, boxes_of, spell_kinds
+from zorse_megatron.plots.topology_boxes import DrawingScale, boxes_of, spell_kinds
 from zorse_megatron.schema.text.quantities import spell_bandwidth
 from zorse_megatron.topology.cluster_topology import Topology
 
@@ -46,7 +46,7 @@ def draw_topology(path: Path, *, spec: Topology, grouping: Grouping, title: str)
 
     Single GPUs are drawn up to 64 of them; beyond, each node is a bar with its groups' shares.
     """
-    scale = Scale.of(spec)
+    scale = DrawingScale.of(spec)
     # One below the other, so that the links between them have room at the right.
     regions, width, height = set_on_lines(boxes_of(spec), max_width=0, gap=1.2)
     room = _LINK_ROOM * len(spec.region_links) + (0.5 if spec.region_links else 0.0)

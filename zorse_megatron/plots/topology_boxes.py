@@ -16,7 +16,7 @@ _WIDEST_SWITCH = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class DrawingScale:
     """How much is shown of a cluster, by its size."""
 
     has_single_gpus: bool
@@ -25,7 +25,7 @@ class Scale:
     unit_inches: float
 
     @classmethod
-    def of(cls, spec: Topology) -> "Scale":
+    def of(cls, spec: Topology) -> "DrawingScale":
         """Wide enough for a picture that is about as wide as it is high, or wider."""
         has_single_gpus = spec.num_gpus <= _SINGLE_GPUS_UP_TO
         has_large_bars = len(spec.nodes) <= _LARGE_BARS_UP_TO
@@ -41,7 +41,7 @@ class Scale:
 
 def boxes_of(spec: Topology) -> list[Box]:
     """One box for each region with nodes; the key of a box is what it stands for."""
-    scale = Scale.of(spec)
+    scale = DrawingScale.of(spec)
     names = dict.fromkeys(node.region for node in spec.nodes)
     is_named = len(names) > 1
     return [
@@ -68,7 +68,7 @@ def spell_kinds(kinds: Sequence[str]) -> str:
     return " + ".join(f"{count} x {kind}" for kind, count in Counter(kinds).items())
 
 
-def _below(spec: Topology, scale: Scale, switch: str | None, region: str) -> Iterator[Box]:
+def _below(spec: Topology, scale: DrawingScale, switch: str | None, region: str) -> Iterator[Box]:
     """Switches that hang on `switch` (None: the region's core), then nodes."""
     for each in spec.switches:
         uplink = spec.uplink_bytes_per_s.get(each.name)
@@ -89,7 +89,7 @@ def _below(spec: Topology, scale: Scale, switch: str | None, region: str) -> Ite
             yield _node(spec, scale, index, node)
 
 
-def _node(spec: Topology, scale: Scale, index: int, node: MeasuredNode) -> Box:
+def _node(spec: Topology, scale: DrawingScale, index: int, node: MeasuredNode) -> Box:
     if not scale.has_single_gpus:
         width, height = (3.0, 1.6) if scale.has_large_bars else (1.2, 0.8)
         return Box(what="bar", key=index, width=width, height=height)

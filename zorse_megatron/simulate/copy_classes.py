@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.simulate.routes import EqualLinks
+from zorse_megatron.simulate.network_loads import EqualLinks
 
 Edge = tuple[int, int]
 """(source, target), as global ranks."""
@@ -40,7 +40,7 @@ def classify_copies(
     copy 0 that send something; `rings`: the ranks of each collective, which loads the links of its
     ring once; `looks`: what must be equal in copies of one class to begin with.
     """
-    network = _Network(comm, copies, edges, rings)
+    network = _CopyNetwork(comm, copies, edges, rings)
     classes = _numbered(looks)
     while True:
         colours, loads = network.colours(classes)
@@ -73,7 +73,7 @@ def classify_copies(
     )
 
 
-class _Network:
+class _CopyNetwork:
     """The links that each copy's transfers and the collectives cross."""
 
     def __init__(

@@ -18,7 +18,7 @@ _TASK = -1  # in place of the version of a bundle: the end of a task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class TaskTimes:
     """When each task ran, by its number."""
 
     start_s: list[float]
@@ -31,16 +31,16 @@ class Times:
         return self.end_s[task] if task >= 0 else 0.0
 
 
-def play(program: Program) -> Times:
+def play(program: Program) -> TaskTimes:
     """Run all tasks. Raises SimulationError where tasks wait for each other in a circle."""
-    player = _Player(program)
+    player = _Execution(program)
     player.run()
     if player.num_done < len(player.start_s):
         raise SimulationError(f"no rank can go on:\n{_where(program, player)}")
-    return Times(start_s=player.start_s, end_s=player.end_s, cause=player.cause)
+    return TaskTimes(start_s=player.start_s, end_s=player.end_s, cause=player.cause)
 
 
-class _Player:
+class _Execution:
     def __init__(self, program: Program) -> None:
         graph = program.graph
         count = len(graph.seconds_s)
@@ -105,7 +105,7 @@ class _Player:
         self.order += 1
 
 
-def _where(program: Program, player: _Player, most: int = 16) -> str:
+def _where(program: Program, player: _Execution, most: int = 16) -> str:
     """Where each rank stands: the first action of its list that could not start.
 
     Sends and receives never stop a rank.

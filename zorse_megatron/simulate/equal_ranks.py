@@ -35,8 +35,8 @@ from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLis
 from zorse_megatron.schedules.lower import lower_plan, may_favour_a_replica
 from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.simulate.copy_classes import Edge, classify_copies
-from zorse_megatron.simulate.routes import EqualLinks
-from zorse_megatron.simulate.sizes import Sizes
+from zorse_megatron.simulate.network_loads import EqualLinks
+from zorse_megatron.simulate.rank_sizes import RankSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class EqualRanks:
 
 
 def find_equal_ranks(
-    sizes: Sizes,
+    sizes: RankSizes,
     comm: CommCost,
     kinds: Sequence[str],
     fixed_bytes: Sequence[int],

@@ -8,18 +8,18 @@ from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.critical_path import critical_path
 from zorse_megatron.simulate.engine import play
 from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
 from zorse_megatron.simulate.framework import RUNTIME, Framework
-from zorse_megatron.simulate.memory import peak_memory
+from zorse_megatron.simulate.memory_timeline import peak_memory
+from zorse_megatron.simulate.network_loads import NetworkLoads
 from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
-from zorse_megatron.simulate.prices import Prices
 from zorse_megatron.simulate.rank_sets import RankSets
+from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.simulate.routes import Routes
 from zorse_megatron.simulate.simulation_errors import SimulationError
-from zorse_megatron.simulate.sizes import Sizes
 from zorse_megatron.simulate.timeline import Timeline
 from zorse_megatron.simulate.translate import translate
 from zorse_megatron.simulate.usage import usage_of
@@ -65,7 +65,7 @@ def simulate(
     sets = RankSets.of(plan)
     by_dtype = by_dtype or {}
     memories = {dtype: costs.memory for dtype, costs in by_dtype.items()}
-    sizes = Sizes(plan, memory, framework, memories, recompute)
+    sizes = RankSizes(plan, memory, framework, memories, recompute)
     equal = None
     may_merge = sets.size == 1 and framework == RUNTIME and perturbation.treats_kinds_alike
     if merge_equal_ranks and lists is None and may_merge:
@@ -77,9 +77,9 @@ def simulate(
             early_receives=not framework.blocking_transfers,
         )
         equal = sets.stand_ins(whole)
-    routes = Routes(comm, link_factors=perturbation.link_factors, equal=equal.links)
+    routes = NetworkLoads(comm, link_factors=perturbation.link_factors, equal=equal.links)
     computes = {dtype: costs.compute for dtype, costs in by_dtype.items()}
-    prices = Prices(sizes, compute, routes, kinds, computes)
+    prices = ActionCosts(sizes, compute, routes, kinds, computes)
     program = translate(equal.lists, prices, perturbation)
     timeline = Timeline(
         program=program,

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.schedules.actions import Action, Kind
-from zorse_megatron.simulate.prices import Prices
-from zorse_megatron.simulate.routes import Work
+from zorse_megatron.simulate.action_costs import ActionCosts
+from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import Role, TaskGraph
 
@@ -19,7 +19,7 @@ class Meetings:
     """Makes the task when the first rank joins; the others wait for it too."""
 
     def __init__(
-        self, graph: TaskGraph, prices: Prices, lists: Mapping[int, Sequence[Action]]
+        self, graph: TaskGraph, prices: ActionCosts, lists: Mapping[int, Sequence[Action]]
     ) -> None:
         self.graph = graph
         self.prices = prices
@@ -36,7 +36,7 @@ class Meetings:
         self.joined[key] = self.joined.get(key, 0) + 1
         return self.tasks[key]
 
-    def _work(self, key: Meeting) -> Work:
+    def _work(self, key: Meeting) -> TaskWork:
         kind, chunk, number = key
         if chunk is not None:
             return self.prices.collective(kind, chunk)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zorse_megatron.schedules.actions import Action, ActionLists
 from zorse_megatron.schema.plan.plan import Plan, Replica
 from zorse_megatron.simulate.equal_ranks import EqualRanks
-from zorse_megatron.simulate.routes import EqualLinks
+from zorse_megatron.simulate.network_loads import EqualLinks
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
 

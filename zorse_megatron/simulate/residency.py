@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
 from zorse_megatron.schedules.shards import state_pieces
+from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.simulation_errors import SimulationError
-from zorse_megatron.simulate.sizes import Sizes
 
 _FORMS = frozenset({Kind.GATHER, Kind.RELEASE})
 _PLACES = frozenset({Kind.OFFLOAD, Kind.FETCH})
@@ -59,7 +59,7 @@ class Passing:
 
 
 @dataclass(kw_only=True)
-class _ChunkState:
+class _ChunkResidency:
     whole_bytes: int
     shard_bytes: int
     is_whole: bool
@@ -81,7 +81,7 @@ class _ChunkState:
 class Residency:
     """Follows one rank's list; raises SimulationError where it uses what is not there."""
 
-    def __init__(self, sizes: Sizes, rank: int, actions: Sequence[Action]) -> None:
+    def __init__(self, sizes: RankSizes, rank: int, actions: Sequence[Action]) -> None:
         self.rank = rank
         self.sizes = sizes
         self.stepped: list[SteppedUnit] = []
@@ -103,9 +103,9 @@ class Residency:
         for position, action in enumerate(actions):
             self._follow(position, action)
 
-    def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkState:
+    def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkResidency:
         memory = self.sizes.memory_of(chunk)
-        return _ChunkState(
+        return _ChunkResidency(
             whole_bytes=memory.parameter_bytes(self.sizes.parameters[chunk]),
             shard_bytes=memory.parameter_bytes(self.sizes.shards[chunk][self.rank]),
             is_whole=last.get((chunk, True)) is not Kind.RELEASE,
@@ -162,7 +162,7 @@ class Residency:
         return [(piece, self.sizes.memory.state_bytes(piece)) for piece in state_pieces(owned)]
 
     @staticmethod
-    def _stepped(state: _ChunkState, pieces: Sequence[tuple[int, int]]) -> list[SteppedUnit]:
+    def _stepped(state: _ChunkResidency, pieces: Sequence[tuple[int, int]]) -> list[SteppedUnit]:
         """Parameters in the host come with the chunk's first piece and go with its last one."""
         own_bytes = state.shard_bytes if state.in_host else 0
         last = len(pieces) - 1
@@ -183,7 +183,7 @@ class Residency:
             state_bytes=sum(state_bytes for _, state_bytes in units),
         )
 
-    def _change_form(self, position: int, action: Action, state: _ChunkState) -> None:
+    def _change_form(self, position: int, action: Action, state: _ChunkResidency) -> None:
         if state.in_host:
             raise self._error(action, "has its parameters in host memory")
         before = state.on_gpu_bytes
@@ -193,7 +193,7 @@ class Residency:
             self.released.add(action.chunk)
         self.moves[position] = Move(num_bytes=state.on_gpu_bytes - before)
 
-    def _change_place(self, position: int, action: Action, state: _ChunkState) -> None:
+    def _change_place(self, position: int, action: Action, state: _ChunkResidency) -> None:
         offload = self.sizes.group(self.rank).offload
         if offload is None or not offload.parameters:
             raise self._error(action, "is in a group whose offload setting does not name them")

@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from zorse_megatron.simulate.critical_path import CriticalStep
-from zorse_megatron.simulate.memory import MemoryStep, PeakMemory, memory_over_time
-from zorse_megatron.simulate.spans import TransferSpan, spans_of, transfers_of
+from zorse_megatron.simulate.memory_timeline import MemoryStep, PeakMemory, memory_over_time
+from zorse_megatron.simulate.recorded_spans import TransferSpan, spans_of, transfers_of
 from zorse_megatron.simulate.timeline import Timeline
 from zorse_megatron.simulate.usage import RankUsage
 from zorse_megatron.trace import Span, Trace

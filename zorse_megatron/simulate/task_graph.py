@@ -10,7 +10,7 @@ from enum import IntEnum
 
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.simulate.network import Flow
-from zorse_megatron.simulate.routes import Work
+from zorse_megatron.simulate.network_loads import TaskWork
 
 NOTHING = -1
 """In place of a task where there is none; nothing is waited for."""
@@ -58,7 +58,7 @@ class TaskGraph:
         self.waits_for.append(count)
         return number
 
-    def add_work(self, owner: tuple[int, int], role: Role, work: Work, *after: int) -> int:
+    def add_work(self, owner: tuple[int, int], role: Role, work: TaskWork, *after: int) -> int:
         """Add a task that may put bytes on links."""
         number = self.add(owner, role, work.seconds_s, *after)
         self.flows[number] = work.flow

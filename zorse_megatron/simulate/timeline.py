@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zorse_megatron.simulate.engine import Times
-from zorse_megatron.simulate.sizes import Sizes
+from zorse_megatron.simulate.engine import TaskTimes
+from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.task_graph import Program, Track
 
 
@@ -14,8 +14,8 @@ class Timeline:
     """Everything that reports are derived from."""
 
     program: Program
-    times: Times
-    sizes: Sizes
+    times: TaskTimes
+    sizes: RankSizes
     fixed_bytes: Sequence[int]
     """Global rank -> bytes that are always taken."""
     forward_only: bool

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from zorse_megatron.schedules.actions import MATCHING, SENDS, Action, Kind
-from zorse_megatron.simulate.routes import Routes
+from zorse_megatron.simulate.network_loads import NetworkLoads
+from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.simulation_errors import SimulationError
-from zorse_megatron.simulate.sizes import Sizes
 from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph, Track
 
 Consumer = tuple[int, bool, int | None, int | None]
@@ -30,23 +30,23 @@ class Post:
 
 
 @dataclass(kw_only=True)
-class _Edge:
+class _Endpoints:
     sends: list[Post] = field(default_factory=list)
     receives: list[Post] = field(default_factory=list)
 
 
-class Transfers:
+class MatchedTransfers:
     """Collects both ends of all transfers, and then makes them tasks.
 
     Transfers from one rank to another run one at a time, in order: each direction of each pair is
     one stream (`runtime.transport`). A transfer starts when both ends have started it.
     """
 
-    def __init__(self, graph: TaskGraph, sizes: Sizes, routes: Routes) -> None:
+    def __init__(self, graph: TaskGraph, sizes: RankSizes, routes: NetworkLoads) -> None:
         self.graph = graph
         self.sizes = sizes
         self.routes = routes
-        self.edges: dict[tuple[int, int], _Edge] = {}
+        self.edges: dict[tuple[int, int], _Endpoints] = {}
         self.consumers: dict[Consumer, int] = {}
         """Each computation's task."""
 
@@ -108,10 +108,10 @@ class Transfers:
                     received[receive.waiter] = received.get(receive.waiter, 0) + stop - start
         self._check_inputs(tracks, received)
 
-    def _edge(self, source: int, target: int) -> _Edge:
+    def _edge(self, source: int, target: int) -> _Endpoints:
         edge = self.edges.get((source, target))
         if edge is None:
-            edge = self.edges[source, target] = _Edge()
+            edge = self.edges[source, target] = _Endpoints()
         return edge
 
     def _make(self, tracks: dict[int, Track], send: Post, receive: Post, previous: int) -> int:

@@ -20,7 +20,7 @@ yet, those that its word in `schedules.actions` promises:
   of one number over all ranks (`Framework`); STEP such a sum (the norm) and then the optimizer step
   on the rank's own shards. State that stays in the host passes through the GPU piece by piece while
   the step runs, and parameters whose shard is in the host come and go with their chunk's pieces
-  (`Prices.stepped_s`).
+  (`ActionCosts.stepped_s`).
 - Behind the list, when all that it has started is done, all ranks are told what came of the step.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
   chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
@@ -38,12 +38,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Action, Kind
+from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.meetings import Meetings
 from zorse_megatron.simulate.perturb import Perturbation
-from zorse_megatron.simulate.prices import Prices
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.task_graph import NOTHING, Program, Role, TaskGraph, Track, live
-from zorse_megatron.simulate.transfers import Transfers
+from zorse_megatron.simulate.transfers import MatchedTransfers
 
 _PAIRS = (
     {Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT},
@@ -52,7 +52,7 @@ _PAIRS = (
 
 
 def translate(
-    lists: Mapping[int, Sequence[Action]], prices: Prices, perturbation: Perturbation
+    lists: Mapping[int, Sequence[Action]], prices: ActionCosts, perturbation: Perturbation
 ) -> Program:
     """Make tasks of the lists; `lists`: rank -> its actions.
 
@@ -60,7 +60,7 @@ def translate(
     """
     graph = TaskGraph()
     meetings = Meetings(graph, prices, lists)
-    transfers = Transfers(graph, prices.sizes, prices.routes)
+    transfers = MatchedTransfers(graph, prices.sizes, prices.routes)
     tracks = {}
     for rank, actions in lists.items():
         translator = _RankTranslator(
@@ -85,7 +85,7 @@ class _RankTranslator:
         rank: int,
         actions: tuple[Action, ...],
         meetings: Meetings,
-        transfers: Transfers,
+        transfers: MatchedTransfers,
         perturbation: Perturbation,
     ) -> None:
         self.rank = rank

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from zorse_megatron.schema.cluster.cluster import Nics, Node, RegionLink, Switch
-from zorse_megatron.topology.curves import Curves, curve_for
+from zorse_megatron.topology.link_curves import Curves, curve_for
 
 
 @dataclass(frozen=True, kw_only=True)

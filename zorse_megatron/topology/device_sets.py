@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.curves import Curves, LinkCurve, LogFit, curve_for
+from zorse_megatron.topology.link_curves import BandwidthCurve, Curves, LogFit, curve_for
 
 
 def as_devices(spec: Topology, gpus_each: int) -> Topology:
@@ -52,7 +52,7 @@ def _curves(curves: Curves, each: int, num_sets: int, *, factor: int) -> Curves:
     )
 
 
-def _scaled(curve: LinkCurve, each: int, factor: int) -> LinkCurve:
+def _scaled(curve: BandwidthCurve, each: int, factor: int) -> BandwidthCurve:
     """The curve of a message that is sent in `each` equal parts at once."""
     fit = curve.fit
     if fit is not None:
@@ -62,6 +62,6 @@ def _scaled(curve: LinkCurve, each: int, factor: int) -> LinkCurve:
             linear=factor * (fit.linear - 2 * fit.quadratic * shift),
             constant=factor * ((fit.quadratic * shift - fit.linear) * shift + fit.constant),
         )
-    return LinkCurve(
+    return BandwidthCurve(
         max_bytes_per_s=factor * curve.max_bytes_per_s, latency_s=curve.latency_s, fit=fit
     )

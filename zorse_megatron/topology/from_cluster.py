@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
-from zorse_megatron.topology.curves import Curves, LinkCurve, LogFit, as_curves
+from zorse_megatron.topology.link_curves import BandwidthCurve, Curves, LogFit, as_curves
 
 
 def topology_of(cluster: Cluster, profile: Profile | None = None) -> Topology:
@@ -34,11 +34,11 @@ def measured_curves(profile: Profile, kind: str) -> tuple[Curves, Curves]:
 
 
 def _curves_by_kind(profile: Profile | None, link: str) -> dict[str, Curves]:
-    found: dict[str, list[tuple[int, LinkCurve]]] = {}
+    found: dict[str, list[tuple[int, BandwidthCurve]]] = {}
     for entry in profile.links if profile else ():
         if entry.link == link:
             fit = LogFit(quadratic=entry.quadratic, linear=entry.linear, constant=entry.constant)
-            curve = LinkCurve(max_bytes_per_s=entry.max_bytes_per_s, fit=fit)
+            curve = BandwidthCurve(max_bytes_per_s=entry.max_bytes_per_s, fit=fit)
             found.setdefault(entry.gpu_kind, []).append((entry.gpus_sharing, curve))
     return {kind: as_curves(pairs) for kind, pairs in found.items()}
 

@@ -19,7 +19,7 @@ Attachment = tuple[str, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class DirectedLink:
     """One direction of one link."""
 
     name: str
@@ -31,7 +31,7 @@ class Link:
 class Route:
     """Links in the order of travel; none at all from a rank to itself."""
 
-    links: tuple[Link, ...]
+    links: tuple[DirectedLink, ...]
 
     @cached_property
     def bytes_per_s(self) -> float:
@@ -52,7 +52,7 @@ class Routes:
 
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
-        self._between: dict[tuple[Attachment, Attachment], tuple[Link, ...]] = {}
+        self._between: dict[tuple[Attachment, Attachment], tuple[DirectedLink, ...]] = {}
         self._regions = nx.Graph()
         self._regions.add_nodes_from(sorted(spec.regions))
         for link in sorted(spec.region_links, key=lambda link: sorted(link.regions)):
@@ -73,7 +73,7 @@ class Routes:
             )
         )
 
-    def between_nodes(self, first: int, second: int) -> tuple[Link, ...]:
+    def between_nodes(self, first: int, second: int) -> tuple[DirectedLink, ...]:
         """Links from one node's NICs to another's, both left out."""
         source, target = self.spec.nodes[first], self.spec.nodes[second]
         key = ((source.region, source.switch), (target.region, target.switch))
@@ -81,7 +81,7 @@ class Routes:
             self._between[key] = self._find(source, target)
         return self._between[key]
 
-    def _inside(self, index: int, source: int, target: int) -> tuple[Link, ...]:
+    def _inside(self, index: int, source: int, target: int) -> tuple[DirectedLink, ...]:
         node = self.spec.nodes[index]
         first, second = (rank - self.spec.first_ranks[index] for rank in (source, target))
         rate, latency_s = node.peer_bytes_per_s, node.link.latency_s
@@ -89,36 +89,38 @@ class Routes:
             low, high = sorted((first, second))
             way = "up" if first < second else "down"
             name = f"{node.name}/gpu{low}-gpu{high}:{way}"
-            return (Link(name=name, bytes_per_s=rate, latency_s=latency_s),)
+            return (DirectedLink(name=name, bytes_per_s=rate, latency_s=latency_s),)
         if node.link.type == "pcie":
             # Through the host two GPUs may get less than their PCIe links carry.
             name = f"{node.name}/gpu{first}>gpu{second}"
-            between = Link(name=name, bytes_per_s=rate, latency_s=latency_s)
+            between = DirectedLink(name=name, bytes_per_s=rate, latency_s=latency_s)
             return (self._plug(node, first, "out"), between, self._plug(node, second, "in"))
         return tuple(
-            Link(name=f"{node.name}/gpu{end}", bytes_per_s=rate, latency_s=latency_s / 2)
+            DirectedLink(name=f"{node.name}/gpu{end}", bytes_per_s=rate, latency_s=latency_s / 2)
             for end in (f"{first}-fabric:out", f"{second}-fabric:in")
         )
 
-    def _plug(self, node: MeasuredNode, local: int, direction: str) -> Link:
+    def _plug(self, node: MeasuredNode, local: int, direction: str) -> DirectedLink:
         name = host_link_name(node, local, direction)
-        return Link(name=name, bytes_per_s=node.host_link_bytes_per_s, latency_s=0.0)
+        return DirectedLink(name=name, bytes_per_s=node.host_link_bytes_per_s, latency_s=0.0)
 
-    def _way_out(self, index: int, rank: int, direction: str = "out") -> tuple[Link, Link]:
+    def _way_out(
+        self, index: int, rank: int, direction: str = "out"
+    ) -> tuple[DirectedLink, DirectedLink]:
         node = self.spec.nodes[index]
         local = rank - self.spec.first_ranks[index]
-        nic = Link(
+        nic = DirectedLink(
             name=f"{node.name}/nic{node.port_of(local)}:{direction}",
             bytes_per_s=node.port_bytes_per_s,
             latency_s=node.nic_to_switch_latency_s,
         )
         return self._plug(node, local, direction), nic
 
-    def _way_in(self, index: int, rank: int) -> tuple[Link, Link]:
+    def _way_in(self, index: int, rank: int) -> tuple[DirectedLink, DirectedLink]:
         plug, nic = self._way_out(index, rank, "in")
         return nic, plug
 
-    def _find(self, source: MeasuredNode, target: MeasuredNode) -> tuple[Link, ...]:
+    def _find(self, source: MeasuredNode, target: MeasuredNode) -> tuple[DirectedLink, ...]:
         up, down = (self.spec.switches_above(node.switch) for node in (source, target))
         # In one region both climb to the first switch that they have in common, or to the core.
         common = set(up) & set(down)
@@ -126,21 +128,23 @@ class Routes:
         descent = (self._uplink(switch, "in") for switch in reversed(down) if switch not in common)
         return (*climb, *self._between_regions(source.region, target.region), *descent)
 
-    def _uplink(self, switch: Switch, direction: str) -> Link:
-        return Link(
+    def _uplink(self, switch: Switch, direction: str) -> DirectedLink:
+        return DirectedLink(
             name=f"{switch.name}/uplink:{direction}",
             bytes_per_s=self.spec.uplink_bytes_per_s[switch.name],
             latency_s=switch.uplink_latency_s,
         )
 
-    def _between_regions(self, source: str, target: str) -> list[Link]:
+    def _between_regions(self, source: str, target: str) -> list[DirectedLink]:
         path = nx.dijkstra_path(self._regions, source, target, weight="latency_s")
         links = []
         for first, second in pairwise(path):
             link = self._regions.edges[first, second]["link"]
             name = f"{region_link_name(link.regions)}:{first}>{second}"
             links.append(
-                Link(name=name, bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
+                DirectedLink(
+                    name=name, bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
+                )
             )
         return links
 

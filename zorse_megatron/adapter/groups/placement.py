@@ -9,7 +9,11 @@ import torch.distributed as dist
 from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.errors import PlanError
 from zorse_megatron.log import say
-from zorse_megatron.schema.cluster.rank_placement import Found, placement_problems, unchecked_kinds
+from zorse_megatron.schema.cluster.rank_placement import (
+    RankLocation,
+    placement_problems,
+    unchecked_kinds,
+)
 from zorse_megatron.schema.gpus.device_names import GPU_KIND, kind_of_device
 from zorse_megatron.schema.gpus.gpu_presets import canonical_kind
 
@@ -35,10 +39,10 @@ def check_placement(run: PlanRun) -> None:
         say(f"not well known, so not compared with the GPUs of the ranks: {', '.join(unchecked)}")
 
 
-def _found(node: str) -> Found:
+def _found(node: str) -> RankLocation:
     declared = os.environ.get(GPU_KIND)
     if declared:
-        return Found(node=node, gpu_kind=canonical_kind(declared), is_declared=True)
+        return RankLocation(node=node, gpu_kind=canonical_kind(declared), is_declared=True)
     if dist.get_backend() != "nccl":
-        return Found(node=node, gpu_kind=None)
-    return Found(node=node, gpu_kind=kind_of_device(torch.cuda.get_device_name()))
+        return RankLocation(node=node, gpu_kind=None)
+    return RankLocation(node=node, gpu_kind=kind_of_device(torch.cuda.get_device_name()))

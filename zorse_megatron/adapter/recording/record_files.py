@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.errors import OutputError, Problem
-from zorse_megatron.files.check import folder_problems, unwritable_problems
+from zorse_megatron.files.writable import folder_problems, unwritable_problems
 from zorse_megatron.runtime.memory_ledger import memory_name
 from zorse_megatron.schema.plan.spans import spans_of, spell
 from zorse_megatron.trace import trace_name

@@ -17,7 +17,7 @@ from typing import Any
 
 from zorse_megatron.emulate.clock.messages import Name, Stream
 from zorse_megatron.simulate.network import Network
-from zorse_megatron.simulate.routes import Work
+from zorse_megatron.simulate.network_loads import TaskWork
 
 
 class _Kind(IntEnum):
@@ -32,7 +32,7 @@ class _Kind(IntEnum):
 @dataclass(kw_only=True)
 class _Pending:
     missing: int
-    work: Work | None = None
+    work: TaskWork | None = None
 
 
 @dataclass(kw_only=True)
@@ -55,14 +55,14 @@ class LinkClock:
         self._pending: dict[Name, _Pending] = {}
         self._next: dict[Stream, int] = {}
         self._flowing: dict[int, Name] = {}
-        self._works: dict[Name, Work] = {}
+        self._works: dict[Name, TaskWork] = {}
 
     @property
     def next_s(self) -> float:
         """When something happens next; infinite if nothing will."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def post(self, at_s: float, name: Name, *, members: int, work: Work | None) -> None:
+    def post(self, at_s: float, name: Name, *, members: int, work: TaskWork | None) -> None:
         """Let one of `members` take part from `at_s` on. One of them at least knows the work."""
         pending = self._pending.setdefault(name, _Pending(missing=members))
         pending.work = pending.work or work

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.emulate.clock.messages import Collective, Operation, Transfer
-from zorse_megatron.simulate.routes import Routes, Work
+from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
 
 
 class LinkModel:
@@ -28,15 +28,15 @@ class LinkModel:
         """
         self.gpus = tuple(gpus)
         self.comm = comm
-        self._routes = Routes(comm, link_factors=link_factors)
+        self._routes = NetworkLoads(comm, link_factors=link_factors)
         for source in self.gpus:  # so that all links are known before the first operation
             for target in self.gpus:
                 if source != target:
                     self._routes.transfer(source, target, 1)
         self.capacities_bytes_per_s = self._routes.capacities
-        self._works: dict[Operation, Work] = {}
+        self._works: dict[Operation, TaskWork] = {}
 
-    def work(self, operation: Operation) -> Work | None:
+    def work(self, operation: Operation) -> TaskWork | None:
         """Flow and latency of an operation; None for a transfer whose size is not said."""
         if isinstance(operation, Transfer) and operation.num_bytes is None:
             return None
@@ -52,16 +52,16 @@ class LinkModel:
         flow = work.flow
         return work.seconds_s + (flow.num_bytes / flow.limit_bytes_per_s if flow else 0.0)
 
-    def _transfer(self, transfer: Transfer) -> Work:
+    def _transfer(self, transfer: Transfer) -> TaskWork:
         source, target = self.gpus[transfer.source], self.gpus[transfer.target]
         assert transfer.num_bytes is not None
         return self._routes.transfer(source, target, transfer.num_bytes)
 
-    def _collective(self, collective: Collective) -> Work:
+    def _collective(self, collective: Collective) -> TaskWork:
         ranks = tuple(self.gpus[rank] for rank in collective.ranks)
         parts, total = collective.part_bytes, sum(collective.part_bytes)
         if len(ranks) == 1:
-            return Work(seconds_s=0.0)
+            return TaskWork(seconds_s=0.0)
         if collective.kind == "reduce_scatter":
             return self._routes.collective(ranks, total, self.comm.reduce_scatter_s(ranks, parts))
         if collective.kind == "exchange":

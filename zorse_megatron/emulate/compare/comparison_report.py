@@ -12,7 +12,7 @@ from zorse_megatron.emulate.compare.comparison import ComparisonRow, Result, as_
 from zorse_megatron.emulate.compare.contestants import OURS
 from zorse_megatron.files.write import write_text
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.plots.contest import Bar, Panel, draw_bars, draw_panels
+from zorse_megatron.plots.comparison_figures import Bar, Panel, draw_bars, draw_panels
 
 FILES = ("compare.json", "bars.png", "timeline.png", "compare.html")
 """What `ComparisonReport.save` writes; no timeline where nothing ran."""

@@ -12,7 +12,7 @@ from zorse_megatron.measure.machine.nodes import SeenNode, kinds_of_gpu, nodes_o
 from zorse_megatron.measure.on_ranks.device_ranks import seen_ranks
 from zorse_megatron.measure.on_ranks.measuring_job import from_rank, on_first_rank
 from zorse_megatron.measure.results.profile_parts import (
-    Series,
+    MeasuredSeries,
     first_sizes,
     is_complete,
     loaded_or_empty,
@@ -94,8 +94,8 @@ def measure_profile(place: LaunchedRank, wanted: ProfileRun, show: OnProgress) -
     )
 
 
-def _series(wanted: ProfileRun, kind: str) -> Series:
-    return Series(model=profiled_model(wanted.shape), gpu_kind=kind, dtype=wanted.dtype)
+def _series(wanted: ProfileRun, kind: str) -> MeasuredSeries:
+    return MeasuredSeries(model=profiled_model(wanted.shape), gpu_kind=kind, dtype=wanted.dtype)
 
 
 def _start(wanted: ProfileRun, nodes: Sequence[SeenNode]) -> Profile:
@@ -139,7 +139,7 @@ def _check_cluster(wanted: ProfileRun, cluster: Cluster, nodes: Sequence[SeenNod
 
 
 def _measured(
-    place: LaunchedRank, wanted: ProfileRun, profile: Profile, series: Series
+    place: LaunchedRank, wanted: ProfileRun, profile: Profile, series: MeasuredSeries
 ) -> Iterator[Answer]:
     on_gpu = torch.cuda.is_available()
     memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(place.rank).memory_bytes

@@ -8,8 +8,7 @@ from statistics import median
 import numpy as np
 
 from zorse_megatron.schema.profile.profile import LinkCurve, Transfers
-from zorse_megatron.topology.curves import LinkCurve as Curve
-from zorse_megatron.topology.curves import LogFit
+from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit
 
 # A parabola that is further off its own points, in the median, says less than latency and
 # bandwidth do. Sailor's published curves are given without their points, so this is a choice.
@@ -80,7 +79,7 @@ def link_curve(transfers: Transfers) -> LinkCurve | None:
     highest = max(rates)
     try:
         fit = LogFit(quadratic=quadratic, linear=linear, constant=constant)
-        curve = Curve(max_bytes_per_s=highest, fit=fit)
+        curve = BandwidthCurve(max_bytes_per_s=highest, fit=fit)
         errors = [abs(curve.transfer_s(n) * r / n - 1) for n, r in zip(sizes, rates, strict=True)]
     except (ValueError, ZeroDivisionError):
         return None

@@ -28,7 +28,7 @@ PARTS: tuple[Part, ...] = ("layer", "embedding", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class MeasuredSeries:
     """What is measured together: one model in one dtype on one kind of GPU."""
 
     model: ProfiledModel
@@ -90,7 +90,7 @@ def with_links(profile: Profile, source: str, curves: Iterable[LinkCurve]) -> Pr
     return replace(profile, links=(*others, *new.values()))
 
 
-def with_pass(profile: Profile, series: Series, found: MeasuredPass) -> Profile:
+def with_pass(profile: Profile, series: MeasuredSeries, found: MeasuredPass) -> Profile:
     """Add a measured micro-batch to its series, and what it held to the memory of the part."""
     old = series_of(profile, series, found.part)
     points = {} if old is None else _points(old)
@@ -114,7 +114,7 @@ def with_pass(profile: Profile, series: Series, found: MeasuredPass) -> Profile:
     )
 
 
-def with_step(profile: Profile, series: Series, found: MeasuredStep) -> Profile:
+def with_step(profile: Profile, series: MeasuredSeries, found: MeasuredStep) -> Profile:
     """Add an optimizer step, which says that everything else of the series is there."""
     step = UpdateTime(
         gpu_kind=series.gpu_kind,
@@ -134,7 +134,7 @@ def with_model(profile: Profile, model: ProfiledModel) -> Profile:
     return replace(profile, models=(*profile.models, model))
 
 
-def without_series(profile: Profile, series: Series) -> Profile:
+def without_series(profile: Profile, series: MeasuredSeries) -> Profile:
     """Take out what was measured of a model on a kind of GPU."""
     old = [series_of(profile, series, part) for part in PARTS]
     return replace(
@@ -144,18 +144,18 @@ def without_series(profile: Profile, series: Series) -> Profile:
     )
 
 
-def is_complete(profile: Profile, series: Series) -> bool:
+def is_complete(profile: Profile, series: MeasuredSeries) -> bool:
     """Whether nothing of it is missing: the step is measured last."""
     return any(_is_step_of(each, series) for each in profile.updates)
 
 
-def first_sizes(profile: Profile, series: Series) -> dict[Part, int]:
+def first_sizes(profile: Profile, series: MeasuredSeries) -> dict[Part, int]:
     """Return the micro-batch size at which each part goes on."""
     found = {part: series_of(profile, series, part) for part in PARTS}
     return {part: 2 * old.micro_batch_sizes[-1] if old else 1 for part, old in found.items()}
 
 
-def series_of(profile: Profile, series: Series, part: Part) -> Times | None:
+def series_of(profile: Profile, series: MeasuredSeries, part: Part) -> Times | None:
     """Return what was measured of one part; None where nothing was."""
     key = (part, series.model.name, series.gpu_kind, series.model.seq_length, series.dtype, 1)
     for times in profile.times:
@@ -166,7 +166,7 @@ def series_of(profile: Profile, series: Series, part: Part) -> Times | None:
 
 
 def _with_memory(
-    memory: tuple[PartMemory, ...], series: Series, found: MeasuredPass
+    memory: tuple[PartMemory, ...], series: MeasuredSeries, found: MeasuredPass
 ) -> tuple[PartMemory, ...]:
     """The most of what kinds of GPU hold: entries do not say of which kind they are."""
     model = series.model
@@ -192,7 +192,7 @@ def _points(times: Times) -> dict[int, tuple[float, float]]:
     return {size: (forward_s, backward_s) for size, forward_s, backward_s in columns}
 
 
-def _is_step_of(step: UpdateTime, series: Series) -> bool:
+def _is_step_of(step: UpdateTime, series: MeasuredSeries) -> bool:
     found = (step.source, step.gpu_kind, step.dtype)
     return found == (series.source, series.gpu_kind, series.dtype)
 

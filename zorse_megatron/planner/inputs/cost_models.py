@@ -5,10 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zorse_megatron.costs.by_kind import ByKind
-from zorse_megatron.costs.compute import ProfiledCompute
 from zorse_megatron.costs.efficiency import is_sixteen_bit
 from zorse_megatron.costs.interface import ComputeCost, DtypeCosts
-from zorse_megatron.costs.memory import TransformerMemory, memory_from_profile, precision_of
+from zorse_megatron.costs.profiled_compute import ProfiledCompute
+from zorse_megatron.costs.transformer_memory import (
+    TransformerMemory,
+    memory_from_profile,
+    precision_of,
+)
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
 from zorse_megatron.schema.model.computing import Attention, Computing

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from zorse_megatron.costs.compute import ProfiledCompute
+from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, common_dtype

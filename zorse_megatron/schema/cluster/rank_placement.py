@@ -13,7 +13,7 @@ _MAX_LISTED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RankLocation:
     """Where a rank finds itself."""
 
     node: str
@@ -66,7 +66,7 @@ def refuse_other_cluster(plan: Plan, cluster: Cluster, source: str) -> None:
 
 
 def placement_problems(
-    found: Sequence[Found],
+    found: Sequence[RankLocation],
     *,
     kinds: Sequence[str] | None,
     nodes: Sequence[str] | None,

@@ -83,7 +83,7 @@ _TABLES: tuple[Mapping[str, Column], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class MeasurementTable:
     """One CSV file to import."""
 
     name: str
@@ -91,7 +91,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ImportSettings:
     """What the tables do not say."""
 
     origin: str | None = None
@@ -112,7 +112,7 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def import_tables(tables: Sequence[Table], settings: Settings) -> Imported:
+def import_tables(tables: Sequence[MeasurementTable], settings: ImportSettings) -> Imported:
     """Return the profile that the tables make together. Raises ProfileError with every problem."""
     rows_of: dict[int, list[Row]] = {}
     sources = []
@@ -128,7 +128,7 @@ def import_tables(tables: Sequence[Table], settings: Settings) -> Imported:
     return _imported(rows_of, tuple(sources), settings)
 
 
-def _read(table: Table) -> tuple[int, list[Row]]:
+def _read(table: MeasurementTable) -> tuple[int, list[Row]]:
     text = read_text(table.data, table.name, PROFILE_FILE)
     header = set(header_of(text))
     for number, columns in enumerate(_TABLES):
@@ -146,7 +146,7 @@ def _read(table: Table) -> tuple[int, list[Row]]:
 
 
 def _imported(
-    rows_of: Mapping[int, list[Row]], sources: tuple[Source, ...], settings: Settings
+    rows_of: Mapping[int, list[Row]], sources: tuple[Source, ...], settings: ImportSettings
 ) -> Imported:
     parallel, layers, memory, links = (rows_of.get(number, []) for number in range(4))
     rows = [*parallel, *layers, *memory]
@@ -219,7 +219,7 @@ def _link_problems(rows: Iterable[Row]) -> list[Problem]:
 
 
 def _shapes(
-    names: Iterable[str], settings: Settings
+    names: Iterable[str], settings: ImportSettings
 ) -> tuple[dict[str, ModelShape], list[Problem]]:
     """Return the shape of every model that the tables name."""
     shapes: dict[str, ModelShape] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zorse_megatron.watch.processes.line_socket import LineSocket
-from zorse_megatron.watch.processes.root_cause import Kind, Limits, Report, RootCause
+from zorse_megatron.watch.processes.root_cause import FailureKind, Limits, Report, RootCause
 
 BEAT_S = 1.0
 _LATE_S = 3.0
@@ -99,7 +99,7 @@ class Hub:
         if "kind" in message:
             report = Report(
                 rank=rank,
-                kind=Kind[message["kind"]],
+                kind=FailureKind[message["kind"]],
                 reason=message["reason"],
                 phase=message["phase"],
                 status=message["status"],
@@ -124,7 +124,7 @@ class Hub:
         self.last_heard_s.pop(rank, None)
         if rank not in self.root_cause.ended:
             why = "is gone, and so is the process that watched it"
-            self.root_cause.note(Report(rank=rank, kind=Kind.VANISHED, reason=why), now_s)
+            self.root_cause.note(Report(rank=rank, kind=FailureKind.VANISHED, reason=why), now_s)
             self.root_cause.ended.add(rank)
 
     def _look_for_silent(self, now_s: float) -> None:
@@ -165,7 +165,7 @@ class Hub:
         return (
             self._own_end_s is not None
             and mine is not None
-            and mine[0].kind is Kind.DONE
+            and mine[0].kind is FailureKind.DONE
             and now_s - self._own_end_s > self.limits.exit_s
         )
 
@@ -193,7 +193,7 @@ class Hub:
 def silent(rank: int, silent_s: float) -> Report:
     """Report a rank whose watcher says nothing."""
     why = f"has been silent for {silent_s:.0f} s: its node or network is down, or it is stopped"
-    return Report(rank=rank, kind=Kind.SILENT, reason=why)
+    return Report(rank=rank, kind=FailureKind.SILENT, reason=why)
 
 
 def sentence(culprit: Report, describe: Callable[[int], str], hosts: dict[int, str]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from zorse_megatron.watch.processes.hub import BEAT_S, silent
 from zorse_megatron.watch.processes.line_socket import LineSocket
-from zorse_megatron.watch.processes.root_cause import Kind, Limits, Report
+from zorse_megatron.watch.processes.root_cause import FailureKind, Limits, Report
 
 _CONNECT_S = 2.0
 _RETRY_S = 0.5
@@ -24,7 +24,7 @@ class Member:
         self.rank = rank
         self.limits = limits
         self.host = host
-        self.stop: Kind | None = None
+        self.stop: FailureKind | None = None
         """Why this rank has to end, once it has to."""
         self.is_blamed = False
         self.lost_hub: Report | None = None
@@ -104,7 +104,7 @@ class Member:
             self.has_heard = True
             self.speaks = message.get("speaks", self.speaks)
             if "stop" in message:
-                self.stop = Kind[message["stop"]]
+                self.stop = FailureKind[message["stop"]]
                 self.is_blamed = message["blamed"] == self.rank
             self.is_over = self.is_over or "bye" in message
         for message in self._waiting:
@@ -123,8 +123,8 @@ class Member:
             self._lose(silent(0, now_s - self._heard_s).reason)
 
     def _lose(self, why: str) -> None:
-        self.lost_hub = Report(rank=0, kind=Kind.VANISHED, reason=why)
+        self.lost_hub = Report(rank=0, kind=FailureKind.VANISHED, reason=why)
         if self.stop is None:
-            self.stop = Kind.VANISHED
+            self.stop = FailureKind.VANISHED
         else:  # the hub has had its say
             self.lost_hub = replace(self.lost_hub, reason="")

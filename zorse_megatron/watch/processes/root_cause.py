@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 
-class Word(enum.StrEnum):
+class LastWord(enum.StrEnum):
     """How a rank says that it is about to end; a reason may stand behind it."""
 
     DONE = "done"
@@ -23,7 +23,7 @@ class Word(enum.StrEnum):
     LOST_CONTACT = "lost contact"
 
 
-class Kind(enum.Enum):
+class FailureKind(enum.Enum):
     """What befell a rank, the likeliest cause first: (name, blame, seconds to wait)."""
 
     KILLED = ("killed", 0, 0.3)
@@ -61,13 +61,13 @@ class Kind(enum.Enum):
 
 LEAST_SILENCE_S = 5.0
 _TOGETHER = (
-    Kind.FAILED,
-    Kind.EXITED,
-    Kind.EXITED_WELL,
-    Kind.ASKED_TO_END,
-    Kind.REFUSED,
+    FailureKind.FAILED,
+    FailureKind.EXITED,
+    FailureKind.EXITED_WELL,
+    FailureKind.ASKED_TO_END,
+    FailureKind.REFUSED,
 )
-_GO_ALONE = (Kind.EXITED, Kind.EXITED_WELL, Kind.REFUSED)
+_GO_ALONE = (FailureKind.EXITED, FailureKind.EXITED_WELL, FailureKind.REFUSED)
 _IN_VAIN_S = 60.0
 """Who aborts so long after another one's exit has waited for it, until NCCL's watchdog gave up."""
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -95,7 +95,7 @@ class Report:
     """What a watcher saw of its rank."""
 
     rank: int
-    kind: Kind
+    kind: FailureKind
     reason: str = ""
     phase: str = ""
     status: int = 0
@@ -114,11 +114,11 @@ class RootCause:
     def note(self, report: Report, now_s: float) -> None:
         """Take a report; of several about a rank the one that blames it most, and when it began."""
         known = self.reports.get(report.rank)
-        if known is None or known[0].kind is Kind.DONE:
+        if known is None or known[0].kind is FailureKind.DONE:
             self.reports[report.rank] = (report, now_s)
         elif report.kind is known[0].kind:
             self.reports[report.rank] = (report, known[1])
-        elif known[0].kind is Kind.LOST_CONTACT and report.kind is not Kind.DONE:
+        elif known[0].kind is FailureKind.LOST_CONTACT and report.kind is not FailureKind.DONE:
             self.reports[report.rank] = (report, now_s)
 
     def culprit(
@@ -126,19 +126,19 @@ class RootCause:
     ) -> Report | None:
         """Return whom to blame, if it is time to. `late`: ranks whose beat is overdue."""
         found = [(report, at_s) for report, at_s in self.reports.values()]
-        faults = [(report, at_s) for report, at_s in found if report.kind is not Kind.DONE]
+        faults = [(report, at_s) for report, at_s in found if report.kind is not FailureKind.DONE]
         if not faults or self._is_agreed():
             return None
-        exits_s = [at_s for report, at_s in faults if report.kind is Kind.EXITED_WELL]
+        exits_s = [at_s for report, at_s in faults if report.kind is FailureKind.EXITED_WELL]
         in_vain_s = min(exits_s, default=float("inf")) + _IN_VAIN_S
 
         def blame(report: Report, at_s: float) -> int:
-            is_vain = report.kind is Kind.ABORTED and at_s > in_vain_s
-            return Kind.EXITED_WELL.blame if is_vain else report.kind.blame
+            is_vain = report.kind is FailureKind.ABORTED and at_s > in_vain_s
+            return FailureKind.EXITED_WELL.blame if is_vain else report.kind.blame
 
         worst, _ = min(faults, key=lambda fault: (blame(*fault), fault[1]))
         due_s = min(at_s + self._patience_s(report) for report, at_s in faults)
-        if late and worst.kind.blame >= Kind.ABORTED.blame:
+        if late and worst.kind.blame >= FailureKind.ABORTED.blame:
             return None  # that one may be the reason
         if len(self.ended) == self.world_size:
             return worst
@@ -148,20 +148,22 @@ class RootCause:
         return worst if now_s >= due_s else None
 
     def _patience_s(self, report: Report) -> float:
-        if report.kind is Kind.LOST_CONTACT:
+        if report.kind is FailureKind.LOST_CONTACT:
             return self.limits.silence_s + report.kind.patience_s
         if report.kind in _GO_ALONE and self._is_missed():
             return 1.0
-        if report.kind is Kind.EXITED_WELL:
+        if report.kind is FailureKind.EXITED_WELL:
             return self.limits.exit_s
         return report.kind.patience_s
 
     def _is_missed(self) -> bool:
-        return any(report.kind is Kind.LOST_CONTACT for report, _ in self.reports.values())
+        return any(report.kind is FailureKind.LOST_CONTACT for report, _ in self.reports.values())
 
     def _is_agreed(self) -> bool:
         """Whether all ranks whose work is not done end alike, and have said so themselves."""
-        reports = [report for report, _ in self.reports.values() if report.kind is not Kind.DONE]
+        reports = [
+            report for report, _ in self.reports.values() if report.kind is not FailureKind.DONE
+        ]
         if len(self.reports) < self.world_size or not {r.kind for r in reports} <= set(_TOGETHER):
             return False
         ended = len(self.ended) == self.world_size
@@ -172,16 +174,16 @@ class RootCause:
 def report_of_end(rank: int, *, status: int, word: str, phase: str, memory_ran_out: bool) -> Report:
     """Report on a process that has ended; `status`: negative for a signal."""
     said, _ = split_word(word)
-    kind, why = Kind.LEFT, f"ended with status {status}, without a word"
+    kind, why = FailureKind.LEFT, f"ended with status {status}, without a word"
     if status < 0:
         name = _signal_name(-status)
-        kind, why = Kind.KILLED, f"was killed by signal {-status} ({name})"
+        kind, why = FailureKind.KILLED, f"was killed by signal {-status} ({name})"
         if -status == signal.SIGKILL and memory_ran_out:
             why += ": its node had no memory left"
         elif -status == signal.SIGABRT:
-            kind = Kind.ABORTED
+            kind = FailureKind.ABORTED
         elif -status in _REQUESTS:
-            kind, why = Kind.ASKED_TO_END, f"was ended by {name}"
+            kind, why = FailureKind.ASKED_TO_END, f"was ended by {name}"
     elif said is not None:
         return report_of_word(rank, word=word, phase=phase, status=status)
     return Report(rank=rank, kind=kind, reason=why, phase=phase, status=status)
@@ -192,27 +194,27 @@ def report_of_word(rank: int, *, word: str, phase: str, status: int = 0) -> Repo
     said, reason = split_word(word)
     assert said is not None
     kind, why = {
-        Word.DONE: (Kind.DONE, ""),
-        Word.FAILED: (Kind.FAILED, f"failed ({reason})"),
-        Word.REFUSED: (Kind.REFUSED, f"failed ({reason})"),
-        Word.EXITS: (
-            Kind.EXITED_WELL if reason == "0" else Kind.EXITED,
+        LastWord.DONE: (FailureKind.DONE, ""),
+        LastWord.FAILED: (FailureKind.FAILED, f"failed ({reason})"),
+        LastWord.REFUSED: (FailureKind.REFUSED, f"failed ({reason})"),
+        LastWord.EXITS: (
+            FailureKind.EXITED_WELL if reason == "0" else FailureKind.EXITED,
             f"has exited alone, with status {reason},",
         ),
-        Word.LOST_CONTACT: (
-            Kind.LOST_CONTACT,
+        LastWord.LOST_CONTACT: (
+            FailureKind.LOST_CONTACT,
             f"lost contact to another rank, though every process is alive ({reason})",
         ),
     }[said]
-    if said is Word.DONE and status != 0:
-        kind, why = Kind.LEFT, f"ended with status {status}, with all its work done,"
+    if said is LastWord.DONE and status != 0:
+        kind, why = FailureKind.LEFT, f"ended with status {status}, with all its work done,"
     return Report(rank=rank, kind=kind, reason=why, phase=phase, status=status)
 
 
-def split_word(text: str) -> tuple[Word | None, str]:
+def split_word(text: str) -> tuple[LastWord | None, str]:
     """Split what a rank said into the word and the reason."""
     word, _, reason = text.partition(":")
-    return (Word(word) if word in list(Word) else None), reason
+    return (LastWord(word) if word in list(LastWord) else None), reason
 
 
 def _signal_name(number: int) -> str:

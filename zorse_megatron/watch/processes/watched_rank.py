@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.watch.processes.rank_page import RankPage
-from zorse_megatron.watch.processes.root_cause import Limits, Word
+from zorse_megatron.watch.processes.root_cause import LastWord, Limits
 
 LOST_RANK = 3
 """Exit status of a rank that ends because another one is gone."""
@@ -41,7 +41,7 @@ class WatchedRank:
         if self.page is not None:
             self.page.address.write(address)
 
-    def say(self, word: Word, reason: str = "") -> None:
+    def say(self, word: LastWord, reason: str = "") -> None:
         """Say how this rank is about to end."""
         if self.page is not None:
             self.page.word.write(f"{word}:{reason}")
@@ -63,24 +63,24 @@ class WatchedRank:
             yield
         except SystemExit as request:
             status = 0 if request.code is None else request.code
-            self.say(Word.EXITS, str(status if isinstance(status, int) else 1))
+            self.say(LastWord.EXITS, str(status if isinstance(status, int) else 1))
             raise
         except KeyboardInterrupt as error:
-            self.say(Word.FAILED, in_one_line(error))
+            self.say(LastWord.FAILED, in_one_line(error))
             raise
         except ZorseError as error:
             alone = error.is_of_one_rank or not all_refuse
-            self.say(Word.FAILED if alone else Word.REFUSED, in_one_line(error))
+            self.say(LastWord.FAILED if alone else LastWord.REFUSED, in_one_line(error))
             raise
         except BaseException as error:
             if is_communication_error(error):
-                self.say(Word.LOST_CONTACT, in_one_line(error))
+                self.say(LastWord.LOST_CONTACT, in_one_line(error))
                 self.wait_for_the_end()
             else:
-                self.say(Word.FAILED, in_one_line(error))
+                self.say(LastWord.FAILED, in_one_line(error))
             raise
         self.enter("at its end")
-        self.say(Word.DONE)
+        self.say(LastWord.DONE)
 
 
 def watch_parent(page: RankPage, limits: Limits, parent: int) -> None:

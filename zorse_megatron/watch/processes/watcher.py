@@ -19,10 +19,10 @@ from zorse_megatron.watch.processes.hub import Hub, sentence
 from zorse_megatron.watch.processes.member import Member
 from zorse_megatron.watch.processes.rank_page import RankPage
 from zorse_megatron.watch.processes.root_cause import (
-    Kind,
+    FailureKind,
+    LastWord,
     Limits,
     Report,
-    Word,
     report_of_end,
     report_of_word,
     split_word,
@@ -116,7 +116,7 @@ class Watcher:
             why = f"has been stopped (SIGSTOP) for {now_s - self._stopped_s:.0f} s"
             self._stopped_s = float("inf")
             phase = self.page.phase.read()
-            report = Report(rank=self.rank, kind=Kind.STOPPED, reason=why, phase=phase)
+            report = Report(rank=self.rank, kind=FailureKind.STOPPED, reason=why, phase=phase)
             self.post.report(report, now_s, ended=False)
         self._hear(now_s)
 
@@ -124,9 +124,9 @@ class Watcher:
         text = self.page.word.read()
         word, _ = split_word(text)
         # That it is done counts when it has ended.
-        if word not in (None, Word.DONE) and text != self._said:
+        if word not in (None, LastWord.DONE) and text != self._said:
             self._said = text
-            self.own_fault = word is not Word.LOST_CONTACT
+            self.own_fault = word is not LastWord.LOST_CONTACT
             report = report_of_word(self.rank, word=text, phase=self.page.phase.read())
             self.post.report(report, now_s, ended=False)
 
@@ -141,9 +141,9 @@ class Watcher:
             memory_ran_out=_oom_kills() > self._oom_kills,
         )
         if self._end_by_s is None:
-            self.own_fault = report.kind not in (Kind.LOST_CONTACT, Kind.DONE)
+            self.own_fault = report.kind not in (FailureKind.LOST_CONTACT, FailureKind.DONE)
         self.post.report(report, now_s, ended=True)
-        is_done = report.kind is Kind.DONE
+        is_done = report.kind is FailureKind.DONE
         if not is_done and self._is_to_be_found() and self.find_hub is not None:
             self._helper = self.find_hub()
 
@@ -179,7 +179,7 @@ class Watcher:
                 os.kill(self.process, signal.SIGKILL)
 
     @property
-    def _stop(self) -> Kind | None:
+    def _stop(self) -> FailureKind | None:
         """Why the job ends, if it does."""
         if isinstance(self.post, Member):
             return self.post.stop
@@ -207,7 +207,7 @@ class Watcher:
         self._say_line()
         status = self.status
         if self._stop is not None and not self.own_fault:
-            status = BAD_INPUT if self._stop is Kind.REFUSED else LOST_RANK
+            status = BAD_INPUT if self._stop is FailureKind.REFUSED else LOST_RANK
         elif self._stop is not None and status == 0:
             status = LOST_RANK
         end_as(status)

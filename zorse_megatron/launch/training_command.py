@@ -15,7 +15,7 @@ _READ = (*_ADDED, _DAMAGED, "--save", "--load", "--exit-signal-handler")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingCommand:
     """Words behind `python -m zorse_megatron.pretrain`."""
 
     words: tuple[str, ...]
@@ -35,7 +35,7 @@ class Training:
         return lines
 
 
-def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> Training:
+def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> TrainingCommand:
     """Add the plan, and to a command that saves the flags with which it goes on when requeued.
 
     `given`: what stands behind `--`; `cluster`: the file that says which rank belongs to which
@@ -56,7 +56,7 @@ def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> Trai
             ours.append("--exit-signal-handler")
         if _DAMAGED not in values:
             ours += [_DAMAGED, "skip"]
-    return Training(words=(*given, *ours), resumes=saves is not None, save=saves)
+    return TrainingCommand(words=(*given, *ours), resumes=saves is not None, save=saves)
 
 
 def _problems(given: Sequence[str], values: Mapping[str, str | None]) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.commands.zorse_emulate import MAX_RANKS, NOTE
 from zorse_megatron.cli.console import (
     CommandError,
     failure_as_json,
@@ -18,7 +19,7 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
-from zorse_megatron.cli.emulate import MAX_RANKS, NOTE
+from zorse_megatron.cli.costed import needed_batch_size, usual_dtype
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
@@ -30,12 +31,11 @@ from zorse_megatron.cli.options import (
     SeqLength,
 )
 from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, perturbation_of
-from zorse_megatron.cli.priced import needed_batch_size, usual_dtype
-from zorse_megatron.cli.progress import waiting
+from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
-from zorse_megatron.files.check import folder_problems
+from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster

@@ -10,17 +10,21 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
+from zorse_megatron.cli.commands.zorse_profile_measure import measure_profile
 from zorse_megatron.cli.console import print_plain, print_table, reported_errors
 from zorse_megatron.cli.options import AsJson
-from zorse_megatron.cli.profile_measure import measure_profile
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.costs.unlikely import unlikely_times
-from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.model_yaml import load_model
 from zorse_megatron.schema.profile.profile import Profile, Times
-from zorse_megatron.schema.profile.profile_import import Settings, Table, import_tables
+from zorse_megatron.schema.profile.profile_import import (
+    ImportSettings,
+    MeasurementTable,
+    import_tables,
+)
 from zorse_megatron.schema.profile.profile_json import PROFILE_FILE, load_profile, save_profile
 from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.schema.text.json_text import layout
@@ -51,10 +55,12 @@ def import_profile(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         refuse_unwritable({"--out": out}, inputs=[*tables, *(model or ())])
         shapes = {shape.name: shape for shape in map(load_model, model or [])}
-        settings = Settings(
+        settings = ImportSettings(
             origin=origin, dtype=_dtype(dtype), seq_length=seq_length, models=shapes
         )
-        files = [Table(name=str(path), data=read_file(path, PROFILE_FILE)) for path in tables]
+        files = [
+            MeasurementTable(name=str(path), data=read_file(path, PROFILE_FILE)) for path in tables
+        ]
         imported = import_tables(files, settings)
         save_profile(imported.profile, out)
     summary = _summary(imported.profile)

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from zorse_megatron.plots.figure import FAINT, TEXT, new_figure, save_figure
-from zorse_megatron.plots.rows import MAX_ROWS, Row, rows_of
+from zorse_megatron.plots.rows import MAX_ROWS, ShownRank, rows_of
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
@@ -61,7 +61,7 @@ def draw_memory(
     return save_figure(figure, path)
 
 
-def _draw_bars(axes: Axes, rows: Sequence[Row], result: SimulationResult) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[ShownRank], result: SimulationResult) -> None:
     left = [0.0] * len(rows)
     for category in Category:
         widths = [result.memory[row.rank].at_peak_bytes[category] / GIB for row in rows]
@@ -78,7 +78,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Row], result: SimulationResult) -> Non
 
 
 def _draw_capacities(
-    axes: Axes, rows: Sequence[Row], result: SimulationResult, capacity_bytes: Sequence[int]
+    axes: Axes, rows: Sequence[ShownRank], result: SimulationResult, capacity_bytes: Sequence[int]
 ) -> None:
     """A mark at each capacity, and beside the bar the share of it that is taken."""
     axes.plot([], [], color=TEXT, linewidth=2, label="the GPU's memory")
@@ -107,7 +107,7 @@ def _draw_capacities(
     axes.set_xlim(0, 1.18 * widest if widest else 1)
 
 
-def _name_rows(axes: Axes, plan: Plan, rows: Sequence[Row]) -> None:
+def _name_rows(axes: Axes, plan: Plan, rows: Sequence[ShownRank]) -> None:
     labels = []
     for row in rows:
         name = plan.groups[row.group].name or f"group {row.group}"

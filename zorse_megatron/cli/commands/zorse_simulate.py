@@ -12,7 +12,8 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
-from zorse_megatron.cli.critical import critical_as_json, critical_lines
+from zorse_megatron.cli.costed import Costed, costed_for_plan
+from zorse_megatron.cli.critical_shares import critical_as_json, critical_lines
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
@@ -36,12 +37,11 @@ from zorse_megatron.cli.pictures import (
     refuse_without_matplotlib,
     save_pictures,
 )
-from zorse_megatron.cli.priced import Priced, priced_for_plan
-from zorse_megatron.cli.progress import waiting
+from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.text.counted import number_of
@@ -85,7 +85,7 @@ def simulate(  # noqa: PLR0917
         refuse_unwritable(pictures.by_option(), inputs=inputs)
         plan = load_plan(path)
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
-        prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))
+        prices = costed_for_plan(plan, cluster, workload, profile or [], source=str(path))
         perturbation = perturbation_of(
             prices.cluster,
             jitter=jitter,
@@ -113,7 +113,7 @@ def simulate(  # noqa: PLR0917
         print_plain(f"written: {each}")
 
 
-def _print(path: Path, plan: Plan, prices: Priced, result: "SimulationResult") -> None:
+def _print(path: Path, plan: Plan, prices: Costed, result: "SimulationResult") -> None:
     samples = number_of(plan.global_batch_size, "sample")
     print_plain(
         f"{path}: one iteration takes {result.iteration_s:.4g} s: {result.tokens_per_s:,.0f} "
@@ -127,7 +127,7 @@ def _print(path: Path, plan: Plan, prices: Priced, result: "SimulationResult") -
         print_plain(f"note: {note}")
 
 
-def _as_json(plan: Plan, prices: Priced, result: "SimulationResult") -> dict[str, Any]:
+def _as_json(plan: Plan, prices: Costed, result: "SimulationResult") -> dict[str, Any]:
     return {
         "ok": True,
         "iteration_s": result.iteration_s,

@@ -141,7 +141,7 @@ class AnalyticCompute:
         rate = _STREAMING * self._gpu(kind).memory_bytes_per_s
         return num_parameters * step_bytes_per_parameter(self.dtype) / rate
 
-    def _beyond_usual(self, micro_batch_size: float) -> "_Work":
+    def _beyond_usual(self, micro_batch_size: float) -> "_Roofline":
         """What unfused attention and dropout add: all scores, and their traffic."""
         flops = forward = backward = 0.0
         width, computing = element_bytes(self.dtype), self.computing
@@ -156,7 +156,7 @@ class AnalyticCompute:
         if computing.hidden_dropout:
             there, back = mask_bytes(self.model, width)
             forward, backward = forward + there, backward + back
-        return _Work(
+        return _Roofline(
             flops=micro_batch_size * flops,
             forward_bytes=micro_batch_size * forward,
             backward_bytes=micro_batch_size * backward,
@@ -206,7 +206,7 @@ def selective_share(model: ModelShape, computing: Computing) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _Roofline:
     """Operations of a forward, and traffic of both passes."""
 
     flops: float

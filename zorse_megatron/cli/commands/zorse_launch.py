@@ -31,7 +31,7 @@ from zorse_megatron.launch.as_written import refuse_edited, with_checksum
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
 from zorse_megatron.launch.components import components_of, refuse_odd_names
 from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
-from zorse_megatron.launch.training import Training, training_of
+from zorse_megatron.launch.training_command import TrainingCommand, training_of
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
@@ -83,7 +83,7 @@ class _Job:
     """What is to be started, and where."""
 
     cluster: Cluster
-    training: Training
+    training: TrainingCommand
     title: str
     notes: tuple[str, ...]
     """For the user, on the training command."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED, Family
+from zorse_megatron.flags.flag_handling import is_among, names_of
+from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED, FlagFamily
 from zorse_megatron.flags.table import spelling_of
-from zorse_megatron.flags.verdicts import is_among, names_of
 
 
 def decided_table() -> str:
@@ -24,11 +24,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---")
 
 
-def _row(family: Family) -> tuple[str, str]:
+def _row(family: FlagFamily) -> tuple[str, str]:
     return family.what, ", ".join(f"`{each}`" for each in _spellings(family))
 
 
-def _spellings(family: Family) -> Iterator[str]:
+def _spellings(family: FlagFamily) -> Iterator[str]:
     """Each flag, or a star for several that begin alike."""
     for entry in family.names.split():
         names = [name for name in names_of(family) if is_among(name, entry)]
@@ -40,5 +40,5 @@ def _spellings(family: Family) -> Iterator[str]:
         yield from spelt
 
 
-def _accepted(family: Family) -> str:
+def _accepted(family: FlagFamily) -> str:
     return " or ".join(f"`{each}`" for each in family.accepted) or "default"

@@ -6,9 +6,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import gib
+from zorse_megatron.cli.costed import Costed
 from zorse_megatron.cli.plan_table import memory_saved_by, plan_line
-from zorse_megatron.cli.priced import Priced
-from zorse_megatron.cli.progress import progress_bar
+from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.simulated import capacities_bytes, simulated, types_of
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.spans import spell
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zorse_megatron.planner.explain.explanation import Explanation
     from zorse_megatron.planner.explain.replan import Replans
     from zorse_megatron.planner.outcome import Outcome
-    from zorse_megatron.plots.plan_page import Card, ContestRow, Picture, PlanPage, ReplanRow
+    from zorse_megatron.plots.report_page import Card, Picture, PlanPage, ReplanRow, StrategyRow
 
 _HEADINGS = (
     *("Group", "GPUs", "Layers", "Micro-batches", "Memory saved by"),
@@ -27,7 +27,7 @@ _HEADINGS = (
 
 
 def plan_page(
-    prices: Priced, outcome: "Outcome", notes: Sequence[str], *, shows_progress: bool
+    prices: Costed, outcome: "Outcome", notes: Sequence[str], *, shows_progress: bool
 ) -> str:
     """Return the page. Searches once more for each kind of GPU, below 256 of them."""
     from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best
@@ -46,7 +46,7 @@ def plan_page(
 
 
 def _page(  # noqa: PLR0917
-    prices: Priced,
+    prices: Costed,
     outcome: "Outcome",
     explanation: "Explanation",
     replans: "Replans | None",
@@ -54,7 +54,7 @@ def _page(  # noqa: PLR0917
     notes: Sequence[str],
 ) -> "PlanPage":
     from zorse_megatron.planner.explain.replan import MOST_GPUS
-    from zorse_megatron.plots.plan_page import PlanPage
+    from zorse_megatron.plots.report_page import PlanPage
 
     plan, inputs, counts = outcome.plan, prices.inputs, outcome.considered
     return PlanPage(
@@ -94,12 +94,12 @@ def _gpus(kinds: Sequence[str]) -> str:
 
 
 def _cards(
-    prices: Priced,
+    prices: Costed,
     outcome: "Outcome",
     explanation: "Explanation",
     stocks: Sequence[tuple[str, "Stock"]],
 ) -> Iterator["Card"]:
-    from zorse_megatron.plots.plan_page import Card
+    from zorse_megatron.plots.report_page import Card
 
     yield Card(
         label="One iteration",
@@ -127,14 +127,14 @@ def _cards(
 
 
 def _contest(
-    outcome: "Outcome", prices: Priced, stocks: Sequence[tuple[str, "Stock"]]
-) -> Iterator["ContestRow"]:
-    from zorse_megatron.plots.plan_page import ContestRow
+    outcome: "Outcome", prices: Costed, stocks: Sequence[tuple[str, "Stock"]]
+) -> Iterator["StrategyRow"]:
+    from zorse_megatron.plots.report_page import StrategyRow
 
     rates = [stock.fitting.tokens_per_s for _, stock in stocks if stock.fitting is not None]
     most = max(outcome.tokens_per_s, *rates, 1.0)
     groups = len(outcome.plan.groups)
-    yield ContestRow(
+    yield StrategyRow(
         name="This plan",
         layout=f"{_gpus(prices.inputs.kinds)}: {groups} group{'s' * (groups != 1)}, "
         f"{outcome.plan.schedule.name}",
@@ -146,9 +146,9 @@ def _contest(
     for name, stock in stocks:
         layout = stock.fitting
         if layout is None:
-            yield ContestRow(name=name, layout="", reason=stock.reason)
+            yield StrategyRow(name=name, layout="", reason=stock.reason)
             continue
-        yield ContestRow(
+        yield StrategyRow(
             name=name,
             layout=layout.description,
             iteration=f"{layout.iteration_s:.4g} s",
@@ -174,10 +174,10 @@ def _groups(plan: Plan, explanation: "Explanation") -> Iterator[tuple[str, ...]]
         )
 
 
-def _pictures(prices: Priced, plan: Plan) -> Iterator["Picture"]:
-    from zorse_megatron.plots.memory import draw_memory
-    from zorse_megatron.plots.plan_page import Picture
-    from zorse_megatron.plots.timeline import draw_timeline
+def _pictures(prices: Costed, plan: Plan) -> Iterator["Picture"]:
+    from zorse_megatron.plots.memory_bars import draw_memory
+    from zorse_megatron.plots.report_page import Picture
+    from zorse_megatron.plots.simulated_gantt import draw_timeline
 
     result = simulated(plan, prices, source="the plan")
     with TemporaryDirectory(prefix="zorse-page-") as directory:
@@ -205,7 +205,7 @@ def _pictures(prices: Priced, plan: Plan) -> Iterator["Picture"]:
 
 def _replan_rows(replans: "Replans | None") -> Iterator["ReplanRow"]:
     from zorse_megatron.planner.explain.explanation import faster
-    from zorse_megatron.plots.plan_page import ReplanRow
+    from zorse_megatron.plots.report_page import ReplanRow
 
     for more in replans.one_more if replans else ():
         yield ReplanRow(

@@ -9,7 +9,7 @@ from zorse_megatron.simulate.simulation_errors import SimulationError, UnknownLi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TaskWork:
     """What one task does: `seconds_s`, after `flow` where there is one."""
 
     seconds_s: float
@@ -26,7 +26,7 @@ class EqualLinks:
     """(source, target) -> link -> how many equal transfers cross it at the same time."""
 
 
-class Routes:
+class NetworkLoads:
     """Asks a `CommCost` once for each route, and numbers the links.
 
     A transfer takes exactly `CommCost.transfer_s` on idle links: its bytes occupy the links for
@@ -51,7 +51,7 @@ class Routes:
         """As the cost model has it; see `capacities` for what there is."""
         self._numbers: dict[str, int] = {}
         self._paths: dict[tuple[int, int], dict[int, int]] = {}
-        self._transfers: dict[tuple[int, int, int], Work] = {}
+        self._transfers: dict[tuple[int, int, int], TaskWork] = {}
 
     @property
     def capacities(self) -> tuple[float, ...]:
@@ -67,7 +67,7 @@ class Routes:
             for name, capacity in zip(self.names, self.capacity_bytes_per_s, strict=True)
         )
 
-    def transfer(self, source: int, target: int, num_bytes: int) -> Work:
+    def transfer(self, source: int, target: int, num_bytes: int) -> TaskWork:
         """Point to point."""
         key = source, target, num_bytes
         if key not in self._transfers:
@@ -77,10 +77,10 @@ class Routes:
             self._transfers[key] = self._work(num_bytes, whole_s - latency_s, latency_s, path)
         return self._transfers[key]
 
-    def collective(self, ranks: Sequence[int], num_bytes: float, alone_s: float) -> Work:
+    def collective(self, ranks: Sequence[int], num_bytes: float, alone_s: float) -> TaskWork:
         """A reduce-scatter or an all-gather of a buffer of `num_bytes` over `ranks`."""
         if len(ranks) == 1:
-            return Work(seconds_s=0.0)
+            return TaskWork(seconds_s=0.0)
         links: dict[int, int] = {}
         for source, target in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
             links.update(dict.fromkeys(self._path(source, target), 1))
@@ -89,16 +89,16 @@ class Routes:
 
     def _work(
         self, num_bytes: float, flowing_s: float, latency_s: float, path: Mapping[int, int]
-    ) -> Work:
+    ) -> TaskWork:
         if not path or flowing_s <= 0 or num_bytes <= 0:
-            return Work(seconds_s=flowing_s + latency_s)
+            return TaskWork(seconds_s=flowing_s + latency_s)
         limit = num_bytes / flowing_s
         links = tuple(
             (link, copies * min(1.0, self.capacity_bytes_per_s[link] / limit))
             for link, copies in path.items()
         )
         flow = Flow(num_bytes=num_bytes, limit_bytes_per_s=limit, links=links)
-        return Work(seconds_s=latency_s, flow=flow)
+        return TaskWork(seconds_s=latency_s, flow=flow)
 
     def _path(self, source: int, target: int) -> dict[int, int]:
         """Number of each link on the way -> how many equal transfers cross it."""

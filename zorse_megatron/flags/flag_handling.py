@@ -8,30 +8,30 @@ from re import compile as compiled
 from typing import Any, Literal
 
 from zorse_megatron.flags.accepted import COMPARED, FINE, PREDICTED
-from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED, UNTRIED, Family
+from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED, UNTRIED, FlagFamily
 from zorse_megatron.flags.table import defaults
 
-Verdict = Literal["refused", "decided", "compared", "predicted", "fine"]
-_UNKNOWN = Family(what="Not looked at yet", names="*", remedy=UNTRIED)
-_ACCEPTED: tuple[tuple[Verdict, str], ...] = (
+Handling = Literal["refused", "decided", "compared", "predicted", "fine"]
+_UNKNOWN = FlagFamily(what="Not looked at yet", names="*", remedy=UNTRIED)
+_ACCEPTED: tuple[tuple[Handling, str], ...] = (
     ("compared", COMPARED),
     ("predicted", PREDICTED),
     ("fine", FINE),
 )
 
 
-def verdicts_of(name: str) -> list[tuple[Verdict, Family | None]]:
+def handlings_of(name: str) -> list[tuple[Handling, FlagFamily | None]]:
     """Every verdict on an argument: one, if the lists are right."""
-    found: list[tuple[Verdict, Family | None]] = []
+    found: list[tuple[Handling, FlagFamily | None]] = []
     for verdict, families in (("decided", DECIDED_BY_PLAN), ("refused", REFUSED)):
         found += [(verdict, each) for each in families if is_among(name, each.names)]  # type: ignore[misc]
     return found + [(verdict, None) for verdict, names in _ACCEPTED if is_among(name, names)]
 
 
 @cache
-def verdict_of(name: str) -> tuple[Verdict, Family | None]:
+def handling_of(name: str) -> tuple[Handling, FlagFamily | None]:
     """The verdict on an argument; what is in no list is refused."""
-    return next(iter(verdicts_of(name)), ("refused", _UNKNOWN))
+    return next(iter(handlings_of(name)), ("refused", _UNKNOWN))
 
 
 def is_among(name: str, names: str) -> bool:
@@ -45,9 +45,9 @@ def _pattern(names: str) -> Pattern[str]:
     return compiled("|".join(map(translate, names.split())) or r"(?!)")
 
 
-def is_refused(name: str, value: Any) -> Family | None:
+def is_refused(name: str, value: Any) -> FlagFamily | None:
     """The family for which this value of an argument is refused; None where it is not."""
-    _, family = verdict_of(name)
+    _, family = handling_of(name)
     default = defaults().get(name)
     if family is None or value in (None, default, *family.accepted):
         return None
@@ -58,9 +58,9 @@ def is_refused(name: str, value: Any) -> Family | None:
 @cache
 def refusable() -> tuple[str, ...]:
     """Arguments of which some value is refused, whatever the plan."""
-    return tuple(name for name in defaults() if verdict_of(name)[1] is not None)
+    return tuple(name for name in defaults() if handling_of(name)[1] is not None)
 
 
-def names_of(family: Family) -> Iterator[str]:
+def names_of(family: FlagFamily) -> Iterator[str]:
     """Arguments of a family, in the parser's order."""
     return (name for name in defaults() if is_among(name, family.names))

@@ -13,7 +13,7 @@ _SECOND_COLOUR = "#0072B2"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class LossCurve:
     """One run's loss by iteration."""
 
     label: str
@@ -22,7 +22,7 @@ class Curve:
 
 
 def draw_curves(
-    path: Path, *, first: Curve, second: Curve, title: str, tolerance: float, unit: str
+    path: Path, *, first: LossCurve, second: LossCurve, title: str, tolerance: float, unit: str
 ) -> Path:
     """Draw both curves and `second - first`; they must have the same iterations.
 
@@ -45,7 +45,7 @@ def draw_curves(
     return save_figure(figure, path)
 
 
-def _draw_losses(axes: Axes, first: Curve, second: Curve, unit: str) -> None:
+def _draw_losses(axes: Axes, first: LossCurve, second: LossCurve, unit: str) -> None:
     # Wide below narrow: where the curves agree, both can still be seen.
     axes.plot(
         first.iterations,
@@ -69,7 +69,7 @@ def _draw_losses(axes: Axes, first: Curve, second: Curve, unit: str) -> None:
     axes.legend(frameon=False, loc="upper right")
 
 
-def _draw_difference(axes: Axes, first: Curve, second: Curve, tolerance: float) -> None:
+def _draw_difference(axes: Axes, first: LossCurve, second: LossCurve, tolerance: float) -> None:
     scale = 1e6  # an axis in millionths needs no offset text
     differences = [(b - a) * scale for a, b in zip(first.losses, second.losses, strict=True)]
     largest = max(map(abs, differences), default=0.0)

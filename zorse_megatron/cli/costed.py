@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Priced:
+class Costed:
     """A cluster and a model, with prices for what they do together."""
 
     cluster: Cluster
@@ -51,7 +51,7 @@ class Priced:
         )
 
 
-def priced(
+def costed(
     cluster: Cluster,
     workload: Workload,
     profiles: Sequence[Path],
@@ -59,7 +59,7 @@ def priced(
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
     wire: GradientWire | None = None,
-) -> Priced:
+) -> Costed:
     """Price a workload on a cluster. Raises a ZorseError with every problem."""
     # Here and not above: other commands start faster without these imports.
     from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
@@ -86,7 +86,7 @@ def priced(
         )
     elif dtype == "auto":
         notes.insert(0, "every group computes in its own compute_dtype")
-    return Priced(
+    return Costed(
         cluster=cluster,
         workload=workload,
         dtype=dtype,
@@ -96,7 +96,7 @@ def priced(
     )
 
 
-def priced_for_plan(
+def costed_for_plan(
     plan: Plan,
     cluster_file: Path,
     workload: Workload,
@@ -104,7 +104,7 @@ def priced_for_plan(
     *,
     source: str,
     margin: float = DEFAULT_MARGIN,
-) -> Priced:
+) -> Costed:
     """Price what an existing plan does. Raises where it is for another cluster or model."""
     from zorse_megatron.cli.fits import model_problems
     from zorse_megatron.schema.cluster.rank_placement import cluster_problems
@@ -118,24 +118,24 @@ def priced_for_plan(
     ]
     if problems:
         raise CommandError(f"{source} was made for something else", problems)
-    return priced_on(plan, cluster, workload, profiles, margin=margin)
+    return costed_on(plan, cluster, workload, profiles, margin=margin)
 
 
-def priced_on(
+def costed_on(
     plan: Plan,
     cluster: Cluster,
     workload: Workload,
     profiles: Sequence[Path],
     *,
     margin: float = DEFAULT_MARGIN,
-) -> Priced:
+) -> Costed:
     """Price what a plan does that is for this cluster and model.
 
     Where all of its groups say what they compute in, the command's type prices nothing.
     """
     if all(group.compute_dtype is not None for group in plan.groups):
         workload = replace(workload, dtype="auto")
-    return priced(
+    return costed(
         cluster, workload, profiles, global_batch_size=plan.global_batch_size, margin=margin
     )
 

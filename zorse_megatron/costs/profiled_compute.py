@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from zorse_megatron.costs.analytic import (
+from zorse_megatron.costs.analytic_compute import (
     AnalyticCompute,
     selective_share,
     step_bytes_per_parameter,

@@ -21,7 +21,7 @@ def narrow_bytes(num_parameters: int) -> int:
     return _NARROW_BYTES * num_parameters
 
 
-class Sizes:
+class RankSizes:
     """Sizes of the plan's chunks, and of each rank's part of them."""
 
     def __init__(

@@ -7,11 +7,11 @@ from zorse_megatron.flags.built_in import left_out_problems
 from zorse_megatron.flags.command import Command
 from zorse_megatron.flags.fit import world_problems
 from zorse_megatron.flags.rules import command_problems
-from zorse_megatron.flags.unknown import judged_unknown
+from zorse_megatron.flags.unknown import unknown_flag_findings
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan
 
-Judgement = tuple[list[Problem], list[str]]
+Findings = tuple[list[Problem], list[str]]
 """Problems, and notes for people."""
 
 
@@ -26,7 +26,7 @@ def refuse_misfit(
 
     Flags that a script may add itself are left to its parser, which is asked later.
     """
-    unknown = judged_unknown(command)[0] if command.script is None else []
+    unknown = unknown_flag_findings(command)[0] if command.script is None else []
     problems = [
         *world_problems(plan, world_size),
         *unknown,
@@ -37,14 +37,14 @@ def refuse_misfit(
         raise FlagError("The command does not fit the plan", problems)
 
 
-def judged(
+def findings_of(
     command: Command, plan: Plan | None, kinds: Mapping[str, GpuKind] | None = None
-) -> Judgement:
+) -> Findings:
     """Problems and notes of a command that is to be run later, perhaps on another machine.
 
     Without a plan: of a command that a plan is to be made for.
     """
-    problems, notes = judged_unknown(command)
+    problems, notes = unknown_flag_findings(command)
     return [
         *problems,
         *command.problems,

@@ -13,6 +13,7 @@ from zorse_megatron.cli.console import (
     print_plain,
     reported_errors,
 )
+from zorse_megatron.cli.costed import Costed, costed, needed_batch_size
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -25,12 +26,11 @@ from zorse_megatron.cli.options import (
     SeqLength,
 )
 from zorse_megatron.cli.plan_answer import answer_as_json, notes_on, print_answer
-from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
-from zorse_megatron.cli.progress import progress_bar
+from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
-from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.files.write import NotWritten, write_text
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.plan import GradientWire, Plan
@@ -100,7 +100,7 @@ def plan(  # noqa: PLR0917
         )
         machines, batch = load_cluster(cluster), needed_batch_size(workload)
         sent_as, profiles = _wire_named(wire), profile or []
-        prices = priced(
+        prices = costed(
             machines, workload, profiles, global_batch_size=batch, margin=margin, wire=sent_as
         )
         outcome = _found(prices, wanted, shows_progress=not as_json)
@@ -119,7 +119,7 @@ def _refuse_outputs(out: Path | None, html: Path | None, inputs: list[Path | str
 
 
 def _tell(
-    prices: Priced,
+    prices: Costed,
     outcome: "Outcome",
     sentences: tuple[str, ...],
     *,
@@ -142,9 +142,9 @@ def _tell(
     raise typer.Exit(1)
 
 
-def _write_page(prices: Priced, outcome: "Outcome", path: Path, *, is_silent: bool) -> None:
+def _write_page(prices: Costed, outcome: "Outcome", path: Path, *, is_silent: bool) -> None:
     """Behind the plan, which is written and shown by then."""
-    from zorse_megatron.cli.plan_page import plan_page
+    from zorse_megatron.cli.plan_report import plan_page
 
     with reported_errors():  # on stderr: the plan's JSON has been printed
         notes = notes_on(prices, outcome)
@@ -194,7 +194,7 @@ def _wire_named(name: str | None) -> GradientWire | None:
     raise CommandError("the command cannot be run", [problem])
 
 
-def _found(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
+def _found(prices: Costed, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
     """Search. Raises NoPlanError that also says what would fit."""
     from zorse_megatron.planner.errors import NoPlanError
     from zorse_megatron.planner.find_plan import find_plan
@@ -206,7 +206,7 @@ def _found(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> "Ou
             raise error.with_problem(_what_fits(prices, strategy)) from None
 
 
-def _what_fits(prices: Priced, strategy: "Strategy") -> Problem:
+def _what_fits(prices: Costed, strategy: "Strategy") -> Problem:
     from zorse_megatron.planner.shortage.what_fits import fits_problem, not_looked_for, what_fits
 
     ranks, most = prices.inputs.world_size, _SAY_WHAT_FITS_UP_TO_RANKS
@@ -218,7 +218,7 @@ def _what_fits(prices: Priced, strategy: "Strategy") -> Problem:
     return fits_problem(what_fits(prices.inputs_for, model, batch), model, batch)
 
 
-def _reasons(prices: Priced, found: Plan) -> tuple[str, ...]:
+def _reasons(prices: Costed, found: Plan) -> tuple[str, ...]:
     """Why the plan takes as long as it does, in plain words."""
     from zorse_megatron.planner.explain.explanation import explain
 

@@ -17,6 +17,7 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
+from zorse_megatron.cli.costed import Costed, costed_for_plan
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
@@ -35,8 +36,7 @@ from zorse_megatron.cli.perturbed import (
     link_names,
     perturbation_of,
 )
-from zorse_megatron.cli.priced import Priced, priced_for_plan
-from zorse_megatron.cli.progress import waiting
+from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import Problem
@@ -85,7 +85,7 @@ def emulate(  # noqa: PLR0917
         plan = load_plan(path)
         refuse_unsupported(plan, str(path))
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
-        prices = priced_for_plan(plan, cluster, workload, profile or [], source=str(path))
+        prices = costed_for_plan(plan, cluster, workload, profile or [], source=str(path))
         _refuse(plan, dilation, str(path))
         perturbation = perturbation_of(
             prices.cluster,
@@ -109,7 +109,7 @@ def emulate(  # noqa: PLR0917
 
 def _run(  # noqa: PLR0917
     plan: Plan,
-    prices: Priced,
+    prices: Costed,
     iterations: int,
     perturbation: Any,
     dilation: float | None,
@@ -154,7 +154,7 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
         )
 
 
-def _print(path: Path, run: "EmulatedRun", prices: Priced, predicted: "SimulationResult") -> None:
+def _print(path: Path, run: "EmulatedRun", prices: Costed, predicted: "SimulationResult") -> None:
     if run.out_of_memory is not None:
         print_plain(f"{path}: out of memory: {run.out_of_memory}")
     else:
@@ -174,7 +174,7 @@ def _print(path: Path, run: "EmulatedRun", prices: Priced, predicted: "Simulatio
         print_plain(f"note: {note}")
 
 
-def _ranks(run: "EmulatedRun", prices: Priced) -> Table:
+def _ranks(run: "EmulatedRun", prices: Costed) -> Table:
     table = Table("Rank", "GPU", "Busy", "Peak memory")
     for rank, gpu in enumerate(run.system.gpus):
         peak, capacity = run.peak_bytes[rank], prices.cluster.gpu_of_rank(gpu).memory_bytes
@@ -184,7 +184,7 @@ def _ranks(run: "EmulatedRun", prices: Priced) -> Table:
     return table
 
 
-def _as_json(run: "EmulatedRun", prices: Priced, predicted: "SimulationResult") -> dict[str, Any]:
+def _as_json(run: "EmulatedRun", prices: Costed, predicted: "SimulationResult") -> dict[str, Any]:
     ran = run.out_of_memory is None
     tokens = predicted.tokens_per_s * predicted.iteration_s
     return {

@@ -81,7 +81,7 @@ class LogFit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkCurve:
+class BandwidthCurve:
     """Time and effective bandwidth of one message over a link. Both grow with the message."""
 
     max_bytes_per_s: float
@@ -105,16 +105,16 @@ class LinkCurve:
         return num_bytes / self.transfer_s(num_bytes) if num_bytes > 0 else self.max_bytes_per_s
 
 
-Curves = tuple[tuple[int, LinkCurve], ...]
+Curves = tuple[tuple[int, BandwidthCurve], ...]
 """(number of GPUs that use the link at once, curve), ascending by the number."""
 
 
-def as_curves(pairs: Iterable[tuple[int, LinkCurve]]) -> Curves:
+def as_curves(pairs: Iterable[tuple[int, BandwidthCurve]]) -> Curves:
     """Sort measured curves by the number of GPUs that shared the link."""
     return tuple(sorted(dict(pairs).items()))
 
 
-def curve_for(curves: Curves, num_sharing: int) -> LinkCurve:
+def curve_for(curves: Curves, num_sharing: int) -> BandwidthCurve:
     """The curve measured with `num_sharing` GPUs, or with the next lower number that there is.
 
     With fewer GPUs than any measurement: the lowest.

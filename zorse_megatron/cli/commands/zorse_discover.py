@@ -8,7 +8,7 @@ import typer
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
 from zorse_megatron.cli.measuring import Again, as_ranks
 from zorse_megatron.cli.options import AsJson
-from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.schema.text.counted import number_of
 
 if TYPE_CHECKING:

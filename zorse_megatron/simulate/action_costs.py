@@ -5,22 +5,22 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
+from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
+from zorse_megatron.simulate.rank_sizes import RankSizes, narrow_bytes
 from zorse_megatron.simulate.residency import SteppedUnit
-from zorse_megatron.simulate.routes import Routes, Work
 from zorse_megatron.simulate.simulation_errors import SimulationError
-from zorse_megatron.simulate.sizes import Sizes, narrow_bytes
 
 _STATISTIC_BYTES = 4  # a number of tokens (int32) or the square of a norm (fp32)
 
 
-class Prices:
+class ActionCosts:
     """Durations of computations, and what collectives and copies take."""
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: RankSizes,
         compute: ComputeCost,
-        routes: Routes,
+        routes: NetworkLoads,
         kinds: Sequence[str],
         computes: Mapping[ComputeDtype, ComputeCost],
     ) -> None:
@@ -38,7 +38,7 @@ class Prices:
         self.routes = routes
         self.kinds = tuple(kinds)
         self._passes: dict[tuple[str, int, int], PassTimes] = {}
-        self._collectives: dict[tuple[Kind, int], Work] = {}
+        self._collectives: dict[tuple[Kind, int], TaskWork] = {}
         self._statistic_s: float | None = None
 
     def passes(self, rank: int, chunk: int) -> PassTimes:
@@ -55,7 +55,7 @@ class Prices:
         group, _ = self.sizes.place[rank]
         return self.computes[group].step_s(self.kinds[rank], owned)
 
-    def collective(self, kind: Kind, chunk: int) -> Work:
+    def collective(self, kind: Kind, chunk: int) -> TaskWork:
         """A REDUCE or a GATHER of the chunk over its group."""
         if (kind, chunk) not in self._collectives:
             replicated = self.sizes.framework.state == "replicated"
@@ -63,13 +63,13 @@ class Prices:
             self._collectives[kind, chunk] = price(kind, chunk)
         return self._collectives[kind, chunk]
 
-    def statistics(self, count: int = 1) -> Work:
+    def statistics(self, count: int = 1) -> TaskWork:
         """Sums of one number over all ranks, one after the other."""
         if self._statistic_s is None:
             self._statistic_s = self._all_reduce_s(range(self.sizes.plan.world_size))
-        return Work(seconds_s=count * self._statistic_s)
+        return TaskWork(seconds_s=count * self._statistic_s)
 
-    def report(self) -> Work:
+    def report(self) -> TaskWork:
         """What all ranks are told behind a step: sums over all of them, and the loss.
 
         That is summed over the last group, and sent to the job's last rank if that is not in it.
@@ -80,7 +80,7 @@ class Prices:
         if last not in group.ranks:
             loss_s += comm.transfer_s(group.ranks[0], last, _STATISTIC_BYTES)
         sums = self.statistics(self.sizes.framework.sums_behind_step)
-        return Work(seconds_s=sums.seconds_s + loss_s)
+        return TaskWork(seconds_s=sums.seconds_s + loss_s)
 
     def _all_reduce_s(self, ranks: Sequence[int]) -> float:
         if len(ranks) < 2:
@@ -109,7 +109,7 @@ class Prices:
         """Bytes between the GPU and host memory, in one direction."""
         return num_bytes / self.routes.comm.host_link_bytes_per_s(rank)
 
-    def _sharded_collective(self, kind: Kind, chunk: int) -> Work:
+    def _sharded_collective(self, kind: Kind, chunk: int) -> TaskWork:
         memory, comm = self.sizes.memory_of(chunk), self.routes.comm
         shards = self.sizes.shards[chunk]
         ranks = tuple(shards)
@@ -119,16 +119,16 @@ class Prices:
             if self.sizes.has_narrow_wire(chunk):
                 to_bytes, time_s = narrow_bytes, comm.exchange_s
         if len(ranks) == 1:
-            return Work(seconds_s=0.0)
+            return TaskWork(seconds_s=0.0)
         pieces = [tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk)]
         alone_s = sum(time_s(ranks, parts) for parts in pieces)
         return self.routes.collective(ranks, sum(map(sum, pieces)), alone_s)
 
-    def _replicated_collective(self, kind: Kind, chunk: int) -> Work:
+    def _replicated_collective(self, kind: Kind, chunk: int) -> TaskWork:
         """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""
         ranks = tuple(self.sizes.shards[chunk])
         if kind is Kind.GATHER or len(ranks) == 1:
-            return Work(seconds_s=0.0)
+            return TaskWork(seconds_s=0.0)
         total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.parameters[chunk])
         parts = (-(-total // len(ranks)),) * len(ranks)
         comm = self.routes.comm

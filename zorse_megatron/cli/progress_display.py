@@ -12,7 +12,7 @@ from typing import Protocol
 from rich.console import Console
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """How far something is: a search, or a measurement."""
 
     @property
@@ -34,7 +34,7 @@ class Progress(Protocol):
 QUIET_S = 10.0
 """How long a command may say nothing where stderr is not a terminal."""
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[ProgressDisplay], None]
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def progress_bar(*, wanted: bool, title: str = "") -> Iterator[OnProgress | None
     with Bar(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(title or "searching", total=None)
 
-        def show(progress: Progress) -> None:
+        def show(progress: ProgressDisplay) -> None:
             phase = f"{title}: {progress.phase}" if title else progress.phase
             bar.update(
                 task, description=phase, completed=progress.done, total=progress.total or None
@@ -87,7 +87,7 @@ def waiting(phase: str, *, wanted: bool) -> Iterator[Callable[[str], None]]:
         yield lambda now: bar.update(task, description=now)
 
 
-def _described(progress: Progress, title: str) -> str:
+def _described(progress: ProgressDisplay, title: str) -> str:
     counted = f" {progress.done}" + (f" of {progress.total}" if progress.total else "")
     return f"{title}: {progress.phase}{counted}" if title else progress.phase + counted
 

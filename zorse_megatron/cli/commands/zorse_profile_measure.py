@@ -11,9 +11,9 @@ from zorse_megatron.cli.measuring import Again, as_ranks
 from zorse_megatron.cli.options import AsJson, ClusterFile
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.files.check import refuse_unwritable
+from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.judge import judged
+from zorse_megatron.flags.command_findings import findings_of
 from zorse_megatron.flags.scan import split_script
 from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
 
@@ -95,7 +95,7 @@ def _workload(
     workload = workload_of(model=None, flags=flags, judges=False)
     # Of the command that measures: it leaves out what a plan decides.
     words = [*([] if script is None else [str(script)]), *single_layer_flags(flags, workload.model)]
-    problems, _ = judged(read_command(words), None)
+    problems, _ = findings_of(read_command(words), None)
     if problems:
         raise FlagError("no plan trains these layers", problems)
     return workload, (script, flags)

@@ -1,13 +1,13 @@
 import pytest
 
 from zorse_megatron.flags.accepted import COMPARED, FINE, PREDICTED
+from zorse_megatron.flags.flag_handling import handlings_of, is_among, is_refused
 from zorse_megatron.flags.refused import DECIDED_BY_PLAN, REFUSED
 from zorse_megatron.flags.table import defaults
-from zorse_megatron.flags.verdicts import is_among, is_refused, verdicts_of
 
 
 def test_every_flag_has_one_verdict():
-    counts = {name: len(verdicts_of(name)) for name in defaults()}
+    counts = {name: len(handlings_of(name)) for name in defaults()}
     assert {name: count for name, count in counts.items() if count != 1} == {}
 
 

@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.commands.zorse_plan import strategy_named
 from zorse_megatron.cli.console import print_json, print_plain, print_table, reported_errors
+from zorse_megatron.cli.costed import Costed, costed, needed_batch_size
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -22,10 +24,8 @@ from zorse_megatron.cli.options import (
     Profiles,
     SeqLength,
 )
-from zorse_megatron.cli.plan import strategy_named
 from zorse_megatron.cli.plan_answer import not_trainable_yet
-from zorse_megatron.cli.priced import Priced, needed_batch_size, priced
-from zorse_megatron.cli.progress import progress_bar
+from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
@@ -40,7 +40,7 @@ BEST_GPUS = "stock, best GPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
+class _StrategyRow:
     """One row: a strategy's plan or stock Megatron itself, or why there is none."""
 
     strategy: str
@@ -81,7 +81,7 @@ def compare_plans(  # noqa: PLR0917
             dtype=dtype,
             dtype_may_be_auto=True,
         )
-        prices = priced(
+        prices = costed(
             load_cluster(cluster),
             workload,
             profile or [],
@@ -99,7 +99,7 @@ def compare_plans(  # noqa: PLR0917
         raise typer.Exit(1)
 
 
-def _rows(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> Iterator[_Row]:
+def _rows(prices: Costed, strategy: "Strategy", *, shows_progress: bool) -> Iterator[_StrategyRow]:
     from zorse_megatron.planner.find_plan import NoPlanError, find_plan
 
     if strategy == "stock":
@@ -109,12 +109,12 @@ def _rows(prices: Priced, strategy: "Strategy", *, shows_progress: bool) -> Iter
         with progress_bar(wanted=shows_progress, title=strategy) as on_progress:
             outcome = find_plan(prices.inputs, strategy=strategy, on_progress=on_progress)
     except NoPlanError as error:
-        yield _Row(strategy=strategy, reason=_reason(error))
+        yield _StrategyRow(strategy=strategy, reason=_reason(error))
         return
-    yield _Row(strategy=strategy, outcome=outcome)
+    yield _StrategyRow(strategy=strategy, outcome=outcome)
 
 
-def _stock_rows(prices: Priced) -> Iterator[_Row]:
+def _stock_rows(prices: Costed) -> Iterator[_StrategyRow]:
     """Stock Megatron as `zorse compare` trains it: on all GPUs, and on the best of them."""
     from zorse_megatron.planner.baselines import stock_best
 
@@ -122,14 +122,14 @@ def _stock_rows(prices: Priced) -> Iterator[_Row]:
         (STOCK, stock_best.stock_on_all(prices.inputs)),
         (BEST_GPUS, stock_best.stock_on_best(prices.inputs)),
     ):
-        yield _Row(strategy=name, reason=found.reason, stock=found.fitting)
+        yield _StrategyRow(strategy=name, reason=found.reason, stock=found.fitting)
 
 
 def _reason(error: ZorseError) -> str:
     return " ".join(str(problem) for problem in error.problems)
 
 
-def _print(prices: Priced, rows: list[_Row]) -> None:
+def _print(prices: Costed, rows: list[_StrategyRow]) -> None:
     headings = ("Strategy", "Iteration", "Tokens/s", "Against stock", "Efficiency", "Memory")
     table = Table(*headings, "Groups", "Recompute")
     stock = _stock_tokens_per_s(rows)
@@ -160,7 +160,7 @@ def _print(prices: Priced, rows: list[_Row]) -> None:
         print_plain(f"note: {note}")
 
 
-def _as_json(prices: Priced, rows: list[_Row]) -> list[dict[str, Any]]:
+def _as_json(prices: Costed, rows: list[_StrategyRow]) -> list[dict[str, Any]]:
     stock = _stock_tokens_per_s(rows)
     answers = []
     for row in rows:
@@ -189,34 +189,34 @@ def _as_json(prices: Priced, rows: list[_Row]) -> list[dict[str, Any]]:
     return answers
 
 
-def _bound_s(prices: Priced) -> float:
+def _bound_s(prices: Costed) -> float:
     from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 
     return lower_bound_s(prices.inputs)
 
 
-def _fullest(row: _Row) -> float:
+def _fullest(row: _StrategyRow) -> float:
     if row.stock is not None:
         return row.stock.fullest
     assert row.outcome is not None
     return row.outcome.peak_memory_fraction
 
 
-def _num_groups(row: _Row) -> int:
+def _num_groups(row: _StrategyRow) -> int:
     if row.stock is not None:
         return len(row.stock.grid.layers)
     assert row.outcome is not None
     return row.outcome.num_groups
 
 
-def _recompute(row: _Row) -> str:
+def _recompute(row: _StrategyRow) -> str:
     if row.stock is not None:
         return row.stock.grid.mode
     assert row.outcome is not None
     return recompute_of(row.outcome.plan)
 
 
-def _stock_tokens_per_s(rows: list[_Row]) -> float | None:
+def _stock_tokens_per_s(rows: list[_StrategyRow]) -> float | None:
     """On all GPUs; on the best of them where it does not fit on all."""
     rates = {row.strategy: row.stock.tokens_per_s for row in rows if row.stock is not None}
     return rates.get(STOCK) or rates.get(BEST_GPUS)

@@ -18,7 +18,7 @@ class Card:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContestRow:
+class StrategyRow:
     """Who takes how long; `reason`: why there is no number."""
 
     name: str
@@ -61,7 +61,7 @@ class PlanPage:
     title: str
     subtitle: str
     cards: Sequence[Card]
-    contest: Sequence[ContestRow]
+    contest: Sequence[StrategyRow]
     plan_line: str
     group_headings: Sequence[str]
     groups: Sequence[Sequence[str]]

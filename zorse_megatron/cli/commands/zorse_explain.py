@@ -9,6 +9,7 @@ from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import gib, print_json, print_plain, print_table, reported_errors
+from zorse_megatron.cli.costed import Costed, costed_for_plan
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -19,8 +20,7 @@ from zorse_megatron.cli.options import (
     PlanFile,
     Profiles,
 )
-from zorse_megatron.cli.priced import Priced, priced_for_plan
-from zorse_megatron.cli.progress import progress_bar
+from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.schema.plan.plan import Plan
@@ -57,7 +57,7 @@ def explain(  # noqa: PLR0917
         plan = load_plan(path)
         refuse_too_many_micro_batches(plan, str(path))
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
-        prices = priced_for_plan(
+        prices = costed_for_plan(
             plan, cluster, workload, profile or [], source=str(path), margin=margin
         )
         searched = None if no_replan else _replans(prices, shows_progress=not as_json)
@@ -74,7 +74,7 @@ def explain(  # noqa: PLR0917
         print_plain(f"note: {note}")
 
 
-def _replans(prices: Priced, *, shows_progress: bool) -> "Replans | None":
+def _replans(prices: Costed, *, shows_progress: bool) -> "Replans | None":
     """Search again; None where there is no plan, as a plan that does not fit is explained too."""
     from zorse_megatron.planner.errors import NoPlanError
     from zorse_megatron.planner.explain.replan import replan

@@ -1,0 +1,1 @@
+"""The commands of `zorse`, a file each."""
