@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
-import gc
 import importlib
 import json
 import os
@@ -28,6 +27,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+
+from zorse_megatron.cheap_forks import prepare_forks
 
 POLL_S = 0.01
 # Between the request for tracebacks and the end.
@@ -57,7 +58,7 @@ def preload() -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
     refusable()  # is remembered
-    remember_help_texts()
+    remember_arguments()
     fork_helpers_of_saves()
 
 
@@ -73,24 +74,23 @@ def fork_helpers_of_saves() -> None:
     filesystem_async.get_write_results_queue = functools.partial(stock, mp_mode="fork")
 
 
-def remember_help_texts() -> None:
-    """Let ranks build Megatron's parser without reading the help texts from its sources again.
+def remember_arguments() -> None:
+    """Let ranks take Megatron's arguments from a parser that is there, as argparse's `parents` do.
 
-    Stock parses the source of every config class for the texts of `--help`, each time it builds a
-    parser: three times and 1 s of CPU in every rank. What is remembered is what it found itself.
+    Stock builds one of 800 arguments, whose help it reads from its sources, and so does each check
+    of ours: three times and 1 s of CPU in every rank. No one changes a parser's arguments.
     """
-    from megatron.training import argument_utils, arguments
+    from megatron.training import arguments
 
-    stock = argument_utils.ArgumentGroupFactory._get_field_docstrings
-    found: dict[type, dict[str, str]] = {}
+    stock = arguments.add_megatron_arguments
+    parent = stock(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
 
-    def remembered(factory: Any, source: type) -> dict[str, str]:
-        if source not in found:
-            found[source] = stock(factory, source)
-        return dict(found[source])
+    @functools.wraps(stock)
+    def remembered(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser._add_container_actions(parent)  # type: ignore[attr-defined]
+        return parser
 
-    argument_utils.ArgumentGroupFactory._get_field_docstrings = remembered
-    arguments.add_megatron_arguments(argparse.ArgumentParser())
+    arguments.add_megatron_arguments = remembered
 
 
 def free_port() -> int:
@@ -253,8 +253,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     preload()
-    gc.collect()
-    gc.freeze()  # or the first collection in each child would copy the parent's pages
+    prepare_forks()
     print(json.dumps({"ready": True}), file=answers)
     while line := sys.stdin.readline():
         print(json.dumps(run_job(json.loads(line))), file=answers)

@@ -9,7 +9,6 @@ the threads. Started by `rank_server.RankServer`.
 import atexit
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import random
@@ -22,6 +21,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+
+from zorse_megatron.cheap_forks import prepare_forks
 
 _POLL_S = 0.01
 _PORTS = range(12_000, 32_000)
@@ -146,8 +147,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     preload()
-    gc.collect()
-    gc.freeze()  # or the first collection in each child would copy the parent's pages
+    prepare_forks()
     print(json.dumps({"ready": True}), file=answers)
     while line := sys.stdin.readline():
         print(json.dumps(run_job(json.loads(line))), file=answers)
