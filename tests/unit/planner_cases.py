@@ -3,16 +3,17 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import permutations
 
 from tests.topologies import node
 from tests.unit.fake_costs import FakeMemory
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, best_split
+from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, ReplicaShare, best_split
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.planner.plans.water_filling import water_fill
+from zorse_megatron.schedules.shards import shard_bounds
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     ClusterFingerprint,
@@ -124,11 +125,14 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
     """Iteration of the best 1f1b plan that is faster than `below_s`; None where there is none.
 
     Every grouping, order, number of layers, micro-batch size and recomputation (all or nothing)
-    of every group. What cannot be faster by a lower bound is left out. A group is busy for the
-    time of its slowest replica, and before its first forward and behind its last backward a
+    of every group. What cannot be faster or fit by a lower bound is left out. A group is busy for
+    the time of its slowest replica, and before its first forward and behind its last backward a
     micro-batch passes all groups before it; and all backwards of a replica come behind its first
-    forward and the passage of that micro-batch through all other groups. At most `most_simulated`
-    plans are simulated, those with the lowest bounds first.
+    forward and the passage of that micro-batch through all other groups. Behind its backwards a
+    group reduces its gradients; behind all reductions each group makes its step and gathers. A
+    rank has whole parameters and gradients, its share of the state, and once a micro-batch. At
+    most `most_simulated` plans are simulated, those with the lowest bounds first; each of them is
+    a test of the bounds.
 
     Raises TooManyPlansError if there are more.
     """
@@ -144,6 +148,8 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
         if count > most_simulated:
             raise TooManyPlansError(f"more than {most_simulated} plans to simulate")
         result = simulated(inputs, plan)
+        assert result.iteration_s >= bound_s * (1 - 1e-9), (result.iteration_s, bound_s, plan)
+        _assert_least_memory(inputs, stages, result)
         if fits(inputs, result):
             best = min(best, result.iteration_s)
     return best if best < below_s else None
@@ -153,12 +159,16 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
 class _Price:
     """Of one group."""
 
+    shares: tuple[ReplicaShare, ...]
     busy_s: float
-    """Of its slowest replica."""
+    """Of its slowest replica, and the reduction behind that."""
     passage_s: float
     """Least time that a sample spends in it."""
     beyond_s: float
-    """How much longer than that a replica needs for its first forward and all backwards."""
+    """How much longer than that a replica needs for its first forward, all backwards, and the
+    reduction."""
+    after_s: float
+    """Its step and gather, which come behind the reductions of all groups."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,7 @@ class _Stage:
 
 def _bounded(inputs: Inputs, below_s: float) -> Iterator[tuple[float, tuple[_Stage, ...]]]:
     seen = set()
-    prices: dict[object, _Price] = {}
+    prices: dict[object, _Price | None] = {}
     node_of = [inputs.spec.node_of(rank) for rank in range(inputs.world_size)]
     for groups in _partitions(tuple(range(inputs.world_size))):
         if len(groups) > inputs.num_layers:
@@ -189,32 +199,27 @@ def _stages(
     order: tuple[tuple[int, ...], ...],
     *,
     below_s: float,
-    prices: dict[object, _Price],
+    prices: dict[object, _Price | None],
     chosen: tuple[_Stage, ...] = (),
     passed_s: float = 0.0,
     busy_s: float = 0.0,
     beyond_s: float = 0.0,
+    after_s: float = 0.0,
 ) -> Iterator[tuple[float, tuple[_Stage, ...]]]:
     at = len(chosen)
     left = inputs.num_layers - sum(stage.num_layers for stage in chosen)
     if at == len(order):
         if left == 0:
-            yield max(busy_s, passed_s + beyond_s), chosen
+            yield max(busy_s, passed_s + beyond_s) + after_s, chosen
         return
     behind = len(order) - at - 1
     for layers in range(1, left - behind + 1) if behind else (left,):
-        for size, recomputes in product(SIZES, (False, True)):
-            stage = _Stage(order[at], layers, size, recomputes)
-            ends = (at == 0, behind == 0)
-            kinds = tuple(inputs.kinds[rank] for rank in stage.ranks)
-            key = (kinds, layers, size, recomputes, ends)
-            if key not in prices:
-                prices[key] = _price(inputs, stage, ends)
-            price = prices[key]
+        for stage, price in _choices(inputs, order[at], layers, (at == 0, behind == 0), prices):
             # Where a backward waits most, all of its own passage but `beyond_s` counts.
             busy = max(busy_s, passed_s + price.busy_s)
             passed, beyond = passed_s + price.passage_s, max(beyond_s, price.beyond_s)
-            if max(busy, passed + beyond) < below_s:
+            after = max(after_s, price.after_s)
+            if max(busy, passed + beyond) + after < below_s:
                 yield from _stages(
                     inputs,
                     order,
@@ -224,7 +229,30 @@ def _stages(
                     passed_s=passed,
                     busy_s=busy,
                     beyond_s=beyond,
+                    after_s=after,
                 )
+
+
+def _choices(
+    inputs: Inputs,
+    ranks: tuple[int, ...],
+    layers: int,
+    ends: tuple[bool, bool],
+    prices: dict[object, _Price | None],
+) -> Iterator[tuple[_Stage, _Price]]:
+    """What a group may do with so many layers; a larger size that changes no share is left out."""
+    places = tuple((inputs.spec.node_of(rank), inputs.kinds[rank]) for rank in ranks)
+    for recomputes in (False, True):
+        seen = []
+        for size in SIZES:
+            stage = _Stage(ranks, layers, size, recomputes)
+            key = (places, layers, size, recomputes, ends)
+            if key not in prices:
+                prices[key] = _price(inputs, stage, ends)
+            price = prices[key]
+            if price is not None and price.shares not in seen:
+                seen.append(price.shares)
+                yield stage, price
 
 
 def _passes(
@@ -255,20 +283,84 @@ def _classes(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> list[Rep
     ]
 
 
-def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price:
+def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price | None:
+    """None where it does not fit."""
     classes = _classes(inputs, stage, ends)
     split = best_split(inputs.global_batch_size, classes)
     assert split is not None
-    passage_s = min(each.times_s[1] for each in classes)
-    behind_first_s = 0.0
-    for rank, (share,) in zip(stage.ranks, split.shares, strict=True):
-        if share.num_microbatches:
-            one = _passes(inputs, stage, rank, share.micro_batch_size, ends)
-            behind = one.forward_s + share.num_microbatches * one.backward_s
-            behind_first_s = max(behind_first_s, behind)
-    return _Price(
-        busy_s=split.time_s, passage_s=passage_s, beyond_s=max(0.0, behind_first_s - passage_s)
+    least = _least_memory(inputs, stage, ends)
+    if least is None or any(
+        least_bytes > inputs.capacities_bytes[rank]
+        for rank, least_bytes in zip(stage.ranks, least, strict=True)
+    ):
+        return None
+    shares = tuple(share for (share,) in split.shares)
+    active = [
+        (share, each, _passes(inputs, stage, rank, share.micro_batch_size, ends))
+        for rank, share, each in zip(stage.ranks, shares, classes, strict=True)
+        if share.num_microbatches
+    ]
+    passage_s = min(each.times_s[share.micro_batch_size] for share, each, _ in active)
+    behind_first_s = max(
+        one.forward_s + share.num_microbatches * one.backward_s for share, _, one in active
     )
+    reduce_s, after_s = _collectives_s(inputs, stage, ends)
+    return _Price(
+        shares=shares,
+        busy_s=split.time_s + reduce_s,
+        passage_s=passage_s,
+        beyond_s=max(0.0, behind_first_s - passage_s + reduce_s),
+        after_s=after_s,
+    )
+
+
+def _collectives_s(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[float, float]:
+    """Of the reduction; and of the slowest step with the gather behind it."""
+    weights, memory = _weights(inputs, stage, ends), inputs.memory
+    assert weights is not None
+    bounds = shard_bounds(_parameters(inputs, stage, ends), weights)
+    shards = [stop - start for start, stop in bounds]
+    gradients, values = (
+        tuple(map(size, shards)) for size in (memory.gradient_bytes, memory.parameter_bytes)
+    )
+    step_s = max(
+        inputs.compute.step_s(inputs.kinds[rank], shard)
+        for rank, shard in zip(stage.ranks, shards, strict=True)
+    )
+    gather_s = inputs.comm.all_gather_s(stage.ranks, values)
+    return inputs.comm.reduce_scatter_s(stage.ranks, gradients), step_s + gather_s
+
+
+def _least_memory(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[int, ...] | None:
+    """Of each rank; None where whole parameters and the state do not fit."""
+    weights, memory = _weights(inputs, stage, ends), inputs.memory
+    if weights is None:
+        return None
+    split = best_split(inputs.global_batch_size, _classes(inputs, stage, ends))
+    assert split is not None
+    parameters = _parameters(inputs, stage, ends)
+    whole = memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
+    mode: RecomputeMode = "full" if stage.recomputes else "none"
+    return tuple(
+        whole
+        + memory.state_bytes(stop - start)
+        + bool(share.num_microbatches)
+        * stage.num_layers
+        * memory.activation_bytes(share.micro_batch_size, mode)
+        for (start, stop), (share,) in zip(
+            shard_bounds(parameters, weights), split.shares, strict=True
+        )
+    )
+
+
+def _assert_least_memory(
+    inputs: Inputs, stages: tuple[_Stage, ...], result: SimulationResult
+) -> None:
+    for at, stage in enumerate(stages):
+        least = _least_memory(inputs, stage, (at == 0, at == len(stages) - 1))
+        assert least is not None
+        for rank, least_bytes in zip(stage.ranks, least, strict=True):
+            assert result.peak_memory_bytes[rank] >= least_bytes, (rank, stages)
 
 
 def _plan(inputs: Inputs, stages: tuple[_Stage, ...]) -> Plan | None:
@@ -308,11 +400,15 @@ def _plan(inputs: Inputs, stages: tuple[_Stage, ...]) -> Plan | None:
     )
 
 
-def _weights(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[float, ...] | None:
+def _parameters(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> int:
     memory = inputs.memory
     parameters = stage.num_layers * memory.layer_parameters()
     parameters += ends[0] * memory.embedding_parameters()
-    parameters += ends[1] * memory.head_parameters(tied_on_same_rank=False)
+    return parameters + ends[1] * memory.head_parameters(tied_on_same_rank=False)
+
+
+def _weights(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[float, ...] | None:
+    memory, parameters = inputs.memory, _parameters(inputs, stage, ends)
     whole = memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
     rooms = [inputs.capacities_bytes[rank] - whole for rank in stage.ranks]
     filled = water_fill(memory.state_bytes(parameters), rooms)

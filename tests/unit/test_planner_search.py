@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from functools import cache
 
 import pytest
@@ -14,7 +13,6 @@ from zorse_megatron.planner.explain.explanation import explain
 from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import Outcome
-from zorse_megatron.planner.plans.describe import describe_plan
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
@@ -67,25 +65,6 @@ def test_plans_are_valid_and_fit(strategy):
 def test_no_baseline_is_faster():
     rates = {name: found_in_lab(name).tokens_per_s for name in STRATEGIES}
     assert rates["zorse"] == max(rates.values())
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_every_accepted_plan_fits(seed):
-    inputs = random_case(seed, most_gpus=4, most_layers=8)
-    try:
-        outcome = find_plan(inputs)
-    except NoPlanError:
-        return
-    assert parse_plan(dump_plan(outcome.plan).encode()) == outcome.plan
-    assert fits(inputs, simulated(inputs, outcome.plan))
-    assert [each.iteration_s for each in outcome.rejected] == sorted(
-        each.iteration_s for each in outcome.rejected
-    )
-    assert outcome.bound_s == lower_bound_s(inputs) <= outcome.iteration_s
-    # What is told differs in more than layers, sizes and recomputation, also from what is taken.
-    told = [describe_plan(outcome.plan, inputs.kinds), *(each.what for each in outcome.rejected)]
-    bare = [re.sub(r"\d+ layers|, recompute \w+( \d+)?", "", words) for words in told]
-    assert len(set(bare)) == len(bare)
 
 
 def test_equal_inputs_give_equal_plans():

@@ -9,7 +9,7 @@ set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zorse_megatron.costs.direct_exchange import largest_load
 from zorse_megatron.costs.rank_set import RankSet, rank_set
@@ -17,6 +17,9 @@ from zorse_megatron.costs.rings import Form, RingTraffic, Shards, ring_traffic
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.link_curves import curve_for
 from zorse_megatron.topology.routes import Routes
+
+# Transfers between pairs of ranks, some hundred bytes each.
+_MOST_REMEMBERED = 1 << 15
 
 Algorithm = Literal["ring", "hierarchical"]
 
@@ -48,9 +51,19 @@ class GraphComm:
         self.routes = Routes(spec)
         self._forms: tuple[Form, ...] = ("equal", *uneven_forms)
         self._sets: dict[tuple[int, ...], RankSet] = {}
+        self._transfers: dict[tuple[int, int, int], float] = {}
+        self._links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = {}
 
     def transfer_s(self, source: int, target: int, num_bytes: int) -> float:
         """Point to point: the latency of the way, and the time on its slowest link."""
+        key = source, target, num_bytes
+        found = self._transfers.get(key)
+        if found is None:
+            _make_room(self._transfers)
+            found = self._transfers[key] = self._transfer_s(source, target, num_bytes)
+        return found
+
+    def _transfer_s(self, source: int, target: int, num_bytes: int) -> float:
         if source == target:
             return 0.0
         route = self.routes.route(source, target)
@@ -67,8 +80,14 @@ class GraphComm:
 
     def shared_links(self, source: int, target: int) -> tuple[tuple[str, float], ...]:
         """Links on the way with what each carries, in the order of travel."""
-        route = self.routes.route(source, target)
-        return tuple((link.name, link.bytes_per_s) for link in route.links)
+        key = source, target
+        found = self._links.get(key)
+        if found is None:
+            _make_room(self._links)
+            route = self.routes.route(source, target)
+            found = tuple((link.name, link.bytes_per_s) for link in route.links)
+            self._links[key] = found
+        return found
 
     def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """The same as the all-gather backwards."""
@@ -124,6 +143,12 @@ class GraphComm:
         if ranks not in self._sets:
             self._sets[ranks] = rank_set(ranks, self.routes)
         return self._sets[ranks]
+
+
+def _make_room(remembered: dict[Any, Any]) -> None:
+    """Forget everything where it has become much: a search asks for the same again and again."""
+    if len(remembered) >= _MOST_REMEMBERED:
+        remembered.clear()
 
 
 def _check(ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> None:
