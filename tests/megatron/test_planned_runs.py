@@ -7,7 +7,7 @@ import pytest
 
 from tests.megatron.comparison import plan_run, stock_run
 from tests.megatron.test_exactness import assert_equal_runs, flags_for
-from tests.unit.planner_cases import random_case, simulated
+from tests.unit.planner_cases import fits, random_case, simulated
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.trace import load_trace
@@ -45,6 +45,7 @@ def test_a_plan_runs_as_it_was_simulated(
     run = plan_run(plan, [*flags, "--zorse-trace", str(tmp_path)])
     assert_equal_runs(run, stock_run(flags))
     result = simulated(inputs, plan)
+    assert fits(inputs, result)
     for rank in range(plan.world_size):
         _, spans = load_trace(tmp_path / f"trace-rank{rank}.json")
         planned = [span.action for span in result.spans(rank)]
