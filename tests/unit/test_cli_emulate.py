@@ -11,10 +11,10 @@ from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from zorse_megatron.cli.command_group import zorse_compare as compare
 from zorse_megatron.cli.command_group import zorse_emulate as command
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.costed import costed
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import costs_of_workload
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.command import read_command
@@ -150,7 +150,9 @@ def test_compare_prices_as_the_command_computes(tmp_path, monkeypatch, flags):
     cluster = load_cluster("cluster.yaml")
     for inputs, each in zip(seen, told, strict=True):
         workload = workload_of(model=None, flags=each)
-        planned = costed(cluster, workload, [], global_batch_size=16, margin=DEFAULT_MARGIN).inputs
+        planned = costs_of_workload(
+            cluster, workload, [], global_batch_size=16, margin=DEFAULT_MARGIN
+        ).inputs
         assert _prices(inputs) == _prices(planned)
     assert _prices(seen[0]) != _prices(seen[1])
 

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.command_group import zorse_plan as plan_module
 from zorse_megatron.cli.console import failure_as_json
-from zorse_megatron.cli.costed import costed
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import costs_of_workload
 from zorse_megatron.costs import pinned
 from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.explain.explanation import explain
@@ -193,7 +193,7 @@ def test_what_fits_is_priced_as_the_command_computes():
     flags += " --hidden-dropout 0.1 --attention-backend unfused"
     workload = workload_of(model=None, flags=flags.split())
     cluster = parse_cluster(CLUSTER.replace("MEMORY", "1GB").replace("HOST", "1GiB").encode())
-    prices = costed(cluster, workload, [], global_batch_size=4)
+    prices = costs_of_workload(cluster, workload, [], global_batch_size=4)
     again = prices.inputs_for(workload.model, 4)
     assert again.memory == prices.inputs.memory != small(model=workload.model).memory
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli_samples import runner_in
-from zorse_megatron.cli.costed import costed
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import costs_of_workload
 from zorse_megatron.emulate.compare import contestants as contestants_module
 from zorse_megatron.emulate.compare.contestants import BEST_GPUS, STOCK, Contestant, contestants
 from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best, subsets
@@ -58,10 +58,10 @@ def test_the_best_layout_is_the_fastest_that_fits(layers):
     every = []
     for grid in grids(inputs):
         plan = plan_of_grid(inputs, grid)
-        costed = simulate_plan(inputs, plan, framework=STOCK_1F1B)
-        peaks = zip(costed.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+        costs_of_workload = simulate_plan(inputs, plan, framework=STOCK_1F1B)
+        peaks = zip(costs_of_workload.peak_memory_bytes, inputs.capacities_bytes, strict=True)
         if all(peak <= capacity for peak, capacity in peaks):
-            every.append((costed.iteration_s, grid))
+            every.append((costs_of_workload.iteration_s, grid))
     best = stock_on_all(inputs).fitting
     assert (best.iteration_s, best.grid) == min(every, key=lambda each: each[0])
     assert len({grid.width for _, grid in every}) > 1
@@ -111,7 +111,9 @@ def test_compare_and_compare_plans_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(contestants_module, "_ours", lambda inputs: skipped)
     monkeypatch.setattr(contestants_module, "_by_strategy", lambda inputs, strategy: skipped)
     workload = workload_of(model="model.yaml", flags=None)
-    inputs = costed(load_cluster("cluster.yaml"), workload, [], global_batch_size=16).inputs
+    inputs = costs_of_workload(
+        load_cluster("cluster.yaml"), workload, [], global_batch_size=16
+    ).inputs
     trained = {each.name: each for each in contestants(inputs, quick=False)}
     for name in (STOCK, BEST_GPUS):
         assert told[name]["layout"] == trained[name].layout

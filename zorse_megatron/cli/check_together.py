@@ -7,7 +7,6 @@ from pathlib import Path
 
 from zorse_megatron.cli.check_files import CheckedFile
 from zorse_megatron.cli.console import gib
-from zorse_megatron.cli.costed import costed_on
 from zorse_megatron.cli.fits import model_problems, workload_in_flags
 from zorse_megatron.cli.simulated import (
     capacities_bytes,
@@ -17,6 +16,7 @@ from zorse_megatron.cli.simulated import (
     types_of,
 )
 from zorse_megatron.cli.workload import Workload
+from zorse_megatron.cli.workload_costs import costs_on
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.rank_placement import cluster_problems
@@ -127,9 +127,9 @@ def _memory(
         host_sentences,
     )
 
-    prices = costed_on(plan, cluster, workload, profiles)
-    result = simulated(plan, prices, source=source)
-    needs = host_needs(prices.inputs, result)
+    costs = costs_on(plan, cluster, workload, profiles)
+    result = simulated(plan, costs, source=source)
+    needs = host_needs(costs.inputs, result)
     problems = [
         *memory_problems(plan, result, cluster, source),
         *host_problems(needs, "as the plan's offload settings say"),
@@ -140,8 +140,8 @@ def _memory(
     peak, capacity = result.peak_memory_bytes[rank], capacities_bytes(cluster)[rank]
     return (
         f"at most {100 * share:.0f} % of a GPU: rank {rank} ({cluster.gpu_kinds[rank]}) with "
-        f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, prices)}. "
-        + " ".join([*host_sentences(needs), *(f"{each}." for each in prices.inputs.warnings)])
+        f"{gib(peak)} of {gib(capacity)}, computing in {types_of(plan, costs)}. "
+        + " ".join([*host_sentences(needs), *(f"{each}." for each in costs.inputs.warnings)])
     )
 
 

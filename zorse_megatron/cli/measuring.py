@@ -30,13 +30,13 @@ def as_ranks(
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     with reported_errors(as_json=as_json and is_first):
         refuse_without("train", what=f"measuring ({title})")
-        place = launched_rank(os.environ, socket.gethostname())
+        launched = launched_rank(os.environ, socket.gethostname())
         # Here and not above: other commands start without torch.
         from zorse_megatron.measure.on_ranks.measuring_job import measuring_job
 
         with (
             # This one first: it forks, and the progress bar has a thread.
-            measuring_job(place, messages_on_gpu=messages_on_gpu),
-            progress_bar(wanted=place.rank == 0, title=title) as show,
+            measuring_job(launched, messages_on_gpu=messages_on_gpu),
+            progress_bar(wanted=launched.rank == 0, title=title) as show,
         ):
-            yield place, show or (lambda _progress: None)
+            yield launched, show or (lambda _progress: None)

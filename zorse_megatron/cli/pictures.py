@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.costed import Costed
 from zorse_megatron.cli.simulated import capacities_bytes
+from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.schema.plan.plan import Plan
@@ -59,7 +59,7 @@ def refuse_without_matplotlib(pictures: Pictures) -> None:
 
 
 def save_pictures(
-    pictures: Pictures, plan: Plan, priced: Costed, result: "SimulationResult", *, title: str
+    pictures: Pictures, plan: Plan, costs: WorkloadCosts, result: "SimulationResult", *, title: str
 ) -> Sequence[Path]:
     """Write what was asked for, and return the paths."""
     written = []
@@ -75,7 +75,7 @@ def save_pictures(
                 pictures.memory,
                 plan=plan,
                 result=result,
-                capacity_bytes=capacities_bytes(priced.cluster),
+                capacity_bytes=capacities_bytes(costs.cluster),
                 title=title,
             )
         )
@@ -84,9 +84,7 @@ def save_pictures(
 
         grouping = tuple(tuple(sorted(group.ranks)) for group in plan.groups)
         written.append(
-            draw_topology(
-                pictures.topology, spec=priced.inputs.spec, grouping=grouping, title=title
-            )
+            draw_topology(pictures.topology, spec=costs.inputs.spec, grouping=grouping, title=title)
         )
     if pictures.trace is not None:
         from zorse_megatron.simulate.chrome_trace import save_chrome_trace

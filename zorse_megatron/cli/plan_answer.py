@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.console import gib, print_plain
-from zorse_megatron.cli.costed import Costed
 from zorse_megatron.cli.plan_table import plan_line, print_plan
+from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
@@ -32,12 +32,12 @@ def not_trainable_yet(found: Plan) -> str | None:
 
 
 def print_answer(
-    prices: Costed, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+    costs: WorkloadCosts, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
 ) -> None:
     """Print the plan, the `sentences` on why it is that one, what was rejected, and notes."""
     print_plain(plan_line(outcome.plan))
     print_plan(outcome.plan)
-    for sentence in sentences or _prediction(prices, outcome):
+    for sentence in sentences or _prediction(costs, outcome):
         print_plain(sentence)
     counts = outcome.considered
     print_plain(
@@ -46,23 +46,23 @@ def print_answer(
     )
     for each in outcome.rejected[:_MAX_REJECTED]:
         print_plain(f"rejected: {each.what}: {each.why}")
-    for note in notes_on(prices, outcome):
+    for note in notes_on(costs, outcome):
         print_plain(f"note: {note}")
     if out is not None:
         print_plain(f"written: {out}")
 
 
-def _prediction(prices: Costed, outcome: "Outcome") -> tuple[str, ...]:
+def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
     """Time and memory of a plan that is too large to be explained beside the search."""
     from zorse_megatron.planner.explain.explanation import bound_sentence
 
-    peaks, capacities = _peaks(outcome), prices.inputs.capacities_bytes
+    peaks, capacities = _peaks(outcome), costs.inputs.capacities_bytes
     rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
     return (
         f"An iteration takes {outcome.iteration_s:.4g} s: {outcome.tokens_per_s:,.0f} tokens/s, "
         f"{100 * outcome.efficiency:.0f} % of the upper bound.",
         bound_sentence(outcome.bound_s, outcome.recomputing_bound_s),
-        f"The fullest GPU is rank {rank} ({prices.inputs.kinds[rank]}): {gib(peaks[rank])} of "
+        f"The fullest GPU is rank {rank} ({costs.inputs.kinds[rank]}): {gib(peaks[rank])} of "
         f"{gib(capacities[rank])} usable.",
     )
 
@@ -74,21 +74,21 @@ def _peaks(outcome: "Outcome") -> tuple[int, ...]:
     return outcome.simulation.peak_memory_bytes
 
 
-def notes_on(prices: Costed, outcome: "Outcome") -> list[str]:
+def notes_on(costs: WorkloadCosts, outcome: "Outcome") -> list[str]:
     """What was chosen and assumed, each thing once."""
     cannot = not_trainable_yet(outcome.plan)
     extrapolated = "the time was extrapolated from a simulation of fewer samples"
     notes = [
         *([cannot] if cannot else []),
         *([extrapolated] if outcome.extrapolated else []),
-        *prices.notes,
+        *costs.notes,
         *outcome.notes,
     ]
     return list(dict.fromkeys(notes))
 
 
 def answer_as_json(
-    prices: Costed, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
+    costs: WorkloadCosts, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
 ) -> dict[str, Any]:
     """Return the same as JSON values."""
     return {
@@ -101,13 +101,13 @@ def answer_as_json(
         "efficiency": outcome.efficiency,
         "peak_memory_fraction": outcome.peak_memory_fraction,
         "memory_margin": outcome.margin,
-        "dtype": prices.dtype,
+        "dtype": costs.dtype,
         "plan_time_s": outcome.plan_time_s,
         "can_be_trained": not_trainable_yet(outcome.plan) is None,
         "considered": plain(outcome.considered),
         "rejected": plain(outcome.rejected),
         "reasons": list(sentences),
-        "notes": notes_on(prices, outcome),
+        "notes": notes_on(costs, outcome),
         "plan": plain(outcome.plan),
         "written": None if out is None else str(out),
     }

@@ -6,10 +6,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import gib
-from zorse_megatron.cli.costed import Costed
 from zorse_megatron.cli.plan_table import memory_saved_by, plan_line
 from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.simulated import capacities_bytes, simulated, types_of
+from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.spans import spell
 
@@ -27,7 +27,7 @@ _HEADINGS = (
 
 
 def plan_page(
-    prices: Costed, outcome: "Outcome", notes: Sequence[str], *, shows_progress: bool
+    costs: WorkloadCosts, outcome: "Outcome", notes: Sequence[str], *, shows_progress: bool
 ) -> str:
     """Return the page. Searches once more for each kind of GPU, below 256 of them."""
     from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best
@@ -35,18 +35,18 @@ def plan_page(
     from zorse_megatron.planner.explain.replan import replan
 
     with progress_bar(wanted=shows_progress, title="page") as on_progress:
-        replans = replan(prices.inputs, found_s=outcome.iteration_s, on_progress=on_progress)
+        replans = replan(costs.inputs, found_s=outcome.iteration_s, on_progress=on_progress)
     stocks = (
-        ("Stock Megatron, all GPUs", stock_on_all(prices.inputs)),
-        ("Stock Megatron, its best GPUs", stock_on_best(prices.inputs)),
+        ("Stock Megatron, all GPUs", stock_on_all(costs.inputs)),
+        ("Stock Megatron, its best GPUs", stock_on_best(costs.inputs)),
     )
-    explanation = explain(prices.inputs, outcome.plan)
-    page = _page(prices, outcome, explanation, replans, stocks, notes)
+    explanation = explain(costs.inputs, outcome.plan)
+    page = _page(costs, outcome, explanation, replans, stocks, notes)
     return page.html()
 
 
 def _page(  # noqa: PLR0917
-    prices: Costed,
+    costs: WorkloadCosts,
     outcome: "Outcome",
     explanation: "Explanation",
     replans: "Replans | None",
@@ -56,20 +56,20 @@ def _page(  # noqa: PLR0917
     from zorse_megatron.planner.explain.replan import MOST_GPUS
     from zorse_megatron.plots.report_page import PlanPage
 
-    plan, inputs, counts = outcome.plan, prices.inputs, outcome.considered
+    plan, inputs, counts = outcome.plan, costs.inputs, outcome.considered
     return PlanPage(
-        title=f"{prices.workload.model.name} on {prices.cluster.name or 'the cluster'}",
+        title=f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}",
         subtitle=(
             f"{_gpus(inputs.kinds)}; {inputs.global_batch_size} samples of "
-            f"{inputs.sequence_length:,} tokens an iteration, {types_of(plan, prices)}"
+            f"{inputs.sequence_length:,} tokens an iteration, {types_of(plan, costs)}"
         ),
-        cards=tuple(_cards(prices, outcome, explanation, stocks)),
-        contest=tuple(_contest(outcome, prices, stocks)),
+        cards=tuple(_cards(costs, outcome, explanation, stocks)),
+        contest=tuple(_contest(outcome, costs, stocks)),
         plan_line=plan_line(plan),
         group_headings=_HEADINGS,
         groups=tuple(_groups(plan, explanation)),
         reasons=explanation.sentences,
-        pictures=tuple(_pictures(prices, plan)),
+        pictures=tuple(_pictures(costs, plan)),
         replans=tuple(_replan_rows(replans)),
         no_replans=(
             f"Not searched: from {MOST_GPUS} GPUs on, each search takes too long."
@@ -94,7 +94,7 @@ def _gpus(kinds: Sequence[str]) -> str:
 
 
 def _cards(
-    prices: Costed,
+    costs: WorkloadCosts,
     outcome: "Outcome",
     explanation: "Explanation",
     stocks: Sequence[tuple[str, "Stock"]],
@@ -127,7 +127,7 @@ def _cards(
 
 
 def _contest(
-    outcome: "Outcome", prices: Costed, stocks: Sequence[tuple[str, "Stock"]]
+    outcome: "Outcome", costs: WorkloadCosts, stocks: Sequence[tuple[str, "Stock"]]
 ) -> Iterator["StrategyRow"]:
     from zorse_megatron.plots.report_page import StrategyRow
 
@@ -136,7 +136,7 @@ def _contest(
     groups = len(outcome.plan.groups)
     yield StrategyRow(
         name="This plan",
-        layout=f"{_gpus(prices.inputs.kinds)}: {groups} group{'s' * (groups != 1)}, "
+        layout=f"{_gpus(costs.inputs.kinds)}: {groups} group{'s' * (groups != 1)}, "
         f"{outcome.plan.schedule.name}",
         iteration=f"{outcome.iteration_s:.4g} s",
         tokens=f"{outcome.tokens_per_s:,.0f}",
@@ -174,12 +174,12 @@ def _groups(plan: Plan, explanation: "Explanation") -> Iterator[tuple[str, ...]]
         )
 
 
-def _pictures(prices: Costed, plan: Plan) -> Iterator["Picture"]:
+def _pictures(costs: WorkloadCosts, plan: Plan) -> Iterator["Picture"]:
     from zorse_megatron.plots.memory_bars import draw_memory
     from zorse_megatron.plots.report_page import Picture
     from zorse_megatron.plots.simulated_gantt import draw_timeline
 
-    result = simulated(plan, prices, source="the plan")
+    result = simulated(plan, costs, source="the plan")
     with TemporaryDirectory(prefix="zorse-page-") as directory:
         timeline = draw_timeline(
             Path(directory) / "timeline.png", plan=plan, result=result, title=""
@@ -193,7 +193,7 @@ def _pictures(prices: Costed, plan: Plan) -> Iterator["Picture"]:
             Path(directory) / "memory.png",
             plan=plan,
             result=result,
-            capacity_bytes=capacities_bytes(prices.cluster),
+            capacity_bytes=capacities_bytes(costs.cluster),
             title="",
         )
         yield Picture(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError, gib
-from zorse_megatron.cli.costed import Costed
+from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import Plan
@@ -22,7 +22,7 @@ _ALL_RANKS_UP_TO = 64
 
 
 def simulated(
-    plan: Plan, priced: Costed, *, source: str, perturbation: "Perturbation | None" = None
+    plan: Plan, costs: WorkloadCosts, *, source: str, perturbation: "Perturbation | None" = None
 ) -> "SimulationResult":
     """Simulate one iteration. Raises PlanError or CommandError where that cannot be done."""
     from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
@@ -31,7 +31,7 @@ def simulated(
     refuse_too_many_micro_batches(plan, source)
     try:
         return simulate_plan(
-            priced.inputs,
+            costs.inputs,
             plan,
             perturbation=perturbation,
             merge_equal_ranks=plan.world_size > _ALL_RANKS_UP_TO,
@@ -91,9 +91,9 @@ def memory_problems(
         )
 
 
-def types_of(plan: Plan, priced: Costed) -> str:
+def types_of(plan: Plan, costs: WorkloadCosts) -> str:
     """What groups compute in, in words."""
-    types = (group.compute_dtype or priced.dtype for group in plan.groups)
+    types = (group.compute_dtype or costs.dtype for group in plan.groups)
     return " and ".join(dict.fromkeys(types))
 
 

@@ -17,7 +17,7 @@ from zorse_megatron.flags.shape import (
     dtype_from_flags,
     shape_from_flags,
 )
-from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, DtypeChoice, GpuKind
+from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind
 from zorse_megatron.schema.model.computing import USUAL, Computing
 from zorse_megatron.schema.model.hugging_face import config_path, load_config
 from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
@@ -59,14 +59,14 @@ def workload_of(
     dtype_may_be_auto: bool = False,
     plan: Plan | None = None,
     kinds: Mapping[str, GpuKind] | None = None,
-    judges: bool = True,
+    checks_flags: bool = True,
 ) -> Workload:
     """Return what the options and the flags behind `--` say together.
 
     `plan`: that the flags are to train; None: they are to be planned for. `kinds`: figures of GPUs
-    that only the cluster file has; `judges`: whether flags must go with a plan. Raises CommandError
-    where options and flags contradict each other, FlagError for flags that do not go with a plan,
-    ModelError for a model without sense.
+    that only the cluster file has; `checks_flags`: whether flags must go with a plan. Raises
+    CommandError where options and flags contradict each other, FlagError for flags that do not go
+    with a plan, ModelError for a model without sense.
     """
     if model is not None and flags is not None:
         raise _one_problem(
@@ -85,10 +85,10 @@ def workload_of(
     chosen = None if is_auto else dtype_named(dtype)
     if flags is not None:
 
-        def judge(command: Command) -> Findings:
-            return findings_of(command, plan, kinds) if judges else ([], [])
+        def check(command: Command) -> Findings:
+            return findings_of(command, plan, kinds) if checks_flags else ([], [])
 
-        found = _from_flags(flags, global_batch_size, seq_length, chosen, judge)
+        found = _from_flags(flags, global_batch_size, seq_length, chosen, check)
         # What a plan says of its groups takes precedence over what the command says of the job.
         return dataclasses.replace(found, dtype="auto") if is_auto else found
     assert model is not None
@@ -107,7 +107,7 @@ def dtype_named(name: str | None) -> Dtype | None:
     if name is None:
         return None
     names: dict[str, Dtype] = {known: known for known in get_args(Dtype)}
-    names.update(PRICED_IN.items())
+    names.update(DTYPE_OF.items())
     if name in names:
         return names[name]
     listed = ", ".join(get_args(Dtype))
@@ -119,11 +119,11 @@ def _from_flags(
     batch: int | None,
     seq_length: int | None,
     dtype: Dtype | None,
-    judge: Callable[[Command], Findings],
+    check: Callable[[Command], Findings],
 ) -> Workload:
     """Everything from the flags; options may say the same once more, but nothing else."""
     command = read_command(flags)
-    problems, notes = judge(command)
+    problems, notes = check(command)
     try:
         shape = shape_from_flags(flags)
     except ModelError as error:

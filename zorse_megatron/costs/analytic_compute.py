@@ -44,7 +44,7 @@ _TABLE_GRADIENT_BYTES = 12.0
 class AnalyticCompute:
     """`ComputeCost` from published figures; model, sequence length, dtype are fixed.
 
-    `tensor_parallel` prices the part of one rank, without communication.
+    `tensor_parallel`: the cost is that of one rank's part, without communication.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Ring: bytes per link over the bandwidth of the slowest link of the ring, plus the latency of the
 way round. Hierarchical: first between nodes, each node as one member whose NICs work together,
-then inside every node; fewer hops over slow links, but the two phases add up. The cheaper one
+then inside every node; fewer steps over slow links, but the two phases add up. The cheaper one
 counts, in the cheapest form that fits the shards (see `rings`). Costs depend on the nodes of a
 set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a new set.
 """
@@ -109,8 +109,8 @@ class GraphComm:
         between = max(largest_load(nodes, shard_bytes), largest_load(regions, shard_bytes))
         inside = largest_load(ranks, shard_bytes) if members.inside else 0.0
         slowest_inside = min((node.rate.at(message) for node in members.inside), default=math.inf)
-        hops = [node.floor_s for node in members.inside]
-        latency_s = max(members.near_hop_s, members.far_hop_s, *hops)
+        inside_s = [node.floor_s for node in members.inside]
+        latency_s = max(members.near_latency_s, members.far_latency_s, *inside_s)
         return latency_s + max(between / members.between.at(message), inside / slowest_inside)
 
     def all_reduce_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
@@ -198,7 +198,8 @@ def _option(
 def _inside_s(members: RankSet, total: float) -> float:
     """Every GPU of a node ends with the whole buffer, of which it got its part over the NICs."""
     return max(
-        (node.count - 1) * (total / node.count / node.rate.at(total / node.count) + node.hop_s)
+        (node.count - 1)
+        * (total / node.count / node.rate.at(total / node.count) + node.step_latency_s)
         for node in members.inside
     )
 
@@ -206,8 +207,8 @@ def _inside_s(members: RankSet, total: float) -> float:
 def _tree_s(members: RankSet, num_bytes: int) -> float:
     """Reduce to one rank over a binary tree and send the result back the same way."""
     most_inside = max((node.count for node in members.nodes), default=1)
-    inside_hop_s = max((node.floor_s for node in members.inside), default=0.0)
-    depth_s = math.ceil(math.log2(most_inside)) * inside_hop_s
-    depth_s += math.ceil(math.log2(len(members.nodes))) * members.near_hop_s
-    depth_s += math.ceil(math.log2(members.num_regions)) * members.far_hop_s
+    inside_latency_s = max((node.floor_s for node in members.inside), default=0.0)
+    depth_s = math.ceil(math.log2(most_inside)) * inside_latency_s
+    depth_s += math.ceil(math.log2(len(members.nodes))) * members.near_latency_s
+    depth_s += math.ceil(math.log2(members.num_regions)) * members.far_latency_s
     return 2 * (depth_s + num_bytes / members.ring_rate(num_bytes))

@@ -1,6 +1,6 @@
 """Fraction of their published peak that GPUs reach in transformer layers.
 
-A layer's pass is priced as operations / (peak x share) + bytes / memory bandwidth. The shares below
+A layer's pass takes operations / (peak x share) + bytes / memory bandwidth. The shares below
 were fitted to the layer times that the authors of Zorse published (MLSys 2026, MIT licence; sums of
 kernel times of Llama and GPT layers, PyTorch without fused element-wise kernels), least mean
 relative error by kind of GPU, type of number and pass. The traffic factors were fitted to all of

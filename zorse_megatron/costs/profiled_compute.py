@@ -1,7 +1,7 @@
 """Times from a profile: measured where the model was measured, scaled or analytic elsewhere.
 
-A layer of another shape or sequence length is priced by its closest measured relative: the measured
-time at the same number of tokens, times the ratio of the two analytic times. On the public times
+A layer of another shape or sequence length is scaled from its closest measured relative: the time
+measured at the same number of tokens, times the ratio of the two analytic times. On the public times
 this is off by 5 % in the mean where the analytic model alone is off by 6 % and the plain ratio of
 operations by 6 % (docs/cost-models.md).
 """
@@ -144,10 +144,10 @@ class ProfiledCompute:
         if key not in self._times:
             if micro_batch_size < 1:
                 raise ValueError(f"found micro-batch size {micro_batch_size}; expected 1 or more")
-            self._times[key] = self._price(part, kind, micro_batch_size)
+            self._times[key] = self._times_of(part, kind, micro_batch_size)
         return self._times[key]
 
-    def _price(self, part: Part, kind: str, micro_batch_size: int) -> PassTimes:
+    def _times_of(self, part: Part, kind: str, micro_batch_size: int) -> PassTimes:
         found = self._closest(part, kind)
         if found is not None:
             return self._scaled(*found, kind, micro_batch_size)

@@ -36,7 +36,7 @@ class LocalRanks:
 
     count: int
     rate: Rate
-    hop_s: float
+    step_latency_s: float
     floor_s: float
     """A message of no size inside the node, by the curves where there are some."""
 
@@ -47,7 +47,7 @@ class RankSet:
 
     num_ranks: int
     slots: tuple[int, ...]
-    """For each rank as given: its place in `nodes`."""
+    """For each rank as given: its index in `nodes`."""
     nodes: tuple[LocalRanks, ...]
     """In ring order."""
     inside: tuple[LocalRanks, ...]
@@ -56,20 +56,20 @@ class RankSet:
     """What the ring gets between nodes; infinite with one node."""
     crossing_s: tuple[float, ...]
     """Latency from each node to the next, the last to the first."""
-    near_hop_s: float
+    near_latency_s: float
     """Longest time of a message of no size between nodes of one region."""
-    far_hop_s: float
+    far_latency_s: float
     """The same between regions; 0 in one region."""
     num_regions: int
 
     @property
     def ring_latency_s(self) -> float:
-        """Of the longest way round: all hops but the shortest."""
-        hops = sum((node.count - 1) * node.hop_s for node in self.nodes)
+        """Of the longest way round: all steps but the shortest."""
+        steps_s = sum((node.count - 1) * node.step_latency_s for node in self.nodes)
         alone = len(self.nodes) == 1
-        crossings = (self.nodes[0].hop_s,) if alone else self.crossing_s
-        shortest = min(*crossings, *(node.hop_s for node in self.inside), math.inf)
-        return hops + sum(crossings) - (shortest if shortest < math.inf else 0.0)
+        crossings = (self.nodes[0].step_latency_s,) if alone else self.crossing_s
+        shortest = min(*crossings, *(node.step_latency_s for node in self.inside), math.inf)
+        return steps_s + sum(crossings) - (shortest if shortest < math.inf else 0.0)
 
     @property
     def crossing_latency_s(self) -> float:
@@ -92,7 +92,7 @@ def rank_set(ranks: tuple[int, ...], routes: Routes) -> RankSet:
     on_node: dict[int, list[int]] = {}
     for rank, owner in zip(ranks, owners, strict=True):
         on_node.setdefault(owner, []).append(rank)
-    order = sorted(on_node, key=lambda node: (*_place(spec, node), node))
+    order = sorted(on_node, key=lambda node: (*_location(spec, node), node))
     slot_of = {node: slot for slot, node in enumerate(order)}
     nodes = tuple(_local(spec.nodes[node], len(on_node[node])) for node in order)
     crossings = [
@@ -109,8 +109,8 @@ def rank_set(ranks: tuple[int, ...], routes: Routes) -> RankSet:
         inside=tuple(dict.fromkeys(node for node in nodes if node.count > 1)),
         between=_between(spec, on_node, crossings),
         crossing_s=tuple(crossing.latency_s for crossing in crossings),
-        near_hop_s=max((each.floor_s for each in crossings if not each.is_far), default=0.0),
-        far_hop_s=max((each.floor_s for each in crossings if each.is_far), default=0.0),
+        near_latency_s=max((each.floor_s for each in crossings if not each.is_far), default=0.0),
+        far_latency_s=max((each.floor_s for each in crossings if each.is_far), default=0.0),
         num_regions=len({spec.nodes[node].region for node in order}),
     )
 
@@ -143,7 +143,7 @@ class _Crossing:
         return self.latency_s + max(measured, default=0.0)
 
 
-def _place(spec: Topology, index: int) -> tuple[str, tuple[str, ...]]:
+def _location(spec: Topology, index: int) -> tuple[str, tuple[str, ...]]:
     """Region, then switches from the top: nodes that share much come next to one another."""
     node = spec.nodes[index]
     chain = spec.switches_above(node.switch)
@@ -154,12 +154,12 @@ def _local(node: MeasuredNode, count: int) -> LocalRanks:
     if not node.intra_curves:
         rate = Rate(constant_bytes_per_s=node.link.bandwidth_bytes_per_s)
         return LocalRanks(
-            count=count, rate=rate, hop_s=node.link.latency_s, floor_s=node.link.latency_s
+            count=count, rate=rate, step_latency_s=node.link.latency_s, floor_s=node.link.latency_s
         )
     # The curve's own floor is the latency, paid with every message.
     rate = Rate(constant_bytes_per_s=math.inf, curves=((node.intra_curves, count),))
     floor_s = curve_for(node.intra_curves, count).transfer_s(0)
-    return LocalRanks(count=count, rate=rate, hop_s=0.0, floor_s=floor_s)
+    return LocalRanks(count=count, rate=rate, step_latency_s=0.0, floor_s=floor_s)
 
 
 def _between(spec: Topology, on_node: dict[int, list[int]], crossings: Iterable[_Crossing]) -> Rate:

@@ -52,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be priced."""
+    """What costs are wanted for."""
 
     part: Part
     model: ModelShape

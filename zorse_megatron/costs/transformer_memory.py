@@ -1,7 +1,7 @@
 """Bytes of a transformer on a GPU, as Megatron-Core trains it.
 
 Parameters and gradients are whole on every rank of a group; main parameters and Adam's moments are
-sharded. Beside what is priced here a process holds its CUDA context, communication buffers and
+sharded. Beside what is counted here a process holds its CUDA context, communication buffers and
 fragmentation: the planner's margin is for those.
 """
 

@@ -1,7 +1,7 @@
 """Detect implausible times in a profile: beyond the chip's peak, or in another unit.
 
-A time of milliseconds taken for seconds prices everything a thousand times too high, and no other
-check finds it: the file is valid.
+A time of milliseconds taken for seconds makes everything cost a thousand times too much, and no
+other check finds it: the file is valid.
 """
 
 from collections.abc import Iterator, Mapping

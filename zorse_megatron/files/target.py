@@ -16,14 +16,14 @@ def stream_of(path: Path) -> int | None:
     None for any other path. Such a stream is written to: replacing its path would not reach who
     reads from it.
     """
-    place = path
+    current = path
     for _ in range(_MAX_LINKS):
-        directory = _DESCRIPTORS.fullmatch(os.path.realpath(place.parent))
+        directory = _DESCRIPTORS.fullmatch(os.path.realpath(current.parent))
         if directory and directory["process"] in (None, str(os.getpid())):
-            return int(place.name) if place.name.isdigit() else None
-        if not place.is_symlink():
+            return int(current.name) if current.name.isdigit() else None
+        if not current.is_symlink():
             return None
-        place = place.parent / os.readlink(place)
+        current = current.parent / os.readlink(current)
     return None
 
 

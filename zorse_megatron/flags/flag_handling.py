@@ -21,16 +21,16 @@ _ACCEPTED: tuple[tuple[Handling, str], ...] = (
 
 
 def handlings_of(name: str) -> list[tuple[Handling, FlagFamily | None]]:
-    """Every verdict on an argument: one, if the lists are right."""
+    """Every way in which an argument is handled: one, if the lists are right."""
     found: list[tuple[Handling, FlagFamily | None]] = []
-    for verdict, families in (("decided", DECIDED_BY_PLAN), ("refused", REFUSED)):
-        found += [(verdict, each) for each in families if is_among(name, each.names)]  # type: ignore[misc]
-    return found + [(verdict, None) for verdict, names in _ACCEPTED if is_among(name, names)]
+    for handling, families in (("decided", DECIDED_BY_PLAN), ("refused", REFUSED)):
+        found += [(handling, each) for each in families if is_among(name, each.names)]  # type: ignore[misc]
+    return found + [(handling, None) for handling, names in _ACCEPTED if is_among(name, names)]
 
 
 @cache
 def handling_of(name: str) -> tuple[Handling, FlagFamily | None]:
-    """The verdict on an argument; what is in no list is refused."""
+    """How an argument is handled; what is in no list is refused."""
     return next(iter(handlings_of(name)), ("refused", _UNKNOWN))
 
 

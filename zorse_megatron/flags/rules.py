@@ -1,6 +1,6 @@
 """Validate a command's arguments under a plan, or for planning.
 
-The same rules judge a command line that is read without Megatron (`flags.command`) and the
+The same rules check a command line that is read without Megatron (`flags.command`) and the
 arguments that Megatron has parsed; the latter may say more, as from a checkpoint.
 """
 
@@ -18,7 +18,7 @@ from zorse_megatron.flags.fit import (
 from zorse_megatron.flags.flag_handling import is_refused, refusable
 from zorse_megatron.flags.refused import DECIDED
 from zorse_megatron.flags.table import spelling_of
-from zorse_megatron.flags.types import device_problems, dtype_problems, wire_problems
+from zorse_megatron.flags.types import communication_dtype_problems, device_problems, dtype_problems
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan
@@ -54,7 +54,7 @@ def command_problems(
         *stage_problems(args, plan),
         *_hash_problems(args, plan),
         *_recompute_problems(args, plan),
-        *wire_problems(args, plan),
+        *communication_dtype_problems(args, plan),
         *dtype_problems(args, plan),
         *device_problems(args, plan, kinds),
         *layout_problems(args, plan),

@@ -64,7 +64,7 @@ def device_problems(
             )
 
 
-def wire_problems(args: Namespace, plan: Plan) -> list[Problem]:
+def communication_dtype_problems(args: Namespace, plan: Plan) -> list[Problem]:
     """16-bit messages need fp32 sums, and in fp16 a loss scale whose overflow skips the step."""
     problems, job = [], job_dtype(args)
     for number, group in enumerate(plan.groups):

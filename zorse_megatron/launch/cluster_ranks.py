@@ -8,7 +8,7 @@ from zorse_megatron.schema.cluster.cluster import Cluster, Node
 
 
 def torch_environment(
-    place: LaunchedRank, environment: Mapping[str, str], cluster: Cluster | None
+    launched: LaunchedRank, environment: Mapping[str, str], cluster: Cluster | None
 ) -> dict[str, str]:
     """Return the variables that torch.distributed and Megatron lack; none under torchrun.
 
@@ -18,17 +18,17 @@ def torch_environment(
     node (MASTER_ADDR overrides its address). Raises LaunchError where the job's nodes are not
     those of the file.
     """
-    if place.launcher != "srun":
+    if launched.launcher != "srun":
         return {}
-    variables = place.torch_environment()
+    variables = launched.torch_environment()
     if cluster is None:
         return variables
-    problems = _problems(place, cluster)
+    problems = _problems(launched, cluster)
     if problems:
         raise LaunchError("the job's nodes are not those of the cluster file", problems)
-    node = node_called(cluster, place.node)
+    node = node_called(cluster, launched.node)
     assert node is not None
-    variables["RANK"] = str(node.first_rank + place.local_rank)
+    variables["RANK"] = str(node.first_rank + launched.local_rank)
     variables["MASTER_ADDR"] = environment.get("MASTER_ADDR") or cluster.nodes[0].name
     return variables
 
@@ -46,33 +46,33 @@ def _host(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _problems(place: LaunchedRank, cluster: Cluster) -> list[Problem]:
+def _problems(launched: LaunchedRank, cluster: Cluster) -> list[Problem]:
     problems = []
-    if place.world_size != cluster.world_size:
+    if launched.world_size != cluster.world_size:
         problems.append(
             Problem(
                 where="--zorse-cluster",
-                found=f"{place.world_size} tasks in this step of Slurm's",
+                found=f"{launched.world_size} tasks in this step of Slurm's",
                 expected=f"{cluster.world_size}, one for each GPU of the cluster file",
                 remedy="Write the batch script anew with zorse launch.",
             )
         )
-    node = node_called(cluster, place.node)
+    node = node_called(cluster, launched.node)
     if node is None:
         problems.append(
             Problem(
                 where="--zorse-cluster",
-                found=f'this task on node "{place.node}", which the file does not have',
+                found=f'this task on node "{launched.node}", which the file does not have',
                 expected=f"one of {', '.join(node.name for node in cluster.nodes)}",
                 remedy="Ask Slurm for these nodes (zorse launch --node-names does), or leave the "
                 "flag out where any nodes of these kinds will do.",
             )
         )
-    elif place.local_rank >= len(node.gpu_kinds):
+    elif launched.local_rank >= len(node.gpu_kinds):
         problems.append(
             Problem(
                 where="--zorse-cluster",
-                found=f"task {place.local_rank} of node {node.name} (counted from 0)",
+                found=f"task {launched.local_rank} of node {node.name} (counted from 0)",
                 expected=f"{len(node.gpu_kinds)} tasks there, one for each GPU",
                 remedy="Write the batch script anew with zorse launch.",
             )

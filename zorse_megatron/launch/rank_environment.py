@@ -61,9 +61,9 @@ def launched_rank(environment: Mapping[str, str], host_name: str) -> LaunchedRan
     node = node_name(environment, host_name)
     if "RANK" in environment:
         numbers = _numbers(environment, _TORCHRUN, texts=("MASTER_ADDR",))
-        return _place(environment, "torchrun", numbers, node, environment["MASTER_ADDR"])
+        return _launched(environment, "torchrun", numbers, node, environment["MASTER_ADDR"])
     if _is_in_step(environment):
-        return _place_in_slurm(environment, node)
+        return _launched_by_slurm(environment, node)
     _refuse_lone_task(environment)
     port = _number_or(environment, "MASTER_PORT", _PORTS.start)
     return LaunchedRank(
@@ -112,7 +112,7 @@ def _is_in_step(environment: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environment and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def _place_in_slurm(environment: Mapping[str, str], node: str) -> LaunchedRank:
+def _launched_by_slurm(environment: Mapping[str, str], node: str) -> LaunchedRank:
     numbers = _numbers(environment, _SRUN)
     master = environment.get("MASTER_ADDR") or _first_host(environment)
     # Each component of a heterogeneous job has a number of its own: that of the first one counts.
@@ -123,7 +123,7 @@ def _place_in_slurm(environment: Mapping[str, str], node: str) -> LaunchedRank:
     numbers["MASTER_PORT"] = _number_or(
         environment, "MASTER_PORT", _PORTS[(_PORTS_PER_JOB * job + step) % len(_PORTS)]
     )
-    return _place(environment, "srun", numbers, node, master)
+    return _launched(environment, "srun", numbers, node, master)
 
 
 def _first_host(environment: Mapping[str, str]) -> str:
@@ -144,7 +144,7 @@ def _first_host(environment: Mapping[str, str]) -> str:
     )
 
 
-def _place(
+def _launched(
     environment: Mapping[str, str],
     launcher: Launcher,
     numbers: Mapping[str, int],

@@ -48,8 +48,8 @@ def draw_bars(path: Path, bars: Sequence[Bar], *, title: str) -> Path:
         colour = _BAR if bar.is_ours else _OTHERS
         axes.barh(row, bar.tokens_per_s or 0.0, height=0.66, color=colour)
         text = bar.note if bar.tokens_per_s is None else f"{bar.tokens_per_s:,.0f}"
-        place = (bar.tokens_per_s or 0.0) + 0.01 * most
-        axes.text(place, row, text, va="center", color=TEXT, fontsize=9)
+        right = (bar.tokens_per_s or 0.0) + 0.01 * most
+        axes.text(right, row, text, va="center", color=TEXT, fontsize=9)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.set_xlim(0, 1.15 * most)
     axes.set_ylim(len(bars) - 0.5, -0.5)

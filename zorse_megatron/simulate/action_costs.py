@@ -6,7 +6,7 @@ from zorse_megatron.costs.interface import ComputeCost, PassTimes
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
-from zorse_megatron.simulate.rank_sizes import RankSizes, narrow_bytes
+from zorse_megatron.simulate.rank_sizes import RankSizes, low_precision_bytes
 from zorse_megatron.simulate.residency import SteppedUnit
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
@@ -20,7 +20,7 @@ class ActionCosts:
         self,
         sizes: RankSizes,
         compute: ComputeCost,
-        routes: NetworkLoads,
+        loads: NetworkLoads,
         kinds: Sequence[str],
         computes: Mapping[ComputeDtype, ComputeCost],
     ) -> None:
@@ -35,7 +35,7 @@ class ActionCosts:
             for group in sizes.plan.groups
         ]
         """Of each group."""
-        self.routes = routes
+        self.loads = loads
         self.kinds = tuple(kinds)
         self._passes: dict[tuple[str, int, int], PassTimes] = {}
         self._collectives: dict[tuple[Kind, int], TaskWork] = {}
@@ -46,21 +46,21 @@ class ActionCosts:
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         key = kind, size, chunk
         if key not in self._passes:
-            self._passes[key] = self._price_passes(kind, size, chunk)
+            self._passes[key] = self._pass_times(kind, size, chunk)
         return self._passes[key]
 
     def step_s(self, rank: int) -> float:
         """Optimizer step on all that the rank owns."""
         owned = sum(self.sizes.shards[chunk][rank] for chunk in self.sizes.chunks(rank))
-        group, _ = self.sizes.place[rank]
+        group, _ = self.sizes.group_and_replica[rank]
         return self.computes[group].step_s(self.kinds[rank], owned)
 
     def collective(self, kind: Kind, chunk: int) -> TaskWork:
         """A REDUCE or a GATHER of the chunk over its group."""
         if (kind, chunk) not in self._collectives:
             replicated = self.sizes.framework.state == "replicated"
-            price = self._replicated_collective if replicated else self._sharded_collective
-            self._collectives[kind, chunk] = price(kind, chunk)
+            work_of = self._replicated_collective if replicated else self._sharded_collective
+            self._collectives[kind, chunk] = work_of(kind, chunk)
         return self._collectives[kind, chunk]
 
     def statistics(self, count: int = 1) -> TaskWork:
@@ -74,7 +74,7 @@ class ActionCosts:
 
         That is summed over the last group, and sent to the job's last rank if that is not in it.
         """
-        plan, comm = self.sizes.plan, self.routes.comm
+        plan, comm = self.sizes.plan, self.loads.comm
         group = plan.groups[plan.chunks[-1].group]
         last, loss_s = plan.world_size - 1, self._all_reduce_s(group.ranks)
         if last not in group.ranks:
@@ -85,7 +85,7 @@ class ActionCosts:
     def _all_reduce_s(self, ranks: Sequence[int]) -> float:
         if len(ranks) < 2:
             return 0.0
-        return self.routes.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
+        return self.loads.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
 
     def stepped_s(self, rank: int, units: Sequence[SteppedUnit], step_s: float) -> float:
         """A step of `step_s` in all whose units pass through the GPU, as `adapter.host_state` does.
@@ -107,22 +107,22 @@ class ActionCosts:
 
     def copy_s(self, rank: int, num_bytes: int) -> float:
         """Bytes between the GPU and host memory, in one direction."""
-        return num_bytes / self.routes.comm.host_link_bytes_per_s(rank)
+        return num_bytes / self.loads.comm.host_link_bytes_per_s(rank)
 
     def _sharded_collective(self, kind: Kind, chunk: int) -> TaskWork:
-        memory, comm = self.sizes.memory_of(chunk), self.routes.comm
+        memory, comm = self.sizes.memory_of(chunk), self.loads.comm
         shards = self.sizes.shards[chunk]
         ranks = tuple(shards)
         to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
         if kind is Kind.REDUCE:
             to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
-            if self.sizes.has_narrow_wire(chunk):
-                to_bytes, time_s = narrow_bytes, comm.exchange_s
+            if self.sizes.reduces_in_low_precision(chunk):
+                to_bytes, time_s = low_precision_bytes, comm.exchange_s
         if len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
         pieces = [tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk)]
         alone_s = sum(time_s(ranks, parts) for parts in pieces)
-        return self.routes.collective(ranks, sum(map(sum, pieces)), alone_s)
+        return self.loads.collective(ranks, sum(map(sum, pieces)), alone_s)
 
     def _replicated_collective(self, kind: Kind, chunk: int) -> TaskWork:
         """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""
@@ -131,11 +131,11 @@ class ActionCosts:
             return TaskWork(seconds_s=0.0)
         total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.parameters[chunk])
         parts = (-(-total // len(ranks)),) * len(ranks)
-        comm = self.routes.comm
+        comm = self.loads.comm
         alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
-        return self.routes.collective(ranks, 2 * total, alone_s)
+        return self.loads.collective(ranks, 2 * total, alone_s)
 
-    def _price_passes(self, kind: str, size: int, chunk: int) -> PassTimes:
+    def _pass_times(self, kind: str, size: int, chunk: int) -> PassTimes:
         layers = self.sizes.num_layers(chunk)
         compute = self.computes[self.sizes.plan.chunks[chunk].group]
         layer = compute.layer(kind, size)

@@ -81,7 +81,7 @@ def _rank_events(result: SimulationResult, rank: int, shown: set[int]) -> Iterat
 
 def _names(result: SimulationResult, rank: int, peers: list[int]) -> Iterator[Event]:
     sizes = result.timeline.sizes
-    number, _ = sizes.place[rank]
+    number, _ = sizes.group_and_replica[rank]
     group = sizes.plan.groups[number].name or f"group {number}"
     yield _meta(rank, "process_name", name=f"rank {rank} ({group})")
     yield _meta(rank, "process_sort_index", sort_index=rank)

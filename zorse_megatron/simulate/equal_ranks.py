@@ -14,7 +14,7 @@ share a window in both or in neither; it must not get stuck, where it lets one o
 all copies are there at the same time, so each could be alone.
 
 Classes. Copies are of one class if their ranks have the same kinds, shards and fixed memory and
-their transfers the same prices, and cross links that are alike (see `copy_classes`). All copies of
+their transfers the same costs, and cross links that are alike (see `copy_classes`). All copies of
 a class run at the same times, by induction over time: their computations cost the same, their
 collectives are the same ones, and their flows have the same rates, because progressive filling
 decides by the bandwidth of links and by how many flows of each sort cross them, so that at each
@@ -87,12 +87,12 @@ def find_equal_ranks(
             (kinds[rank], fixed_bytes[rank], *(sizes.shards[c][rank] for c in sizes.chunks(rank)))
             for rank in names.values()
         ]
-        prices = [
+        costs = [
             comm.transfer_s(names[source], names[target], sizes.memory.boundary_bytes(count))
             for (source, target), counts in messages.items()
             for count in (0, *sorted(counts))
         ]
-        return (*ranks, *prices)
+        return (*ranks, *costs)
 
     found = classify_copies(
         comm,

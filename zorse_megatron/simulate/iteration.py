@@ -42,7 +42,7 @@ def simulate(
     by_dtype: Mapping[ComputeDtype, DtypeCosts] | None = None,
     recompute: JobRecompute | None = None,
 ) -> SimulationResult:
-    """Price one iteration of the lists that the runtime executes for `plan`.
+    """Simulate one iteration of the lists that the runtime executes for `plan`.
 
     `kinds`: the kind of GPU of each global rank. `fixed_bytes`: for each rank what is always taken
     (CUDA context, buffers of NCCL). `lists`: other lists than `action_lists` gives.
@@ -77,10 +77,10 @@ def simulate(
             early_receives=not framework.blocking_transfers,
         )
         equal = sets.stand_ins(whole)
-    routes = NetworkLoads(comm, link_factors=perturbation.link_factors, equal=equal.links)
+    loads = NetworkLoads(comm, link_factors=perturbation.link_factors, equal=equal.links)
     computes = {dtype: costs.compute for dtype, costs in by_dtype.items()}
-    prices = ActionCosts(sizes, compute, routes, kinds, computes)
-    program = translate(equal.lists, prices, perturbation)
+    costs = ActionCosts(sizes, compute, loads, kinds, computes)
+    program = translate(equal.lists, costs, perturbation)
     timeline = Timeline(
         program=program,
         times=play(program),

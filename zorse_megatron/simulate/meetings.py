@@ -19,10 +19,10 @@ class Meetings:
     """Makes the task when the first rank joins; the others wait for it too."""
 
     def __init__(
-        self, graph: TaskGraph, prices: ActionCosts, lists: Mapping[int, Sequence[Action]]
+        self, graph: TaskGraph, costs: ActionCosts, lists: Mapping[int, Sequence[Action]]
     ) -> None:
         self.graph = graph
-        self.prices = prices
+        self.costs = costs
         self.ranks = lists.keys()
         self.tasks: dict[Meeting, int] = {}
         self.joined: dict[Meeting, int] = {}
@@ -39,17 +39,17 @@ class Meetings:
     def _work(self, key: Meeting) -> TaskWork:
         kind, chunk, number = key
         if chunk is not None:
-            return self.prices.collective(kind, chunk)
+            return self.costs.collective(kind, chunk)
         if kind is Kind.SCALE:
-            return self.prices.statistics(self.prices.sizes.framework.sums_at_scale)
-        return self.prices.report() if number else self.prices.statistics()
+            return self.costs.statistics(self.costs.sizes.framework.sums_at_scale)
+        return self.costs.report() if number else self.costs.statistics()
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""
         for (kind, chunk, _), joined in self.joined.items():
             members = set(self.ranks)
             if chunk is not None:
-                members &= self.prices.sizes.shards[chunk].keys()
+                members &= self.costs.sizes.shards[chunk].keys()
             if joined != len(members):
                 word = kind if chunk is None else f"{chunk}{kind}"
                 raise SimulationError(

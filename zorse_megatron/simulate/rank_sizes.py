@@ -16,7 +16,7 @@ from zorse_megatron.simulate.framework import RUNTIME, Framework
 _NARROW_BYTES = 2
 
 
-def narrow_bytes(num_parameters: int) -> int:
+def low_precision_bytes(num_parameters: int) -> int:
     """Gradients as a group with a `gradient_wire` sends them."""
     return _NARROW_BYTES * num_parameters
 
@@ -41,11 +41,11 @@ class RankSizes:
         self.framework = framework
         self.memory = memory
         self.memories = memories or {}
-        self.place: dict[int, tuple[int, int]] = {}
+        self.group_and_replica: dict[int, tuple[int, int]] = {}
         """Rank -> number of its group and of its replica there."""
         for number, group in enumerate(plan.groups):
             for index, replica in enumerate(group.replicas):
-                self.place.update(dict.fromkeys(replica.ranks, (number, index)))
+                self.group_and_replica.update(dict.fromkeys(replica.ranks, (number, index)))
         self.tied = bool(plan.model.tied_embeddings)
         self.parameters = tuple(map(self._parameters, range(len(plan.chunks))))
         """Chunk -> number of its parameters."""
@@ -63,16 +63,16 @@ class RankSizes:
 
     def group(self, rank: int) -> Group:
         """The rank's group."""
-        return self.plan.groups[self.place[rank][0]]
+        return self.plan.groups[self.group_and_replica[rank][0]]
 
     def replica(self, rank: int) -> Replica:
         """The rank's replica."""
-        group, replica = self.place[rank]
+        group, replica = self.group_and_replica[rank]
         return self.plan.groups[group].replicas[replica]
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The chunks that the rank's group holds."""
-        return self._chunks_of_group[self.place[rank][0]]
+        return self._chunks_of_group[self.group_and_replica[rank][0]]
 
     def micro_batch_size(self, rank: int) -> int:
         """Samples of each of the rank's micro-batches."""
@@ -151,17 +151,17 @@ class RankSizes:
         ranks = len(self.plan.groups[0].replicas[0].ranks)
         return self.crossing_bytes(action) // (ranks if self.framework.split_transfers else 1)
 
-    def has_narrow_wire(self, chunk: int) -> bool:
+    def reduces_in_low_precision(self, chunk: int) -> bool:
         """Whether the chunk's gradients are sent in 16 bits."""
         return self.plan.groups[self.plan.chunks[chunk].group].gradient_wire is not None
 
     def exchange_bytes(self, rank: int, chunk: int) -> int:
-        """What the rank sends and receives of the chunk's gradients, 0 without a narrow wire."""
+        """What the rank sends and receives of the chunk's gradients, 0 if they keep their dtype."""
         shards = self.shards[chunk]
-        if not self.has_narrow_wire(chunk) or len(shards) == 1:
+        if not self.reduces_in_low_precision(chunk) or len(shards) == 1:
             return 0
         own = shards[rank]
-        return narrow_bytes(self.parameters[chunk] - own + (len(shards) - 1) * own)
+        return low_precision_bytes(self.parameters[chunk] - own + (len(shards) - 1) * own)
 
     def kept_bytes(self, rank: int, chunk: int) -> int:
         """What the chunk's layers keep of one micro-batch from its forward to its backward."""

@@ -23,7 +23,7 @@ from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
 _FORMS = frozenset({Kind.GATHER, Kind.RELEASE})
-_PLACES = frozenset({Kind.OFFLOAD, Kind.FETCH})
+_LOCATIONS = frozenset({Kind.OFFLOAD, Kind.FETCH})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class Residency:
         last = {
             (action.chunk, action.kind in _FORMS): action.kind
             for action in actions
-            if action.kind in _FORMS | _PLACES
+            if action.kind in _FORMS | _LOCATIONS
         }
         self._chunks = {chunk: self._first(chunk, last) for chunk in sizes.chunks(rank)}
         self.start_parameter_bytes = sum(state.on_gpu_bytes for state in self._chunks.values())
@@ -137,8 +137,8 @@ class Residency:
             raise self._error(action, "has its parameters released or in host memory")
         if action.kind in _FORMS:
             self._change_form(position, action, state)
-        elif action.kind in _PLACES:
-            self._change_place(position, action, state)
+        elif action.kind in _LOCATIONS:
+            self._relocate(position, action, state)
 
     def _step(self, position: int) -> None:
         units = []
@@ -193,7 +193,7 @@ class Residency:
             self.released.add(action.chunk)
         self.moves[position] = Move(num_bytes=state.on_gpu_bytes - before)
 
-    def _change_place(self, position: int, action: Action, state: _ChunkResidency) -> None:
+    def _relocate(self, position: int, action: Action, state: _ChunkResidency) -> None:
         offload = self.sizes.group(self.rank).offload
         if offload is None or not offload.parameters:
             raise self._error(action, "is in a group whose offload setting does not name them")

@@ -42,10 +42,10 @@ class MatchedTransfers:
     one stream (`runtime.transport`). A transfer starts when both ends have started it.
     """
 
-    def __init__(self, graph: TaskGraph, sizes: RankSizes, routes: NetworkLoads) -> None:
+    def __init__(self, graph: TaskGraph, sizes: RankSizes, loads: NetworkLoads) -> None:
         self.graph = graph
         self.sizes = sizes
-        self.routes = routes
+        self.loads = loads
         self.edges: dict[tuple[int, int], _Endpoints] = {}
         self.consumers: dict[Consumer, int] = {}
         """Each computation's task."""
@@ -115,7 +115,7 @@ class MatchedTransfers:
         return edge
 
     def _make(self, tracks: dict[int, Track], send: Post, receive: Post, previous: int) -> int:
-        work = self.routes.transfer(send.rank, receive.rank, send.num_bytes)
+        work = self.loads.transfer(send.rank, receive.rank, send.num_bytes)
         owner = send.rank, send.position
         task = self.graph.add_work(owner, Role.TRANSFER, work, send.after, receive.after, previous)
         for post in (send, receive):

@@ -52,15 +52,15 @@ _PAIRS = (
 
 
 def translate(
-    lists: Mapping[int, Sequence[Action]], prices: ActionCosts, perturbation: Perturbation
+    lists: Mapping[int, Sequence[Action]], costs: ActionCosts, perturbation: Perturbation
 ) -> Program:
     """Make tasks of the lists; `lists`: rank -> its actions.
 
     Raises SimulationError where the lists of different ranks do not fit together.
     """
     graph = TaskGraph()
-    meetings = Meetings(graph, prices, lists)
-    transfers = MatchedTransfers(graph, prices.sizes, prices.routes)
+    meetings = Meetings(graph, costs, lists)
+    transfers = MatchedTransfers(graph, costs.sizes, costs.loads)
     tracks = {}
     for rank, actions in lists.items():
         translator = _RankTranslator(
@@ -73,7 +73,7 @@ def translate(
         tracks[rank] = translator.translate()
     transfers.match(tracks)
     meetings.check()
-    return Program(graph=graph, tracks=tracks, capacities_bytes_per_s=prices.routes.capacities)
+    return Program(graph=graph, tracks=tracks, capacities_bytes_per_s=costs.loads.capacities)
 
 
 class _RankTranslator:
@@ -91,12 +91,12 @@ class _RankTranslator:
         self.rank = rank
         self.graph = meetings.graph
         self.meetings = meetings
-        self.prices = meetings.prices
-        self.sizes = self.prices.sizes
+        self.costs = meetings.costs
+        self.sizes = self.costs.sizes
         self.transfers = transfers
         self.track = Track(rank=rank, actions=actions)
         self.residency = Residency(self.sizes, rank, actions)
-        self.factor = perturbation.rank_factor(rank, self.prices.kinds[rank])
+        self.factor = perturbation.rank_factor(rank, self.costs.kinds[rank])
         self.jitter = perturbation.jitter_of(rank)
         self.main = self.collective = self.to_host = self.from_host = NOTHING
         self.last_out = NOTHING
@@ -155,7 +155,7 @@ class _RankTranslator:
 
     def _compute(self, position: int, action: Action) -> int:
         assert action.chunk is not None
-        passes = self.prices.passes(self.rank, action.chunk)
+        passes = self.costs.passes(self.rank, action.chunk)
         forward = action.kind is Kind.FORWARD
         seconds_s = (passes.forward_s if forward else passes.backward_s) * self.factor
         own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
@@ -193,7 +193,7 @@ class _RankTranslator:
             stream = NOTHING
         own = live([stream, *(self.copies.get((kind, action.chunk)) for kind in first)])
         self.track.own[position] = own
-        seconds_s = self.prices.copy_s(self.rank, move.copied_bytes)
+        seconds_s = self.costs.copy_s(self.rank, move.copied_bytes)
         task = self.graph.add((self.rank, position), Role.COPY, seconds_s, self.main, *own)
         if not out:
             self.from_host = task
@@ -218,10 +218,10 @@ class _RankTranslator:
         self._on_main(task)
         if action.kind is Kind.STEP:
             self.track.gates[position] = [task]
-            seconds_s = self.prices.step_s(self.rank) * self.factor * self.jitter.draw()
+            seconds_s = self.costs.step_s(self.rank) * self.factor * self.jitter.draw()
             if self.residency.stepped:
                 units = self.residency.stepped
-                seconds_s = self.prices.stepped_s(self.rank, units, seconds_s)
+                seconds_s = self.costs.stepped_s(self.rank, units, seconds_s)
             task = self.graph.add(owner, Role.COMPUTE, seconds_s, task)
             self._on_main(task)
         return task
@@ -261,7 +261,7 @@ class _RankTranslator:
 
     def _copy_out(self, position: int, action: Action) -> None:
         assert action.chunk is not None
-        seconds_s = self.prices.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
+        seconds_s = self.costs.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
         owner = self.rank, position
         if self.last_out != NOTHING:
             self._on_main(self.graph.add(owner, Role.COPY, 0.0, self.main, self.last_out))
@@ -275,7 +275,7 @@ class _RankTranslator:
         assert action.chunk is not None
         out = self.copied_out[action.chunk, action.micro_batch]
         issued_after = self.track.before[self.previous[position]]
-        seconds_s = self.prices.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
+        seconds_s = self.costs.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
         self.from_host = self.graph.add(
             (self.rank, position), Role.COPY, seconds_s, issued_after, self.from_host, out
         )

@@ -19,7 +19,6 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
-from zorse_megatron.cli.costed import needed_batch_size, usual_dtype
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
@@ -33,6 +32,7 @@ from zorse_megatron.cli.options import (
 from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, perturbation_of
 from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.workload import Workload, workload_of
+from zorse_megatron.cli.workload_costs import needed_batch_size, usual_dtype
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import folder_problems

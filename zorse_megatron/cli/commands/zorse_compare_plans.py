@@ -12,7 +12,6 @@ from rich.text import Text
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.commands.zorse_plan import strategy_named
 from zorse_megatron.cli.console import print_json, print_plain, print_table, reported_errors
-from zorse_megatron.cli.costed import Costed, costed, needed_batch_size
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -27,6 +26,7 @@ from zorse_megatron.cli.options import (
 from zorse_megatron.cli.plan_answer import not_trainable_yet
 from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload, needed_batch_size
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.plan import Plan
@@ -81,7 +81,7 @@ def compare_plans(  # noqa: PLR0917
             dtype=dtype,
             dtype_may_be_auto=True,
         )
-        prices = costed(
+        costs = costs_of_workload(
             load_cluster(cluster),
             workload,
             profile or [],
@@ -89,38 +89,40 @@ def compare_plans(  # noqa: PLR0917
             margin=margin,
         )
         rows = [
-            row for each in strategies for row in _rows(prices, each, shows_progress=not as_json)
+            row for each in strategies for row in _rows(costs, each, shows_progress=not as_json)
         ]
     if as_json:
-        print_json({"ok": True, "dtype": prices.dtype, "plans": _as_json(prices, rows)})
+        print_json({"ok": True, "dtype": costs.dtype, "plans": _as_json(costs, rows)})
     else:
-        _print(prices, rows)
+        _print(costs, rows)
     if not any(row.found for row in rows):
         raise typer.Exit(1)
 
 
-def _rows(prices: Costed, strategy: "Strategy", *, shows_progress: bool) -> Iterator[_StrategyRow]:
+def _rows(
+    costs: WorkloadCosts, strategy: "Strategy", *, shows_progress: bool
+) -> Iterator[_StrategyRow]:
     from zorse_megatron.planner.find_plan import NoPlanError, find_plan
 
     if strategy == "stock":
-        yield from _stock_rows(prices)
+        yield from _stock_rows(costs)
         return
     try:
         with progress_bar(wanted=shows_progress, title=strategy) as on_progress:
-            outcome = find_plan(prices.inputs, strategy=strategy, on_progress=on_progress)
+            outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
     except NoPlanError as error:
         yield _StrategyRow(strategy=strategy, reason=_reason(error))
         return
     yield _StrategyRow(strategy=strategy, outcome=outcome)
 
 
-def _stock_rows(prices: Costed) -> Iterator[_StrategyRow]:
+def _stock_rows(costs: WorkloadCosts) -> Iterator[_StrategyRow]:
     """Stock Megatron as `zorse compare` trains it: on all GPUs, and on the best of them."""
     from zorse_megatron.planner.baselines import stock_best
 
     for name, found in (
-        (STOCK, stock_best.stock_on_all(prices.inputs)),
-        (BEST_GPUS, stock_best.stock_on_best(prices.inputs)),
+        (STOCK, stock_best.stock_on_all(costs.inputs)),
+        (BEST_GPUS, stock_best.stock_on_best(costs.inputs)),
     ):
         yield _StrategyRow(strategy=name, reason=found.reason, stock=found.fitting)
 
@@ -129,7 +131,7 @@ def _reason(error: ZorseError) -> str:
     return " ".join(str(problem) for problem in error.problems)
 
 
-def _print(prices: Costed, rows: list[_StrategyRow]) -> None:
+def _print(costs: WorkloadCosts, rows: list[_StrategyRow]) -> None:
     headings = ("Strategy", "Iteration", "Tokens/s", "Against stock", "Efficiency", "Memory")
     table = Table(*headings, "Groups", "Recompute")
     stock = _stock_tokens_per_s(rows)
@@ -142,7 +144,7 @@ def _print(prices: Costed, rows: list[_StrategyRow]) -> None:
             f"{row.found.iteration_s:.4g} s",
             f"{row.found.tokens_per_s:,.0f}",
             f"{row.found.tokens_per_s / stock:.2f} x" if stock else "-",
-            f"{_bound_s(prices) / row.found.iteration_s:.2f}",
+            f"{_bound_s(costs) / row.found.iteration_s:.2f}",
             f"{100 * _fullest(row):.0f} %",
             str(_num_groups(row)),
             _recompute(row),
@@ -156,11 +158,11 @@ def _print(prices: Costed, rows: list[_StrategyRow]) -> None:
             print_plain(f"{row.strategy}: {row.stock.description}")
         elif row.outcome is not None and (cannot := not_trainable_yet(row.outcome.plan)):
             print_plain(f"note: {row.strategy}: {cannot}")
-    for note in prices.notes:
+    for note in costs.notes:
         print_plain(f"note: {note}")
 
 
-def _as_json(prices: Costed, rows: list[_StrategyRow]) -> list[dict[str, Any]]:
+def _as_json(costs: WorkloadCosts, rows: list[_StrategyRow]) -> list[dict[str, Any]]:
     stock = _stock_tokens_per_s(rows)
     answers = []
     for row in rows:
@@ -173,8 +175,8 @@ def _as_json(prices: Costed, rows: list[_StrategyRow]) -> list[dict[str, Any]]:
             "iteration_s": row.found.iteration_s,
             "tokens_per_s": row.found.tokens_per_s,
             "against_stock": row.found.tokens_per_s / stock if stock else None,
-            "bound_s": _bound_s(prices),
-            "efficiency": _bound_s(prices) / row.found.iteration_s,
+            "bound_s": _bound_s(costs),
+            "efficiency": _bound_s(costs) / row.found.iteration_s,
             "peak_memory_fraction": _fullest(row),
             "num_groups": _num_groups(row),
             "recompute": _recompute(row),
@@ -189,10 +191,10 @@ def _as_json(prices: Costed, rows: list[_StrategyRow]) -> list[dict[str, Any]]:
     return answers
 
 
-def _bound_s(prices: Costed) -> float:
+def _bound_s(costs: WorkloadCosts) -> float:
     from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 
-    return lower_bound_s(prices.inputs)
+    return lower_bound_s(costs.inputs)
 
 
 def _fullest(row: _StrategyRow) -> float:

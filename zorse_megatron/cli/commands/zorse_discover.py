@@ -50,7 +50,7 @@ def discover(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         # Both are read back, by this command or a later run of it.
         refuse_unwritable({"--out": output, "--profile": profile}, may_be_stream=False)
-    with as_ranks("discover", messages_on_gpu=True, as_json=as_json) as (place, show):
+    with as_ranks("discover", messages_on_gpu=True, as_json=as_json) as (launched, show):
         from zorse_megatron.measure.on_ranks.cluster_discovery import Discovery
         from zorse_megatron.measure.on_ranks.cluster_discovery import discover as measure
 
@@ -62,8 +62,8 @@ def discover(  # noqa: PLR0917
             time_limit_s=time_limit,
             name=name,
         )
-        found = measure(place, wanted, show)
-    if place.rank == 0:
+        found = measure(launched, wanted, show)
+    if launched.rank == 0:
         _say(output, profile, found, as_json=as_json)
 
 

@@ -17,7 +17,6 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
-from zorse_megatron.cli.costed import Costed, costed_for_plan
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
@@ -39,6 +38,7 @@ from zorse_megatron.cli.perturbed import (
 from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.schedules.refusals import refuse_unsupported
@@ -85,31 +85,31 @@ def emulate(  # noqa: PLR0917
         plan = load_plan(path)
         refuse_unsupported(plan, str(path))
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
-        prices = costed_for_plan(plan, cluster, workload, profile or [], source=str(path))
+        costs = costs_for_plan(plan, cluster, workload, profile or [], source=str(path))
         _refuse(plan, dilation, str(path))
         perturbation = perturbation_of(
-            prices.cluster,
+            costs.cluster,
             jitter=jitter,
             seed=seed,
             slow_rank=slow_rank,
             slow_kind=slow_kind,
             slow_link=slow_link,
-            known_links=link_names(prices.inputs.comm, plan.world_size),
+            known_links=link_names(costs.inputs.comm, plan.world_size),
         )
         with waiting("simulating", wanted=not as_json) as tell:
-            predicted = simulated(plan, prices, source=str(path))
-            run = _run(plan, prices, iterations, perturbation, dilation, tell)
+            predicted = simulated(plan, costs, source=str(path))
+            run = _run(plan, costs, iterations, perturbation, dilation, tell)
     if as_json:
-        print_json(_as_json(run, prices, predicted))
+        print_json(_as_json(run, costs, predicted))
     else:
-        _print(path, run, prices, predicted)
+        _print(path, run, costs, predicted)
     if not run.self_test.is_valid or run.out_of_memory is not None:
         raise typer.Exit(1)
 
 
 def _run(  # noqa: PLR0917
     plan: Plan,
-    prices: Costed,
+    costs: WorkloadCosts,
     iterations: int,
     perturbation: Any,
     dilation: float | None,
@@ -119,14 +119,14 @@ def _run(  # noqa: PLR0917
     from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 
     training = TinyTraining(
-        model=prices.workload.model,
+        model=costs.workload.model,
         global_batch_size=plan.global_batch_size,
         iterations=iterations,
-        recompute=prices.workload.computing.recompute,
+        recompute=costs.workload.computing.recompute,
     )
     system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan)
     with emulator(
-        prices.inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
+        costs.inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
     ) as emulated:
         return emulated.run(system)
 
@@ -154,37 +154,41 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
         )
 
 
-def _print(path: Path, run: "EmulatedRun", prices: Costed, predicted: "SimulationResult") -> None:
+def _print(
+    path: Path, run: "EmulatedRun", costs: WorkloadCosts, predicted: "SimulationResult"
+) -> None:
     if run.out_of_memory is not None:
         print_plain(f"{path}: out of memory: {run.out_of_memory}")
     else:
-        tokens = run.system.plan.global_batch_size * prices.inputs.sequence_length  # type: ignore[union-attr]
+        tokens = run.system.plan.global_batch_size * costs.inputs.sequence_length  # type: ignore[union-attr]
         off = 100 * (predicted.iteration_s / run.iteration_s - 1)
         print_plain(
             f"{path}: one iteration takes {run.iteration_s:.4g} s, {tokens / run.iteration_s:,.0f} "
             f"tokens/s; simulated: {predicted.iteration_s:.4g} s ({off:+.1f} %)"
         )
-        print_table(_ranks(run, prices))
+        print_table(_ranks(run, costs))
         print_plain(f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
     print_plain(str(run.self_test))
     if run.late_s is not None:
         print_plain(f"largest lag of this machine: {1e3 * run.late_s:.3g} ms of emulated time")
     print_plain(NOTE)
-    for note in prices.notes:
+    for note in costs.notes:
         print_plain(f"note: {note}")
 
 
-def _ranks(run: "EmulatedRun", prices: Costed) -> Table:
+def _ranks(run: "EmulatedRun", costs: WorkloadCosts) -> Table:
     table = Table("Rank", "GPU", "Busy", "Peak memory")
     for rank, gpu in enumerate(run.system.gpus):
-        peak, capacity = run.peak_bytes[rank], prices.cluster.gpu_of_rank(gpu).memory_bytes
+        peak, capacity = run.peak_bytes[rank], costs.cluster.gpu_of_rank(gpu).memory_bytes
         busy = f"{100 * run.busy_s(rank) / run.iterations_s[-1]:.0f} %"
         memory = f"{gib(peak)}, {100 * peak / capacity:.0f} %"
-        table.add_row(*map(Text, (str(rank), prices.inputs.kinds[gpu], busy, memory)))
+        table.add_row(*map(Text, (str(rank), costs.inputs.kinds[gpu], busy, memory)))
     return table
 
 
-def _as_json(run: "EmulatedRun", prices: Costed, predicted: "SimulationResult") -> dict[str, Any]:
+def _as_json(
+    run: "EmulatedRun", costs: WorkloadCosts, predicted: "SimulationResult"
+) -> dict[str, Any]:
     ran = run.out_of_memory is None
     tokens = predicted.tokens_per_s * predicted.iteration_s
     return {
@@ -199,5 +203,5 @@ def _as_json(run: "EmulatedRun", prices: Costed, predicted: "SimulationResult") 
         "losses": list(run.losses),
         "peak_memory_bytes": list(run.peak_bytes),
         "late_s": run.late_s,
-        "notes": [NOTE.removeprefix("note: "), *prices.notes],
+        "notes": [NOTE.removeprefix("note: "), *costs.notes],
     }

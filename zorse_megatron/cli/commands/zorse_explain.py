@@ -9,7 +9,6 @@ from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import gib, print_json, print_plain, print_table, reported_errors
-from zorse_megatron.cli.costed import Costed, costed_for_plan
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -23,6 +22,7 @@ from zorse_megatron.cli.options import (
 from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.plan.spans import spans_of, spell
@@ -57,31 +57,31 @@ def explain(  # noqa: PLR0917
         plan = load_plan(path)
         refuse_too_many_micro_batches(plan, str(path))
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
-        prices = costed_for_plan(
+        costs = costs_for_plan(
             plan, cluster, workload, profile or [], source=str(path), margin=margin
         )
-        searched = None if no_replan else _replans(prices, shows_progress=not as_json)
-        explanation = explained(prices.inputs, plan, searched)
+        searched = None if no_replan else _replans(costs, shows_progress=not as_json)
+        explanation = explained(costs.inputs, plan, searched)
     if as_json:
-        notes = list(prices.notes)
-        print_json({"ok": True, **plain(explanation), "dtype": prices.dtype, "notes": notes})
+        notes = list(costs.notes)
+        print_json({"ok": True, **plain(explanation), "dtype": costs.dtype, "notes": notes})
         return
     for sentence in explanation.sentences:
         print_plain(sentence)
     print_table(_loads(plan, explanation))
     print_table(_headroom(plan, explanation))
-    for note in prices.notes:
+    for note in costs.notes:
         print_plain(f"note: {note}")
 
 
-def _replans(prices: Costed, *, shows_progress: bool) -> "Replans | None":
+def _replans(costs: WorkloadCosts, *, shows_progress: bool) -> "Replans | None":
     """Search again; None where there is no plan, as a plan that does not fit is explained too."""
     from zorse_megatron.planner.errors import NoPlanError
     from zorse_megatron.planner.explain.replan import replan
 
     with progress_bar(wanted=shows_progress) as on_progress:
         try:
-            return replan(prices.inputs, on_progress=on_progress)
+            return replan(costs.inputs, on_progress=on_progress)
         except NoPlanError:
             return None
 

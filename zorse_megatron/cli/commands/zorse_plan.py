@@ -13,7 +13,6 @@ from zorse_megatron.cli.console import (
     print_plain,
     reported_errors,
 )
-from zorse_megatron.cli.costed import Costed, costed, needed_batch_size
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -28,6 +27,7 @@ from zorse_megatron.cli.options import (
 from zorse_megatron.cli.plan_answer import answer_as_json, notes_on, print_answer
 from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload, needed_batch_size
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import refuse_unwritable
@@ -49,7 +49,7 @@ _SAY_WHAT_FITS_UP_TO_RANKS = 128
 StrategyName = Annotated[
     str, typer.Option("--strategy", help="zorse, or a baseline: stock, zorse-paper or cephalo.")
 ]
-Wire = Annotated[
+CommunicationDtype = Annotated[
     str | None,
     typer.Option(
         "--wire",
@@ -80,7 +80,7 @@ def plan(  # noqa: PLR0917
     seq_length: SeqLength = None,
     dtype: DtypeOrAuto = None,
     strategy: StrategyName = "zorse",
-    wire: Wire = None,
+    wire: CommunicationDtype = None,
     margin: Margin = DEFAULT_MARGIN,
     out: PlanToWrite = None,
     html: PageToWrite = None,
@@ -99,16 +99,16 @@ def plan(  # noqa: PLR0917
             dtype_may_be_auto=True,
         )
         machines, batch = load_cluster(cluster), needed_batch_size(workload)
-        sent_as, profiles = _wire_named(wire), profile or []
-        prices = costed(
+        sent_as, profiles = _communication_dtype_named(wire), profile or []
+        costs = costs_of_workload(
             machines, workload, profiles, global_batch_size=batch, margin=margin, wire=sent_as
         )
-        outcome = _found(prices, wanted, shows_progress=not as_json)
-        sentences = _reasons(prices, outcome.plan)
+        outcome = _found(costs, wanted, shows_progress=not as_json)
+        sentences = _reasons(costs, outcome.plan)
         lost = _not_saved(outcome.plan, out)
-    _tell(prices, outcome, sentences, out=out, lost=lost, as_json=as_json)
+    _tell(costs, outcome, sentences, out=out, lost=lost, as_json=as_json)
     if html is not None:
-        _write_page(prices, outcome, html, is_silent=as_json)
+        _write_page(costs, outcome, html, is_silent=as_json)
 
 
 def _refuse_outputs(out: Path | None, html: Path | None, inputs: list[Path | str | None]) -> None:
@@ -119,7 +119,7 @@ def _refuse_outputs(out: Path | None, html: Path | None, inputs: list[Path | str
 
 
 def _tell(
-    prices: Costed,
+    costs: WorkloadCosts,
     outcome: "Outcome",
     sentences: tuple[str, ...],
     *,
@@ -130,9 +130,9 @@ def _tell(
     """Show the plan. Ends with status 1 where its file could not be written."""
     written = out if lost is None else lost.kept
     if as_json:
-        print_json(answer_as_json(prices, outcome, sentences, written) | failure_as_json(lost))
+        print_json(answer_as_json(costs, outcome, sentences, written) | failure_as_json(lost))
     else:
-        print_answer(prices, outcome, sentences, written)
+        print_answer(costs, outcome, sentences, written)
     if lost is None:
         return
     if not as_json:
@@ -142,13 +142,13 @@ def _tell(
     raise typer.Exit(1)
 
 
-def _write_page(prices: Costed, outcome: "Outcome", path: Path, *, is_silent: bool) -> None:
+def _write_page(costs: WorkloadCosts, outcome: "Outcome", path: Path, *, is_silent: bool) -> None:
     """Behind the plan, which is written and shown by then."""
     from zorse_megatron.cli.plan_report import plan_page
 
     with reported_errors():  # on stderr: the plan's JSON has been printed
-        notes = notes_on(prices, outcome)
-        write_text(path, plan_page(prices, outcome, notes, shows_progress=not is_silent))
+        notes = notes_on(costs, outcome)
+        write_text(path, plan_page(costs, outcome, notes, shows_progress=not is_silent))
     if not is_silent:
         print_plain(f"written: {path}")
 
@@ -179,7 +179,7 @@ def strategy_named(name: str) -> "Strategy":
     raise CommandError("the command cannot be run", [problem])
 
 
-def _wire_named(name: str | None) -> GradientWire | None:
+def _communication_dtype_named(name: str | None) -> GradientWire | None:
     if name is None:
         return None
     for known in get_args(GradientWire):
@@ -194,34 +194,34 @@ def _wire_named(name: str | None) -> GradientWire | None:
     raise CommandError("the command cannot be run", [problem])
 
 
-def _found(prices: Costed, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
+def _found(costs: WorkloadCosts, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
     """Search. Raises NoPlanError that also says what would fit."""
     from zorse_megatron.planner.errors import NoPlanError
     from zorse_megatron.planner.find_plan import find_plan
 
     with progress_bar(wanted=shows_progress) as on_progress:
         try:
-            return find_plan(prices.inputs, strategy=strategy, on_progress=on_progress)
+            return find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
         except NoPlanError as error:
-            raise error.with_problem(_what_fits(prices, strategy)) from None
+            raise error.with_problem(_what_fits(costs, strategy)) from None
 
 
-def _what_fits(prices: Costed, strategy: "Strategy") -> Problem:
+def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:
     from zorse_megatron.planner.shortage.what_fits import fits_problem, not_looked_for, what_fits
 
-    ranks, most = prices.inputs.world_size, _SAY_WHAT_FITS_UP_TO_RANKS
+    ranks, most = costs.inputs.world_size, _SAY_WHAT_FITS_UP_TO_RANKS
     if strategy != "zorse":
         return not_looked_for(f"the strategy {strategy}", "zorse, the only one it is looked for")
     if ranks > most:
         return not_looked_for(f"{ranks} GPUs", f"at most {most}: beyond, it takes too long")
-    model, batch = prices.workload.model, prices.inputs.global_batch_size
-    return fits_problem(what_fits(prices.inputs_for, model, batch), model, batch)
+    model, batch = costs.workload.model, costs.inputs.global_batch_size
+    return fits_problem(what_fits(costs.inputs_for, model, batch), model, batch)
 
 
-def _reasons(prices: Costed, found: Plan) -> tuple[str, ...]:
+def _reasons(costs: WorkloadCosts, found: Plan) -> tuple[str, ...]:
     """Why the plan takes as long as it does, in plain words."""
     from zorse_megatron.planner.explain.explanation import explain
 
     if found.world_size > _EXPLAIN_UP_TO_RANKS:
         return ()
-    return explain(prices.inputs, found).sentences
+    return explain(costs.inputs, found).sentences

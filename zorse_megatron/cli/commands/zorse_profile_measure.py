@@ -49,7 +49,7 @@ def measure_profile(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
         workload, (script, flags) = _workload(context)
-    with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (place, show):
+    with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (launched, show):
         from zorse_megatron.measure.on_ranks.profile_run import ProfileRun
         from zorse_megatron.measure.on_ranks.profile_run import measure_profile as measure
 
@@ -65,8 +65,8 @@ def measure_profile(  # noqa: PLR0917
             largest_size=min(max_micro_batch, workload.global_batch_size or max_micro_batch),
             time_limit_s=time_limit,
         )
-        found = measure(place, wanted, show)
-    if place.rank == 0:
+        found = measure(launched, wanted, show)
+    if launched.rank == 0:
         _say(output, found, as_json=as_json)
 
 
@@ -92,7 +92,7 @@ def _workload(
             remedy="Correct the path, or omit it to build Megatron's GPT layers.",
         )
         raise CommandError("the command cannot be run", [problem])
-    workload = workload_of(model=None, flags=flags, judges=False)
+    workload = workload_of(model=None, flags=flags, checks_flags=False)
     # Of the command that measures: it leaves out what a plan decides.
     words = [*([] if script is None else [str(script)]), *single_layer_flags(flags, workload.model)]
     problems, _ = findings_of(read_command(words), None)

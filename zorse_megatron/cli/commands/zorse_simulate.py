@@ -12,7 +12,6 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
-from zorse_megatron.cli.costed import Costed, costed_for_plan
 from zorse_megatron.cli.critical_shares import critical_as_json, critical_lines
 from zorse_megatron.cli.options import (
     AsJson,
@@ -41,6 +40,7 @@ from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
@@ -85,57 +85,57 @@ def simulate(  # noqa: PLR0917
         refuse_unwritable(pictures.by_option(), inputs=inputs)
         plan = load_plan(path)
         workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
-        prices = costed_for_plan(plan, cluster, workload, profile or [], source=str(path))
+        costs = costs_for_plan(plan, cluster, workload, profile or [], source=str(path))
         perturbation = perturbation_of(
-            prices.cluster,
+            costs.cluster,
             jitter=jitter,
             seed=seed,
             slow_rank=slow_rank,
             slow_kind=slow_kind,
             slow_link=slow_link,
             # Of all pairs of GPUs: that takes long where these are many.
-            known_links=link_names(prices.inputs.comm, plan.world_size) if slow_link else (),
+            known_links=link_names(costs.inputs.comm, plan.world_size) if slow_link else (),
         )
         with waiting("simulating", wanted=not as_json) as tell:
-            result = simulated(plan, prices, source=str(path), perturbation=perturbation)
+            result = simulated(plan, costs, source=str(path), perturbation=perturbation)
             tell("drawing")
-            written = save_pictures(pictures, plan, prices, result, title=_title(path, result))
-    problems = list(memory_problems(plan, result, prices.cluster, str(path)))
+            written = save_pictures(pictures, plan, costs, result, title=_title(path, result))
+    problems = list(memory_problems(plan, result, costs.cluster, str(path)))
     if as_json:
-        answer = _as_json(plan, prices, result)
-        places = [str(each) for each in written]
-        print_json({**answer, "fits_in_memory": not problems, "written": places})
+        answer = _as_json(plan, costs, result)
+        paths = [str(each) for each in written]
+        print_json({**answer, "fits_in_memory": not problems, "written": paths})
         return
-    _print(path, plan, prices, result)
+    _print(path, plan, costs, result)
     for problem in problems:
         print_plain(f"does not fit: {problem}")
     for each in written:
         print_plain(f"written: {each}")
 
 
-def _print(path: Path, plan: Plan, prices: Costed, result: "SimulationResult") -> None:
+def _print(path: Path, plan: Plan, costs: WorkloadCosts, result: "SimulationResult") -> None:
     samples = number_of(plan.global_batch_size, "sample")
     print_plain(
         f"{path}: one iteration takes {result.iteration_s:.4g} s: {result.tokens_per_s:,.0f} "
-        f"tokens/s ({samples} of {prices.inputs.sequence_length} tokens, "
-        f"{types_of(plan, prices)})"
+        f"tokens/s ({samples} of {costs.inputs.sequence_length} tokens, "
+        f"{types_of(plan, costs)})"
     )
-    print_table(rank_table(plan, result, prices.cluster))
+    print_table(rank_table(plan, result, costs.cluster))
     for line in critical_lines(plan, result):
         print_plain(line)
-    for note in prices.notes:
+    for note in costs.notes:
         print_plain(f"note: {note}")
 
 
-def _as_json(plan: Plan, prices: Costed, result: "SimulationResult") -> dict[str, Any]:
+def _as_json(plan: Plan, costs: WorkloadCosts, result: "SimulationResult") -> dict[str, Any]:
     return {
         "ok": True,
         "iteration_s": result.iteration_s,
         "tokens_per_s": result.tokens_per_s,
-        "dtype": prices.dtype,
-        "ranks": ranks_as_json(plan, result, prices.cluster),
+        "dtype": costs.dtype,
+        "ranks": ranks_as_json(plan, result, costs.cluster),
         "critical_path": critical_as_json(plan, result),
-        "notes": list(prices.notes),
+        "notes": list(costs.notes),
     }
 
 

@@ -71,13 +71,13 @@ class _Known:
     """Whether the cluster file has these nodes."""
 
 
-def discover(place: LaunchedRank, wanted: Discovery, show: OnProgress) -> Discovered:
+def discover(launched: LaunchedRank, wanted: Discovery, show: OnProgress) -> Discovered:
     """Measure what is missing and write both files on rank 0. Collective.
 
     The profile is written after each measurement, so that a run that is cut short loses nothing.
     Raises a ZorseError on every rank for files or ranks that cannot be used.
     """
-    ranks = seen_ranks(place)
+    ranks = seen_ranks(launched)
     nodes = nodes_of(ranks)
     tasks = link_tasks(nodes)
     known: _Known = on_first_rank(lambda: _known(wanted, nodes, tasks))
@@ -87,12 +87,12 @@ def discover(place: LaunchedRank, wanted: Discovery, show: OnProgress) -> Discov
     kinds, profile = dict(known.kinds), known.profile
     for number, (kind, rank) in enumerate(new.items()):
         show(Progress(phase=kind, done=number, total=total))
-        mine = measured_kind(ranks[rank].device) if place.rank == rank else None
+        mine = measured_kind(ranks[rank].device) if launched.rank == rank else None
         kinds[kind] = from_rank(mine, rank)
     for number, task in enumerate(missing, start=len(new)):
         show(Progress(phase=str(task), done=number, total=total))
-        profile = with_transfers(profile, _timed(place, wanted, task))
-        if place.rank == 0:
+        profile = with_transfers(profile, _timed(launched, wanted, task))
+        if launched.rank == 0:
             save_profile(profile, wanted.profile)
     notes: list[str] = []
     if total or not known.same_nodes:
@@ -123,11 +123,11 @@ def _known(wanted: Discovery, nodes: Sequence[SeenNode], tasks: Sequence[LinkTas
     )
 
 
-def _timed(place: LaunchedRank, wanted: Discovery, task: LinkTask) -> Transfers:
+def _timed(launched: LaunchedRank, wanted: Discovery, task: LinkTask) -> Transfers:
     """Run a task on its ranks and give the result to all. Collective."""
     found = None
     group = dist.new_group(list(task.ranks))  # by all ranks: its name counts the calls
-    if place.rank in task.ranks:
+    if launched.rank in task.ranks:
         found = timed_messages(
             task, group, largest_bytes=wanted.largest_bytes, time_limit_s=wanted.time_limit_s
         )

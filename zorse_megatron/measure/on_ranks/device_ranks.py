@@ -9,15 +9,15 @@ from zorse_megatron.measure.machine.nvml import NvmlReader, load_nvml
 from zorse_megatron.measure.on_ranks.measuring_job import from_all
 
 
-def seen_ranks(place: LaunchedRank) -> list[SeenRank]:
+def seen_ranks(launched: LaunchedRank) -> list[SeenRank]:
     """Return what every rank sees. Collective. Raises MeasureError on a rank without a device."""
-    on_node = sum(node == place.node for node in from_all(place.node))
+    on_node = sum(node == launched.node for node in from_all(launched.node))
     return from_all(
         SeenRank(
-            rank=place.rank,
-            node=place.node,
-            local_rank=place.local_rank,
-            device=_reader().device(place.local_rank, on_node),
+            rank=launched.rank,
+            node=launched.node,
+            local_rank=launched.local_rank,
+            device=_reader().device(launched.local_rank, on_node),
             host_memory_bytes=host_memory_bytes(),
             nics=nics(),
         )

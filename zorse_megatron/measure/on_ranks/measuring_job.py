@@ -19,22 +19,22 @@ _WAIT = timedelta(hours=12)
 
 
 @contextmanager
-def measuring_job(place: LaunchedRank, *, messages_on_gpu: bool) -> Iterator[None]:
+def measuring_job(launched: LaunchedRank, *, messages_on_gpu: bool) -> Iterator[None]:
     """Join the job; the block runs in a child of this process, which watches it as in training.
 
     A rank that fails or is gone stops all of them. `messages_on_gpu`: whether this process itself
     sends from GPUs, where there are any.
     """
-    os.environ.update(place.torch_environment())
-    if place.world_size == 1:
+    os.environ.update(launched.torch_environment())
+    if launched.world_size == 1:
         os.environ["MASTER_PORT"] = "0"  # any: nobody else has to find it
-    watch, hub = watched(os.environ, describe=lambda rank: f"rank {rank}", host=place.node)
+    watch, hub = watched(os.environ, describe=lambda rank: f"rank {rank}", host=launched.node)
     with watch.last_words(all_refuse=False):
         store = exchange(watch, hub)
         watch.enter("while it measures")
         on_gpu = messages_on_gpu and torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(launched.local_rank % torch.cuda.device_count())
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_WAIT)
         yield
         dist.barrier()

@@ -61,7 +61,7 @@ class _Message:
         self.num_bytes = 4 * elements
         self.tensor = torch.zeros(elements, device=device)
         self.bounds = shard_bounds(elements, (1,) * count)
-        self.place = task.ranks.index(dist.get_rank())
+        self.index = task.ranks.index(dist.get_rank())
 
     def once_s(self) -> float:
         """Start together and return this rank's seconds; of a send half of the way there and back.
@@ -83,8 +83,8 @@ class _Message:
 
     def _there_and_back(self) -> None:
         half = len(self.task.ranks) // 2
-        is_sender = self.place < half
-        partner = self.task.ranks[(self.place + half) % len(self.task.ranks)]
+        is_sender = self.index < half
+        partner = self.task.ranks[(self.index + half) % len(self.task.ranks)]
         if is_sender:
             dist.send(self.tensor, partner, group=self.group)
             dist.recv(self.tensor, partner, group=self.group)

@@ -64,13 +64,13 @@ class Profiled:
     """Micro-batches and steps of this run."""
 
 
-def measure_profile(place: LaunchedRank, wanted: ProfileRun, show: OnProgress) -> Profiled:
+def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress) -> Profiled:
     """Measure what is missing, each kind of GPU on its first rank, one kind after the other.
 
     Collective. Rank 0 writes the profile after each micro-batch, so that a run that is cut short
     loses nothing. Raises a ZorseError for files, ranks or flags that cannot be used.
     """
-    nodes = nodes_of(seen_ranks(place))
+    nodes = nodes_of(seen_ranks(launched))
     profile: Profile = on_first_rank(lambda: _start(wanted, nodes))
     representatives = kinds_of_gpu(nodes)
     all_series = {kind: _series(wanted, kind) for kind in representatives}
@@ -78,14 +78,14 @@ def measure_profile(place: LaunchedRank, wanted: ProfileRun, show: OnProgress) -
     count = 0
     for kind in missing:
         series, source = all_series[kind], representatives[kind]
-        mine = _measured(place, wanted, profile, series) if place.rank == source else iter(())
+        mine = _measured(launched, wanted, profile, series) if launched.rank == source else iter(())
         show(Progress(phase=f"{kind}: starting", done=count, total=None))
         while (answer := from_rank(next(mine, None), source)) is not None:
             count += 1
-            show(Progress(phase=f"{kind}: {_in_words(answer)}", done=count, total=None))
+            show(Progress(phase=f"{kind}: {_described(answer)}", done=count, total=None))
             add = with_pass if isinstance(answer, MeasuredPass) else with_step
             profile = add(profile, series, answer)
-            if place.rank == 0:
+            if launched.rank == 0:
                 save_profile(profile, wanted.output)
     return Profiled(
         measured_kinds=tuple(missing),
@@ -139,22 +139,22 @@ def _check_cluster(wanted: ProfileRun, cluster: Cluster, nodes: Sequence[SeenNod
 
 
 def _measured(
-    place: LaunchedRank, wanted: ProfileRun, profile: Profile, series: MeasuredSeries
+    launched: LaunchedRank, wanted: ProfileRun, profile: Profile, series: MeasuredSeries
 ) -> Iterator[Answer]:
     on_gpu = torch.cuda.is_available()
-    memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(place.rank).memory_bytes
+    memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(launched.rank).memory_bytes
     request = LayerRequest(
         first_sizes=first_sizes(profile, series),
         largest_size=wanted.largest_size,
         time_limit_s=wanted.time_limit_s,
         memory_limit_bytes=None if on_gpu else memory_bytes,
     )
-    local_rank = place.local_rank % torch.cuda.device_count() if on_gpu else 0
+    local_rank = launched.local_rank % torch.cuda.device_count() if on_gpu else 0
     flags = single_layer_flags(wanted.flags, wanted.shape)
     return measured_layers(wanted.script, flags, request, local_rank)
 
 
-def _in_words(answer: Answer) -> str:
+def _described(answer: Answer) -> str:
     if isinstance(answer, MeasuredPass):
         return f"{answer.part}, micro-batch {answer.micro_batch_size}"
     return "optimizer step"

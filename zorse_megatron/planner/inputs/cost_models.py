@@ -14,7 +14,7 @@ from zorse_megatron.costs.transformer_memory import (
     precision_of,
 )
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, common_dtype
 from zorse_megatron.schema.model.computing import Attention, Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Profile
@@ -51,7 +51,7 @@ class CostModels:
     def memory(self) -> tuple[TransformerMemory, str]:
         """In the type that all kinds have, and what it rests on."""
         kinds = self.cluster.kinds.values()
-        common = PRICED_IN[common_dtype(kinds)] if self.dtype == "auto" else self.dtype
+        common = DTYPE_OF[common_dtype(kinds)] if self.dtype == "auto" else self.dtype
         return _memory(self.profile, self.model, common, self.computing)
 
     def costs_in(self, dtype: Dtype) -> DtypeCosts:
@@ -83,7 +83,7 @@ def _computes(
 ) -> dict[str, ProfiledCompute]:
     """Kind -> its costs; all the same but with auto."""
     types: dict[str, Dtype] = {
-        kind: PRICED_IN[common_dtype([gpu])] if dtype == "auto" else dtype
+        kind: DTYPE_OF[common_dtype([gpu])] if dtype == "auto" else dtype
         for kind, gpu in cluster.kinds.items()
     }
     of_type = {

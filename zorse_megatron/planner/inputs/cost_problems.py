@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.errors import Problem
-from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, common_dtype
+from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, common_dtype
 from zorse_megatron.schema.plan.plan import GradientWire
 
 
@@ -61,6 +61,6 @@ def _no_units(kind: str, compute: ProfiledCompute) -> Problem:
         found=f"no hardware support for {compute.dtype}",
         expected="a supported dtype, or measured times in this one",
         remedy="With zorse plan --dtype auto, every group computes in a dtype its GPUs support, "
-        f"{own} with a {kind}. Or use --dtype {PRICED_IN[own]} for all groups, if all kinds "
+        f"{own} with a {kind}. Or use --dtype {DTYPE_OF[own]} for all groups, if all kinds "
         "support it. Profile it in this dtype if it does support it.",
     )

@@ -11,7 +11,7 @@ from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.gpus.gpu import (
-    PRICED_IN,
+    DTYPE_OF,
     ComputeDtype,
     DtypeChoice,
     GpuKind,
@@ -147,7 +147,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         compute=models.compute,
         memory=memory,
         comm=GraphComm(spec),
-        by_dtype={name: models.costs_in(each) for name, each in PRICED_IN.items()},
+        by_dtype={name: models.costs_in(each) for name, each in DTYPE_OF.items()},
         kinds=cluster.gpu_kinds,
         capacities_bytes=_capacities(cluster, memory_margin),
         host_bytes=_host_parts(cluster),

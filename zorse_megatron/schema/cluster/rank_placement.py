@@ -78,11 +78,11 @@ def placement_problems(
     """
     problems = []
     for rank, here in enumerate(found):
-        place = f"rank {rank} on node {here.node}"
+        where = f"rank {rank} on node {here.node}"
         if nodes is not None and nodes[rank] != here.node:
             problems.append(
                 Problem(
-                    where=place,
+                    where=where,
                     found=f"node {here.node}",
                     expected=f"node {nodes[rank]}, as in the cluster file",
                     remedy="Start the nodes in the order of the cluster file: zorse launch "
@@ -94,7 +94,7 @@ def placement_problems(
         if kinds[rank] in GPU_KINDS or here.is_declared:
             problems.append(
                 Problem(
-                    where=place,
+                    where=where,
                     found=f"a GPU of kind {here.gpu_kind}",
                     expected=f"{kinds[rank]}, for which the plan was made",
                     remedy="Start the job with what zorse launch writes, with "

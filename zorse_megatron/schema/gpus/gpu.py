@@ -12,7 +12,7 @@ DtypeChoice = Dtype | Literal["auto"]
 """What a job computes in; auto: each group in a type of its own."""
 LinkType = Literal["nvswitch", "nvlink", "pcie"]
 
-PRICED_IN: dict[ComputeDtype, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPE_OF: dict[ComputeDtype, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What a group computes in, as cost models name it; what is to be preferred comes first."""
 
 
@@ -84,4 +84,4 @@ def common_dtype(kinds: Iterable[GpuKind]) -> ComputeDtype:
     bf16 comes first as its range is that of fp32: it needs no loss scale.
     """
     members = tuple(kinds)
-    return next(dtype for dtype in PRICED_IN if all(kind.computes_in(dtype) for kind in members))
+    return next(dtype for dtype in DTYPE_OF if all(kind.computes_in(dtype) for kind in members))

@@ -46,28 +46,28 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
 
 def _ranks(plan: Plan) -> Iterator[Problem]:
     """Ranks are exactly 0..W-1, each once."""
-    places: dict[int, list[str]] = defaultdict(list)
+    listed_at: dict[int, list[str]] = defaultdict(list)
     for group_index, group in enumerate(plan.groups):
         for replica_index, replica in enumerate(group.replicas):
             for rank in replica.ranks:
-                places[rank].append(f"groups[{group_index}].replicas[{replica_index}]")
-    for rank in sorted(places):
+                listed_at[rank].append(f"groups[{group_index}].replicas[{replica_index}]")
+    for rank in sorted(listed_at):
         if rank < 0:
             yield Problem(
-                where=f"{places[rank][0]}.ranks",
+                where=f"{listed_at[rank][0]}.ranks",
                 found=f"rank {rank}",
                 expected="ranks numbered from 0",
                 remedy="Use the global ranks of torch.distributed.",
             )
-        if len(places[rank]) > 1:
+        if len(listed_at[rank]) > 1:
             yield Problem(
                 where="groups",
-                found=f"rank {rank} in {len(places[rank])} places: {_listed(places[rank])}",
+                found=f"rank {rank} in {len(listed_at[rank])} places: {_listed(listed_at[rank])}",
                 expected="every rank in exactly one replica",
                 remedy=f"Keep rank {rank} in one of them.",
             )
-    highest = max(0, *places)
-    missing = gaps(spans_of(places), highest + 1)
+    highest = max(0, *listed_at)
+    missing = gaps(spans_of(listed_at), highest + 1)
     if missing:
         yield Problem(
             where="groups",

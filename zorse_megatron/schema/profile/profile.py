@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class ProfiledModel:
-    """The shape of a model that has entries: entries of one model price another by it."""
+    """The shape of a model that has entries: entries of one model stand for another by it."""
 
     name: Text
     """What entries refer to."""
@@ -178,7 +178,7 @@ class Transfers:
     """Times of messages by size, as measured; the lists go together.
 
     A record of what `zorse discover` found: latencies and bandwidths of the cluster file, and
-    `links`, were fitted to it. No price rests on it.
+    `links`, were fitted to it. No cost rests on it.
     """
 
     operation: Literal["send", "all_gather", "all_reduce"]

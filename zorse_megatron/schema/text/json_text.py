@@ -115,11 +115,11 @@ def _repeated_keys(value: Any, source: str, path: str) -> list[Problem]:
 
 
 def _syntax_error(text: str, source: str, message: str, kind: FileKind) -> ZorseError:
-    reason, _, place = message.rpartition(" at ")
+    reason, _, position = message.rpartition(" at ")
     if reason.startswith("EOF"):
         found = "the end of the file in the middle of the JSON: it looks cut off"
         remedy = "Copy or write the file again, whole."
     else:
         found = f"text that is not JSON ({reason})"
         remedy = "JSON has no comments, no trailing commas, and double quotes only."
-    return unreadable(source, f"{source}: {place}", found, remedy, kind)
+    return unreadable(source, f"{source}: {position}", found, remedy, kind)

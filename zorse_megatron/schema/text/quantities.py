@@ -54,7 +54,7 @@ class Quantity:
     examples: str
     lowest: float
     highest: float
-    range_in_words: str
+    range_text: str
     small_letters_are_bits: bool = False
     """What `gb/s` is: bits, or not to be told."""
 
@@ -62,7 +62,7 @@ class Quantity:
         """Return the value in the base unit. Raises PydanticCustomError with what is expected."""
         number = self._number(value)
         if not self.lowest <= number <= self.highest:
-            raise self._error(f"a {self.name} of {self.range_in_words}, such as {self.examples}")
+            raise self._error(f"a {self.name} of {self.range_text}, such as {self.examples}")
         return number
 
     def _number(self, value: Any) -> float:
@@ -114,7 +114,7 @@ MEMORY_SIZE = Quantity(
     examples="80GiB or 40 GB",
     lowest=1e6,
     highest=1e15,
-    range_in_words="1 MB to 1 PB",
+    range_text="1 MB to 1 PB",
 )
 BANDWIDTH = Quantity(
     name="bandwidth",
@@ -123,7 +123,7 @@ BANDWIDTH = Quantity(
     examples="50 Gb/s (bits) or 220 GB/s (bytes)",
     lowest=1e3,
     highest=1e15,
-    range_in_words="1 kB/s to 1 PB/s",
+    range_text="1 kB/s to 1 PB/s",
 )
 NETWORK_BANDWIDTH = dataclasses.replace(BANDWIDTH, small_letters_are_bits=True)
 LATENCY = Quantity(
@@ -133,7 +133,7 @@ LATENCY = Quantity(
     examples="5 us or 60 ms",
     lowest=0.0,
     highest=100.0,
-    range_in_words="0 to 100 s",
+    range_text="0 to 100 s",
 )
 COMPUTE_RATE = Quantity(
     name="compute rate",
@@ -142,7 +142,7 @@ COMPUTE_RATE = Quantity(
     examples="312 TFLOP/s",
     lowest=1e9,
     highest=1e18,
-    range_in_words="1 GFLOP/s to 1,000 PFLOP/s",
+    range_text="1 GFLOP/s to 1,000 PFLOP/s",
 )
 
 

@@ -121,5 +121,5 @@ def _at(problem: Problem, source: str, lines: Lines | None, path: str) -> Proble
     while lines is not None and line is None and path:
         line = lines.get(path)
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
-    place = f"{source}: line {line}: " if line else f"{source}: "
-    return dataclasses.replace(problem, where=place + problem.where)
+    position = f"{source}: line {line}: " if line else f"{source}: "
+    return dataclasses.replace(problem, where=position + problem.where)

@@ -20,11 +20,11 @@ class SharedText:
     def write(self, text: str) -> None:
         """Replace the text; what does not fit is cut off."""
         data = text.encode(errors="replace")[:_CAPACITY_BYTES]
-        place = 1 - self._memory[0]
-        start = self._start(place)
+        slot = 1 - self._memory[0]
+        start = self._start(slot)
         self._memory[start : start + len(data)] = data
         _LENGTH.pack_into(self._memory, start - _LENGTH.size, len(data))
-        self._memory[0] = place
+        self._memory[0] = slot
 
     def read(self) -> str:
         """Return the text; empty before the first write."""
@@ -33,8 +33,8 @@ class SharedText:
         return bytes(self._memory[start : start + length]).decode(errors="ignore")
 
     @staticmethod
-    def _start(place: int) -> int:
-        return 1 + place * (_LENGTH.size + _CAPACITY_BYTES) + _LENGTH.size
+    def _start(slot: int) -> int:
+        return 1 + slot * (_LENGTH.size + _CAPACITY_BYTES) + _LENGTH.size
 
 
 class RankPage:

@@ -220,7 +220,7 @@ class Watcher:
 
 
 def last_line(post: Hub | Member, describe: Callable[[int], str]) -> str:
-    """What the watcher says at its end: the hub's verdict, or that the hub is gone; or ""."""
+    """What the watcher says at its end: what the hub decided, or that the hub is gone; or ""."""
     if isinstance(post, Hub):
         return f"error: {post.line}" if post.line else ""
     if post.lost_hub is None or not post.lost_hub.reason:

@@ -12,7 +12,7 @@ from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.gpus.gpu import PRICED_IN, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, common_dtype
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.plan.plan import GradientWire, Plan
 from zorse_megatron.schema.profile.profile import Profile
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costed:
-    """A cluster and a model, with prices for what they do together."""
+class WorkloadCosts:
+    """A cluster and a model, and what they cost together."""
 
     cluster: Cluster
     workload: Workload
@@ -32,7 +32,7 @@ class Costed:
     """auto: every group has a type of its own."""
     inputs: "Inputs"
     notes: tuple[str, ...]
-    """For people: what was chosen for them, and what the prices rest on."""
+    """For people: what was chosen for them, and what the costs rest on."""
     profile: Profile | None = None
 
     def inputs_for(self, model: ModelShape, global_batch_size: int) -> "Inputs":
@@ -51,7 +51,7 @@ class Costed:
         )
 
 
-def costed(
+def costs_of_workload(
     cluster: Cluster,
     workload: Workload,
     profiles: Sequence[Path],
@@ -59,8 +59,8 @@ def costed(
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
     wire: GradientWire | None = None,
-) -> Costed:
-    """Price a workload on a cluster. Raises a ZorseError with every problem."""
+) -> WorkloadCosts:
+    """Return what a workload costs on a cluster. Raises a ZorseError with every problem."""
     # Here and not above: other commands start faster without these imports.
     from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 
@@ -86,7 +86,7 @@ def costed(
         )
     elif dtype == "auto":
         notes.insert(0, "every group computes in its own compute_dtype")
-    return Costed(
+    return WorkloadCosts(
         cluster=cluster,
         workload=workload,
         dtype=dtype,
@@ -96,7 +96,7 @@ def costed(
     )
 
 
-def costed_for_plan(
+def costs_for_plan(
     plan: Plan,
     cluster_file: Path,
     workload: Workload,
@@ -104,8 +104,8 @@ def costed_for_plan(
     *,
     source: str,
     margin: float = DEFAULT_MARGIN,
-) -> Costed:
-    """Price what an existing plan does. Raises where it is for another cluster or model."""
+) -> WorkloadCosts:
+    """Return what an existing plan costs. Raises where it is for another cluster or model."""
     from zorse_megatron.cli.fits import model_problems
     from zorse_megatron.schema.cluster.rank_placement import cluster_problems
 
@@ -118,31 +118,31 @@ def costed_for_plan(
     ]
     if problems:
         raise CommandError(f"{source} was made for something else", problems)
-    return costed_on(plan, cluster, workload, profiles, margin=margin)
+    return costs_on(plan, cluster, workload, profiles, margin=margin)
 
 
-def costed_on(
+def costs_on(
     plan: Plan,
     cluster: Cluster,
     workload: Workload,
     profiles: Sequence[Path],
     *,
     margin: float = DEFAULT_MARGIN,
-) -> Costed:
-    """Price what a plan does that is for this cluster and model.
+) -> WorkloadCosts:
+    """Return what a plan costs that is for this cluster and model.
 
-    Where all of its groups say what they compute in, the command's type prices nothing.
+    Where all of its groups say what they compute in, the command's type does not count.
     """
     if all(group.compute_dtype is not None for group in plan.groups):
         workload = replace(workload, dtype="auto")
-    return costed(
+    return costs_of_workload(
         cluster, workload, profiles, global_batch_size=plan.global_batch_size, margin=margin
     )
 
 
 def usual_dtype(cluster: Cluster) -> Dtype:
     """Return the first of bfloat16, float16 and float32 that every kind of GPU computes in."""
-    return PRICED_IN[common_dtype(cluster.kinds.values())]
+    return DTYPE_OF[common_dtype(cluster.kinds.values())]
 
 
 def needed_batch_size(workload: Workload) -> int:
