@@ -1,9 +1,9 @@
 """Times from a profile: measured where the model was measured, scaled or analytic elsewhere.
 
 A layer of another shape or sequence length is scaled from its closest measured relative: the time
-measured at the same number of tokens, times the ratio of the two analytic times. On the public times
-this is off by 5 % in the mean where the analytic model alone is off by 6 % and the plain ratio of
-operations by 6 % (docs/cost-models.md).
+measured at the same number of tokens, times the ratio of the two analytic times. On the public
+times this is off by 5 % in the mean where the analytic model alone is off by 6 % and the plain
+ratio of operations by 6 % (docs/cost-models.md).
 """
 
 from collections.abc import Mapping
