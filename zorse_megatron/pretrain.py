@@ -62,7 +62,7 @@ _STOP, _SKIP = "stop", "skip"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class PretrainCommand:
     """The command line, split into ours and Megatron's."""
 
     script: Path | None
@@ -79,7 +79,7 @@ class Command:
     megatron: tuple[str, ...]
 
 
-def split_command(argv: Sequence[str]) -> Command:
+def split_command(argv: Sequence[str]) -> PretrainCommand:
     """Split the arguments after the module name. Raises FlagError for a flag without value."""
     name, words = split_script(argv)
     script = None if name is None else Path(name)
@@ -112,7 +112,7 @@ def split_command(argv: Sequence[str]) -> Command:
     if problems:
         raise FlagError("The command cannot be used", problems)
     paths = {flag: None if text is None else Path(text) for flag, text in ours.items()}
-    return Command(
+    return PretrainCommand(
         script=script,
         plan=paths["--zorse-plan"],
         cluster=paths["--zorse-cluster"],
@@ -300,7 +300,7 @@ def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
 
 
 def _train(
-    command: Command,
+    command: PretrainCommand,
     plan: Plan | None,
     cluster: Cluster | None,
     watch: WatchedRank,

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.costs.transformer_memory import Precision
+from zorse_megatron.costs.transformer_memory import BytesByPrecision, Precision
 from zorse_megatron.schema.profile.profile import PartMemory, Profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredMemory:
+class MeasuredMemory(BytesByPrecision):
     """`MemoryCost` of entries of a profile; sizes are those of one tensor-parallel rank."""
 
     embedding: PartMemory
@@ -65,18 +65,6 @@ class MeasuredMemory:
                 f"found a tied table in {self.head.model}; expected none, as measured"
             )
         return self.head.parameters
-
-    def parameter_bytes(self, num_parameters: int) -> int:
-        """Whole parameters as they are computed with."""
-        return num_parameters * self.precision.parameter_bytes
-
-    def gradient_bytes(self, num_parameters: int) -> int:
-        """Whole gradients as they are accumulated."""
-        return num_parameters * self.precision.gradient_bytes
-
-    def state_bytes(self, num_parameters: int) -> int:
-        """Main parameters and optimizer moments of a shard."""
-        return num_parameters * self.precision.state_bytes
 
     def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
         """What one layer allocated and kept. Raises LookupError for recomputation."""

@@ -31,6 +31,24 @@ class Precision:
     """Main parameter, where it is another one, and Adam's two moments."""
 
 
+class BytesByPrecision:
+    """The part of `MemoryCost` that the precision alone decides."""
+
+    precision: Precision
+
+    def parameter_bytes(self, num_parameters: int) -> int:
+        """Whole parameters as they are computed with."""
+        return num_parameters * self.precision.parameter_bytes
+
+    def gradient_bytes(self, num_parameters: int) -> int:
+        """Whole gradients as they are accumulated."""
+        return num_parameters * self.precision.gradient_bytes
+
+    def state_bytes(self, num_parameters: int) -> int:
+        """Main parameters and optimizer moments of a shard."""
+        return num_parameters * self.precision.state_bytes
+
+
 def precision_of(dtype: Dtype, *, gradient_bytes: int = _FLOAT32_BYTES) -> Precision:
     """Return what Megatron keeps: 2 + 4 + 12 bytes in 16 bits, 4 + 4 + 8 in float32.
 
@@ -46,7 +64,7 @@ def precision_of(dtype: Dtype, *, gradient_bytes: int = _FLOAT32_BYTES) -> Preci
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerMemory:
+class TransformerMemory(BytesByPrecision):
     """`MemoryCost` by formula; what a profile measured of a layer can take its place.
 
     Sizes are those of one rank of `tensor_parallel`.
@@ -82,18 +100,6 @@ class TransformerMemory:
         if self.model.tied_embeddings and not tied_on_same_rank:
             return own + self.model.table_parameters(self.tensor_parallel)
         return own
-
-    def parameter_bytes(self, num_parameters: int) -> int:
-        """Whole parameters as they are computed with."""
-        return num_parameters * self.precision.parameter_bytes
-
-    def gradient_bytes(self, num_parameters: int) -> int:
-        """Whole gradients as they are accumulated."""
-        return num_parameters * self.precision.gradient_bytes
-
-    def state_bytes(self, num_parameters: int) -> int:
-        """Main parameters and optimizer moments of a shard."""
-        return num_parameters * self.precision.state_bytes
 
     def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
         """What one layer keeps from forward to backward, its input included."""

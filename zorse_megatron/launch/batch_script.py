@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.checkpoints.folder import TRACKER
-from zorse_megatron.launch.components import Component
+from zorse_megatron.launch.components import JobComponent
 from zorse_megatron.launch.torchrun_lines import described
 from zorse_megatron.launch.training_command import MODULE, TrainingCommand
 from zorse_megatron.schema.plan.spans import spell
@@ -109,7 +109,11 @@ class BatchOptions:
 
 
 def batch_script(
-    components: Sequence[Component], training: TrainingCommand, options: BatchOptions, *, title: str
+    components: Sequence[JobComponent],
+    training: TrainingCommand,
+    options: BatchOptions,
+    *,
+    title: str,
 ) -> str:
     """Return the text of the script. `title`: what it trains, in one line."""
     parts = [
@@ -137,7 +141,7 @@ def _without_restarts(parameters: str) -> str:
     return "".join(line for line in parameters.splitlines(True) if "RESTARTS" not in line)
 
 
-def _comments(components: Sequence[Component]) -> list[str]:
+def _comments(components: Sequence[JobComponent]) -> list[str]:
     lines = []
     for number, component in enumerate(components):
         ranks = component.ranks
@@ -150,7 +154,7 @@ def _comments(components: Sequence[Component]) -> list[str]:
 
 
 def _sbatch(
-    components: Sequence[Component], training: TrainingCommand, options: BatchOptions
+    components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
 ) -> list[str]:
     job = [f"--job-name={options.job_name}", "--output=%x-%j.txt", "--open-mode=append"]
     restarts = ["--requeue"] if training.resumes else ["--no-requeue"]
@@ -167,7 +171,7 @@ def _sbatch(
     return lines
 
 
-def _nodes(component: Component, options: BatchOptions) -> list[str]:
+def _nodes(component: JobComponent, options: BatchOptions) -> list[str]:
     gpus = component.gpus_per_node
     asked = [f"--nodes={len(component.nodes)}", f"--ntasks-per-node={gpus}"]
     if component.partition is not None:
@@ -177,7 +181,9 @@ def _nodes(component: Component, options: BatchOptions) -> list[str]:
     return [*asked, f"--gpus-per-node={gpus}"]
 
 
-def _srun(components: Sequence[Component], training: TrainingCommand, options: BatchOptions) -> str:
+def _srun(
+    components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
+) -> str:
     # Since 22.05 srun does not take this one over from sbatch.
     asked = [
         shlex.quote(f"--{option}") for option in options.more if option.startswith(_OF_SRUN_TOO)

@@ -14,7 +14,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class JobComponent:
     """Nodes that follow each other in the cluster file and are alike: either may be the other."""
 
     partition: str | None
@@ -32,7 +32,7 @@ class Component:
         return range(self.nodes[0].first_rank, self.nodes[-1].ranks.stop)
 
 
-def components_of(cluster: Cluster, partitions: Mapping[str, str]) -> tuple[Component, ...]:
+def components_of(cluster: Cluster, partitions: Mapping[str, str]) -> tuple[JobComponent, ...]:
     """Cut the cluster into components, in the order of its ranks.
 
     `partitions`: name of a node or kind of a node's first GPU -> partition; the name of a node
@@ -49,7 +49,7 @@ def components_of(cluster: Cluster, partitions: Mapping[str, str]) -> tuple[Comp
         return _partition_of(node, partitions), dataclasses.replace(node, name="", first_rank=0)
 
     return tuple(
-        Component(partition=alike[0], nodes=tuple(nodes))
+        JobComponent(partition=alike[0], nodes=tuple(nodes))
         for alike, nodes in groupby(cluster.nodes, likeness)
     )
 

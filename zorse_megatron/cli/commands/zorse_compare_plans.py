@@ -40,7 +40,7 @@ BEST_GPUS = "stock, best GPUs"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StrategyRow:
+class _PlanRow:
     """One row: a strategy's plan or stock Megatron itself, or why there is none."""
 
     strategy: str
@@ -101,7 +101,7 @@ def compare_plans(  # noqa: PLR0917
 
 def _rows(
     costs: WorkloadCosts, strategy: "Strategy", *, shows_progress: bool
-) -> Iterator[_StrategyRow]:
+) -> Iterator[_PlanRow]:
     from zorse_megatron.planner.find_plan import NoPlanError, find_plan
 
     if strategy == "stock":
@@ -111,12 +111,12 @@ def _rows(
         with progress_bar(wanted=shows_progress, title=strategy) as on_progress:
             outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
     except NoPlanError as error:
-        yield _StrategyRow(strategy=strategy, reason=_reason(error))
+        yield _PlanRow(strategy=strategy, reason=_reason(error))
         return
-    yield _StrategyRow(strategy=strategy, outcome=outcome)
+    yield _PlanRow(strategy=strategy, outcome=outcome)
 
 
-def _stock_rows(costs: WorkloadCosts) -> Iterator[_StrategyRow]:
+def _stock_rows(costs: WorkloadCosts) -> Iterator[_PlanRow]:
     """Stock Megatron as `zorse compare` trains it: on all GPUs, and on the best of them."""
     from zorse_megatron.planner.baselines import stock_best
 
@@ -124,14 +124,14 @@ def _stock_rows(costs: WorkloadCosts) -> Iterator[_StrategyRow]:
         (STOCK, stock_best.stock_on_all(costs.inputs)),
         (BEST_GPUS, stock_best.stock_on_best(costs.inputs)),
     ):
-        yield _StrategyRow(strategy=name, reason=found.reason, stock=found.fitting)
+        yield _PlanRow(strategy=name, reason=found.reason, stock=found.fitting)
 
 
 def _reason(error: ZorseError) -> str:
     return " ".join(str(problem) for problem in error.problems)
 
 
-def _print(costs: WorkloadCosts, rows: list[_StrategyRow]) -> None:
+def _print(costs: WorkloadCosts, rows: list[_PlanRow]) -> None:
     headings = ("Strategy", "Iteration", "Tokens/s", "Against stock", "Efficiency", "Memory")
     table = Table(*headings, "Groups", "Recompute")
     stock = _stock_tokens_per_s(rows)
@@ -162,7 +162,7 @@ def _print(costs: WorkloadCosts, rows: list[_StrategyRow]) -> None:
         print_plain(f"note: {note}")
 
 
-def _as_json(costs: WorkloadCosts, rows: list[_StrategyRow]) -> list[dict[str, Any]]:
+def _as_json(costs: WorkloadCosts, rows: list[_PlanRow]) -> list[dict[str, Any]]:
     stock = _stock_tokens_per_s(rows)
     answers = []
     for row in rows:
@@ -197,28 +197,28 @@ def _bound_s(costs: WorkloadCosts) -> float:
     return lower_bound_s(costs.inputs)
 
 
-def _fullest(row: _StrategyRow) -> float:
+def _fullest(row: _PlanRow) -> float:
     if row.stock is not None:
         return row.stock.fullest
     assert row.outcome is not None
     return row.outcome.peak_memory_fraction
 
 
-def _num_groups(row: _StrategyRow) -> int:
+def _num_groups(row: _PlanRow) -> int:
     if row.stock is not None:
         return len(row.stock.grid.layers)
     assert row.outcome is not None
     return row.outcome.num_groups
 
 
-def _recompute(row: _StrategyRow) -> str:
+def _recompute(row: _PlanRow) -> str:
     if row.stock is not None:
         return row.stock.grid.mode
     assert row.outcome is not None
     return recompute_of(row.outcome.plan)
 
 
-def _stock_tokens_per_s(rows: list[_StrategyRow]) -> float | None:
+def _stock_tokens_per_s(rows: list[_PlanRow]) -> float | None:
     """On all GPUs; on the best of them where it does not fit on all."""
     rates = {row.strategy: row.stock.tokens_per_s for row in rows if row.stock is not None}
     return rates.get(STOCK) or rates.get(BEST_GPUS)

@@ -226,7 +226,7 @@ class _Config:
             yield f"Megatron's flags cannot build {lacking}; times are as if they could"
         window = self.value.get("sliding_window")
         if window and self.value.get("use_sliding_window", True):
-            yield f"attention is priced over whole samples, not over a window of {window} tokens"
+            yield f"attention is costed over whole samples, not over a window of {window} tokens"
         kind = self._rope_kind()
         if kind not in ("default", "llama3"):
             yield f"of rope_scaling {kind} Megatron's flags above say nothing"
