@@ -91,6 +91,7 @@ def test_a_gpu_too_small_for_a_layer_gets_state_or_nothing_or_is_named(run):
     assert all(r.num_microbatches == 0 for r in replicas if set(r.ranks) & {2, 3})
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_the_same_input_gives_the_same_file(run, tmp_path):
     texts = []
     for _ in range(2):
