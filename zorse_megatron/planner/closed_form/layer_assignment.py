@@ -50,10 +50,11 @@ def best_layer_assignments(
     found: dict[tuple[int, ...], float] = {}
     worst_kept = float("inf")
     start = _first_feasible(tables, num_layers, ceilings)
+    rows = [_Rows(table, num_layers) for table in tables]
     for ceiling in ceilings[start:]:
         if len(found) >= most and ceiling + least_fill_drain >= worst_kept:
             break
-        layers = _least_fill_drain(tables, num_layers, ceiling)
+        layers = _least_fill_drain(rows, num_layers, ceiling)
         if layers is None:
             continue
         found[layers] = _value(tables, layers)
@@ -95,25 +96,38 @@ def _is_reachable(
     return bool(sums >> num_layers & 1)
 
 
+class _Rows:
+    """A group's table as arrays, one row for each number of layers, fewest first."""
+
+    def __init__(self, table: Mapping[int, GroupCost], num_layers: int) -> None:
+        rows = [(number, table[number]) for number in sorted(table) if number <= num_layers]
+        self.numbers = np.array([number for number, _ in rows], dtype=int)
+        self.busy_s = np.array([cost.busy_s for _, cost in rows])
+        self.fill_drain_s = np.array([[cost.fill_drain_s] for _, cost in rows])
+        before = np.arange(num_layers + 1) - self.numbers[:, np.newaxis]
+        self.before = np.where(before < 0, num_layers + 1, before)
+        """Row, layers up to here -> layers before this group; where below 0, one beyond all."""
+
+
 def _least_fill_drain(
-    tables: Sequence[Mapping[int, GroupCost]], num_layers: int, ceiling: float
+    tables: Sequence[_Rows], num_layers: int, ceiling: float
 ) -> tuple[int, ...] | None:
-    """Layers with the least sum of fill/drain times, no group busier than the ceiling."""
-    sums = np.full(num_layers + 1, np.inf)
+    """Layers with the least sum of fill/drain times, no group busier than the ceiling.
+
+    Of equal sums, the one with the fewest layers in the last group.
+    """
+    totals = np.arange(num_layers + 1)
+    sums = np.full(num_layers + 2, np.inf)  # the last one: of what is not possible
     sums[0] = 0.0
     choices = []
     for table in tables:
-        better = np.full(num_layers + 1, np.inf)
-        choice = np.zeros(num_layers + 1, dtype=int)
-        for number, cost in sorted(table.items()):
-            if cost.busy_s > ceiling or number > num_layers:
-                continue
-            moved = np.full(num_layers + 1, np.inf)
-            moved[number:] = sums[: num_layers + 1 - number] + cost.fill_drain_s
-            taken = moved < better
-            better[taken], choice[taken] = moved[taken], number
-        sums = better
-        choices.append(choice)
+        allowed = table.busy_s <= ceiling
+        if not allowed.any():
+            return None
+        reached = sums[table.before[allowed]] + table.fill_drain_s[allowed]
+        least = reached.argmin(axis=0)
+        sums[:-1] = reached[least, totals]
+        choices.append(table.numbers[allowed][least])
     if not np.isfinite(sums[num_layers]):
         return None
     layers, left = [], num_layers
