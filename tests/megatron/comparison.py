@@ -29,7 +29,7 @@ from zorse_megatron.schema.plan.plan_json import save_plan
 
 NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8
-STEPS = 6
+STEPS = 4
 MANY_STEPS = 20
 """For some canonical plans: rounding would have added up by then, if it did."""
 
@@ -37,7 +37,7 @@ BASE_FLAGS = (
     *("--num-layers", str(NUM_LAYERS), "--hidden-size", "32", "--num-attention-heads", "4"),
     *("--seq-length", "32", "--max-position-embeddings", "32"),
     *("--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH_SIZE)),
-    *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-iters", "3", "--lr-decay-iters", "40"),
+    *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-iters", "2", "--lr-decay-iters", "40"),
     *("--weight-decay", "0.1", "--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--eval-interval", "1000", "--eval-iters", "0", "--log-interval", "1", "--seed", "11"),
     *("--distributed-timeout-minutes", "1", "--num-workers", "0", "--calculate-per-token-loss"),

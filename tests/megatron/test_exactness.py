@@ -2,8 +2,8 @@
 
 The reference is a stock single-process run of the same command. Tolerances are the project's:
 loss 2e-5 absolute, gradient norm 1e-4 relative, each parameter 1e-4 relative (norm-wise), in fp32:
-after 20 steps for canonical plans, and after six, in which the learning rate rises and falls, for
-all others.
+after 20 steps for canonical plans, and after four, in which the learning rate rises and falls,
+for all others.
 """
 
 import re
@@ -99,23 +99,29 @@ def assert_tied_copies_are_equal(run: Recorded) -> None:
     assert others and all(torch.equal(copy, embedding) for copy in others)
 
 
-@pytest.mark.parametrize("layout", ["2|1|2", "5, one idle"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("--clip-grad", "0"),
-        ("--clip-grad", "0.5", "--overlap-grad-reduce", "--ddp-num-buckets", "3"),
+OTHER_FLAGS = {
+    "no clip": ("--clip-grad", "0"),
+    "overlap": ("--clip-grad", "0.5", "--overlap-grad-reduce", "--ddp-num-buckets", "3"),
+    "distributed optimizer":
         ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    "llama":
         ("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope",
          "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2"),
-        ("--dataloader-type", "cyclic"),
+    "cyclic": ("--dataloader-type", "cyclic"),
+    "recompute":
         ("--recompute-granularity", "full", "--recompute-method", "uniform",
          "--recompute-num-layers", "1"),
-    ],
-    ids=["no clip", "overlap", "distributed optimizer", "llama", "cyclic", "recompute"],
-)  # fmt: skip
-def test_follows_stock_with_other_flags(layout: str, more: tuple[str, ...], corpus: Path) -> None:
-    flags = flags_for(corpus, *MASKED, *more)
+}  # fmt: skip
+# The last layout has an empty shard, which matters where gradients are reduced.
+OTHER_CASES = [
+    *((layout, name) for name in OTHER_FLAGS for layout in ("2|1|2", "5, one idle")),
+    *(("3|2", name) for name in ("overlap", "distributed optimizer")),
+]
+
+
+@pytest.mark.parametrize(("layout", "name"), OTHER_CASES)
+def test_follows_stock_with_other_flags(layout: str, name: str, corpus: Path) -> None:
+    flags = flags_for(corpus, *MASKED, *OTHER_FLAGS[name])
     needs_parallel = ("--overlap-grad-reduce", "--overlap-param-gather")
     alone = tuple(f for f in flags if f not in (*needs_parallel, "--use-distributed-optimizer"))
     assert_equal_runs(plan_run(LAYOUTS[layout], flags), stock_run(alone))

@@ -24,11 +24,11 @@ from tests.megatron.ministages import TWO_BY_TWO, with_settings
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.schema.plan.plan import Plan, Schedule
 
-SAVED, STEPS = 11, 16
+SAVED, STEPS = 7, 10
 PER_TOKEN = "--calculate-per-token-loss"
 DEFAULT_FLAGS = tuple(flag for flag in BASE_FLAGS if flag != PER_TOKEN)
-# From this loss scale the first steps overflow.
-DYNAMIC = ("--fp16", "--initial-loss-scale", "16777216", "--hysteresis", "1")
+# From this loss scale the first steps overflow, and one after the first that does not.
+DYNAMIC = ("--fp16", "--initial-loss-scale", "1048576", "--hysteresis", "1")
 CONSTANT = ("--fp16", "--loss-scale", "4096")
 IN_FP32 = ("--accumulate-allreduce-grads-in-fp32",)
 FP16_ROUNDING, BF16_ROUNDING = 2**-11, 2**-8
@@ -126,7 +126,7 @@ def test_a_scale_goes_on_in_stock_and_back(corpus_prefix: Path, tmp_path: Path) 
 
 def test_who_asks_for_sums_gets_the_scale_of_sums(corpus_prefix: Path) -> None:
     """As stock with the same flag, and told so."""
-    command = flags(corpus_prefix, *DYNAMIC, PER_TOKEN)
+    command = flags(corpus_prefix, *DYNAMIC, PER_TOKEN, steps=12)  # all but the last overflow
     run, stock = plan_run(PLANS["1f1b"], command), stock_run(command)
     assert_follows(run, stock, FP16_ROUNDING)
     assert (
