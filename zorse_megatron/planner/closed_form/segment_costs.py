@@ -1,9 +1,14 @@
 """Cost of every segment of a device order with every number of layers, vectorised.
 
-The formulas are those of `stage_costs`, for 1f1b and interleaved with one chunk: whole parameters
-and gradients on each GPU; activations of what is in flight, by its part of its speed; optimizer
-state wherever there is room; as few layers recomputed as fit. Numbers of micro-batches are not
-rounded. What is costed here only chooses partitions: `Estimator` costs those again.
+The formulas are those of a single stage (`stage_formulas`), for 1f1b and interleaved with one
+chunk, on arrays. What is costed here only chooses partitions, which `Estimator` costs again, so it
+is simpler in what it asks of them:
+
+- numbers of micro-batches of a replica are not rounded for its time;
+- recomputed layers are found from the linear formula, not tried; only full recomputation;
+- the head's logits count twice, and what a recomputed layer needs for a moment counts beside them;
+- host memory suffices; tied embeddings are not shared; the optimizer step is not counted;
+- in flight is what the device order alone says (`_in_flight_limit`).
 """
 
 import math
@@ -15,6 +20,15 @@ import numpy as np
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.segment_tails import Floats, SegmentTails
 from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
+from zorse_megatron.planner.closed_form.stage_formulas import (
+    activation_bytes,
+    in_flight_micro_batches,
+    micro_batches,
+    pass_s,
+    replica_bytes,
+    samples_per_s,
+    stage_parameters,
+)
 from zorse_megatron.planner.closed_form.stage_memory import BUFFERS
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
@@ -98,27 +112,36 @@ class SegmentCosts:
 
     def _find_costs(self) -> None:
         rows = list(zip(self.classes, map(int, self.sizes), strict=True))
-        compute = self.inputs.compute
-        layer_s = self._per_class([sum(self.cost_model.layer_s(k, m)) / m for (k, _), m in rows])
-        again_s = self._per_class([compute.recompute_s(k, m, "full") / m for (k, _), m in rows])
+        compute, counts = self.inputs.compute, self.counts[..., None]
+        layer_s = self._per_class([sum(self.cost_model.layer_s(k, m)) for (k, _), m in rows])
+        again_s = self._per_class([compute.recompute_s(k, m, "full") for (k, _), m in rows])
         layers = np.arange(self.num_layers + 1, dtype=float)[None, None, :]
-        counts = self.counts[..., None]
-        ends_s = self._ends_s(rows)
-        present = counts > 0
+        first_s, last_s = self._ends_s(rows)
+        sizes, batch = self.sizes[:, None, None], self.inputs.global_batch_size
         busy_s = np.full(self._shape, np.inf)
-        slowest = np.full(self._shape, np.inf)
+        slowest_s = np.full(self._shape, np.inf)
+
+        def both_s(recomputed: Floats | int) -> Floats:
+            return np.asarray(
+                pass_s(
+                    layers,
+                    layer_s,
+                    recomputed=recomputed,
+                    again_s=again_s,
+                    first_s=first_s,
+                    last_s=last_s,
+                )
+            )
+
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            plain_s = layer_s + ends_s / layers
-            share = (1 / plain_s) / (counts / plain_s).sum(axis=0)
-            for recomputed, copies_s in self._ways(share, layers):
-                sample_s = plain_s + recomputed * again_s / layers
-                rate = (counts / sample_s).sum(axis=0)
-                time_s = self.inputs.global_batch_size * layers[0] / rate + copies_s
+            for recomputed, copies_s in self._ways(both_s(0), layers):
+                each_s = both_s(recomputed)
+                time_s = batch / samples_per_s(counts, sizes, each_s) + copies_s
                 better = np.isfinite(recomputed) & (layers[0] > 0) & (time_s < busy_s)
-                micro_batch_s = np.where(present, self.sizes[:, None, None] * sample_s, 0.0)
                 busy_s = np.where(better, time_s, busy_s)
-                slowest = np.where(better, micro_batch_s.max(axis=0), slowest)
-        fill_drain_s = layers[0] * np.where(np.isfinite(slowest), slowest, 0.0)
+                longest_s = np.where(counts > 0, each_s, 0.0).max(axis=0)
+                slowest_s = np.where(better, longest_s, slowest_s)
+        fill_drain_s = np.where(np.isfinite(slowest_s), slowest_s, 0.0)
         fill_drain_s += 2 * self._transfers_s()[self.starts, None]
         self.busy_s = self._by_ends(busy_s)
         self.fill_drain_s = self._by_ends(np.where(np.isfinite(busy_s), fill_drain_s, np.inf))
@@ -134,15 +157,14 @@ class SegmentCosts:
     def _shape(self) -> tuple[int, int]:
         return len(self.starts), self.num_layers + 1
 
-    def _ends_s(self, rows: Sequence[tuple[tuple[str, int], int]]) -> Floats:
-        """Embedding and head, per sample, where the segment has the order's first or last unit."""
+    def _ends_s(self, rows: Sequence[tuple[tuple[str, int], int]]) -> tuple[Floats, Floats]:
+        """Embedding and head, where the segment has the order's first or last unit."""
         compute = self.inputs.compute
-        result = np.zeros((len(rows), len(self.starts), 1))
-        for number, ((kind, _), size) in enumerate(rows):
-            first, last = compute.embedding(kind, size), compute.head(kind, size)
-            result[number, self._is_first, 0] += (first.forward_s + first.backward_s) / size
-            result[number, self._is_last, 0] += (last.forward_s + last.backward_s) / size
-        return result
+        first = [compute.embedding(kind, size) for (kind, _), size in rows]
+        last = [compute.head(kind, size) for (kind, _), size in rows]
+        first_s = self._per_class([each.forward_s + each.backward_s for each in first])
+        last_s = self._per_class([each.forward_s + each.backward_s for each in last])
+        return first_s * self._is_first[:, None], last_s * self._is_last[:, None]
 
     @property
     def _is_first(self) -> np.ndarray:
@@ -152,27 +174,37 @@ class SegmentCosts:
     def _is_last(self) -> np.ndarray:
         return self.stops == self.num_units
 
-    def _ways(self, share: Floats, layers: Floats) -> Iterator[tuple[Floats, Floats]]:
+    def _ways(self, both_s: Floats, layers: Floats) -> Iterator[tuple[Floats, Floats]]:
         """Layers that must be recomputed (infinite where that does not help), and what it costs
-        beside, [segment, layers]: with optimizer state on the GPUs, and in the host."""
+        beside, [segment, layers]: with optimizer state on the GPUs, and in the host.
+
+        `both_s`: of a micro-batch without recomputation.
+        """
         sizes, counts = self.sizes[:, None, None], self.counts[..., None]
-        kept = self.cost_model.memory.kept
-        spared = kept["none"] - kept["full"]
-        batch = self.inputs.global_batch_size
-        number = np.ceil(batch * share / sizes - 1e-9)  # of micro-batches, whole ones
-        in_flight = sizes * np.maximum(1, np.ceil(self._in_flight_limit() * number / batch - 1e-9))
-        room = self._capacities() - self._fixed(layers) - in_flight * layers * kept["none"]
-        room -= sizes * (BUFFERS * self.cost_model.memory.boundary + self._head())
-        moment = sizes * spared
+        memory, batch = self.cost_model.memory, self.inputs.global_batch_size
+        spared = memory.spared["full"]
+        number = np.stack(micro_batches(batch, counts, sizes, both_s))
+        whole = np.ceil(number - 1e-9)
+        in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
+        room = self._capacities() - replica_bytes(
+            self._fixed(layers),
+            sizes,
+            activations=activation_bytes(
+                in_flight * layers, layers, kept=memory.kept["none"], spared=spared
+            ),
+            working=BUFFERS * memory.boundary + self._head(),
+        )
+        # Per sample a recomputed layer spares what it keeps, and needs all of it for a moment.
+        moment, gain = sizes * spared, sizes * in_flight * spared
         present = counts > 0
-        each = np.where(present, (moment - room) / (in_flight * spared), -np.inf)
+        each = np.where(present, (moment - room) / gain, -np.inf)
         least = np.where(present, room, np.inf).min(axis=0)
         by_rank = np.where(least >= 0, 0.0, each.max(axis=0))
         state = self._state(layers)
         left = np.where(present, counts * room, 0.0).sum(axis=0) - state
-        gained = np.maximum((counts * in_flight * spared).sum(axis=0), 1.0)
-        by_team = np.where(left >= 0, 0.0, ((counts * moment).sum(axis=0) - left) / gained)
-        yield self._whole(np.maximum(by_rank, by_team), layers), np.zeros(self._shape)
+        gained = np.maximum((counts * gain).sum(axis=0), 1.0)
+        by_group = np.where(left >= 0, 0.0, ((counts * moment).sum(axis=0) - left) / gained)
+        yield self._whole(np.maximum(by_rank, by_group), layers), np.zeros(self._shape)
         if self.inputs.space.offload:
             copies_s = state / np.maximum(counts.sum(axis=0), 1) / self._host_link
             yield self._whole(by_rank, layers), copies_s
@@ -233,11 +265,10 @@ class SegmentCosts:
 
     def _parameters(self, layers: Floats) -> Floats:
         memory = self.inputs.memory
-        every = np.broadcast_to(layers * self.cost_model.memory.layer_parameters, (1, *self._shape))
-        result = every.astype(float)
-        result[:, self._is_first] += memory.embedding_parameters()
-        result[:, self._is_last] += memory.head_parameters(tied_on_same_rank=False)
-        return result
+        first = memory.embedding_parameters() * self._is_first[None, :, None]
+        last = memory.head_parameters(tied_on_same_rank=False) * self._is_last[None, :, None]
+        layer = self.cost_model.memory.layer_parameters
+        return np.asarray(stage_parameters(layers, layer, first=first, last=last))
 
     def _fixed(self, layers: Floats) -> Floats:
         memory = self.inputs.memory

@@ -8,11 +8,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from zorse_megatron.costs.interface import PassTimes
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
 from zorse_megatron.planner.closed_form.stage import MemorySettings, MicroBatchLevel, Stage
+from zorse_megatron.planner.closed_form.stage_formulas import micro_batches, pass_s, samples_per_s
 from zorse_megatron.planner.closed_form.stage_memory import StageMemory
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
+_NOTHING = PassTimes(forward_s=0.0, backward_s=0.0)
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 # A replica's micro-batch may take so much longer than one sample on the group's slowest GPU.
 _MOST_SLOWER = 1.5
@@ -214,19 +217,27 @@ class StageCostModel:
 
     def passes(self, stage: Stage, settings: MemorySettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
-        compute, result = self.inputs.compute, []
+        compute, position, result = self.inputs.compute, stage.position, []
         for gpu_class, size in zip(stage.device_group.gpu_classes, stage.sizes, strict=True):
-            one = self.layer_s(gpu_class.kind, size)
-            forward_s, backward_s = stage.num_layers * one[0], stage.num_layers * one[1]
-            if settings.recomputed:
-                again_s = compute.recompute_s(gpu_class.kind, size, settings.mode)
-                backward_s += settings.recomputed * again_s
-            if stage.position.is_first:
-                ends = compute.embedding(gpu_class.kind, size)
-                forward_s, backward_s = forward_s + ends.forward_s, backward_s + ends.backward_s
-            if stage.position.is_last:
-                ends = compute.head(gpu_class.kind, size)
-                forward_s, backward_s = forward_s + ends.forward_s, backward_s + ends.backward_s
+            kind = gpu_class.kind
+            first = compute.embedding(kind, size) if position.is_first else _NOTHING
+            last = compute.head(kind, size) if position.is_last else _NOTHING
+            again_s = compute.recompute_s(kind, size, settings.mode) if settings.recomputed else 0.0
+            layer_forward_s, layer_backward_s = self.layer_s(kind, size)
+            forward_s = pass_s(
+                stage.num_layers,
+                layer_forward_s,
+                first_s=first.forward_s,
+                last_s=last.forward_s,
+            )
+            backward_s = pass_s(
+                stage.num_layers,
+                layer_backward_s,
+                recomputed=settings.recomputed,
+                again_s=again_s,
+                first_s=first.backward_s,
+                last_s=last.backward_s,
+            )
             result.append(StagePasses(size=size, forward_s=forward_s, backward_s=backward_s))
         return tuple(result)
 
@@ -245,16 +256,9 @@ class StageCostModel:
         return self._counts[key]
 
     def _find_counts(self, stage: Stage) -> tuple[float, ...]:
-        passes = self.passes(stage, MemorySettings())
-        rates = [each.size / each.both_s for each in passes]
-        gpu_classes = stage.device_group.gpu_classes
-        total = sum(
-            len(gpu_class.ranks) * rate for gpu_class, rate in zip(gpu_classes, rates, strict=True)
-        )
-        batch = self.inputs.global_batch_size
-        return tuple(
-            batch * rate / total / each.size for rate, each in zip(rates, passes, strict=True)
-        )
+        both_s = [each.both_s for each in self.passes(stage, MemorySettings())]
+        num_gpus = [len(gpu_class.ranks) for gpu_class in stage.device_group.gpu_classes]
+        return tuple(micro_batches(self.inputs.global_batch_size, num_gpus, stage.sizes, both_s))
 
     def with_settings(self, stage: Stage, settings: MemorySettings, free: float) -> StageCost:
         """Times of a stage with these settings."""
@@ -276,11 +280,10 @@ class StageCostModel:
     ) -> tuple[float, float]:
         """Time of the slowest replica with whole micro-batches, and the mean time of one."""
         batch = self.inputs.global_batch_size
-        rows = [
-            (len(gpu_class.ranks) * each.size, each.both_s)
-            for gpu_class, each in zip(device_group.gpu_classes, passes, strict=True)
-        ]
-        rate = sum(samples / both_s for samples, both_s in rows)
+        num_gpus = [len(gpu_class.ranks) for gpu_class in device_group.gpu_classes]
+        sizes, both_s = [each.size for each in passes], [each.both_s for each in passes]
+        rate: float = samples_per_s(num_gpus, sizes, both_s)
+        rows = [(n * m, s) for n, m, s in zip(num_gpus, sizes, both_s, strict=True)]
         mean_s = sum(samples for samples, _ in rows) / rate  # weighted by samples per second
         limit_s = batch / rate * (1 - 1e-12)
         while True:

@@ -11,6 +11,12 @@ from collections.abc import Sequence
 
 from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
 from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
+from zorse_megatron.planner.closed_form.stage_formulas import (
+    activation_bytes,
+    in_flight_micro_batches,
+    replica_bytes,
+    stage_parameters,
+)
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schedules.shards import passing_at_most
 
@@ -36,14 +42,14 @@ class StageMemory:
 
     def parameters(self, num_layers: int, position: StagePosition) -> int:
         """Parameters of a stage."""
-        costs = self.costs
-        total = num_layers * self.layer_parameters
-        if position.is_first:
-            total += costs.embedding_parameters()
-        if position.is_last:
-            tied = self.inputs.tied_embeddings and position.is_first
-            total += costs.head_parameters(tied_on_same_rank=tied)
-        return total
+        costs, tied = self.costs, self.inputs.tied_embeddings and position.is_first
+        found: int = stage_parameters(
+            num_layers,
+            self.layer_parameters,
+            first=costs.embedding_parameters() if position.is_first else 0,
+            last=costs.head_parameters(tied_on_same_rank=tied) if position.is_last else 0,
+        )
+        return found
 
     def shared_bytes(self, stage: Stage, settings: MemorySettings) -> int:
         """What is spread over the device group by shard weights."""
@@ -75,7 +81,13 @@ class StageMemory:
         if settings.offload_activations:
             # One on its way out, one on its way in, one in use, each of one chunk.
             layers = min(layers, 3 * stage.num_layers / stage.num_chunks)
-        by_layers = layers * (self.kept["none"] - spared * settings.recomputed / stage.num_layers)
+        activations = activation_bytes(
+            layers,
+            stage.num_layers,
+            kept=self.kept["none"],
+            spared=spared,
+            recomputed=settings.recomputed,
+        )
         alone = position.is_first and position.is_last and stage.num_chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary
         head = again = 0.0
@@ -86,8 +98,14 @@ class StageMemory:
             head = self.head * (
                 1.0 if position.schedule == "breadth_first" else min(in_flight, 2.0)
             )
-        moment = again + buffers + head if count else 0.0
-        return self._whole_bytes(stage) + size * (by_layers + moment) + stage.reserve_bytes
+        found: float = replica_bytes(
+            self._whole_bytes(stage),
+            size,
+            activations=activations,
+            working=again + buffers + head if count else 0.0,
+            reserve=stage.reserve_bytes,
+        )
+        return found
 
     def layers_in_flight(self, stage: Stage, count: float) -> float:
         """Layers times micro-batches between forward and backward, of a replica with `count`."""
@@ -114,8 +132,11 @@ class StageMemory:
         """Micro-batches in flight, once for each chunk: a replica's part of the in-flight limit."""
         if position.is_last and position.schedule == "1f1b" and count:
             return 1  # backwards go first, and the last group always has one to run
-        limit = math.ceil(position.in_flight_limit * count / self.inputs.global_batch_size - 1e-9)
-        return min(math.ceil(count) * position.num_chunks, max(1, limit)) if count else 0
+        if not count:
+            return 0
+        batch = self.inputs.global_batch_size
+        part: int = in_flight_micro_batches(position.in_flight_limit, count, batch)
+        return min(math.ceil(count) * position.num_chunks, part)
 
     def free_bytes(self, stage: Stage, counts: Sequence[float], settings: MemorySettings) -> float:
         """Bytes that are left in the device group, below 0 where something does not fit."""
