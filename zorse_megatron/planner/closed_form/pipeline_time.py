@@ -1,0 +1,276 @@
+"""Iteration time of a pipeline in closed form, from the costs of its stages.
+
+1f1b, with groups j = 0, 1, ... in model order: busy_j of the slowest replica, pass_j of one
+micro-batch (forward and backward; the mean over samples, because what fills and drains hardly ever
+is what the slowest replica has), hop_j to the next group, and the in-flight limit W_j, the samples
+that `schedules.one_f_one_b` lets group j have in flight, extra ones for time in transfer included:
+
+    iteration = max(busy_j, loop_j, busiest link) + pass_j and hop_j of all but the slowest + tail
+    loop_j = batch / W_j * (passes and both ways of hops from j on)
+           or batch / (W_j - W_k + round_k) * (passes of j and k = j + 1, both ways of the hop)
+
+The loop is what makes unequal or slow hops felt: an in-flight limit holds exactly the samples of
+one round of each later group, so whatever time samples spend in transfer is not covered. The tail
+is the last reduction, the sums over all ranks, the optimizer step and the gathers.
+
+breadth_first: no in-flight limits; collectives hide behind computation but for the first gather and
+the last reduction, and filling takes one chunk of each group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate, layers_of_chunks
+from zorse_megatron.planner.closed_form.communication import CommunicationCosts, TransferPath
+from zorse_megatron.planner.closed_form.in_flight import InFlight
+from zorse_megatron.planner.closed_form.stage import Stage
+from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+
+# How much of a forward and backward a micro-batch waits for the others of its round where rounds
+# of two groups differ, so that they cannot work in step: fitted to simulations of unequal groups.
+_OUT_OF_STEP = 0.4
+# A message shares the NICs with the gathers and reductions of groups on several nodes, which run
+# nearly all the time under breadth_first: it gets half.
+_BESIDE_COLLECTIVES = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A candidate with layers, and what its stages cost; sequences are by group."""
+
+    candidate: Candidate
+    stages: tuple[Stage, ...]
+    costs: tuple[StageCost, ...]
+    paths: Sequence[TransferPath]
+    """From each group to the next one; with several chunks also from the last to the first."""
+    in_flight_limits: Sequence[float]
+    """Samples that groups may really have in flight; not of breadth_first."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Of each group."""
+        return self.candidate.num_chunks
+
+
+class PipelineTimes:
+    """Iteration times of pipelines on one cluster."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        cost_model: StageCostModel,
+        communication: CommunicationCosts,
+        in_flight: InFlight,
+    ) -> None:
+        self.inputs = inputs
+        self.cost_model = cost_model
+        self.communication = communication
+        self.in_flight = in_flight
+
+    def estimate(self, pipeline: Pipeline) -> Estimate:
+        """Iteration time of a pipeline, by part."""
+        if pipeline.candidate.schedule == "breadth_first":
+            return self._breadth_first(pipeline)
+        return self._one_f_one_b(pipeline)
+
+    def _one_f_one_b(self, pipeline: Pipeline) -> Estimate:
+        stages, costs = pipeline.stages, pipeline.costs
+        transfer_s = self._transfer_times(pipeline)
+        stalls = self._stalls(pipeline)
+        busy_s = max(cost.busy_s + stall for cost, stall in zip(costs, stalls, strict=True))
+        loop_s = max(self._loops(pipeline, transfer_s))
+        link_s = self.communication.busiest_link_s(pipeline.paths) * pipeline.num_chunks
+        chunk_s = [
+            cost.mean_micro_batch_s / stage.num_chunks
+            for cost, stage in zip(costs, stages, strict=True)
+        ]
+        slowest = max(range(len(costs)), key=lambda index: costs[index].busy_s)
+        return self._summed(
+            pipeline,
+            busy_s=busy_s,
+            loop_s=loop_s,
+            link_s=link_s,
+            fill_s=sum(chunk_s) - chunk_s[slowest] + 2 * sum(transfer_s),
+            tail_s=self._tail(pipeline),
+        )
+
+    def _breadth_first(self, pipeline: Pipeline) -> Estimate:
+        collective_s, exposed_s, step_s = self._collectives(pipeline)
+        transfer_s = self._transfer_times(pipeline)
+        chunk_s = [
+            (cost.forward_s + cost.backward_s) / stage.num_chunks
+            for cost, stage in zip(pipeline.costs, pipeline.stages, strict=True)
+        ]
+        return self._summed(
+            pipeline,
+            busy_s=_turns_s(pipeline, self._stalls(pipeline)),
+            loop_s=collective_s,
+            link_s=self.communication.busiest_link_s(pipeline.paths) * pipeline.num_chunks,
+            fill_s=sum(chunk_s) - max(chunk_s) + 2 * sum(transfer_s),
+            tail_s=exposed_s + self.communication.statistics_s + step_s,
+        )
+
+    def _summed(
+        self,
+        pipeline: Pipeline,
+        *,
+        busy_s: float,
+        loop_s: float,
+        link_s: float,
+        fill_s: float,
+        tail_s: float,
+    ) -> Estimate:
+        return Estimate(
+            candidate=pipeline.candidate,
+            layers=tuple(stage.num_layers for stage in pipeline.stages),
+            stages=pipeline.stages,
+            costs=pipeline.costs,
+            extras=self.in_flight.extras(pipeline.candidate),
+            iteration_s=max(busy_s, loop_s, link_s) + fill_s + tail_s,
+            busy_s=busy_s,
+            loop_s=loop_s,
+            link_s=link_s,
+            fill_s=fill_s,
+            tail_s=tail_s,
+        )
+
+    def _transfer_times(self, pipeline: Pipeline) -> list[float]:
+        """Of one micro-batch along each path."""
+        times = []
+        for stage, path in zip(pipeline.stages, pipeline.paths, strict=False):
+            size, samples = max(stage.sizes), stage.round_samples
+            times.append(self.communication.transfer_s(path, size=size, round_samples=samples))
+        return times
+
+    def _loops(self, pipeline: Pipeline, transfer_s: Sequence[float]) -> list[float]:
+        """For each group how long the batch takes if it always has all in flight that it may."""
+        stages, costs, chunks = pipeline.stages, pipeline.costs, pipeline.num_chunks
+        behind_s = [*transfer_s, *([0.0] * (len(stages) - len(transfer_s)))]
+        waits = _waits(pipeline)
+        around_s = (
+            sum(waits) + sum(cost.mean_micro_batch_s for cost in costs) + 2 * chunks * sum(behind_s)
+        )
+        loops, way_s = [], around_s * (chunks - 1) / 2
+        rows = list(zip(pipeline.in_flight_limits, costs, behind_s, waits, strict=True))
+        for in_flight_limit, cost, hop_s, wait_s in reversed(rows):
+            way_s += cost.mean_micro_batch_s + 2 * hop_s + wait_s  # of one chunk and all before
+            loops.append(self.inputs.global_batch_size / in_flight_limit * way_s)
+        if chunks == 1:
+            loops += self._pair_loops(pipeline, transfer_s)
+        return loops
+
+    def _pair_loops(self, pipeline: Pipeline, transfer_s: Sequence[float]) -> list[float]:
+        """For each hop how long the batch takes if both ends always have all in flight they may.
+
+        What only the first has in flight, and one round of the second, goes around between them:
+        through a forward and a backward of both, and the hop both ways.
+        """
+        limits, found = pipeline.in_flight_limits, []
+        for at, (first, second) in enumerate(pairwise(pipeline.costs)):
+            own = pipeline.stages[at + 1].round_samples
+            around = max(own, limits[at] - limits[at + 1] + own)
+            way_s = first.mean_micro_batch_s + second.mean_micro_batch_s + 2 * transfer_s[at]
+            found.append(self.inputs.global_batch_size / around * way_s)
+        return found
+
+    def _stalls(self, pipeline: Pipeline) -> list[float]:
+        """For each group, how long it stops in all for messages that take longer than it hides.
+
+        A receive is started two computations early, so a message hides behind those only: in
+        1f1b behind a forward and a backward, in breadth_first behind two of its own kind. Groups
+        in step send all at once. Where the plan says how long a hop is, nobody stops for it: the
+        order has something else to do, as far as in-flight limits and links allow.
+        """
+        stages, costs = pipeline.stages, pipeline.costs
+        found = [0.0] * len(stages)
+        for at, path in enumerate(pipeline.paths):
+            source, target = at % len(stages), (at + 1) % len(stages)
+            for sender, receiver, forward in ((source, target, True), (target, source, False)):
+                stage, cost = stages[receiver], costs[receiver]
+                if stage.position.slow_before if forward else stage.position.slow_behind:
+                    continue
+                message_s = self.in_flight.message_s(stages[sender], stage, path)
+                own_kind = stage.position.schedule == "breadth_first"
+                if own_kind and any(
+                    len(self.communication.nodes(stages[at].device_group)) > 1
+                    for at in (sender, receiver)
+                ):
+                    message_s *= _BESIDE_COLLECTIVES
+                hidden_s = cost.forward_s + cost.backward_s
+                if own_kind:
+                    hidden_s = 2 * (cost.forward_s if forward else cost.backward_s)
+                parts = stage.num_chunks
+                number = self.inputs.global_batch_size / stage.round_samples
+                found[receiver] += number * max(0.0, parts * message_s - hidden_s)
+        return found
+
+    def _tail(self, pipeline: Pipeline) -> float:
+        """Last reduction, sums over all ranks, optimizer step and gathers."""
+        memory = self.inputs.memory
+        crowding = self.communication.crowding(pipeline.candidate.device_groups)
+        reduce_s, gather_s, step_s, ahead_s = 0.0, 0.0, 0.0, 0.0
+        for stage, cost, crowd in zip(pipeline.stages, pipeline.costs, crowding, strict=True):
+            parameters = self.cost_model.memory.parameters(stage.num_layers, stage.position)
+            mine_s = crowd * self.communication.even_gather_s(
+                stage.device_group, memory.gradient_bytes(parameters)
+            )
+            # A later group is done earlier, by the backwards of the groups before it.
+            reduce_s = max(reduce_s, mine_s - ahead_s)
+            ahead_s += cost.backward_s
+            back_s = crowd * self.communication.even_gather_s(
+                stage.device_group, memory.parameter_bytes(parameters)
+            )
+            gather_s = max(gather_s, back_s)
+            step_s = max(step_s, self.cost_model.step_s(stage, cost.settings))
+        return reduce_s + self.communication.statistics_s + step_s + gather_s
+
+    def _collectives(self, pipeline: Pipeline) -> tuple[float, float, float]:
+        """breadth_first: collectives of the slowest group, what is exposed of them, the step."""
+        memory = self.inputs.memory
+        layer = memory.layer_parameters()
+        crowding = self.communication.crowding(pipeline.candidate.device_groups)
+        collective_s, exposed_s, step_s = 0.0, 0.0, 0.0
+        for stage, cost, crowd in zip(pipeline.stages, pipeline.costs, crowding, strict=True):
+            parameters = self.cost_model.memory.parameters(stage.num_layers, stage.position)
+            parts = stage.num_chunks
+            part = -(-parameters // parts)
+            gather_s, reduce_s = (
+                crowd
+                * self.communication.even_gather_s(
+                    stage.device_group, to_bytes(part), -(-part // layer)
+                )
+                for to_bytes in (memory.parameter_bytes, memory.gradient_bytes)
+            )
+            collective_s = max(collective_s, parts * (2 * gather_s + reduce_s))
+            exposed_s = max(exposed_s, gather_s + reduce_s)
+            step_s = max(step_s, self.cost_model.step_s(stage, cost.settings))
+        return collective_s, exposed_s, step_s
+
+
+def _waits(pipeline: Pipeline) -> list[float]:
+    """What a sample waits at each group for being out of step with the next one."""
+    rounds = [stage.round_samples for stage in pipeline.stages]
+    waits = [
+        _OUT_OF_STEP * (pipeline.costs[at + 1].mean_micro_batch_s if one != other else 0.0)
+        for at, (one, other) in enumerate(pairwise(rounds))
+    ]
+    return [*waits, 0.0]
+
+
+def _turns_s(pipeline: Pipeline, stalls: Sequence[float]) -> float:
+    """Sum over turns of the slowest group's chunk: a turn cannot end before its slowest."""
+    chunks = pipeline.num_chunks
+    per_layer = [
+        (cost.busy_s + stall) / cost.num_layers
+        for cost, stall in zip(pipeline.costs, stalls, strict=True)
+    ]
+    parts = [
+        layers_of_chunks(stage.num_layers, chunks, is_last=stage.position.is_last)
+        for stage in pipeline.stages
+    ]
+    return sum(
+        max(row[turn] * time_s for row, time_s in zip(parts, per_layer, strict=True))
+        for turn in range(chunks)
+    )
