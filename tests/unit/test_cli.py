@@ -130,7 +130,7 @@ def test_the_command_needs_neither_torch_nor_megatron():
 import sys
 import zorse_megatron.cli.main
 print(sorted({"matplotlib", "numpy"} & set(sys.modules)))
-import zorse_megatron.planner.explain.explanation
+import zorse_megatron.planner.explain.analysis
 import zorse_megatron.planner.find_plan
 import zorse_megatron.plots.memory_bars
 import zorse_megatron.plots.simulated_gantt

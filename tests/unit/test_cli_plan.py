@@ -19,7 +19,7 @@ from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner import find_plan as search_module
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.explain import explanation as explain_module
+from zorse_megatron.planner.explain import analysis as explain_module
 from zorse_megatron.planner.explain import replan as replan_module
 from zorse_megatron.planner.explain.explanation import Explanation, GroupLoad, Headroom
 from zorse_megatron.planner.explain.replan import OneMore, Replans

@@ -14,7 +14,7 @@ from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
 from zorse_megatron.costs import pinned
 from zorse_megatron.planner.errors import NoPlanError
-from zorse_megatron.planner.explain.explanation import explain
+from zorse_megatron.planner.explain.analysis import explain
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.shortage import gpu_memory as shortage

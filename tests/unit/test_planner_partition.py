@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.unit.planner_cases import random_case
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts, best_sizes
+from zorse_megatron.planner.closed_form.memory_classes import best_sizes
+from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts
 from zorse_megatron.planner.closed_form.segment_tails import SegmentTails
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.search.contiguous_partition import (

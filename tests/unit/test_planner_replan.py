@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from zorse_megatron.planner.explain import replan as replan_module
-from zorse_megatron.planner.explain.explanation import explain
+from zorse_megatron.planner.explain.analysis import explain
 from zorse_megatron.planner.explain.replan import Replans, replan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks, with_one_more

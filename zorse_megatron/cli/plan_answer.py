@@ -54,7 +54,7 @@ def print_answer(
 
 def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
     """Time and memory of a plan that is too large to be explained beside the search."""
-    from zorse_megatron.planner.explain.explanation import bound_sentence
+    from zorse_megatron.planner.explain.sentences import bound_sentence
 
     peaks, capacities = _peaks(outcome), costs.inputs.capacities_bytes
     rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])

@@ -31,7 +31,7 @@ def plan_page(
 ) -> str:
     """Return the page. Searches once more for each kind of GPU, below 256 of them."""
     from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best
-    from zorse_megatron.planner.explain.explanation import explain
+    from zorse_megatron.planner.explain.analysis import explain
     from zorse_megatron.planner.explain.replan import replan
 
     with progress_bar(wanted=shows_progress, title="page") as on_progress:
@@ -204,7 +204,7 @@ def _pictures(costs: WorkloadCosts, plan: Plan) -> Iterator["Picture"]:
 
 
 def _replan_rows(replans: "Replans | None") -> Iterator["ReplanRow"]:
-    from zorse_megatron.planner.explain.explanation import faster
+    from zorse_megatron.planner.explain.sentences import faster
     from zorse_megatron.plots.report_page import ReplanRow
 
     for more in replans.one_more if replans else ():

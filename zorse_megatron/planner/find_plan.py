@@ -66,14 +66,9 @@ def find_plan(
     result = best.result or search.evaluator.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
-    predictions = Predictions(
-        iteration_s=best.iteration_s,
-        tokens_per_s=tokens_per_s,
-        peak_memory_bytes=best.peaks_bytes,
-    )
     return Outcome(
         strategy=strategy,
-        plan=replace(best.plan, predictions=predictions),
+        plan=replace(best.plan, predictions=_predictions(best, tokens_per_s)),
         simulation=result,
         iteration_s=best.iteration_s,
         tokens_per_s=tokens_per_s,
@@ -89,6 +84,14 @@ def find_plan(
         plan_time_s=time.perf_counter() - started_s,
         margin=inputs.memory_margin,
         notes=(*inputs.notes, *_notes(inputs, best)),
+    )
+
+
+def _predictions(best: Evaluation, tokens_per_s: float) -> Predictions:
+    return Predictions(
+        iteration_s=best.iteration_s,
+        tokens_per_s=tokens_per_s,
+        peak_memory_bytes=best.peaks_bytes,
     )
 
 

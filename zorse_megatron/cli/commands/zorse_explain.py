@@ -52,7 +52,7 @@ def explain(  # noqa: PLR0917
 ) -> None:
     """Explain a plan: its bottleneck, memory headroom, rejected alternatives, what would help."""
     with reported_errors(as_json=as_json):
-        from zorse_megatron.planner.explain.explanation import explain as explained
+        from zorse_megatron.planner.explain.analysis import explain as explained
 
         plan = load_plan(path)
         refuse_too_many_micro_batches(plan, str(path))

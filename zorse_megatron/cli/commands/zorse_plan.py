@@ -220,7 +220,7 @@ def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:
 
 def _reasons(costs: WorkloadCosts, found: Plan) -> tuple[str, ...]:
     """Why the plan takes as long as it does, in plain words."""
-    from zorse_megatron.planner.explain.explanation import explain
+    from zorse_megatron.planner.explain.analysis import explain
 
     if found.world_size > _EXPLAIN_UP_TO_RANKS:
         return ()

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
+from zorse_megatron.planner.closed_form.memory_classes import MemoryClass, memory_classes_of
 from zorse_megatron.planner.closed_form.segment_tails import Floats, SegmentTails
 from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.closed_form.stage_formulas import (
@@ -31,26 +32,6 @@ from zorse_megatron.planner.closed_form.stage_formulas import (
 )
 from zorse_megatron.planner.closed_form.stage_memory import BUFFERS
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-
-MemoryClass = tuple[str, int]
-"""GPUs of one kind with as much memory to fill: (kind, bytes)."""
-
-
-def memory_classes_of(inputs: Inputs) -> list[MemoryClass]:
-    """All classes of GPUs of the cluster."""
-    return sorted(set(zip(inputs.kinds, inputs.capacities_bytes, strict=True)))
-
-
-def best_sizes(inputs: Inputs, cost_model: StageCostModel, level: int) -> dict[MemoryClass, int]:
-    """For each class the micro-batch size with the best rate up to a level."""
-
-    def cost(kind: str, size: int) -> tuple[float, int]:
-        return sum(cost_model.layer_s(kind, size)) / size, size
-
-    return {
-        each: min(cost(each[0], size) for size in range(1, level + 1))[1]
-        for each in memory_classes_of(inputs)
-    }
 
 
 class SegmentCosts:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from zorse_megatron.planner.closed_form.candidate import Candidate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.closed_form.segment_costs import MemoryClass, SegmentCosts, best_sizes
+from zorse_megatron.planner.closed_form.memory_classes import MemoryClass, best_sizes
+from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts
 from zorse_megatron.planner.closed_form.segment_tails import SegmentTails
 from zorse_megatron.planner.search.contiguous_partition import Partition, best_partitions
 from zorse_megatron.planner.search.device_orders import COARSE, FINE, DeviceOrder, device_orders

@@ -58,49 +58,51 @@ class Effort:
     def of(cls, inputs: Inputs) -> "Effort":
         """More where GPUs are few."""
         if inputs.world_size <= EVERY_PARTITION_UP_TO and len(inputs.space.schedules) == 1:
-            return cls(
-                listed=250,
-                costed=210,
-                widened=210,
-                finalists=120,
-                computations=400_000,
-                quick_orders=24,
-                orders=24,
-                levels=LEVELS,
-                slacks=(0.0, 1.0),
-                polished=60,
-                level_steps=len(LEVELS),
-                keeps_all=True,
-                assignments=4,
-                followed=12,
-                tries=60,
-                hopeless=1.2,
-                tolerance=1.35,
-            )
-        if inputs.world_size <= 16:
-            return cls(
-                listed=250,
-                costed=60,
-                widened=16,
-                finalists=30,
-                computations=60_000,
-                hopeless=1.15,
-            )
-        if inputs.world_size <= 32:
-            return cls(listed=250, costed=40, widened=14, finalists=30, computations=150_000)
-        if inputs.world_size <= 256:
-            return cls(
-                listed=250,
-                costed=24,
-                widened=8,
-                finalists=24,
-                computations=70_000,
-                finalists_part=0.4,
-                refits=0,
-                polished=4,
-            )
-        if inputs.world_size <= 2048:
-            return cls(
-                listed=200, costed=20, widened=5, finalists=4, computations=120_000, polished=2
-            )
-        return cls(listed=60, costed=8, widened=3, finalists=2, computations=400_000, polished=1)
+            return _EXHAUSTIVE
+        return next((each for most, each in _UP_TO if inputs.world_size <= most), _BEYOND)
+
+
+_EXHAUSTIVE = Effort(
+    listed=250,
+    costed=210,
+    widened=210,
+    finalists=120,
+    computations=400_000,
+    quick_orders=24,
+    orders=24,
+    levels=LEVELS,
+    slacks=(0.0, 1.0),
+    polished=60,
+    level_steps=len(LEVELS),
+    keeps_all=True,
+    assignments=4,
+    followed=12,
+    tries=60,
+    hopeless=1.2,
+    tolerance=1.35,
+)
+_UP_TO = (  # GPUs
+    (
+        16,
+        Effort(listed=250, costed=60, widened=16, finalists=30, computations=60_000, hopeless=1.15),
+    ),
+    (32, Effort(listed=250, costed=40, widened=14, finalists=30, computations=150_000)),
+    (
+        256,
+        Effort(
+            listed=250,
+            costed=24,
+            widened=8,
+            finalists=24,
+            computations=70_000,
+            finalists_part=0.4,
+            refits=0,
+            polished=4,
+        ),
+    ),
+    (
+        2048,
+        Effort(listed=200, costed=20, widened=5, finalists=4, computations=120_000, polished=2),
+    ),
+)
+_BEYOND = Effort(listed=60, costed=8, widened=3, finalists=2, computations=400_000, polished=1)

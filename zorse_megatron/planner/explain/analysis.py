@@ -1,0 +1,173 @@
+"""Why a plan takes as long as it does, and what would make it faster."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zorse_megatron.planner.baselines.lower_bound import plan_bound_s
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.explain.explanation import (
+    Alternative,
+    Explanation,
+    GroupLoad,
+    Headroom,
+    Limit,
+)
+from zorse_megatron.planner.explain.replan import Replans
+from zorse_megatron.planner.explain.sentences import sentences
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.shortage.node_host_memory import (
+    host_needs,
+)
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.simulate.critical_path import CriticalStep
+from zorse_megatron.simulate.result import SimulationResult
+from zorse_megatron.simulate.simulation_errors import SimulationError
+
+_GIB = 2**30
+
+
+def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Explanation:
+    """Explain a plan on the cluster of `inputs`.
+
+    The plan is simulated, and so are its alternatives: every group without recomputation, all of
+    it recomputed, a layer moved away from the busiest group. `replans`: see `replan`. Raises
+    PlanError or SimulationError where it cannot be simulated, ValueError where the plan is for
+    another number of GPUs.
+    """
+    if plan.world_size != inputs.world_size:
+        raise ValueError(
+            f"found a plan for {plan.world_size} GPUs and a cluster of {inputs.world_size}; "
+            "expected as many of both. Plan again for this cluster."
+        )
+    result = _simulated(inputs, plan)
+    loads = tuple(_loads(inputs, plan, result))
+    path = _path(result.critical_path, result.iteration_s)
+    bottleneck = max(loads, key=lambda load: load.busy).group
+    bound_s = plan_bound_s(inputs, plan)
+    unworded = Explanation(
+        iteration_s=result.iteration_s,
+        tokens_per_s=result.tokens_per_s,
+        bound_s=bound_s,
+        recomputing_bound_s=plan_bound_s(inputs, plan, recomputing=True),
+        efficiency=bound_s / result.iteration_s,
+        limited_by=_limit(loads, path),
+        bottleneck_group=bottleneck,
+        critical_path=path,
+        loads=loads,
+        headroom=_headroom(inputs, result),
+        host=host_needs(inputs, result),
+        alternatives=tuple(_alternatives(inputs, plan, result, bottleneck)),
+        replans=replans,
+        sentences=(),
+    )
+    return replace(unworded, sentences=tuple(sentences(inputs, plan, unworded)))
+
+
+def _simulated(inputs: Inputs, plan: Plan) -> SimulationResult:
+    return simulate_plan(inputs, plan, merge_equal_ranks=True)
+
+
+def _loads(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[GroupLoad]:
+    for number, group in enumerate(plan.groups):
+        usage = [result.usage[rank] for rank in group.ranks]
+        whole_s = len(usage) * result.iteration_s
+        counts = Counter(inputs.kinds[rank] for rank in group.ranks)
+        yield GroupLoad(
+            group=number,
+            kinds=tuple(sorted(counts.items())),
+            num_layers=sum(c.layers[1] - c.layers[0] for c in plan.chunks if c.group == number),
+            busy=sum(each.busy_s for each in usage) / whole_s,
+            communication=sum(each.communication_s for each in usage) / whole_s,
+            waiting=sum(each.wait_s + each.idle_s for each in usage) / whole_s,
+        )
+
+
+def _path(steps: Sequence[CriticalStep], whole_s: float) -> tuple[tuple[str, float], ...]:
+    """Shares of the critical path by kind of action."""
+    shares: Counter[str] = Counter()
+    for step in steps:
+        shares[_kind_of(step.action)] += (step.end_s - step.start_s) / whole_s  # type: ignore[assignment]
+    return tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _kind_of(action: str) -> str:
+    word = "".join(letter for letter in re.split("[<>]", action)[0] if letter.isalpha())
+    names = {"F": "forward", "B": "backward", "STEP": "optimizer step"}
+    names |= dict.fromkeys(("SA", "RA"), "activations sent")
+    names |= dict.fromkeys(("SG", "RG"), "gradients sent")
+    names |= {"REDUCE": "reductions", "GATHER": "gathers", "TIE": "tied embedding"}
+    names |= {"SCALE": "sums over all ranks", "OFFLOAD": "copies to the host"}
+    return names.get(word, word.lower())
+
+
+def _limit(loads: Sequence[GroupLoad], path: Sequence[tuple[str, float]]) -> Limit:
+    """Compute where the busiest group hardly ever waits; else what it waits for."""
+    if max(load.busy for load in loads) >= 0.85:
+        return "compute"
+    computing = {"forward", "backward", "optimizer step"}
+    communicating = sum(share for name, share in path if name not in computing)
+    return "communication" if communicating > 0.15 else "imbalance and bubbles"
+
+
+def _headroom(inputs: Inputs, result: SimulationResult) -> tuple[Headroom, ...]:
+    return tuple(
+        Headroom(rank=rank, kind=inputs.kinds[rank], capacity_bytes=capacity, peak_bytes=peak)
+        for rank, (capacity, peak) in enumerate(
+            zip(inputs.capacities_bytes, result.peak_memory_bytes, strict=True)
+        )
+    )
+
+
+def _alternatives(
+    inputs: Inputs, plan: Plan, result: SimulationResult, bottleneck: int
+) -> Iterator[Alternative]:
+    for what, other in _changes(plan, bottleneck):
+        if problems_of(other):
+            continue
+        try:
+            found = _simulated(inputs, other)
+        except SimulationError:
+            continue
+        overflow = max(
+            peak - capacity
+            for peak, capacity in zip(found.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+        )
+        change = 100 * (found.iteration_s / result.iteration_s - 1)
+        if overflow > 0:
+            why = f"{overflow / _GIB:.2f} GiB too much on one GPU"
+            yield Alternative(what=what, iteration_s=None, why_not=why)
+        else:
+            why = f"{change:+.1f} % time"
+            yield Alternative(what=what, iteration_s=found.iteration_s, why_not=why)
+
+
+def _changes(plan: Plan, bottleneck: int) -> Iterator[tuple[str, Plan]]:
+    if any(group.recompute for group in plan.groups):
+        groups = tuple(replace(group, recompute=None) for group in plan.groups)
+        yield "no recomputation", replace(plan, groups=groups)
+    if len(plan.chunks) != len(plan.groups):
+        return
+    chunks = list(plan.chunks)
+    at = next(index for index, chunk in enumerate(chunks) if chunk.group == bottleneck)
+    first, stop = chunks[at].layers
+    if stop - first < 2:
+        return
+    if at > 0:
+        before, here = chunks[at - 1], chunks[at]
+        moved = list(chunks)
+        moved[at - 1] = replace(before, layers=(before.layers[0], first + 1))
+        moved[at] = replace(here, layers=(first + 1, stop))
+        yield f"one layer from group {bottleneck} to the one before", _with(plan, moved)
+    if at + 1 < len(chunks):
+        here, behind = chunks[at], chunks[at + 1]
+        moved = list(chunks)
+        moved[at] = replace(here, layers=(first, stop - 1))
+        moved[at + 1] = replace(behind, layers=(stop - 1, behind.layers[1]))
+        yield f"one layer from group {bottleneck} to the next one", _with(plan, moved)
+
+
+def _with(plan: Plan, chunks: Sequence[object]) -> Plan:
+    return replace(plan, chunks=tuple(chunks))  # type: ignore[arg-type]
