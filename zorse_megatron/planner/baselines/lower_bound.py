@@ -44,8 +44,10 @@ def lower_bound_s(
         for kind, count in sorted(Counter(inputs.kinds).items())
     ]
     batch = inputs.global_batch_size
-    choices = [_prices([kind.ends_s[end] / kind.layers_s for kind in kinds]) for end in range(2)]
-    return max(batch * _priced(kinds, prices) for prices in product(*choices))
+    choices = [
+        _dual_prices([kind.ends_s[end] / kind.layers_s for kind in kinds]) for end in range(2)
+    ]
+    return max(batch * _dual_value(kinds, prices) for prices in product(*choices))
 
 
 def plan_bound_s(inputs: Inputs, plan: Plan, *, recomputing: bool = False) -> float:
@@ -65,12 +67,12 @@ def best_layers_per_s(inputs: Inputs, kind: str) -> float:
     return max(rates)
 
 
-def _prices(ratios: Sequence[float]) -> list[float]:
+def _dual_prices(ratios: Sequence[float]) -> list[float]:
     """Prices of an end to try; an end that takes a kind no time can have none above 0."""
     return [0.0] if min(ratios) <= 0 else sorted({0.0, *ratios})
 
 
-def _priced(kinds: Sequence[_Rates], ends: Sequence[float]) -> float:
+def _dual_value(kinds: Sequence[_Rates], ends: Sequence[float]) -> float:
     """Seconds per sample if all layers together have the price 1, and the ends these prices."""
     earned_per_s = sum(
         kind.count

@@ -16,12 +16,12 @@ _IN_GROUP = 16  # labels of edges of the network are below
 class Symmetry:
     """Signatures of groupings: equal when identical nodes, switches or GPUs changed places.
 
-    Equal GPUs of a node are one cell, so only counts matter, and a grouping is a graph of groups,
-    cells and the network above them. A group starts with a colour that tells its own shape: how
-    many GPUs it has in which cells below which switches (a hash of that tree, from the leaves
+    Equal GPUs of a node are one vertex, so only counts matter; a grouping is a graph of groups,
+    such vertices and the network above. A group starts with a colour that tells its own shape: how
+    many GPUs it has in which vertices below which switches (a hash of that tree, from the leaves
     up). Then colour refinement (Weisfeiler and Leman, 1968) mixes into each vertex's colour the
     multiset of its neighbours' colours until nothing is told apart that was not before.
-    O((cells + group-cell pairs) * rounds), in numpy.
+    O((vertices + their pairs with groups) * rounds), in numpy.
 
     Equivalent groupings always get equal signatures. The reverse fails only for groupings that
     chain parts of nodes to circles (two circles of two against one of four); one is then lost.
@@ -83,7 +83,7 @@ class Symmetry:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _NetworkArrays:
-    """The cluster without groups as arrays: a tree of cells, nodes, switches and regions."""
+    """The cluster without groups as arrays: a tree of GPU vertices, nodes, switches and regions."""
 
     vertex_of: dict[tuple[int, str], int]
     """(node, GPU kind) -> vertex."""

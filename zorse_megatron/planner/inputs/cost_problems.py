@@ -10,14 +10,14 @@ from zorse_megatron.schema.plan.plan import GradientWire
 
 
 def communication_dtype_problems(
-    wire: GradientWire | None, dtypes: Collection[Dtype]
+    wanted: GradientWire | None, dtypes: Collection[Dtype]
 ) -> Iterator[Problem]:
     """Yield where no loss scale would notice an overflow. `dtypes`: of the kinds of GPU.
 
     A kind whose best type is float16 is in a group that computes in it, if no kind has float32
     alone; so the job then has a loss scale, whatever its groups are.
     """
-    if wire == "fp16" and ("float16" not in dtypes or "float32" in dtypes):
+    if wanted == "fp16" and ("float16" not in dtypes or "float32" in dtypes):
         yield Problem(
             where="gradient wire",
             found=f"fp16 for a job in {' and '.join(sorted(set(dtypes)))}",

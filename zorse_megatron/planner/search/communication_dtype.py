@@ -15,14 +15,14 @@ def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 
     The plan stays as it is where its time was extrapolated: it would have to be played in full.
     """
-    wire = evaluator.inputs.space.gradient_wire
-    if wire is None or best.is_extrapolated:
+    dtype = evaluator.inputs.space.gradient_wire
+    if dtype is None or best.is_extrapolated:
         return best
     for number, group in enumerate(best.plan.groups):
         if len(group.replicas) == 1:
             continue
         groups = [*best.plan.groups]
-        groups[number] = replace(group, gradient_wire=wire)
+        groups[number] = replace(group, gradient_wire=dtype)
         plan: Plan = replace(best.plan, groups=tuple(groups))
         evaluation = evaluator.evaluate_plan(plan)
         if evaluation is not None and evaluation.fits and evaluation.iteration_s < best.iteration_s:
