@@ -11,7 +11,7 @@ from zorse_megatron.planner.closed_form.communication import CommunicationCosts,
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.in_flight import InFlight, SizedGroup
 from zorse_megatron.planner.closed_form.layer_assignment import GroupCost, best_layer_assignments
-from zorse_megatron.planner.closed_form.pipeline_time import Pipeline, PipelineTimes
+from zorse_megatron.planner.closed_form.pipeline_time import CostedPipeline, PipelineTimes
 from zorse_megatron.planner.closed_form.stage import Stage, StagePosition
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -161,7 +161,7 @@ class Estimator:
             return None
         stages = tuple(row.stage for row in rows)
         return self._times.estimate(
-            Pipeline(
+            CostedPipeline(
                 candidate=candidate,
                 stages=stages,
                 costs=found,

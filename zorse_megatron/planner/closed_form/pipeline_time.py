@@ -37,7 +37,7 @@ _BESIDE_COLLECTIVES = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class CostedPipeline:
     """A candidate with layers, and what its stages cost; sequences are by group."""
 
     candidate: Candidate
@@ -69,13 +69,13 @@ class PipelineTimes:
         self.communication = communication
         self.in_flight = in_flight
 
-    def estimate(self, pipeline: Pipeline) -> Estimate:
+    def estimate(self, pipeline: CostedPipeline) -> Estimate:
         """Iteration time of a pipeline, by part."""
         if pipeline.candidate.schedule == "breadth_first":
             return self._breadth_first(pipeline)
         return self._one_f_one_b(pipeline)
 
-    def _one_f_one_b(self, pipeline: Pipeline) -> Estimate:
+    def _one_f_one_b(self, pipeline: CostedPipeline) -> Estimate:
         stages, costs = pipeline.stages, pipeline.costs
         transfer_s = self._transfer_times(pipeline)
         stalls = self._stalls(pipeline)
@@ -96,7 +96,7 @@ class PipelineTimes:
             tail_s=self._tail(pipeline),
         )
 
-    def _breadth_first(self, pipeline: Pipeline) -> Estimate:
+    def _breadth_first(self, pipeline: CostedPipeline) -> Estimate:
         collective_s, exposed_s, step_s = self._collectives(pipeline)
         transfer_s = self._transfer_times(pipeline)
         chunk_s = [
@@ -114,7 +114,7 @@ class PipelineTimes:
 
     def _summed(
         self,
-        pipeline: Pipeline,
+        pipeline: CostedPipeline,
         *,
         busy_s: float,
         loop_s: float,
@@ -136,7 +136,7 @@ class PipelineTimes:
             tail_s=tail_s,
         )
 
-    def _transfer_times(self, pipeline: Pipeline) -> list[float]:
+    def _transfer_times(self, pipeline: CostedPipeline) -> list[float]:
         """Of one micro-batch along each path."""
         times = []
         for stage, path in zip(pipeline.stages, pipeline.paths, strict=False):
@@ -144,7 +144,7 @@ class PipelineTimes:
             times.append(self.communication.transfer_s(path, size=size, round_samples=samples))
         return times
 
-    def _loops(self, pipeline: Pipeline, transfer_s: Sequence[float]) -> list[float]:
+    def _loops(self, pipeline: CostedPipeline, transfer_s: Sequence[float]) -> list[float]:
         """For each group how long the batch takes if it always has all in flight that it may."""
         stages, costs, chunks = pipeline.stages, pipeline.costs, pipeline.num_chunks
         behind_s = [*transfer_s, *([0.0] * (len(stages) - len(transfer_s)))]
@@ -161,7 +161,7 @@ class PipelineTimes:
             loops += self._pair_loops(pipeline, transfer_s)
         return loops
 
-    def _pair_loops(self, pipeline: Pipeline, transfer_s: Sequence[float]) -> list[float]:
+    def _pair_loops(self, pipeline: CostedPipeline, transfer_s: Sequence[float]) -> list[float]:
         """For each hop how long the batch takes if both ends always have all in flight they may.
 
         What only the first has in flight, and one round of the second, goes around between them:
@@ -175,7 +175,7 @@ class PipelineTimes:
             found.append(self.inputs.global_batch_size / around * way_s)
         return found
 
-    def _stalls(self, pipeline: Pipeline) -> list[float]:
+    def _stalls(self, pipeline: CostedPipeline) -> list[float]:
         """For each group, how long it stops in all for messages that take longer than it hides.
 
         A receive is started two computations early, so a message hides behind those only: in
@@ -206,7 +206,7 @@ class PipelineTimes:
                 found[receiver] += number * max(0.0, parts * message_s - hidden_s)
         return found
 
-    def _tail(self, pipeline: Pipeline) -> float:
+    def _tail(self, pipeline: CostedPipeline) -> float:
         """Last reduction, sums over all ranks, optimizer step and gathers."""
         memory = self.inputs.memory
         crowding = self.communication.crowding(pipeline.candidate.device_groups)
@@ -226,7 +226,7 @@ class PipelineTimes:
             step_s = max(step_s, self.cost_model.step_s(stage, cost.settings))
         return reduce_s + self.communication.statistics_s + step_s + gather_s
 
-    def _collectives(self, pipeline: Pipeline) -> tuple[float, float, float]:
+    def _collectives(self, pipeline: CostedPipeline) -> tuple[float, float, float]:
         """breadth_first: collectives of the slowest group, what is exposed of them, the step."""
         memory = self.inputs.memory
         layer = memory.layer_parameters()
@@ -249,7 +249,7 @@ class PipelineTimes:
         return collective_s, exposed_s, step_s
 
 
-def _waits(pipeline: Pipeline) -> list[float]:
+def _waits(pipeline: CostedPipeline) -> list[float]:
     """What a sample waits at each group for being out of step with the next one."""
     rounds = [stage.round_samples for stage in pipeline.stages]
     waits = [
@@ -259,7 +259,7 @@ def _waits(pipeline: Pipeline) -> list[float]:
     return [*waits, 0.0]
 
 
-def _turns_s(pipeline: Pipeline, stalls: Sequence[float]) -> float:
+def _turns_s(pipeline: CostedPipeline, stalls: Sequence[float]) -> float:
     """Sum over turns of the slowest group's chunk: a turn cannot end before its slowest."""
     chunks = pipeline.num_chunks
     per_layer = [

@@ -24,7 +24,7 @@ from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.closed_form.stage_formulas import (
     activation_bytes,
     in_flight_micro_batches,
-    micro_batches,
+    micro_batches_per_replica,
     pass_s,
     replica_bytes,
     samples_per_s,
@@ -164,7 +164,7 @@ class SegmentCosts:
         sizes, counts = self.sizes[:, None, None], self.counts[..., None]
         memory, batch = self.cost_model.memory, self.inputs.global_batch_size
         spared = memory.spared["full"]
-        number = np.stack(micro_batches(batch, counts, sizes, both_s))
+        number = np.stack(micro_batches_per_replica(batch, counts, sizes, both_s))
         whole = np.ceil(number - 1e-9)
         in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
         room = self._capacities() - replica_bytes(

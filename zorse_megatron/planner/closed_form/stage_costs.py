@@ -11,7 +11,11 @@ from dataclasses import dataclass, replace
 from zorse_megatron.costs.interface import PassTimes
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
 from zorse_megatron.planner.closed_form.stage import MemorySettings, MicroBatchLevel, Stage
-from zorse_megatron.planner.closed_form.stage_formulas import micro_batches, pass_s, samples_per_s
+from zorse_megatron.planner.closed_form.stage_formulas import (
+    micro_batches_per_replica,
+    pass_s,
+    samples_per_s,
+)
 from zorse_megatron.planner.closed_form.stage_memory import StageMemory
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
@@ -258,7 +262,9 @@ class StageCostModel:
     def _find_counts(self, stage: Stage) -> tuple[float, ...]:
         both_s = [each.both_s for each in self.passes(stage, MemorySettings())]
         num_gpus = [len(gpu_class.ranks) for gpu_class in stage.device_group.gpu_classes]
-        return tuple(micro_batches(self.inputs.global_batch_size, num_gpus, stage.sizes, both_s))
+        return tuple(
+            micro_batches_per_replica(self.inputs.global_batch_size, num_gpus, stage.sizes, both_s)
+        )
 
     def with_settings(self, stage: Stage, settings: MemorySettings, free: float) -> StageCost:
         """Times of a stage with these settings."""

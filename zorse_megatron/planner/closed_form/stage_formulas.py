@@ -39,7 +39,9 @@ def samples_per_s(num_gpus: ByClass, sizes: ByClass, both_s: ByClass) -> Value:
     return sum(n * size / s for n, size, s in zip(num_gpus, sizes, both_s, strict=True))
 
 
-def micro_batches(batch: float, num_gpus: ByClass, sizes: ByClass, both_s: ByClass) -> list[Value]:
+def micro_batches_per_replica(
+    batch: float, num_gpus: ByClass, sizes: ByClass, both_s: ByClass
+) -> list[Value]:
     """Micro-batches of one replica of each GPU class if replicas finish together; not rounded."""
     rates = [size / s for size, s in zip(sizes, both_s, strict=True)]
     total = sum(n * rate for n, rate in zip(num_gpus, rates, strict=True))
