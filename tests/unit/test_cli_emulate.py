@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
-from zorse_megatron.cli.command_group import zorse_compare as compare
-from zorse_megatron.cli.command_group import zorse_emulate as command
+from zorse_megatron.cli.commands import zorse_compare as compare
+from zorse_megatron.cli.commands import zorse_emulate as command
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.options import DEFAULT_MARGIN

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.cli_samples import FLAGS, cells, lab_plan, runner_in
 from zorse_megatron import extras
-from zorse_megatron.cli.command_group import zorse_plan as plan_module
+from zorse_megatron.cli.commands import zorse_plan as plan_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner import find_plan as search_module

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.cli_samples import runner_in
-from zorse_megatron.cli.command_group import zorse_plan as plan_module
+from zorse_megatron.cli.commands import zorse_plan as plan_module
 from zorse_megatron.cli.console import failure_as_json
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
