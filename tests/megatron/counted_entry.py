@@ -33,14 +33,20 @@ def make_counter(host_code: set[Any], device_code: set[Any]) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    @functools.cache
+    def asks_for_host(code: Any) -> bool | None:
+        """Whether what this code makes is in the host; None where its callers decide."""
+        if code in device_code:
+            return False
+        in_host = code in host_code or any(part in code.co_filename for part in FILE_ACCESS)
+        return True if in_host else None
+
     def is_in_host() -> bool:
         frame = sys._getframe()
         while frame is not None:
-            code = frame.f_code
-            if code in device_code:
-                return False
-            if code in host_code or any(part in code.co_filename for part in FILE_ACCESS):
-                return True
+            in_host = asks_for_host(frame.f_code)
+            if in_host is not None:
+                return in_host
             frame = frame.f_back  # type: ignore[assignment]
         return False
 
@@ -53,6 +59,8 @@ def make_counter(host_code: set[Any], device_code: set[Any]) -> Any:
             """Storage (by identity) -> a weak reference and whether it is on the device."""
             self.phase = "start"
             self.peaks: dict[str, int] = {}
+            self.bound = 0
+            """No less than what is held: what was at the last look, and all that came since."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -64,10 +72,26 @@ def make_counter(host_code: set[Any], device_code: set[Any]) -> Any:
                     if storage._cdata not in self.known:
                         here = tensor.device.type != "meta" and not is_in_host()
                         self.known[storage._cdata] = StorageWeakRef(storage), here
-            # What a step takes is tested elsewhere, and these sums take most of a run's time.
-            held = 0 if self.phase == "train" else self.held_bytes()
-            self.peaks[self.phase] = max(held, self.peaks.get(self.phase, 0))
+                        self.bound += storage.nbytes()
+            self.look()
             return result
+
+        def look(self) -> None:
+            """Sum what is held, where that can be more than the most so far: it takes long."""
+            most = self.peaks.setdefault(self.phase, 0)
+            # What a step takes is tested elsewhere.
+            if self.phase != "train" and self.bound > most:
+                self.bound = self.held_bytes()
+                self.peaks[self.phase] = max(most, self.bound)
+
+        def may_grow(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+            """`UntypedStorage.resize_`, which is no operation, counted."""
+
+            def resized(storage: Any, num_bytes: int) -> Any:
+                self.bound += max(0, num_bytes - storage.nbytes())
+                return resize(storage, num_bytes)
+
+            return resized
 
         def held_bytes(self) -> int:
             held = 0
@@ -97,6 +121,7 @@ def in_phase(counter: Any, phase: str, call: Callable[..., Any]) -> Callable[...
 def count() -> None:
     if cpu_mode.needed():
         cpu_mode.enable()
+    import torch
     from megatron.training import training
 
     from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, _Flat
@@ -115,6 +140,9 @@ def count() -> None:
     training.save_checkpoint = in_phase(counter, "save", training.save_checkpoint)
     PlanSession.forward_backward = in_phase(  # type: ignore[method-assign]
         counter, "train", PlanSession.forward_backward
+    )
+    torch.UntypedStorage.resize_ = counter.may_grow(  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_
     )
     with counter:
         pretrain.main()

@@ -31,10 +31,12 @@ SHARE = EVEN[0]
 SCALARS_BYTES = 2 * ELEMENT_BYTES
 
 
-def counted(plan: Plan, corpus: Path, work: Path, *more: str) -> list[dict[str, int]]:
+def counted(
+    plan: Plan, corpus: Path, work: Path, *more: str, steps: int = 1
+) -> list[dict[str, int]]:
     """Rank -> phase -> the most bytes on the device at one time."""
     save_plan(plan, work / "plan.json")
-    flags = flags_for(corpus, *UNTIED, "--zorse-plan", str(work / "plan.json"), *more, steps=2)
+    flags = flags_for(corpus, *UNTIED, "--zorse-plan", str(work / "plan.json"), *more, steps=steps)
     listed = list(flags)
     for name, value in {"--num-layers": NUM_LAYERS, "--hidden-size": HIDDEN}.items():
         listed[listed.index(name) + 1] = str(value)
@@ -73,7 +75,8 @@ def test_not_one_layer_is_whole_in_a_checkpoint(where: str, corpus: Path, tmp_pa
     if where == "in the host":
         plan, shards = in_the_host(plan), 0
     checkpoint = str(tmp_path / "checkpoint")
-    saved = counted(plan, corpus, tmp_path, "--save", checkpoint, "--save-interval", "1")
+    saving = ("--save", checkpoint, "--save-interval", "1")
+    saved = counted(plan, corpus, tmp_path, *saving, steps=2)
     loaded = counted(plan, corpus, tmp_path, "--load", checkpoint, "--ckpt-step", "1")
     for found in (*(each["save"] for each in saved), *(each["load"] for each in loaded)):
         assert 3 * shards <= found < 3 * shards + (1 - SHARE) * ELEMENT_BYTES * LAYER
