@@ -184,6 +184,16 @@ def test_a_gpu_that_is_too_small_runs_out_of_memory(lab):
     assert found.out_of_memory.endswith("it has 4.00 GiB.")
 
 
+def test_ranks_start_fast(lab):
+    """Forked ranks take Megatron's arguments from their parent, and fork what helps them save."""
+    entry, directory = "tests.megatron.prepared_entry", lab.directory / "prepared"
+    directory.mkdir()
+    ended = lab.server.run(
+        [], world_size=1, job_file=directory, directory=directory, timeout_s=60, entry=entry
+    )
+    assert ended.succeeded, ended.tail(0)
+
+
 LAB = """
 name: lab
 nodes:

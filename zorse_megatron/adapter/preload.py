@@ -1,7 +1,43 @@
-"""What a process imports before it forks ranks, so that no rank has to."""
+"""What a process does before it forks ranks, so that no rank has to."""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from zorse_megatron.adapter.patches import emulation
+from zorse_megatron.adapter.patches.rebind import Replacements
 
 
 def import_late_modules_of_stock() -> None:
     """Import what stock imports late in every run; starts no thread and no process group."""
     import megatron.core.models.mimo
     import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
+
+
+def hooks_of_forked_ranks() -> Replacements:
+    """What this process has built is at hand in its ranks, and they fork their helpers."""
+    return {
+        emulation.ADD_ARGUMENTS: _from_parent,
+        emulation.SAVE_QUEUE: _forked,
+    }
+
+
+def _from_parent(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """As argparse's `parents` do: no one changes a parser's arguments."""
+    parent = stock(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+
+    @functools.wraps(stock)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser._add_container_actions(parent)
+        return parser
+
+    return add_megatron_arguments
+
+
+def _forked(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get_write_results_queue(mp_mode: str = "fork") -> Any:
+        return stock(mp_mode)
+
+    return get_write_results_queue

@@ -36,9 +36,11 @@ def preload() -> None:
     from zorse_megatron.adapter.cpu import cpu_mode
 
     cpu_mode.enable()
-    from zorse_megatron.adapter.preload import import_late_modules_of_stock
+    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.preload import hooks_of_forked_ranks, import_late_modules_of_stock
 
     import_late_modules_of_stock()
+    REGISTRY.apply(hooks_of_forked_ranks())
     # What a rank imports late, once it has its plan and its flags.
     import zorse_megatron.adapter.emulation_hooks
     import zorse_megatron.adapter.gpt_entry
