@@ -17,7 +17,7 @@ from zorse_megatron.flags.fit import (
 )
 from zorse_megatron.flags.flag_handling import is_refused, refusable
 from zorse_megatron.flags.refused import DECIDED
-from zorse_megatron.flags.table import spelling_of
+from zorse_megatron.flags.table import defaults, spelling_of
 from zorse_megatron.flags.types import communication_dtype_problems, device_problems, dtype_problems
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.gpus.gpu import GpuKind
@@ -69,8 +69,11 @@ def plain_value(value: Any) -> Any:
 
 
 def _refused(args: Namespace) -> Iterator[Problem]:
+    unset = defaults()
     for name in refusable():
         value = getattr(args, name, None)
+        if value is None or value is unset[name]:  # as most are
+            continue
         family = is_refused(name, value)
         if family is None:
             continue
