@@ -3,6 +3,7 @@
 Every duration is one of the emulated cluster, so it does not depend on how busy this machine is.
 """
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
+from zorse_megatron.emulate.jobs import emulator as jobs_emulator
 from zorse_megatron.emulate.jobs.emulator import System, emulator
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
@@ -206,10 +208,10 @@ MODEL_FLAGS = (
 )
 
 
-def test_the_commands(tmp_path, monkeypatch):
+def test_the_commands(lab, tmp_path, monkeypatch):
     """Compare on a lab whose rank 1 is slower than the planner believes; then emulate its plan."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(CLUSTER.parents[1]))
+    monkeypatch.setattr(jobs_emulator, "RankServer", lambda: contextlib.nullcontext(lab.server))
     Path("cluster.yaml").write_text(LAB)
     common = ("--cluster", "cluster.yaml", "--model", MODEL_FLAGS, "--iterations", "2")
     slow = ("--slow-rank", "1=1.5", "--json")
