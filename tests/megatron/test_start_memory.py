@@ -77,7 +77,8 @@ def test_not_one_layer_is_whole_in_a_checkpoint(where: str, corpus: Path, tmp_pa
     checkpoint = str(tmp_path / "checkpoint")
     saving = ("--save", checkpoint, "--save-interval", "1")
     saved = counted(plan, corpus, tmp_path, *saving, steps=2)
-    loaded = counted(plan, corpus, tmp_path, "--load", checkpoint, "--ckpt-step", "1")
+    loading = ("--load", checkpoint, "--ckpt-step", "1")
+    loaded = counted(plan, corpus, tmp_path, *loading, steps=2)
     for found in (*(each["save"] for each in saved), *(each["load"] for each in loaded)):
         assert 3 * shards <= found < 3 * shards + (1 - SHARE) * ELEMENT_BYTES * LAYER
     if where == "in the host":
