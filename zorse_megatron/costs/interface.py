@@ -1,7 +1,7 @@
 """The cost-model interface of simulator and planner. Times in seconds, sizes in bytes.
 
-Implementations: `costs.compute` (from a profile, or analytic where nothing was measured),
-`costs.memory` and `costs.comm` (over the topology graph).
+Implementations: `costs.profiled_compute` (from a profile, or analytic where nothing was measured),
+`costs.transformer_memory` and `costs.comm` (over the topology graph).
 """
 
 from dataclasses import dataclass

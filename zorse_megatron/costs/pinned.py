@@ -19,7 +19,7 @@ def pinned_state_bytes(num_bytes: int, num_parameters: int) -> int:
     """Bytes that the optimizer's state of one chunk's shard takes: a block for each kind of it.
 
     `num_bytes` is that of the state, in float32: two moments, and main parameters where there are
-    some (`adapter.state_pieces`).
+    some (`adapter.optimizer.state_pieces`).
 
     >>> pinned_state_bytes(12 * 1000, 1000)
     12288

@@ -88,9 +88,9 @@ class ActionCosts:
         return self.loads.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
 
     def stepped_s(self, rank: int, units: Sequence[SteppedUnit], step_s: float) -> float:
-        """A step of `step_s` in all whose units pass through the GPU, as `adapter.host_state` does.
+        """A step of `step_s` in all whose units pass through the GPU.
 
-        The unit behind the one that is stepped is fetched meanwhile; the one before it must have
+        As `adapter.optimizer.host_state` does it. The unit behind the one that is stepped is fetched meanwhile; the one before it must have
         left. Each direction of the link does one thing at a time.
         """
         whole = max(1, sum(unit.elements for unit in units))

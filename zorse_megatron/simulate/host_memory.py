@@ -1,6 +1,6 @@
 """Host memory by rank: the counterpart of the plan's offload settings.
 
-In blocks of pinned memory, as a run on GPUs allocates them (`runtime.host_memory`): for each chunk
+In blocks of pinned memory, as a run on GPUs allocates them (`runtime.host_link`): for each chunk
 one with its shard of parameters, one for each kind of optimizer state, one for each layer's input.
 """
 

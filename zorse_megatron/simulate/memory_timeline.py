@@ -1,6 +1,6 @@
 """Bytes on each rank's GPU over time, by category.
 
-When bytes come and go is what `runtime.executor`, `runtime.activations` and
+When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
 `adapter.chunk_runner` do:
 
 - Whole parameters and whole gradients are there all the time (Megatron's buffers), and the rank's

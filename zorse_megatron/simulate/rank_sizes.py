@@ -103,7 +103,7 @@ class RankSizes:
         """What each replica owns of each part of the chunk that is gathered or reduced at once.
 
         The runtime cuts sharded chunks into buckets of a layer each
-        (`adapter.data_parallel`), here taken as equally large.
+        (`adapter.data_parallel.ddp`), here taken as equally large.
         """
         if parameters_setting(self.plan) == RESIDENT:
             return (tuple(self.shards[chunk].values()),)
@@ -202,8 +202,8 @@ class RankSizes:
     def tied_swaps(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """Rank -> (peer, bytes): the gradients of the tied embedding that the two swap.
 
-        As `adapter.tied_embeddings`: whoever owns the same elements in the first and in the last
-        chunk. Here the embedding is cut as if it were a buffer of its own.
+        As `adapter.model.tied_embeddings`: whoever owns the same elements in the first and in
+        the last chunk. Here the embedding is cut as if it were a buffer of its own.
         """
         first, last = self.plan.chunks[0].group, self.plan.chunks[-1].group
         if first == last:

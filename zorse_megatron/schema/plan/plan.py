@@ -1,8 +1,8 @@
 """The plan: which rank holds which layers, and how much work and state each rank gets.
 
 These classes fix the shape of a plan (names, types, ranges of single values). The rules that tie
-values together are in `validate.py`; reading and writing the file is in `load.py`. Lists in the
-file are tuples here. Nothing is converted: `"8"`, `8.0` and `true` are not the integer 8.
+values together are in `plan_rules.py`; reading and writing the file is in `plan_json.py`. Lists in
+the file are tuples here. Nothing is converted: `"8"`, `8.0` and `true` are not the integer 8.
 """
 
 import dataclasses

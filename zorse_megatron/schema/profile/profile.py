@@ -1,7 +1,7 @@
 """The profile: what was measured on which kind of GPU, and by whom.
 
 Times are of one micro-batch through one part of the model. Every entry names its source, so that a
-prediction can say what it rests on. Reading and writing the file is in `profile_load.py`.
+prediction can say what it rests on. Reading and writing the file is in `profile_json.py`.
 """
 
 from typing import Annotated, Literal
