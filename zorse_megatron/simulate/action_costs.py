@@ -90,8 +90,9 @@ class ActionCosts:
     def stepped_s(self, rank: int, units: Sequence[SteppedUnit], step_s: float) -> float:
         """A step of `step_s` in all whose units pass through the GPU.
 
-        As `adapter.optimizer.host_state` does it. The unit behind the one that is stepped is fetched meanwhile; the one before it must have
-        left. Each direction of the link does one thing at a time.
+        As `adapter.optimizer.host_state` does it. The unit behind the one that is stepped is
+        fetched meanwhile; the one before it must have left. Each direction of the link does one
+        thing at a time.
         """
         whole = max(1, sum(unit.elements for unit in units))
         now_s = coming_s = left_s = 0.0

@@ -9,9 +9,9 @@ the GPU, and copies them only if a STEP has changed them there since they were f
 are in the host while a STEP runs, it writes the new ones there.
 
 Optimizer state that is offloaded by the plan's setting stays in the host all the time, and passes
-through the GPU during STEP, two pieces at a time, as `adapter.optimizer.host_state` has them: one that
-is stepped and one that is on its way. Parameters that are in the host then are there for as long
-as their chunk's pieces are.
+through the GPU during STEP, two pieces at a time, as `adapter.optimizer.host_state` has them: one
+that is stepped and one that is on its way. Parameters that are in the host then are there for as
+long as their chunk's pieces are.
 """
 
 from collections.abc import Sequence
