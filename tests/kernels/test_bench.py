@@ -1,10 +1,10 @@
 """The benchmark's dry run; and what it compares does the same work."""
 
-import importlib.util
 import json
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,11 +15,25 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 pytestmark = pytest.mark.skipif(IS_INTERPRETED, reason="needs no Triton")
 
 
-def test_the_dry_run_prints_json() -> None:
-    command = [sys.executable, SCRIPTS / "bench_kernels.py", "--dry", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script finds what lies beside it; as in a process of its own, which would import torch."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, *words: str) -> ModuleType:
+    """The script, as if it had been started with these words."""
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *words])
+    return import_module("bench_kernels")
+
+
+def test_the_dry_run_prints_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = bench(monkeypatch, "--dry", "--json").main()
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    found = json.loads(said.out)
     assert found["dry"] and found["in_plain_torch_because"] == "Triton needs a GPU"
     kernels = ["sum_parts", "adamw_shard", "norm_and_flag", "pack"]
     assert [row["kernel"] for row in found["rows"]] == kernels
@@ -31,18 +45,17 @@ def test_the_dry_run_prints_json() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    command = [sys.executable, SCRIPTS / "bench_kernels.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "found no GPU; expected one, or --dry" in done.stderr
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench(monkeypatch).main()
+    assert ended.value.code == 2
+    assert "found no GPU; expected one, or --dry" in capsys.readouterr().err
 
 
 def test_the_alternatives_agree_with_the_kernels() -> None:
-    spec = importlib.util.spec_from_file_location("kernel_cases", SCRIPTS / "kernel_cases.py")
-    assert spec is not None and spec.loader is not None
-    cases = importlib.util.module_from_spec(spec)
-    sys.modules["kernel_cases"] = cases  # dataclasses look their module up
-    spec.loader.exec_module(cases)
+    cases = import_module("kernel_cases")
     cpu = torch.device("cpu")
     for make in cases.CASES:
         names = list(make(40_000, cpu).plain)
