@@ -1,11 +1,16 @@
 """What holds for all tests."""
 
+import functools
 import sys
 from collections.abc import Iterator
 
 import pytest
+from typer import testing
 
 from tests.shared import share_in
+
+# Typer makes every command anew each time one is run: most of what a short one takes.
+testing._get_command = functools.cache(testing._get_command)
 
 
 @pytest.fixture(scope="module", autouse=True)

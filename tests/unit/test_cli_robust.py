@@ -387,7 +387,7 @@ MUTATED_FILE = st.one_of(
 
 
 @settings(
-    max_examples=60,
+    max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(file=MUTATED_FILE)
