@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron.stock_log import iterations
 from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
 from zorse_megatron.errors import RankFailure
 
@@ -25,12 +26,25 @@ def test_the_demo_runs(tmp_path: Path) -> None:
     assert result["max_abs_loss_diff"] <= 2e-5
     assert result["max_rel_grad_norm_diff"] <= 1e-4
     assert set(result["validation_losses"]["plan"]) >= {"iteration 3", "iteration 6"}
+    # Under a real torchrun: processes that import everything themselves, of which one says so.
+    for log in ("stock.log", "plan.log"):
+        said = (tmp_path / log).read_text()
+        assert said.count("zorse: no GPU found: Megatron runs on CPU over gloo") == 1
+        assert [line.iteration for line in iterations(said)] == list(range(1, ITERATIONS + 1))
     for name in ("loss.png", "timeline.png", "plan.json", "stock.log", "plan.log"):
         assert (tmp_path / name).stat().st_size > 0
 
 
+class OneProcess(DemoJob):
+    """Its only rank, without the seconds that torchrun takes to start."""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "zorse_megatron.pretrain", *self.arguments]
+
+
 def test_a_failed_job_shows_its_last_lines(tmp_path: Path) -> None:
-    job = DemoJob(
+    job = OneProcess(
         name="plan", num_ranks=1, arguments=("--zorse-plan", "missing.json"), directory=tmp_path
     )
     seen: list[DemoProgress] = []

@@ -86,6 +86,8 @@ def training_flags(corpus: Path, *, tokenizer: list[str], num_iterations: int) -
         "--log-interval": 1,
         "--seed": 1234,
         "--distributed-timeout-minutes": 1,
+        # Samples take no time to read; each loader would be two more processes for each rank.
+        "--num-workers": 0,
     }
     return [
         *(str(word) for pair in flags.items() for word in pair),
