@@ -27,6 +27,8 @@ LAYER = 12 * HIDDEN**2 + 13 * HIDDEN
 NUM_LAYERS = 8
 # Shards of these sizes are exact: others are cut at multiples of 64 elements.
 EVEN, ALL_ON_ONE = (0.5, 0.5), (1.0, 0.0)
+# Elements of state stepped at once, where there are many pieces: a shard of the model has 80.
+PIECE = 10_000
 
 
 def plan_of(num_chunks: int, setting: str = "per_pass", shares: tuple[float, float] = EVEN) -> Plan:
@@ -127,5 +129,5 @@ def test_two_pieces_of_the_state_in_the_host_are_here_in_a_step(
 def test_pieces_do_not_grow_with_the_model(corpus: Path, tmp_path: Path) -> None:
     """One chunk, whose shards have many times the elements of a piece."""
     plan = with_settings(plan_of(1, "resident"), optimizer_state=True)
-    for found in measured(plan, corpus, tmp_path, sums="late", piece=1000):
-        assert found["optimizer state"] == 2 * 2 * 4 * 1000
+    for found in measured(plan, corpus, tmp_path, sums="late", piece=PIECE):
+        assert found["optimizer state"] == 2 * 2 * 4 * PIECE
