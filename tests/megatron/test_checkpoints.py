@@ -85,23 +85,25 @@ def assert_same_rest(resumed: Recorded, uninterrupted: Recorded) -> None:
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), f"step {step}"
 
 
+# What a plan writes is read by stock and by other plans, and what stock writes by plans.
 PAIRS = [
-    ("2|1|2", "2|1|2"),
-    ("2|1|2", "1|3|1"),
     ("2|1|2", "5"),
     ("2|1|2", "stock"),
-    ("2|1|2", "stock PP=2"),
-    ("5", "2|1|2"),
+    ("5", "stock PP=2"),
     ("stock", "2|1|2"),
-    ("stock", "5"),
     ("stock PP=2", "1|3|1"),
-    ("2x2 in the host", "2|1|2"),
     ("2x2 in the host", "stock PP=2"),
     ("both ends", "2x2 in the host"),
     ("stock", "both ends"),
 ]
-# A tied embedding is the harder one to save, of which several ranks have copies.
-UNTIED_PAIRS = [("2|1|2", "5"), ("stock", "2|1|2"), ("2x2 in the host", "2|1|2")]
+# A tied embedding is the harder one to save, of which several ranks have copies. Untied, "both
+# ends" goes on from its own checkpoints in `test_memory_faults`.
+UNTIED_PAIRS = [
+    ("2|1|2", "5"),
+    ("2|1|2", "stock"),
+    ("stock", "2|1|2"),
+    ("2x2 in the host", "stock PP=2"),
+]
 
 
 @pytest.mark.parametrize(
@@ -114,29 +116,35 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
 
 
+BF16 = ("--bf16",)
+FP16 = ("--fp16", "--initial-loss-scale", "4096")
+DISTRIBUTED_OPTIMIZER = (
+    "--use-distributed-optimizer",
+    "--dist-ckpt-optim-fully-reshardable",
+    "--ckpt-fully-parallel-load",
+    "--ckpt-assume-constant-structure",
+)
+
+
 @pytest.mark.parametrize(
-    "precision",
+    ("flags", "plan", "other"),
     [
-        ("--bf16",),
-        ("--fp16", "--initial-loss-scale", "4096"),
-        (
-            "--use-distributed-optimizer",
-            "--dist-ckpt-optim-fully-reshardable",
-            "--ckpt-fully-parallel-load",
-            "--ckpt-assume-constant-structure",
+        pytest.param(BF16, "1|2", "5", id="bf16"),
+        pytest.param(FP16, "2x2 in the host", "1|2", id="fp16 in the host"),
+        pytest.param(DISTRIBUTED_OPTIMIZER, "1|2", "2x2 in the host", id="distributed optimizer"),
+        pytest.param(
+            DISTRIBUTED_OPTIMIZER, "2x2 in the host", "1|2", id="distributed optimizer in the host"
         ),
     ],
-    ids=["bf16", "fp16", "distributed optimizer"],
 )
-def test_resumes_with_main_weights_and_loss_scale(precision: tuple[str, ...], saved: Saved) -> None:
+def test_resumes_with_main_weights_and_loss_scale(
+    flags: tuple[str, ...], plan: str, other: str, saved: Saved
+) -> None:
     """Main weights, moments, step and loss scale are whole: the same plan goes on bit for bit."""
-    directory, uninterrupted = saved.by("2x2 in the host", *precision)
-    resumed = saved.resume("2x2 in the host", directory, *precision)
+    directory, uninterrupted = saved.by(plan, *flags)
+    resumed = saved.resume(plan, directory, *flags)
     assert resumed.steps == uninterrupted.steps[SAVED:]
-    directory, uninterrupted = saved.by("2|1|2", *precision)
-    resumed = saved.resume("2|1|2", directory, *precision)
-    assert resumed.steps == uninterrupted.steps[SAVED:]
-    other = saved.resume("5", directory, *precision)
+    found = saved.resume(other, directory, *flags)
     # Another plan adds up in another order, so from the second step on 16 bits may differ.
-    assert other.losses[0] == pytest.approx(uninterrupted.losses[SAVED], abs=2e-3)
-    assert other.steps[0]["loss_scale"] == uninterrupted.steps[SAVED]["loss_scale"]
+    assert found.losses[0] == pytest.approx(uninterrupted.losses[SAVED], abs=2e-3)
+    assert found.steps[0]["loss_scale"] == uninterrupted.steps[SAVED]["loss_scale"]
