@@ -1,6 +1,8 @@
 """Checkpoints of unequal shards: the same as stock's, and loaded by any plan and by stock."""
 
-from dataclasses import replace
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from tests.megatron.checkpoint_jobs import Job, read_checkpoint, run_job
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.tiny_gpt import Setup
 from tests.ranks.harness import RanksFailed
-from tests.shared import once_per_run
+from tests.shared import directory_of, name_of, once_per_run
 
 STOCK = Job(stock=True)
 ONE_GROUP = Job(groups=((0, 1, 2),), weights=((3, 1, 0),))
@@ -21,26 +23,43 @@ TWO_STAGES = Job(groups=((0, 1), (2,)), weights=((0, 1), (1,)))
 OTHER_STAGES = Job(groups=((0,), (1, 2)), weights=((1,), (1, 3)), fully_parallel=True)
 
 FP32, BF16, FP16 = Setup(), Setup(dtype=torch.bfloat16), Setup(dtype=torch.float16)
+SETUPS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+LAYOUTS = ("replicated", "distributed")
+WRITERS = {
+    "stock": STOCK,
+    "one-group": ONE_GROUP,
+    "two-stages": TWO_STAGES,
+    "other-stages": OTHER_STAGES,
+}
+COMPARED = ("one-group", "two-stages")
 
 
-def _run(
-    job: Job,
-    setup: Setup,
-    *,
-    steps: range,
-    load: Path | None = None,
-    save: Path | None = None,
-) -> dict[str, torch.Tensor]:
-    """Run a job; returns the whole model's weights, checked to be equal on all ranks."""
-    weights: dict[str, torch.Tensor] = {}
-    for part in run_megatron_ranks(
-        job.world_size, _run_on_rank, job, setup, steps, load, save, timeout_s=120
-    ):
-        for name, array in part.items():
-            weight = torch.from_numpy(array)
-            key = "embedding.word_embeddings.weight" if name == "output_layer.weight" else name
-            assert torch.equal(weights.setdefault(key, weight), weight), name
-    return weights
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What ranks do that are there for several trainings, one after the other."""
+
+    job: Job
+    setup: Setup
+    steps: range
+    load: Path | None = None
+    save: Path | None = None
+
+
+def _run_all(trainings: Sequence[Training]) -> list[dict[str, torch.Tensor]]:
+    """Run them; returns the whole model's weights of each, checked to be equal on all ranks."""
+    (world_size,) = {training.job.world_size for training in trainings}
+    found: list[dict[str, torch.Tensor]] = [{} for _ in trainings]
+    for rank in run_megatron_ranks(world_size, _run_on_rank, trainings, timeout_s=240):
+        for weights, part in zip(found, rank, strict=True):
+            for name, array in part.items():
+                weight = torch.from_numpy(array)
+                key = "embedding.word_embeddings.weight" if name == "output_layer.weight" else name
+                assert torch.equal(weights.setdefault(key, weight), weight), name
+    return found
+
+
+def _run(job: Job, setup: Setup, **what: Any) -> dict[str, torch.Tensor]:
+    return _run_all([Training(job=job, setup=setup, **what)])[0]
 
 
 @once_per_run
@@ -49,10 +68,39 @@ def _uninterrupted(setup: Setup) -> dict[str, torch.Tensor]:
     return _run(STOCK, setup, steps=range(4))
 
 
-def _run_on_rank(job: Job, setup: Setup, steps: range, load: Any, save: Any) -> dict:
+def _run_on_rank(trainings: Sequence[Training]) -> list[dict]:
     # As arrays: Megatron changes how tensors pickle, and must not be imported by unpickling here.
-    weights = run_job(job, setup, steps=steps, load=load, save=save)
-    return {name: weight.numpy() for name, weight in weights.items()}
+    return [
+        {
+            name: weight.numpy()
+            for name, weight in run_job(
+                each.job, each.setup, steps=each.steps, load=each.load, save=each.save
+            ).items()
+        }
+        for each in trainings
+    ]
+
+
+def _saved(writer: str, setup: Setup, layout: str) -> Path:
+    """A checkpoint after two steps; a writer's first makes all of them."""
+
+    def make(directory: Path) -> None:
+        _run_all(
+            [
+                Training(
+                    job=_laid_out(WRITERS[writer], layout == "distributed"),
+                    setup=setup,
+                    steps=range(2),
+                    save=directory / f"{name}-{layout}",
+                )
+                for name, setup in SETUPS.items()
+                for layout in LAYOUTS
+                if writer != "other-stages" or layout == "replicated"
+            ]
+        )
+
+    (name,) = (name for name, each in SETUPS.items() if each == setup)
+    return directory_of(name_of("optimizer checkpoints", writer), make) / f"{name}-{layout}"
 
 
 def _assert_equal(found: Any, expected: Any, where: str = "") -> None:
@@ -81,29 +129,69 @@ def _laid_out(job: Job, distributed: bool) -> Job:
     return replace(job, distributed_layout=distributed)
 
 
-@pytest.mark.parametrize("job", [ONE_GROUP, TWO_STAGES], ids=["one-group", "two-stages"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
-@pytest.mark.parametrize("setup", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@once_per_run
+def _differences(writer: str) -> dict[tuple[str, str], str | None]:
+    """Type and layout -> where the checkpoint of a plan is not stock's, if anywhere."""
+    cases = {
+        (name, layout): (_saved(writer, setup, layout), _saved("stock", setup, layout))
+        for name, setup in SETUPS.items()
+        for layout in LAYOUTS
+    }
+    return run_megatron_ranks(1, _differences_on_rank, cases)[0]
+
+
+def _differences_on_rank(cases: dict[Any, tuple[Path, Path]]) -> dict[Any, str | None]:
+    found: dict[Any, str | None] = {}
+    for case, paths in cases.items():
+        try:
+            found[case] = _assert_same_checkpoint(*paths)
+        except AssertionError:
+            found[case] = traceback.format_exc()
+    return found
+
+
+@pytest.mark.parametrize("writer", COMPARED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("setup", SETUPS)
 def test_a_plan_writes_the_checkpoint_that_stock_writes(
-    tmp_path: Path, setup: Setup, distributed: bool, job: Job
+    setup: str, layout: str, writer: str
 ) -> None:
     """Every key, shape, dtype and bit, and the common part."""
-    _run(_laid_out(STOCK, distributed), setup, steps=range(2), save=tmp_path / "stock")
-    _run(_laid_out(job, distributed), setup, steps=range(2), save=tmp_path / "plan")
-    run_megatron_ranks(1, _assert_same_checkpoint, tmp_path / "plan", tmp_path / "stock")
+    assert _differences(writer)[setup, layout] is None
+
+
+RESUMES = [
+    ("stock", ONE_GROUP),
+    ("stock", OTHER_STAGES),
+    ("one-group", STOCK),
+    ("two-stages", STOCK),
+    ("one-group", OTHER_GROUP),
+    ("two-stages", OTHER_STAGES),
+    ("other-stages", OTHER_GROUP),
+]
+
+
+@once_per_run
+def _resumed(reader: Job) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """Who saved and in which type -> the weights with which the reader ends."""
+    cases = [
+        (writer, name) for writer, each in RESUMES if each == reader for name in ("fp32", "fp16")
+    ]
+    trainings = [
+        Training(
+            job=reader,
+            setup=SETUPS[name],
+            steps=range(2, 4),
+            load=_saved(writer, SETUPS[name], "replicated"),
+        )
+        for writer, name in cases
+    ]
+    return dict(zip(cases, _run_all(trainings), strict=True))
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (STOCK, ONE_GROUP),
-        (STOCK, OTHER_STAGES),
-        (ONE_GROUP, STOCK),
-        (TWO_STAGES, STOCK),
-        (ONE_GROUP, OTHER_GROUP),
-        (TWO_STAGES, OTHER_STAGES),
-        (OTHER_STAGES, OTHER_GROUP),
-    ],
+    ("writer", "reader"),
+    RESUMES,
     ids=[
         "stock-to-plan",
         "stock-to-stages",
@@ -114,19 +202,16 @@ def test_a_plan_writes_the_checkpoint_that_stock_writes(
         "stages-to-plan",
     ],
 )
-@pytest.mark.parametrize("setup", [FP32, FP16], ids=["fp32", "fp16"])
-def test_training_goes_on_exactly(tmp_path: Path, setup: Setup, first: Job, second: Job) -> None:
-    whole = _uninterrupted(setup)
-    _run(first, setup, steps=range(2), save=tmp_path / "checkpoint")
-    resumed = _run(second, setup, steps=range(2, 4), load=tmp_path / "checkpoint")
-    _assert_equal(resumed, whole)
+@pytest.mark.parametrize("setup", ["fp32", "fp16"])
+def test_training_goes_on_exactly(setup: str, writer: str, reader: Job) -> None:
+    _assert_equal(_resumed(reader)[writer, setup], _uninterrupted(SETUPS[setup]))
 
 
-def test_weights_alone_start_a_new_training(tmp_path: Path) -> None:
+def test_weights_alone_start_a_new_training() -> None:
     """The fp32 copies that bf16 is trained on are made from the loaded weights."""
-    _run(STOCK, BF16, steps=range(2), save=tmp_path / "stock")
+    directory = _saved("stock", BF16, "replicated")
     jobs = [replace(job, weights_only=True) for job in (STOCK, ONE_GROUP)]
-    stock, plan = (_run(job, BF16, steps=range(2), load=tmp_path / "stock") for job in jobs)
+    stock, plan = (_run(job, BF16, steps=range(2), load=directory) for job in jobs)
     _assert_equal(plan, stock)
 
 
@@ -144,19 +229,16 @@ def test_steps_counted_per_group_are_kept(tmp_path: Path, distributed: bool) -> 
         _assert_equal(_run(STOCK, setup, steps=range(2, 4), load=tmp_path / "plan"), whole)
 
 
-def test_both_layouts_load_whatever_the_flags(tmp_path: Path) -> None:
+def test_both_layouts_load_whatever_the_flags() -> None:
     """bf16; a plan that writes one layout reads the other, and stock's distributed one."""
     whole = _uninterrupted(BF16)
-    for number, (first, second) in enumerate(
-        [
-            (_laid_out(STOCK, True), OTHER_GROUP),
-            (_laid_out(TWO_STAGES, True), ONE_GROUP),
-            (ONE_GROUP, _laid_out(OTHER_STAGES, True)),
-        ]
+    for writer, layout, reader in (
+        ("stock", "distributed", OTHER_GROUP),
+        ("two-stages", "distributed", ONE_GROUP),
+        ("one-group", "replicated", _laid_out(OTHER_STAGES, True)),
     ):
-        directory = tmp_path / str(number)
-        _run(first, BF16, steps=range(2), save=directory)
-        _assert_equal(_run(second, BF16, steps=range(2, 4), load=directory), whole)
+        directory = _saved(writer, BF16, layout)
+        _assert_equal(_run(reader, BF16, steps=range(2, 4), load=directory), whole)
 
 
 def test_saves_of_constant_structure(tmp_path: Path) -> None:
