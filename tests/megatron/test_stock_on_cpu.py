@@ -25,7 +25,7 @@ def losses(output: str) -> list[float]:
 
 
 @functools.cache
-def losses_of_six(corpus_prefix: Path, flags: tuple[str, ...], world_size: int = 1) -> list[float]:
+def losses_of_six(corpus_prefix: Path, flags: tuple[str, ...], world_size: int) -> list[float]:
     """Those of a run of six iterations, made once."""
     run = stock(default_server(), [*small_run_flags(corpus_prefix), *flags], world_size)
     return losses(run.outputs[-1])
@@ -54,7 +54,7 @@ def test_stock_trains(corpus_prefix: Path, world_size: int, flags: tuple[str, ..
 def test_precisions_agree(corpus_prefix: Path) -> None:
     """Half precision computes the first loss of the same weights to its own accuracy."""
     fp32, bf16, fp16 = (
-        losses_of_six(corpus_prefix, precision)[0] for precision in ((), ("--bf16",), FP16)
+        losses_of_six(corpus_prefix, precision, 1)[0] for precision in ((), ("--bf16",), FP16)
     )
     # 2**-8 and 2**-11 are the rounding steps; the mean over 512 tokens is well inside one of them.
     assert bf16 == pytest.approx(fp32, rel=2**-8)
@@ -71,14 +71,14 @@ def test_fp16_scales_the_loss(megatron_server: MegatronServer, corpus_prefix: Pa
 
 def test_reruns_are_equal_to_the_bit(megatron_server: MegatronServer, corpus_prefix: Path) -> None:
     again = stock(megatron_server, [*small_run_flags(corpus_prefix), *DROPOUT])
-    assert losses(again.outputs[0]) == losses_of_six(corpus_prefix, DROPOUT)
+    assert losses(again.outputs[0]) == losses_of_six(corpus_prefix, DROPOUT, 1)
 
 
 def test_recomputation_repeats_dropout(corpus_prefix: Path) -> None:
     """Saving and restoring the random state around a layer works with one generator."""
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    recomputed = losses_of_six(corpus_prefix, (*DROPOUT, *recompute.split()))
-    assert losses_of_six(corpus_prefix, DROPOUT) == recomputed
+    recomputed = losses_of_six(corpus_prefix, (*DROPOUT, *recompute.split()), 1)
+    assert losses_of_six(corpus_prefix, DROPOUT, 1) == recomputed
 
 
 def test_saves_and_resumes(
