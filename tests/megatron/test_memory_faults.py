@@ -21,6 +21,7 @@ from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.ministages import BOTH_ENDS, in_the_host
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.test_exactness import UNTIED
+from tests.megatron.whole_checkpoint import assert_latest
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.watch.processes.watched_rank import LOST_RANK
@@ -37,8 +38,9 @@ STARVING = chunked_plan([(replica(0, 1, 4, 1.0), replica(1, 1, 4, 0.0))], [(0, 2
 
 def run_with_fault(plan: Plan, work: Path, *more: str, fault: str = "none:0:0") -> RunResult:
     save_plan(plan, work / "plan.json")
+    saving = ("--save", str(work / "checkpoints"), "--save-interval", "2")
     return run_ranks(
-        [*flags(work), *more],
+        [*flags(work), *saving, *more],
         plan.world_size,
         entry="tests.megatron.dying_entry",
         timeout_s=90,
@@ -54,7 +56,6 @@ def flags(work: Path) -> list[str]:
     return [
         *BASE_FLAGS,
         *("--train-iters", "4", "--mock-data", "--split", "90,5,5", *TOKENIZER_FLAGS, *UNTIED),
-        *("--save", str(work / "checkpoints"), "--save-interval", "2"),
         *("--zorse-plan", str(work / "plan.json")),
     ]
 
@@ -70,10 +71,6 @@ def assert_said(result: RunResult, culprit: int, *words: str) -> None:
         assert all(word in line for word in words), line
 
 
-def latest(work: Path) -> str:
-    return (work / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
-
-
 @pytest.fixture(scope="module")
 def without_fault(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """The run with all in the host; what only moves memory changes no bit of it."""
@@ -84,7 +81,6 @@ def without_fault(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 def assert_goes_on(plan: Plan, work: Path, without_fault: Recorded) -> None:
     """From the checkpoint of the second step to the weights of a run that nothing has stopped."""
-    assert latest(work) == "2"
     resumed = run_recorded(
         [*flags(work), "--load", str(work / "checkpoints")], plan.world_size, timeout_s=90
     )
@@ -97,6 +93,7 @@ def assert_goes_on(plan: Plan, work: Path, without_fault: Recorded) -> None:
     ("fault", "plan", "place"),
     [
         ("oom:2:3", BOTH_ENDS, "rank 2 at 1B0 (chunk 1)"),
+        # These leave the checkpoint that `test_no_host_memory_left_in_a_step` goes on from.
         ("oom-forward:0:3", IN_HOST, "rank 0 at 0F0 (chunk 0)"),
         ("oom-step:1:3", IN_HOST, "rank 1 at STEP"),
     ],
@@ -107,13 +104,16 @@ def test_no_memory_left_in_a_step(
     result = run_with_fault(plan, tmp_path, fault=fault)
     words = (place, "no memory left on the device", "Most of it is")
     assert_said(result, int(fault.split(":")[1]), *words)
-    assert_goes_on(plan, tmp_path, without_fault)
+    assert_latest(tmp_path / "checkpoints", 2)
+    if plan is BOTH_ENDS:
+        assert_goes_on(plan, tmp_path, without_fault)
 
 
 def test_no_host_memory_left_in_a_step(without_fault: Recorded, tmp_path: Path) -> None:
     result = run_with_fault(IN_HOST, tmp_path, fault="host:0:3")
     words = ("rank 0 at 0F0 (chunk 0)", "more for activations", "turn offload.activations off")
     assert_said(result, 0, *words)
+    assert_latest(tmp_path / "checkpoints", 2)
     assert_goes_on(IN_HOST, tmp_path, without_fault)
 
 
@@ -128,7 +128,7 @@ def test_a_shard_that_starves_its_rank(tmp_path: Path) -> None:
     limit = str((totals[0] - 1) / 1e9)
     result = run_with_fault(STARVING, tmp_path, "--zorse-memory-limit", limit)
     assert_said(result, 0, "rank 0 at", "bytes", "optimizer state")
-    assert latest(tmp_path) == "4", "of the first run"
+    assert_latest(tmp_path / "checkpoints", 4)  # of the first run
 
 
 def test_a_chunk_that_is_larger_than_the_device(tmp_path: Path) -> None:
