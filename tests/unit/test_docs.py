@@ -282,3 +282,26 @@ def test_messages_are_those_of_the_code():
     messages = re.findall(r"^### `(.+)`$", text_of("docs/troubleshooting.md"), re.MULTILINE)
     assert len(messages) > 10
     assert [message for message in messages if message not in sources] == []
+
+
+def test_files_and_modules_that_documents_name_are_there():
+    folders = ("zorse_megatron", "scripts", "tests")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    files = {"/" + path.relative_to(ROOT).as_posix() for path in paths}
+    lost = []
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+        lost += [f"{document}: {name}" for name in named if not _is_file_of(name, files)]
+        modules = re.findall(r"\bzorse_megatron(?:\.\w+)+", text)
+        lost += [f"{document}: {name}" for name in modules if not _is_module(name)]
+    assert not lost
+
+
+def _is_file_of(name, files):
+    return any(file.endswith("/" + name) for file in files)
+
+
+def _is_module(name):
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
