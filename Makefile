@@ -35,8 +35,8 @@ demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and co
 test: lint ## Run the linters and all tests
 	@$(PYTEST) --durations 20
 
-check: lint ## Run the linters and the tests of tests/unit (no Megatron)
-	@$(PYTEST) tests/unit
+check: lint ## Run the linters and the quick tests of tests/unit (a minute on two cores)
+	@$(PYTEST) tests/unit -m "not slow" --durations 5
 
 lint: $(INSTALLED) ## Run the linters alone: format, style, types, layers
 	@$(BIN)/ruff format --check --quiet .

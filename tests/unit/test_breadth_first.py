@@ -94,6 +94,7 @@ def test_offloaded_shards_are_fetched_one_chunk_ahead_of_the_gather() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=breadth_first_plans)
 def test_all_micro_batches_of_a_chunk_then_the_next_chunk(plan: Plan) -> None:
@@ -109,6 +110,7 @@ def test_all_micro_batches_of_a_chunk_then_the_next_chunk(plan: Plan) -> None:
         assert [str(a) for a in actions if a.kind in COMPUTE] == expected
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=breadth_first_plans, forward_only=st.booleans())
 def test_at_most_two_chunks_are_whole_and_what_is_computed_is(
@@ -149,6 +151,7 @@ def expected_gathers(plan: Plan, group: int, *, forward_only: bool) -> Counter[i
     return gathers
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=breadth_first_plans, forward_only=st.booleans())
 def test_gathers_and_reductions_equal_the_closed_form(plan: Plan, forward_only: bool) -> None:
@@ -161,6 +164,7 @@ def test_gathers_and_reductions_equal_the_closed_form(plan: Plan, forward_only: 
         assert reductions == ([] if forward_only else list(reversed(chunks)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(plan=breadth_first_plans)
 def test_gradients_are_reduced_behind_their_last_backward_and_before_the_next_chunk(
@@ -223,6 +227,7 @@ def test_memory_of_equal_chunks(num_chunks: int, replicas: int) -> None:
     assert resident[Category.GRADIENTS] == 4 * LAYER * num_chunks
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     plan=lowerable_plans(schedule_names=("breadth_first",)),

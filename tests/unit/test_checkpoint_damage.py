@@ -49,6 +49,7 @@ def verified(checkpoint: Checkpoint) -> Look:
     return read_through(look_at(checkpoint))
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from([*FILES, MANIFEST]),
     how=st.sampled_from(["flip", "cut", "grow", "delete", "zeros"]),
@@ -170,6 +171,7 @@ def spoil(checkpoint: Checkpoint, how: str) -> None:
         (checkpoint.folder / "metadata.json").unlink()
 
 
+@pytest.mark.slow
 @given(
     states=st.dictionaries(st.integers(1, 12), st.sampled_from(STATES), max_size=5),
     tracker=st.one_of(st.none(), GARBAGE, st.integers(1, 13)),

@@ -124,6 +124,7 @@ def test_actions_of_a_bad_plan(run):
     assert "2 problems" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_command_needs_neither_torch_nor_megatron():
     # The others are what commands import on demand.
     script = """

@@ -7,6 +7,8 @@ import pytest
 from tests.unit.cli_samples import MODEL, runner_in
 from zorse_megatron.schema.plan.plan_json import load_plan
 
+pytestmark = pytest.mark.slow
+
 LAYER = "{num_layers: 1, hidden_size: 64, num_attention_heads: 4, vocab_size: 128, seq_length: 32}"
 DEEP = LAYER.replace("num_layers: 1,", "num_layers: 150,")
 SMALL_KIND = "gpu_kinds: [{{name: T4-small, like: T4, memory: {memory}}}]\n"

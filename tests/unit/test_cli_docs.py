@@ -10,10 +10,13 @@ from contextlib import chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.printed import each_search_once
 from zorse_megatron.cli.main import app
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "cli.md"

@@ -98,6 +98,7 @@ def test_launch_answers_in_json(run):
     assert job == {"ok": True, "written": "job.sh", "lines": None, "resumes": False}
 
 
+@pytest.mark.slow
 def test_completion():
     environment = {"_ZORSE_COMPLETE": "complete_bash", "COMP_WORDS": "zorse dis", "COMP_CWORD": "1"}
     command = [sys.executable, "-m", "zorse_megatron"]

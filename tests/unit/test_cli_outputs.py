@@ -13,6 +13,8 @@ from tests.unit.test_profile_import import LAYERS
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 from zorse_megatron.schema.profile.profile_json import load_profile
 
+pytestmark = pytest.mark.slow
+
 PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
 SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 LAUNCH = ("launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.sh")

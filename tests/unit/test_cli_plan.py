@@ -164,6 +164,7 @@ def test_plan_writes_a_plan_with_predictions(run, search):
     assert run("check", "new.json", "cluster.yaml", "model.yaml").exit_code == 0
 
 
+@pytest.mark.slow
 def test_the_page_has_everything_in_it(run, search, tmp_path):
     text = (tmp_path / "cluster.yaml").read_text()
     (tmp_path / "cluster.yaml").write_text(
@@ -313,6 +314,7 @@ def test_explain_json(run, search):
     assert answer["headroom"][7]["rank"] == 7
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_a_terminal_only(run, search, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
     assert "grouping" in run(*PLAN).stderr

@@ -386,6 +386,7 @@ MUTATED_FILE = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=150,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -416,6 +417,7 @@ def test_a_fifo_is_not_waited_for(run, tmp_path, command):
     check_message(run(*words), ["cannot read pipe", "found a FIFO"])
 
 
+@pytest.mark.slow
 def test_what_is_piped_is_read(tmp_path):
     write_lab(tmp_path)
     for piped in ("<(cat plan.json)", "/dev/stdin < plan.json"):

@@ -104,6 +104,7 @@ def test_jitter_is_drawn_from_the_seed(run):
     assert iteration_s() == iteration_s("--seed", "2")
 
 
+@pytest.mark.slow
 def test_pictures_and_trace(run, tmp_path):
     names = {name: f"{name}.png" for name in ("timeline", "memory", "topology")}
     names["trace"] = "trace.json"

@@ -45,6 +45,7 @@ SAMPLES = all_words()
 ODD = ["", "-", "-5", "-1.5", "-x", "a b", "--seq-lenght", "--lr=1e-3", "--fp16=1", "7", "x"]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.one_of(

@@ -33,6 +33,8 @@ from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
 
@@ -48,6 +50,7 @@ def make(cluster, batch=16):
     )
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_everybody_on_a_cluster_of_two_kinds():
     found = {each.name: each for each in contestants(make(CLUSTER), quick=False)}
     assert list(found) == [STOCK, BEST_GPUS, "zorse-paper", "cephalo", OURS]

@@ -159,6 +159,7 @@ def test_files_exist(document):
         assert any((place / name).is_file() for place in places), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_flags_exist(document):
     for word in words_in_code(document):
@@ -171,6 +172,7 @@ def test_a_flag_that_does_not_exist_would_be_found():
     assert not is_flag_of_others("--no-such-flag-anywhere")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("document", "line"), all_commands())
 def test_commands_can_be_run(document, line):
     program, *words = shlex.split(line)

@@ -83,6 +83,7 @@ def test_where_a_plan_is_made_it_decides_what_is_recomputed(run):
         assert f"{flag}: found" in planned.output
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -164,6 +164,8 @@ def test_all_problems_at_once():
     assert len(problems([1])) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_effort")
 def test_the_commands_take_it(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     small = LLAMA_3_8B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816}

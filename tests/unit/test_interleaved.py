@@ -64,6 +64,7 @@ def test_evaluation_takes_stages_micro_batches_through_all_chunks() -> None:
     assert computations(lists, 0) == ["0F0", "0F1", "2F0", "2F1", "0F2", "0F3", "2F2", "2F3"]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=plans())
 def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
@@ -72,6 +73,7 @@ def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
         assert Counter(one) == Counter(two)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=lowerable_plans(schedule_names=("interleaved",)))
 def test_in_flight_micro_batches_stay_below_the_limit(plan: Plan) -> None:

@@ -120,6 +120,7 @@ def test_a_triton_that_counts_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PROBE(CPU) == "Triton found 3 + 2 * 4 to be [7.0, 7.0, 7.0]"
 
 
+@pytest.mark.slow
 def test_all_works_where_triton_is_absent() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"

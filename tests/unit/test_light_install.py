@@ -14,6 +14,8 @@ import pytest
 from zorse_megatron import extras
 from zorse_megatron.extras import MODULES, PACKAGE, MissingExtra
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Distribution -> the modules that it brings, where they are called otherwise.

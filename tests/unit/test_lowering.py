@@ -29,6 +29,7 @@ EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")
 any_plan = lowerable_plans(schedule_names=EVERY_SCHEDULE)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=any_plan, forward_only=st.booleans())
 def test_each_computation_once_and_micro_batches_in_order(plan: Plan, forward_only: bool) -> None:
@@ -42,6 +43,7 @@ def test_each_computation_once_and_micro_batches_in_order(plan: Plan, forward_on
                 assert found == ([] if skipped else list(range(count)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=any_plan, forward_only=st.booleans())
 def test_samples_cross_every_boundary_between_groups_once(plan: Plan, forward_only: bool) -> None:
@@ -68,6 +70,7 @@ def test_samples_cross_every_boundary_between_groups_once(plan: Plan, forward_on
     assert set(sent) == expected
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=any_plan, forward_only=st.booleans())
 def test_lists_can_be_executed(plan: Plan, forward_only: bool) -> None:
@@ -108,6 +111,7 @@ def test_lists_print_and_parse_back(plan: Plan, forward_only: bool) -> None:
     assert parse_action_lists(str(lists)) == lists
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(plan=any_plan, forward_only=st.booleans())
 def test_the_simulator_runs_them_and_gives_back_what_it_took(

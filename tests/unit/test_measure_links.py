@@ -68,6 +68,7 @@ def test_times_of_nothing_are_refused() -> None:
         fit_line([1024], [0.0])
 
 
+@pytest.mark.slow
 @given(clusters, latencies, bandwidths)
 def test_the_cluster_file_loads_back(
     cluster: list[list[str]], latency_s: float, bytes_per_s: float
@@ -102,6 +103,7 @@ def test_an_unknown_kind_is_described_and_a_known_one_is_not() -> None:
     assert kinds_in(found)["Z1"] == MEASURED
 
 
+@pytest.mark.slow
 @given(clusters, st.floats(1e-6, 1e-4), st.floats(1e8, 1e11))
 def test_curves_are_near_their_points_or_left_out(
     cluster: list[list[str]], latency_s: float, bytes_per_s: float

@@ -88,6 +88,7 @@ def test_a_mixed_node_times_each_pair_of_its_kinds() -> None:
     assert {task.gpu_kinds for task in sends} == expected
 
 
+@pytest.mark.slow
 @given(clusters, st.data())
 def test_only_what_is_missing_is_measured(cluster: list[list[str]], data: st.DataObject) -> None:
     tasks = link_tasks(nodes_of(ranks_of(cluster)))

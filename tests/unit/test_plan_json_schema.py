@@ -32,6 +32,7 @@ def test_every_field_is_described():
         assert all("description" in field for field in owner["properties"].values())
 
 
+@pytest.mark.slow
 @given(plans(with_options=True, max_chunks_per_group=2, max_ranks_per_replica=2))
 def test_good_plans_validate(plan):
     VALIDATOR.validate(json.loads(dump_plan(plan)))

@@ -236,6 +236,7 @@ def test_long_values_are_cut():
     assert len(problem.found) < 100
 
 
+@pytest.mark.slow
 @given(plans(with_options=True))
 def test_the_error_lists_all_problems(plan):
     text = dump_plan(plan).replace('"schedule"', '"schedules"').replace('"chunks"', '"chunk"')

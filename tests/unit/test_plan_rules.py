@@ -307,6 +307,7 @@ def _unchecked(value):
     return TypeAdapter(Plan).validate_json(json.dumps(value))
 
 
+@pytest.mark.slow
 @given(plans(with_options=True, max_chunks_per_group=3, max_ranks_per_replica=2), st.data())
 def test_one_sample_too_many_in_any_replica_is_found(plan, data):
     group = data.draw(st.integers(0, len(plan.groups) - 1))

@@ -20,6 +20,7 @@ from zorse_megatron.schema.plan.plan_json import (
 ANY_PLAN = plans(with_options=True, max_chunks_per_group=3, max_ranks_per_replica=2)
 
 
+@pytest.mark.slow
 @given(ANY_PLAN)
 def test_what_is_dumped_loads_back_equal(plan):
     text = dump_plan(plan)

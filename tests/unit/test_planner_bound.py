@@ -10,6 +10,8 @@ from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace
 
+pytestmark = pytest.mark.slow
+
 MOST_SIMULATED = 300
 RECOMPUTING = SearchSpace(schedules=("1f1b",), recompute=("full",), offload=False)
 

@@ -18,7 +18,7 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import parse_profile
 
-pytestmark = pytest.mark.usefixtures("little_effort")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 MODEL = dataclasses.replace(MODELS["llama-1b"], num_layers=8, seq_length=512)
 LAB = """
 name: lab

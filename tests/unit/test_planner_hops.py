@@ -15,7 +15,7 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
 
-pytestmark = pytest.mark.usefixtures("little_effort")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 REGIONS = """
 name: regions
 nodes:

@@ -25,6 +25,8 @@ from zorse_megatron.planner.outcome import Outcome
 from zorse_megatron.planner.plans.describe import describe_plan
 from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
 
+pytestmark = pytest.mark.slow
+
 _WANTED = os.environ.get("ZORSE_OPTIMALITY_CASES")
 CASES = int(_WANTED or 24)
 GPUS, LAYERS = os.environ.get("ZORSE_OPTIMALITY_SIZE", "6x12" if _WANTED else "4x6").split("x")

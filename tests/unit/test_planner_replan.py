@@ -13,7 +13,7 @@ from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 
-pytestmark = pytest.mark.usefixtures("little_effort")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 CLUSTER = """
 name: lab
 switches: [{name: leaf, uplink: {bandwidth: 10 Gb/s}}, {name: other, uplink: {bandwidth: 10 Gb/s}}]

@@ -18,6 +18,8 @@ from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan_json import dump_plan, fingerprint, parse_plan
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = """
 name: lab
 nodes:

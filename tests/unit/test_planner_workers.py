@@ -13,6 +13,8 @@ from zorse_megatron.planner.search.workers import Workers, workers_for
 from zorse_megatron.planner.search.zorse import SearchResult, search
 from zorse_megatron.schema.plan.plan_json import dump_plan
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = """
 name: lab
 nodes:

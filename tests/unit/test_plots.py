@@ -35,6 +35,7 @@ def rgb(text):
     return tuple(int(text[i : i + 2], 16) for i in (1, 3, 5))
 
 
+@pytest.mark.slow
 def test_gantt_shows_each_kind_of_action(tmp_path):
     path = draw_gantt(tmp_path / "a" / "t.png", plan=PLAN, spans=fake_spans(PLAN), title="t")
     colours = colours_of(path)
@@ -70,6 +71,7 @@ def test_equal_figures_are_equal_files(tmp_path):
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_curves_are_drawn(tmp_path):
     path = draw_curves(
         tmp_path / "loss.png",
@@ -132,6 +134,7 @@ def line(**changes):
     return ChunkLine(**{**options, **changes})
 
 
+@pytest.mark.slow
 def test_memory_by_chunks_is_drawn(tmp_path):
     path = draw_by_chunks(
         tmp_path / "chunks.png",

@@ -21,6 +21,8 @@ from tests.unit.test_profile_import import LAYERS
 from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.schema.plan.plan_json import dump_plan
 
+pytestmark = pytest.mark.slow
+
 WITH_THEIR_OWN_TEST = {
     "docs/cli.md": "tests/unit/test_cli_docs.py",
     "docs/tutorial.md": "tests/megatron/test_tutorial.py",

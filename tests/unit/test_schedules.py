@@ -126,6 +126,7 @@ def test_pieces_equal_brute_force(plan: Plan) -> None:
         assert found == expected
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=plans())
 def test_lists_do_each_thing_once_and_can_be_executed(plan: Plan) -> None:
@@ -161,6 +162,7 @@ def _check_coverage(plan: Plan, rank: int, actions: tuple[Action, ...]) -> None:
             assert sorted(samples) == (list(range(m.start, m.stop)) if crosses else [])
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=plans())
 def test_one_sequence_runs_even_if_every_transfer_blocks(plan: Plan) -> None:

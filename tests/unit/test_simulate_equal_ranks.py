@@ -113,6 +113,7 @@ COMPUTE = FakeCompute(factors={"y": 1.7, "z": 0.4}, step_per_parameter_s=0.01, h
 MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
 
 
+@pytest.mark.slow
 @given(
     case=equal_plans(),
     ranks_per_node=st.sampled_from([1, 2, 4]),

@@ -219,6 +219,7 @@ def priced_with_options(draw):
     return dataclasses.replace(plan, groups=groups), *costs
 
 
+@pytest.mark.slow
 @given(case=priced_with_options(), forward_only=st.booleans())
 def test_an_iteration_gives_back_what_it_took(case, forward_only):
     result = run_case(case, forward_only=forward_only)

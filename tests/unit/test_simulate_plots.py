@@ -19,12 +19,14 @@ MEMORY = FakeMemory(
 )
 
 
+@pytest.mark.slow
 def test_a_timeline_is_drawn_as_of_an_executed_run(tmp_path):
     plan = demo_plan()
     path = draw_timeline(tmp_path / "t.png", plan=plan, result=run(plan), title="t")
     assert {rgb("#56B4E9"), rgb("#E69F00"), rgb("#E8E8E8")} <= colours_of(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_large_plans_show_one_of_several_equal_ranks(tmp_path, merged):
     plan = even_plan(2, 8, 3)
@@ -47,6 +49,7 @@ def test_large_plans_show_one_of_several_equal_ranks(tmp_path, merged):
     assert (some.stat().st_size < whole.stat().st_size) or merged
 
 
+@pytest.mark.slow
 def test_memory_bars_show_every_category(tmp_path):
     plan = demo_plan()
     result = run(plan, memory=MEMORY, fixed_bytes=[GIB] * 5)

@@ -255,6 +255,7 @@ def priced(draw):
     return plan, kinds, compute, FakeMemory(boundary=draw(st.integers(0, 7))), comm
 
 
+@pytest.mark.slow
 @given(case=priced(), forward_only=st.booleans())
 @settings(max_examples=150)
 def test_random_plans_agree_with_a_second_implementation(case, forward_only):
@@ -282,6 +283,7 @@ def without_hops(plan):
     return dataclasses.replace(plan, chunks=chunks)
 
 
+@pytest.mark.slow
 @given(plan=plans().map(without_hops))
 def test_times_are_those_of_the_play_that_made_the_order(plan):
     """The play takes a replica's n micro-batches as 1/n each, a third of it forward.
@@ -332,6 +334,7 @@ def run_case(case, **options):
     return run(plan, compute=compute, memory=memory, comm=comm, kinds=kinds, **options)
 
 
+@pytest.mark.slow
 @given(case=priced().map(congested))
 def test_every_action_is_simulated_once_and_in_order(case):
     plan = case[0]
@@ -343,6 +346,7 @@ def test_every_action_is_simulated_once_and_in_order(case):
             assert 0 <= span.waited_s <= span.end_s - span.start_s + 1e-9
 
 
+@pytest.mark.slow
 @given(case=priced().map(congested))
 def test_computations_of_a_rank_do_not_overlap(case):
     plan = case[0]
@@ -355,6 +359,7 @@ def test_computations_of_a_rank_do_not_overlap(case):
                 last_s = span.end_s
 
 
+@pytest.mark.slow
 @given(case=priced().map(congested))
 def test_the_iteration_is_its_critical_path(case):
     result = run_case(case)
@@ -366,6 +371,7 @@ def test_the_iteration_is_its_critical_path(case):
     assert sum(s.end_s - s.start_s for s in path) == pytest.approx(result.iteration_s)
 
 
+@pytest.mark.slow
 @given(case=priced().map(congested))
 def test_the_iteration_is_bounded_by_work_and_by_an_idle_network(case):
     plan, kinds, compute, memory, comm = case
@@ -381,6 +387,7 @@ def test_the_iteration_is_bounded_by_work_and_by_an_idle_network(case):
         assert min(dataclasses.astuple(usage)) >= -1e-9
 
 
+@pytest.mark.slow
 @given(case=priced().map(congested))
 def test_links_carry_no_more_than_they_can(case):
     result = run_case(case)

@@ -101,6 +101,7 @@ def test_subsets_of_the_gpus_are_tried():
     assert alone.iteration_s == stock_on_all(only).layout.iteration_s
 
 
+@pytest.mark.slow
 def test_compare_and_compare_plans_agree(tmp_path, monkeypatch):
     """The same layouts and times, for the cluster and model of the command's tests."""
     run = runner_in(tmp_path, monkeypatch)

@@ -14,6 +14,7 @@ SEARCH = settings(max_examples=5_000, deadline=None, database=None, phases=[Phas
 ALL_OPTIONS = {"with_options": True, "max_chunks_per_group": 3, "max_ranks_per_replica": 3}
 
 
+@pytest.mark.slow
 @given(plans())
 def test_plans_are_valid(plan):
     assert problems_of(plan) == ()
@@ -23,6 +24,7 @@ def test_plans_are_valid(plan):
     assert all(len(replica.ranks) == 1 for group in plan.groups for replica in group.replicas)
 
 
+@pytest.mark.slow
 @given(plans(**ALL_OPTIONS))
 def test_plans_with_all_options_are_valid(plan):
     assert problems_of(plan) == ()
@@ -60,11 +62,13 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 def test_odd_plans_are_drawn(name):
     find(plans(), ODD[name], settings=SEARCH, random=Random(0))
 
 
+@pytest.mark.slow
 def test_several_chunks_per_group_are_drawn():
     def goes_back(plan):
         return [chunk.group for chunk in plan.chunks] == [0, 1, 0, 1]

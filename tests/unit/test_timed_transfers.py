@@ -74,6 +74,7 @@ def test_an_order_that_knows_the_hop_is_ideal_and_one_that_does_not_is_longer():
     assert unknown.iteration_s == pytest.approx(3 * NUM + 12)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=played_plans, forward_only=st.booleans())
 def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
@@ -103,6 +104,7 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
                 assert starts[chunk, forward, micro_batch.key] >= arrival
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=played_plans, forward_only=st.booleans())
 def test_hops_that_take_no_time_change_no_order(plan, forward_only):
@@ -111,6 +113,7 @@ def test_hops_that_take_no_time_change_no_order(plan, forward_only):
     assert lower_plan(no_time, **options) == lower_plan(none, **options)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=lowerable_plans(schedule_names=("breadth_first",)))
 def test_breadth_first_ignores_hops(plan):

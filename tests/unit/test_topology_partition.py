@@ -103,6 +103,7 @@ def test_one_signature_for_each_class_of_groupings(name: str) -> None:
     assert len(set.union(*classes.values())) == len(classes)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(topologies(), st.integers(1, 8), st.integers(1, 60))
 def test_candidates_are_valid_and_different(spec: Topology, max_groups: int, limit: int) -> None:
@@ -176,6 +177,7 @@ def test_like_speeds_come_first_when_asked() -> None:
     assert first_with_three({"A": 1.0, "B": 2.0}) == ((0, 1, 2, 3), (4, 5), (6, 7))
 
 
+@pytest.mark.slow
 def test_ten_thousand_gpus() -> None:
     spec = many_nodes(1250)
     found = list(propose_groupings(spec, limit=60, max_groups=32))

@@ -19,6 +19,7 @@ def every_box(box: Box) -> list[Box]:
     return [box, *(inner for each in box.inside for inner in every_box(each))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "groups"), [(two_regions(), 6), (many_nodes(32), 20), (many_nodes(200), 3)]
 )

@@ -15,6 +15,8 @@ from scripts.validation.sailor_runs import PARTS, RUNS, compare_runs, mean_absol
 from tests.measured import MEASURED, needs_measured
 from zorse_megatron.errors import ProfileError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "scripts.validation.sailor"]
 ROW = "GPT-Neo-2.7,GH-96,4,2,2,4,0-15|16-33,1,64,2.29028,20011024384"

@@ -63,6 +63,7 @@ def test_repeated_keys_are_reported_with_their_line():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "where", "found"),
     [
