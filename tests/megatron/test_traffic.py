@@ -52,16 +52,14 @@ def on_narrow_wire(plan: Plan, *numbers: int) -> Plan:
 
 # Plan, and how often each chunk's parameters are gathered in a step.
 CASES = {
-    "1f1b": each(LAYOUTS["2|1|2"], 1, 1, 1),
     "interleaved": each(
         with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")), 1, 1, 1, 1
     ),
     "breadth first, the last two of a group once": each(NEIGHBOURS, 2, 1, 1, 1),
-    "layered accumulation": each(LAYERED, 2, 2, 1, 1),
-    "half the gradients, of one group": each(on_narrow_wire(LAYOUTS["2|1|2"], 2), 1, 1, 1),
-    "half the gradients, in shards": each(on_narrow_wire(LAYERED, 0, 1), 2, 2, 1, 1),
+    "1f1b, half the gradients of one group": each(on_narrow_wire(LAYOUTS["2|1|2"], 2), 1, 1, 1),
+    "layered accumulation, half the gradients": each(on_narrow_wire(LAYERED, 0, 1), 2, 2, 1, 1),
     "one chunk is as many gathers as with 1f1b": each(BOTH_ENDS, 1, 1, 1),
-    "twice as many micro-batches are no more": each(
+    "layered accumulation, twice as many micro-batches are no more": each(
         dataclasses.replace(
             LAYERED,
             groups=tuple(
