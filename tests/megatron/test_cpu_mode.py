@@ -1,4 +1,7 @@
-"""CPU mode: what it replaces, what it leaves alone, and when it refuses."""
+"""CPU mode: what it replaces, what it leaves alone, and when it refuses.
+
+That of several ranks only rank 0 says so is seen in `test_demo`.
+"""
 
 import subprocess
 import sys
@@ -13,12 +16,12 @@ from zorse_megatron.errors import SeamError
 MESSAGE = "zorse: no GPU found: Megatron runs on CPU over gloo"
 
 
-def run_alone(module: str, **environment: str) -> str:
+def run_alone(module: str) -> str:
     """Run `module` in a fresh interpreter that has not imported torch."""
     finished = subprocess.run(
         [sys.executable, "-m", module],
         cwd=REPOSITORY,
-        env=server_environment() | environment,
+        env=server_environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -38,10 +41,6 @@ def test_works_in_forked_children(megatron_server: MegatronServer) -> None:
         [], 1, entry="tests.megatron.cpu_mode_entry", timeout_s=60
     ).check()
     assert result.outputs == ("9 checks passed\n",)  # the server has said it once
-
-
-def test_only_rank_0_says_so() -> None:
-    assert MESSAGE not in run_alone("tests.megatron.cpu_mode_entry", RANK="3")
 
 
 def test_refuses_to_come_after_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
