@@ -10,6 +10,10 @@ def test_adds_all_to_a_command_without_them() -> None:
     assert with_cpu_flags(["--bf16"]) == ["--bf16", *cpu_flags()]
 
 
+def test_adds_all_to_no_command() -> None:
+    assert with_cpu_flags([]) == cpu_flags()
+
+
 def test_adds_nothing_twice() -> None:
     once = with_cpu_flags(["--seed", "-1"])
     assert with_cpu_flags(once) == once
