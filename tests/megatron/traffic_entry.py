@@ -6,6 +6,7 @@ once for each other rank of the group) and copied to and from the host, and `chu
 of each of its chunks' buffers.
 """
 
+import functools
 import json
 import os
 from collections import Counter
@@ -67,6 +68,7 @@ def counting_copy(copy: Callable[..., Any], counts: Counter[str], what: str) -> 
 def counting_train_step(
     train_step: Callable[..., Any], counts: Counter[str], found: dict[str, Any]
 ) -> Callable[..., Any]:
+    @functools.wraps(train_step)
     def step(forward_step: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         before = counts.copy()
         result = train_step(forward_step, data_iterator, model, *args, **kwargs)

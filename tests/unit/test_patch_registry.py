@@ -13,7 +13,7 @@ from zorse_megatron.adapter.patches.registry import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 ROOM = Path(patches.__file__).parent
-DISTRIBUTIONS = {"megatron-core", "torch"}  # our own code takes what it needs as arguments
+DISTRIBUTIONS = {"megatron-core"}  # our own code takes what it needs as arguments
 
 
 def files_with(text):

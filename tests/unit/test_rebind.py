@@ -42,7 +42,7 @@ def library(monkeypatch):
     return module
 
 
-def record(name, parameters=None, **changes):
+def record(name, parameters=("x", "y"), **changes):
     return dataclasses.replace(
         Rebinding(
             target=f"{MODULE}:{name}",

@@ -260,14 +260,13 @@ class PlanSession:
 
     def _executor(self, config: Any, models: Mapping[int, Any]) -> Executor:
         if self.executor is None:
-            backend, device = dist.get_backend(), _device()
+            device = _device()
             self.executor = Executor(
                 micro_batches=self.micro_batches,
                 chunks=self.chunks,
                 last_chunk=self.num_chunks - 1,
                 mailbox=Mailbox(
                     transport=make_transport(
-                        backend=backend,
                         rank=self.rank,
                         edges=edges_of((self.training, self.evaluation)),
                         device=device,

@@ -11,7 +11,6 @@ from packaging.version import Version
 from zorse_megatron.errors import Problem, SeamError
 
 MEGATRON_VERSIONS = ">=0.19,<0.20"
-TORCH_VERSIONS = ">=2.11"
 
 _NUMBER = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?", re.MULTILINE)
 

@@ -84,16 +84,15 @@ class NcclTransport:
         return work
 
 
-def make_transport(
-    *, backend: str, rank: int, edges: list[tuple[int, int]], device: torch.device
-) -> Transport:
-    """Create the transport for a backend; a collective call for NCCL (all ranks, same `edges`).
+def make_transport(*, rank: int, edges: list[tuple[int, int]], device: torch.device) -> Transport:
+    """Create the transport of the job's backend; a collective call for NCCL (all ranks).
 
     `edges`: every (source, target) pair of the job, in one global order. Raises ValueError for
-    another backend.
+    another backend than gloo and NCCL. A group that wraps another one counts as that.
     """
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(device).name()
     if backend == "gloo":
-        assert dist.group.WORLD is not None
         return GlooTransport(dist.group.WORLD)
     if backend != "nccl":
         raise ValueError(f"found backend {backend!r}; expected 'gloo' or 'nccl'")

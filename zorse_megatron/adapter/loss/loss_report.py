@@ -5,6 +5,7 @@ one micro-batch, and prints on the job's last rank, which is in that group. Neit
 a plan: a replica of the last group may run no micro-batch, and the last rank may be in any group.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -109,6 +110,7 @@ def tell_last_rank(
     """
     messages = LossMessages(peer=target if rank == source else source)
 
+    @functools.wraps(function)
     def with_losses(*args: Any, **kwargs: Any) -> Any:
         losses, *rest = function(*args, **kwargs)
         if rank == source:

@@ -1,4 +1,4 @@
-"""What is rebound in Megatron and, to emulate, in torch.distributed.
+"""What is rebound in Megatron.
 
 `registry.py` lists every record; `rebind.py` checks, applies and undoes them. The records say what
 and why; what takes a name's place is made where it belongs, and passed in. Nothing here imports

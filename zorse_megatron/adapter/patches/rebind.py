@@ -19,6 +19,16 @@ from zorse_megatron.adapter.versions import installed_version
 from zorse_megatron.errors import Problem, SeamError
 
 _ABSENT = object()
+_UNLISTED = (
+    "a record that is not in the registry",
+    "one of zorse_megatron/adapter/patches/registry.py",
+    "List it there: documents and tests are made from that list.",
+)
+_TWICE = (
+    "a record that is applied already",
+    "each to be applied once",
+    "Undo the first one before, or apply it in one place only.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +36,18 @@ class Rebinding:
     """One name that is bound to something of ours.
 
     `target` is `package.module:attribute` (attribute may be dotted: `Class.method`). `parameters`
-    are the parameter names that the target must have, in order (None: any, or it is no function).
+    are the parameter names that the target must have, in order; of a class, those to make one with.
     `versions` is a PEP 440 specifier for the distribution that the target is of. `becomes` says
     what takes the name's place, `test` which test fails without it.
     """
 
     target: str
+    parameters: tuple[str, ...]
     becomes: str
     why: str
     versions: str
     test: str
     delete_when: str
-    parameters: tuple[str, ...] | None = None
 
     @property
     def distribution(self) -> str:
@@ -122,8 +132,6 @@ class Registry:
             raw = _current(*_locate(record.target))
         except (ImportError, AttributeError) as error:
             return [_problem(record, f"no such name ({error})", "the name to exist")]
-        if record.parameters is None:
-            return []
         found_parameters = tuple(inspect.signature(_function(raw)).parameters)
         if found_parameters == record.parameters:
             return []
@@ -132,25 +140,12 @@ class Registry:
 
     def _refuse_misuse(self, replacements: Replacements) -> None:
         """Raise SeamError where our own code applies what it must not."""
-        unknown = [record for record in replacements if record not in self.records]
+        unlisted = [record for record in replacements if record not in self.records]
         twice = [record for record in replacements if record in self._in_place]
         problems = [
-            Problem(
-                where=record.target,
-                found="a record that is not in the registry",
-                expected="one of zorse_megatron/adapter/patches/registry.py",
-                remedy="List it there: documents and tests are made from that list.",
-            )
-            for record in unknown
-        ]
-        problems += [
-            Problem(
-                where=record.target,
-                found="a record that is applied already",
-                expected="each to be applied once",
-                remedy="Undo the first one before, or apply it in one place only.",
-            )
-            for record in twice
+            Problem(where=record.target, found=found, expected=expected, remedy=remedy)
+            for records, found, expected, remedy in ((unlisted, *_UNLISTED), (twice, *_TWICE))
+            for record in records
         ]
         if problems:
             raise SeamError("Names are rebound in a way that is not allowed", problems)

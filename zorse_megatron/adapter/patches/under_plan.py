@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from zorse_megatron.adapter.patches import signatures
 from zorse_megatron.adapter.patches.rebind import Rebinding
 from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
 
@@ -84,6 +85,7 @@ BUILD_MODELS = _training(
 )
 DDP_CLASS = _training(
     target="megatron.training.models.dist_utils:DistributedDataParallel",
+    parameters=signatures.DDP,
     becomes="Stock's class with shards of unequal size.",
     why="the builder names the wrapper's class instead of taking it",
     delete_when="build_distributed_models takes the DDP class as an argument",
@@ -168,8 +170,27 @@ _reporting = partial(
     why="stock prints the loss on the job's last rank, which does not know it here",
     delete_when="print_rank_last prints on a rank of the last stage",
 )
-TRAIN_STEP = _reporting(target=f"{_LOOP}:train_step", test=f"{_EXACT}::test_follows_stock")
-EVALUATE = _reporting(target=f"{_LOOP}:evaluate", test=f"{_EXACT}::test_evaluation_follows_stock")
+TRAIN_STEP = _reporting(
+    target=f"{_LOOP}:train_step",
+    parameters=signatures.TRAIN_STEP,
+    test=f"{_EXACT}::test_follows_stock",
+)
+EVALUATE = _reporting(
+    target=f"{_LOOP}:evaluate",
+    parameters=(
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "process_non_loss_data_func",
+        "config",
+        "verbose",
+        "non_loss_data_func",
+        "eval_iters",
+        "pg_collection",
+        "p2p_communicator",
+    ),
+    test=f"{_EXACT}::test_evaluation_follows_stock",
+)
 
 UNDER_A_PLAN = (
     PARSE_ARGS,

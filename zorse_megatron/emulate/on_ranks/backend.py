@@ -22,7 +22,6 @@ from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.runtime.collectives import OperationKind
 
 BACKEND = "emulated"
-WRAPPED = "gloo"
 _CPU = torch.device("cpu")
 
 

@@ -50,7 +50,6 @@ def preload() -> None:
     import zorse_megatron.emulate.on_ranks.emulated_host_link
     import zorse_megatron.emulate.on_ranks.memory_cap
     import zorse_megatron.emulate.on_ranks.model_sizes
-    import zorse_megatron.emulate.on_ranks.torch_hooks
     import zorse_megatron.pretrain  # noqa: F401
 
 

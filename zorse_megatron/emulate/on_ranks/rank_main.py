@@ -5,11 +5,13 @@ Takes the arguments of `zorse_megatron.pretrain`, and trains as that does, on th
 
 import atexit
 import os
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 from zorse_megatron import pretrain
 from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob, current_job
+from zorse_megatron.emulate.jobs.tiny_model import TIMEOUT_MINUTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,22 +29,26 @@ def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]"
     from zorse_megatron.adapter.cpu import cpu_mode
 
     cpu_mode.enable()
+    import torch.distributed as dist
+
     from zorse_megatron.adapter.emulation_hooks import emulation_hooks
     from zorse_megatron.adapter.patches.registry import REGISTRY
     from zorse_megatron.emulate.clock.rank_clock import RankClock
     from zorse_megatron.emulate.clock.switchboard import call
-    from zorse_megatron.emulate.on_ranks.backend import register
+    from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.emulated_host_link import EmulatedHostLink
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
     from zorse_megatron.emulate.on_ranks.pacer import Pacer
-    from zorse_megatron.emulate.on_ranks.torch_hooks import seam_hooks
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)
     compute, memory = job.costs[rank].compute, job.costs[rank].memory
     sizes = ModelSizes(memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size)
     register(clock, sizes)
+    # Megatron's --distributed-backend knows nccl and gloo only, but it trains on the process group
+    # that is there already, if there is one, and makes its others in the same backend.
+    dist.init_process_group(BACKEND, timeout=timedelta(minutes=TIMEOUT_MINUTES))
     pacer = Pacer(
         clock,
         compute=compute,
@@ -54,8 +60,7 @@ def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]"
         perturbation=job.perturbation,
         report=job.report(rank),
     )
-    of_megatron = emulation_hooks(watch=pacer.watch, around_step=pacer.around_step)
-    REGISTRY.apply({**seam_hooks(), **of_megatron})
+    REGISTRY.apply(emulation_hooks(watch=pacer.watch, around_step=pacer.around_step))
     return partial(EmulatedHostLink, pacer)
 
 
