@@ -20,7 +20,7 @@ from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.flags.flag_tables import decided_table, refused_table
-from zorse_megatron.pretrain import split_command
+from zorse_megatron.pretrain_command import split_command
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.topology.from_cluster import topology_of

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.plan_samples import good, load
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.rules import command_problems
-from zorse_megatron.pretrain import split_command
+from zorse_megatron.pretrain_command import split_command
 
 PLAN = load(good())
 

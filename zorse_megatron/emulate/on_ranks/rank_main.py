@@ -7,25 +7,14 @@ import atexit
 import os
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 from zorse_megatron import pretrain
 from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob, current_job
 from zorse_megatron.emulate.jobs.tiny_model import TIMEOUT_MINUTES
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    import torch
-
-    from zorse_megatron.runtime.host_link import HostLink
-
-
-def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]":
-    """Put the emulation in place, before Megatron reads its arguments. For CPU mode only.
-
-    Returns what makes the rank's link to host memory.
-    """
+def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
+    """Put the emulation in place, before Megatron reads its arguments. For CPU mode only."""
     from zorse_megatron.adapter.cpu import cpu_mode
 
     cpu_mode.enable()
@@ -46,9 +35,6 @@ def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]"
     compute, memory = job.costs[rank].compute, job.costs[rank].memory
     sizes = ModelSizes(memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size)
     register(clock, sizes)
-    # Megatron's --distributed-backend knows nccl and gloo only, but it trains on the process group
-    # that is there already, if there is one, and makes its others in the same backend.
-    dist.init_process_group(BACKEND, timeout=timedelta(minutes=TIMEOUT_MINUTES))
     pacer = Pacer(
         clock,
         compute=compute,
@@ -61,13 +47,19 @@ def emulate(job: EmulatedJob, rank: int) -> "Callable[[torch.device], HostLink]"
         report=job.report(rank),
     )
     REGISTRY.apply(emulation_hooks(watch=pacer.watch, around_step=pacer.around_step))
-    return partial(EmulatedHostLink, pacer)
+    return pretrain.RankSetup(
+        # Megatron's --distributed-backend knows nccl and gloo only, but it trains on the process
+        # group that is there already, and makes its others in the same backend.
+        init_process_group=partial(
+            dist.init_process_group, BACKEND, timeout=timedelta(minutes=TIMEOUT_MINUTES)
+        ),
+        make_host_link=partial(EmulatedHostLink, pacer),
+    )
 
 
 def main() -> None:
     """Entry point."""
-    make_host_link = emulate(current_job(), int(os.environ["RANK"]))
-    pretrain.main(make_host_link=make_host_link)
+    pretrain.main(setup=emulate(current_job(), int(os.environ["RANK"])))
 
 
 if __name__ == "__main__":
