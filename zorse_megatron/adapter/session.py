@@ -1,7 +1,7 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
 from zorse_megatron.adapter.data.sample_readers import SampleKind
 from zorse_megatron.adapter.data_parallel.exact_values import start_from_main
 from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
@@ -27,7 +26,6 @@ from zorse_megatron.adapter.loss.loss_report import IdleReplicaLosses, whole_gro
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.memory.session_memory import (
     before_first_step,
-    make_ledger,
     share_host_memory,
     watch_logits,
 )
@@ -38,14 +36,13 @@ from zorse_megatron.adapter.model.chunk_runner import (
 )
 from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.optimizer.shard_update import Update
+from zorse_megatron.adapter.session_executor import boundary_dtype, make_executor, rank_device
 from zorse_megatron.flags.types import is_mixed
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
-from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
-from zorse_megatron.runtime.transport import make_transport
 from zorse_megatron.schedules.actions import COMPUTE, ActionLists
-from zorse_megatron.schedules.facts import edges_of, gathered_before_use, left_in_host
+from zorse_megatron.schedules.facts import gathered_before_use, left_in_host
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
@@ -106,7 +103,7 @@ class PlanSession:
         self.kept: KeptActivations | None = None
         self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
         self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
-        self.host_link = self.make_host_link(_device()) if self.offload != Offload() else None
+        self.host_link = self.make_host_link(rank_device()) if self.offload != Offload() else None
         self.comm_dtype = comm_dtype_of(
             self.plan,
             self.rank,
@@ -127,7 +124,7 @@ class PlanSession:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return _device()
+        return rank_device()
 
     @property
     def is_mixed(self) -> bool:
@@ -171,7 +168,6 @@ class PlanSession:
         config = get_model_config(models[0])
         chunk_models = dict(zip(self.chunks, models, strict=True))
         executor = self._executor(config, chunk_models)
-        assert executor.ledger is not None
         with self.before_first_step():
             self._settle(models)
         inputs = StepInputs(
@@ -184,7 +180,20 @@ class PlanSession:
             first_val_step=first_val_step,
             are_packed=self.samples.are_packed,
         )
-        self.runner = MegatronChunkRunner(
+        self.runner = self._new_runner(inputs)
+        lists = self.evaluation if forward_only else self.training
+        executor.during = _during(forward_only=forward_only)
+        with _timed(config):
+            executor.run_until_step(lists.ranks[self.rank], self.runner)
+        if not self.holds_last_chunk or collect_non_loss_data:
+            return self.runner.losses
+        losses = self.idle_losses.complete(self.runner.losses)
+        if forward_only and self.samples.means_are_averaged:
+            return whole_group_losses(losses, self.groups.group)
+        return losses
+
+    def _new_runner(self, inputs: StepInputs) -> MegatronChunkRunner:
+        return MegatronChunkRunner(
             inputs=inputs,
             collection=self.collection,
             num_micro_batches=len(self.micro_batches),
@@ -195,20 +204,6 @@ class PlanSession:
             kept=self.kept,
             computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
         )
-        lists = self.evaluation if forward_only else self.training
-        timers = config.timers
-        if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        executor.during = _during(forward_only=forward_only)
-        executor.run_until_step(lists.ranks[self.rank], self.runner)
-        if timers is not None:
-            timers("forward-backward").stop()
-        if self.holds_last_chunk and not collect_non_loss_data:
-            losses = self.idle_losses.complete(self.runner.losses)
-            if forward_only and self.samples.means_are_averaged:
-                return whole_group_losses(losses, self.groups.group)
-            return losses
-        return self.runner.losses
 
     def before_first_step(self) -> AbstractContextManager[None]:
         """Within the block, this rank may find that the host has too little memory."""
@@ -226,7 +221,7 @@ class PlanSession:
             dict(zip(self.chunks, models, strict=True)),
             self.optimizers,
             actions=self.training.ranks[self.rank],
-            boundary_bytes=elements * _boundary_dtype(config).itemsize,
+            boundary_bytes=elements * boundary_dtype(config).itemsize,
             limit_bytes=self.host_memory_limit_bytes,
         )
 
@@ -260,48 +255,8 @@ class PlanSession:
 
     def _executor(self, config: Any, models: Mapping[int, Any]) -> Executor:
         if self.executor is None:
-            device = _device()
-            self.executor = Executor(
-                micro_batches=self.micro_batches,
-                chunks=self.chunks,
-                last_chunk=self.num_chunks - 1,
-                mailbox=Mailbox(
-                    transport=make_transport(
-                        rank=self.rank,
-                        edges=edges_of((self.training, self.evaluation)),
-                        device=device,
-                    ),
-                    spec=ActivationSpec(
-                        sequence_length=self.sequence_length,
-                        hidden_size=config.hidden_size,
-                        dtype=_boundary_dtype(config),
-                        device=device,
-                        neighbours=self._neighbours(),
-                    ),
-                    global_batch_size=self.plan.global_batch_size,
-                ),
-                trace=self.trace,
-                enter=self.enter,
-            )
-            self.executor.ledger = make_ledger(
-                self.executor,
-                models,
-                self.optimizers,
-                rank=self.rank,
-                device=device,
-                activation_bytes=lambda: self.kept.highest_bytes() if self.kept else 0,
-                link=self.host_link,
-                watches=self.watches_memory,
-                limit_bytes=self.memory_limit_bytes,
-            )
+            self.executor = make_executor(self, config, models)
         return self.executor
-
-    def _neighbours(self) -> dict[int, torch.dtype]:
-        """Chunk -> the type of its activations, where it may be another one than this rank's."""
-        if not self.is_mixed:
-            return {}
-        groups = [chunk.group for chunk in self.plan.chunks]
-        return {chunk: torch_dtype(self.dtypes[group]) for chunk, group in enumerate(groups)}
 
     def keep_in_host(self) -> None:
         """Let the optimizers step what waits in the host from there; before there is any state."""
@@ -345,6 +300,17 @@ class PlanSession:
         )
 
 
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """As stock's schedules are, by Megatron's timers."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()
+
+
 def _during(*, forward_only: bool) -> str:
     """What a list is executed for."""
     done = getattr(get_args(), "curr_iteration", None)  # before the iteration that runs
@@ -359,16 +325,3 @@ def _is_parameter(models: list[Any], address: int) -> bool:
         for model in models
         for buffer in model.buffers
     )
-
-
-def _device() -> torch.device:
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _boundary_dtype(config: Any) -> torch.dtype:
-    """The dtype of activations between stages, as stock's `P2PCommunicator` has it."""
-    if config.pipeline_dtype is not None:
-        return config.pipeline_dtype
-    return config.params_dtype

@@ -1,0 +1,78 @@
+"""The executor of a session: its mailbox, its transport, and the ledger of its memory."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.memory.session_memory import make_ledger
+from zorse_megatron.runtime.executor import Executor
+from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
+from zorse_megatron.runtime.transport import make_transport
+from zorse_megatron.schedules.facts import edges_of
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.session import PlanSession
+
+
+def make_executor(session: "PlanSession", config: Any, models: Mapping[int, Any]) -> Executor:
+    """Make it; a collective call. `config`: of the model; `models`: chunk -> wrapped model."""
+    executor = Executor(
+        micro_batches=session.micro_batches,
+        chunks=session.chunks,
+        last_chunk=session.num_chunks - 1,
+        mailbox=_mailbox(session, config),
+        trace=session.trace,
+        enter=session.enter,
+    )
+    executor.ledger = make_ledger(
+        executor,
+        models,
+        session.optimizers,
+        rank=session.rank,
+        device=rank_device(),
+        activation_bytes=lambda: session.kept.highest_bytes() if session.kept else 0,
+        link=session.host_link,
+        watches=session.watches_memory,
+        limit_bytes=session.memory_limit_bytes,
+    )
+    return executor
+
+
+def _mailbox(session: "PlanSession", config: Any) -> Mailbox:
+    edges = edges_of((session.training, session.evaluation))
+    return Mailbox(
+        transport=make_transport(rank=session.rank, edges=edges, device=rank_device()),
+        spec=ActivationSpec(
+            sequence_length=session.sequence_length,
+            hidden_size=config.hidden_size,
+            dtype=boundary_dtype(config),
+            device=rank_device(),
+            neighbours=_neighbours(session),
+        ),
+        global_batch_size=session.plan.global_batch_size,
+    )
+
+
+def _neighbours(session: "PlanSession") -> dict[int, torch.dtype]:
+    """Chunk -> the type of its activations, where it may be another one than this rank's."""
+    if not session.is_mixed:
+        return {}
+    groups = [chunk.group for chunk in session.plan.chunks]
+    return {chunk: torch_dtype(session.dtypes[group]) for chunk, group in enumerate(groups)}
+
+
+def rank_device() -> torch.device:
+    """Where this rank computes."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def boundary_dtype(config: Any) -> torch.dtype:
+    """The dtype of activations between stages, as stock's `P2PCommunicator` has it."""
+    if config.pipeline_dtype is not None:
+        return config.pipeline_dtype
+    return config.params_dtype
