@@ -9,26 +9,21 @@ A `MegatronServer` (see `server.py`) imports Megatron once and forks the ranks o
 
 import atexit
 import functools
-import json
-import os
-import select
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from zorse_megatron.emulate.forks.fork_client import (
+    GRACE_AFTER_FAILURE_S,
+    ForkClient,
+    ForkedJob,
+    output_of,
+    tail_of,
+)
 from zorse_megatron.errors import Problem, RankFailure
 
 REPOSITORY = Path(__file__).parents[2]
-START_TIMEOUT_S = 120.0
-# What the server needs beyond a job's own timeout to end the ranks and answer.
-ANSWER_MARGIN_S = 30.0
-# After one rank has failed the others wait for it in vain: they get this long to fail as well.
-GRACE_AFTER_FAILURE_S = 5.0
-TAIL_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +50,7 @@ def rank_failure(title: str, result: RunResult) -> RankFailure:
                 where=f"rank {rank}",
                 found=f"exit status {code} after {result.wall_s:.1f} s",
                 expected="0",
-                remedy="Its last lines:\n" + "\n".join(output.splitlines()[-TAIL_LINES:]),
+                remedy="Its last lines:\n" + tail_of(output),
             )
             for rank, (code, output) in enumerate(
                 zip(result.returncodes, result.outputs, strict=True)
@@ -68,18 +63,7 @@ class MegatronServer:
     """A process that has Megatron imported. Not for use by two threads at once."""
 
     def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the server)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron.server"],
-            cwd=REPOSITORY,
-            env=server_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            bufsize=1,
-        )
-        self._answer(START_TIMEOUT_S)
+        self._client = ForkClient("tests.megatron.server", working_directory=REPOSITORY)
 
     def run_ranks(
         self,
@@ -98,77 +82,30 @@ class MegatronServer:
         others are ended after `grace_after_failure_s`, and the result tells.
         """
         with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as output_dir:
-            job = {
-                "argv": [str(word) for word in argv],
-                "world_size": world_size,
-                "entry": entry,
-                "timeout_s": timeout_s,
-                "grace_after_failure_s": grace_after_failure_s,
-                "env": dict(env or {}),
-                "output_dir": output_dir,
-                "directory": str(directory),
-            }
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(job) + "\n")
-            answer = self._answer(timeout_s + ANSWER_MARGIN_S)
-            outputs = [Path(output_dir, f"rank_{rank}.txt") for rank in range(world_size)]
-            result = RunResult(
-                returncodes=tuple(answer["returncodes"]),
-                outputs=tuple(path.read_text(errors="replace") for path in outputs),
-                wall_s=answer["wall_s"],
+            end = self._client.run(
+                ForkedJob(
+                    entry=entry,
+                    argv=[str(word) for word in argv],
+                    world_size=world_size,
+                    timeout_s=timeout_s,
+                    output_directory=output_dir,
+                    working_directory=str(directory),
+                    env=dict(env or {}),
+                    grace_after_failure_s=grace_after_failure_s,
+                )
             )
-        if answer["timed_out"]:
+            result = RunResult(
+                returncodes=end.statuses,
+                outputs=tuple(output_of(output_dir, rank) for rank in range(world_size)),
+                wall_s=end.wall_s,
+            )
+        if end.timed_out:
             raise rank_failure(f"The ranks have not ended after {timeout_s} s", result)
         return result
 
     def close(self) -> None:
         """End the server, and with it whatever it still runs."""
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(timeout=ANSWER_MARGIN_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._log.close()
-
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        if select.select([stdout], [], [], timeout_s)[0] and (line := stdout.readline()):
-            return dict(json.loads(line))
-        self._process.kill()
-        self._process.wait()
-        self._log.seek(0)
-        raise RankFailure(
-            "The Megatron server is gone",
-            [
-                Problem(
-                    where="tests.megatron.server",
-                    found=f"no answer within {timeout_s} s",
-                    expected="one line of JSON",
-                    remedy="Its last lines:\n"
-                    + "\n".join(self._log.read().splitlines()[-TAIL_LINES:]),
-                )
-            ],
-        )
-
-
-def server_environment() -> dict[str, str]:
-    """Return the environment of the server, in which nothing starts a thread before the fork."""
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        # These tests run on CPU everywhere; and a parent that has asked the CUDA runtime for GPUs
-        # leaves its forked children with a CUDA that fails.
-        "CUDA_VISIBLE_DEVICES": "",
-        # As if rank 0 of one: the server must not print for each rank what rank 0 prints.
-        "RANK": "0",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONUNBUFFERED": "1",
-    }
+        self._client.close()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
-from tests.megatron.server import end_with_parent, leave, run_as_main
+from zorse_megatron.emulate.forks.fork_server import end_with_parent, leave, run_as_main
 
 MESSAGE_BYTES = 1 << 17  # a flag file or an environment may be long
 RANK = int(os.environ["RANK"])

@@ -9,8 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.megatron.launch import REPOSITORY, MegatronServer, server_environment
+from tests.megatron.launch import REPOSITORY, MegatronServer
 from zorse_megatron.adapter.cpu import cpu_device, cpu_mode
+from zorse_megatron.emulate.forks.fork_client import server_environment
 from zorse_megatron.errors import SeamError
 
 MESSAGE = "zorse: no GPU found: Megatron runs on CPU over gloo"

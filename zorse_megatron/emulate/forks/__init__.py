@@ -1,0 +1,1 @@
+"""Ranks of many jobs, forked from one process that has Megatron imported."""
