@@ -45,6 +45,7 @@ from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, WatchedRank
 if TYPE_CHECKING:
     import torch
 
+    from zorse_megatron.adapter.activate import PlanRun
     from zorse_megatron.runtime.host_link import HostLink
 
 
@@ -144,37 +145,51 @@ def _train(
         megatron_flags = cpu_mode.with_cpu_flags(megatron_flags)
     if setup is not None:
         setup.init_process_group()
-    from zorse_megatron.adapter.activate import PlanRun, activate
+    from zorse_megatron.adapter.activate import activate
 
-    plan_run = None
-    if plan is not None:
-        plan_run = PlanRun(
-            plan=plan,
-            node=_own_node(cluster),
-            cluster=cluster,
-            trace_directory=command.trace,
-            memory_directory=command.memory,
-            metrics=command.metrics,
-            memory_limit_bytes=command.memory_limit_bytes,
-            host_memory_limit_bytes=command.host_memory_limit_bytes,
-            update=command.update,
-            skips_damaged=command.skips_damaged,
-            enter=watch.enter,
-            make_host_link=None if setup is None else setup.make_host_link,
-        )
-    activate(plan_run)
+    activate(None if plan is None else _plan_run(command, plan, cluster, watch, setup))
     if command.metrics is not None:
-        from zorse_megatron.adapter.patches.registry import REGISTRY
-        from zorse_megatron.adapter.recording.metrics import metrics_hooks
-        from zorse_megatron.adapter.recording.record_files import RecordFiles, check_hooks
-
-        REGISTRY.apply(metrics_hooks(command.metrics))
-        if plan_run is None:
-            REGISTRY.apply(check_hooks(RecordFiles(metrics=command.metrics)))
+        _record_metrics(command.metrics, under_plan=plan is not None)
     from zorse_megatron.adapter.entry import run_entry
 
     run_entry(command.script, megatron_flags)
     del store  # until here, for the ranks that still read from it
+
+
+def _plan_run(
+    command: TrainingCommand,
+    plan: Plan,
+    cluster: Cluster | None,
+    watch: WatchedRank,
+    setup: RankSetup | None,
+) -> "PlanRun":
+    from zorse_megatron.adapter.activate import PlanRun
+
+    return PlanRun(
+        plan=plan,
+        node=_own_node(cluster),
+        cluster=cluster,
+        trace_directory=command.trace,
+        memory_directory=command.memory,
+        metrics=command.metrics,
+        memory_limit_bytes=command.memory_limit_bytes,
+        host_memory_limit_bytes=command.host_memory_limit_bytes,
+        update=command.update,
+        skips_damaged=command.skips_damaged,
+        enter=watch.enter,
+        make_host_link=None if setup is None else setup.make_host_link,
+    )
+
+
+def _record_metrics(path: Path, *, under_plan: bool) -> None:
+    """Write each iteration's numbers; under a plan it is asked elsewhere whether they can be."""
+    from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.adapter.recording.metrics import metrics_hooks
+    from zorse_megatron.adapter.recording.record_files import RecordFiles, check_hooks
+
+    REGISTRY.apply(metrics_hooks(path))
+    if not under_plan:
+        REGISTRY.apply(check_hooks(RecordFiles(metrics=path)))
 
 
 def _own_node(cluster: Cluster | None) -> str:

@@ -1,7 +1,7 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
 
 from zorse_megatron.adapter.data.sample_readers import SampleKind
 from zorse_megatron.adapter.data_parallel.exact_values import start_from_main
@@ -26,6 +25,7 @@ from zorse_megatron.adapter.loss.loss_report import IdleReplicaLosses, whole_gro
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.memory.session_memory import (
     before_first_step,
+    is_parameter,
     share_host_memory,
     watch_logits,
 )
@@ -36,7 +36,13 @@ from zorse_megatron.adapter.model.chunk_runner import (
 )
 from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.optimizer.shard_update import Update
-from zorse_megatron.adapter.session_executor import boundary_dtype, make_executor, rank_device
+from zorse_megatron.adapter.session_executor import (
+    boundary_dtype,
+    make_executor,
+    phase_of,
+    rank_device,
+    timed,
+)
 from zorse_megatron.flags.types import is_mixed
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.executor import Executor
@@ -112,7 +118,7 @@ class PlanSession:
         )
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
         self.trace = Trace(num_steps=None if self.trace_directory else 0)
-        self.idle_losses = self._idle_losses()
+        self.idle_losses = IdleReplicaLosses.of(self.plan, self.groups.group)
         self.executor: Executor | None = None
         self.runner: MegatronChunkRunner | None = None
 
@@ -182,8 +188,8 @@ class PlanSession:
         )
         self.runner = self._new_runner(inputs)
         lists = self.evaluation if forward_only else self.training
-        executor.during = _during(forward_only=forward_only)
-        with _timed(config):
+        executor.during = phase_of(forward_only=forward_only)
+        with timed(config):
             executor.run_until_step(lists.ranks[self.rank], self.runner)
         if not self.holds_last_chunk or collect_non_loss_data:
             return self.runner.losses
@@ -282,46 +288,10 @@ class PlanSession:
         self.settled = True
         if self.is_mixed:
             start_from_main(models, self.optimizers)
-        is_parameter = partial(_is_parameter, models)
+        of_models = partial(is_parameter, models)
         if self.offload.activations:
             assert self.host_link is not None
-            self.activations = ActivationOffload(link=self.host_link, stays=is_parameter)
+            self.activations = ActivationOffload(link=self.host_link, stays=of_models)
         if self.watches_memory:
-            self.kept = KeptActivations(is_parameter, self.activations)
+            self.kept = KeptActivations(of_models, self.activations)
             watch_logits(models, self.kept)
-
-    def _idle_losses(self) -> IdleReplicaLosses:
-        replicas = self.plan.groups[self.plan.chunks[-1].group].replicas
-        active = [replica for replica in replicas if replica.num_microbatches]
-        return IdleReplicaLosses(
-            group=self.groups.group,
-            has_idle=len(active) < len(replicas),
-            first_active_rank=active[0].ranks[0],
-        )
-
-
-@contextmanager
-def _timed(config: Any) -> Iterator[None]:
-    """As stock's schedules are, by Megatron's timers."""
-    if config.timers is None:
-        yield
-        return
-    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    yield
-    config.timers("forward-backward").stop()
-
-
-def _during(*, forward_only: bool) -> str:
-    """What a list is executed for."""
-    done = getattr(get_args(), "curr_iteration", None)  # before the iteration that runs
-    if not forward_only:
-        return f"in iteration {(done or 0) + 1}"
-    return "in an evaluation" if done is None else f"in the evaluation after iteration {done + 1}"
-
-
-def _is_parameter(models: list[Any], address: int) -> bool:
-    return any(
-        buffer.param_data.untyped_storage().data_ptr() == address
-        for model in models
-        for buffer in model.buffers
-    )

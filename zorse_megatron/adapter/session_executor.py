@@ -1,10 +1,12 @@
 """The executor of a session: its mailbox, its transport, and the ledger of its memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.training import get_args
 
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
 from zorse_megatron.adapter.memory.session_memory import make_ledger
@@ -76,3 +78,22 @@ def boundary_dtype(config: Any) -> torch.dtype:
     if config.pipeline_dtype is not None:
         return config.pipeline_dtype
     return config.params_dtype
+
+
+@contextmanager
+def timed(config: Any) -> Iterator[None]:
+    """As stock's schedules are, by Megatron's timers."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()
+
+
+def phase_of(*, forward_only: bool) -> str:
+    """What a list is executed for."""
+    done = getattr(get_args(), "curr_iteration", None)  # before the iteration that runs
+    if not forward_only:
+        return f"in iteration {(done or 0) + 1}"
+    return "in an evaluation" if done is None else f"in the evaluation after iteration {done + 1}"

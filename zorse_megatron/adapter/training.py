@@ -30,7 +30,7 @@ from zorse_megatron.adapter.data.sample_readers import counting_each_chunk, samp
 from zorse_megatron.adapter.data_parallel.exact_values import take_exact
 from zorse_megatron.adapter.groups import global_groups
 from zorse_megatron.adapter.groups.placement import check_placement
-from zorse_megatron.adapter.groups.process_groups import create_groups
+from zorse_megatron.adapter.groups.process_groups import PlanGroups, create_groups
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss.loss_report import tell_last_rank
 from zorse_megatron.adapter.model.build_chunks import build_one_by_one, wrap_chunk
@@ -71,8 +71,26 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     groups = create_groups(run.plan, rank=args.rank, timeout=timeout)
     group_ranks = sorted(run.plan.groups[run.plan.group_of_rank(args.rank)].ranks)
     global_groups.fill(groups, rank=args.rank, group_ranks=group_ranks)
+    session = _session(run, args, groups)
+    _configure(cfg, session)
+    load = load_of(args, skips_damaged=run.skips_damaged)
+    run.enter("while it sets up the model and the data")
+    try:
+        with REGISTRY.applied(_hooks(session, cfg.model)):
+            chosen = None if load is None else check_before_load(load)
+            with REGISTRY.applied(same_on_all(args, load, chosen)):
+                result = stock_pretrain(
+                    pg_collection=session.collection, skip_model_parallel_init=True
+                )
+            dist.barrier()  # a rank that ends before the others would seem to be gone
+            return result
+    finally:
+        _save_records(session, training_ended=sys.exception() is None)
+
+
+def _session(run: PlanRun, args: Any, groups: PlanGroups) -> PlanSession:
     dtypes = compute_dtypes(run.plan, args.zorse_job_dtype)
-    session = PlanSession(
+    return PlanSession(
         plan=run.plan,
         rank=args.rank,
         groups=groups,
@@ -94,20 +112,6 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         enter=run.enter,
         make_host_link=run.make_host_link or HostLink,
     )
-    _configure(cfg, session)
-    load = load_of(args, skips_damaged=run.skips_damaged)
-    run.enter("while it sets up the model and the data")
-    try:
-        with REGISTRY.applied(_hooks(session, cfg.model)):
-            chosen = None if load is None else check_before_load(load)
-            with REGISTRY.applied(same_on_all(args, load, chosen)):
-                result = stock_pretrain(
-                    pg_collection=session.collection, skip_model_parallel_init=True
-                )
-            dist.barrier()  # a rank that ends before the others would seem to be gone
-            return result
-    finally:
-        _save_records(session, training_ended=sys.exception() is None)
 
 
 def _save_records(session: PlanSession, *, training_ended: bool) -> None:

@@ -26,44 +26,56 @@ def argument_hooks(
     `kinds`: figures of GPUs that only the cluster file has.
     """
 
-    def parse(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
-        def parse_args(
-            extra_args_provider: Any = None, ignore_unknown_args: bool = False
-        ) -> Namespace:
-            extra = extra_args_provider
-            if not ignore_unknown_args:
-                extra = partial(_with_known_flags, extra_args_provider)
-            args = stock(extra, ignore_unknown_args)
-            for note in fit_to_plan(args, plan, world_size=world_size, kinds=kinds):
-                say(note)
-            # Stock reads the checkpoint's arguments before there are groups of ranks.
-            load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
-            if load is not None:
-                check_at_a_look(load)
-            say(
-                f"Megatron's own lines count one rank per chunk: its 'world size' below is "
-                f"{len(plan.chunks)}, this job has {world_size} ranks"
-            )
-            return args
+    fit = partial(fit_to_plan, plan=plan, world_size=world_size, kinds=kinds)
+    return {
+        under_plan.PARSE_ARGS: partial(_parsing, plan, world_size, fit),
+        under_plan.VALIDATE_ARGS: partial(_validating, plan, world_size, fit),
+    }
 
-        return parse_args
 
-    def validate(stock: Callable[..., Any]) -> Callable[..., Any]:
-        def validate_args(args: Namespace, defaults: Any = None) -> Any:
-            # Once more: --use-checkpoint-args may have set arguments since they were parsed.
-            fit_to_plan(args, plan, world_size=world_size, kinds=kinds)
-            set_compute_dtype(args, plan)
-            # One rank per stage: then stock's grid arithmetic is that of one replica that takes
-            # the whole global batch, which is what a plan's groups are to the training loop.
-            args.world_size = len(plan.chunks)
-            try:
-                return stock(args, {} if defaults is None else defaults)
-            finally:
-                args.world_size = world_size
+Fit = Callable[[Namespace], list[str]]
+"""Compares arguments with the plan, sets what it decides, and returns what is to be said."""
 
-        return validate_args
 
-    return {under_plan.PARSE_ARGS: parse, under_plan.VALIDATE_ARGS: validate}
+def _parsing(
+    plan: Plan, world_size: int, fit: Fit, stock: Callable[..., Namespace]
+) -> Callable[..., Namespace]:
+    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
+        extra = extra_args_provider
+        if not ignore_unknown_args:
+            extra = partial(_with_known_flags, extra_args_provider)
+        args = stock(extra, ignore_unknown_args)
+        for note in fit(args):
+            say(note)
+        # Stock reads the checkpoint's arguments before there are groups of ranks.
+        load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
+        if load is not None:
+            check_at_a_look(load)
+        say(
+            f"Megatron's own lines count one rank per chunk: its 'world size' below is "
+            f"{len(plan.chunks)}, this job has {world_size} ranks"
+        )
+        return args
+
+    return parse_args
+
+
+def _validating(
+    plan: Plan, world_size: int, fit: Fit, stock: Callable[..., Any]
+) -> Callable[..., Any]:
+    def validate_args(args: Namespace, defaults: Any = None) -> Any:
+        # Once more: --use-checkpoint-args may have set arguments since they were parsed.
+        fit(args)
+        set_compute_dtype(args, plan)
+        # One rank per stage: then stock's grid arithmetic is that of one replica that takes
+        # the whole global batch, which is what a plan's groups are to the training loop.
+        args.world_size = len(plan.chunks)
+        try:
+            return stock(args, {} if defaults is None else defaults)
+        finally:
+            args.world_size = world_size
+
+    return validate_args
 
 
 def _with_known_flags(extra: Callable[[Any], Any] | None, parser: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def with_token_counts(
@@ -68,6 +69,17 @@ class IdleReplicaLosses:
         self.has_idle = has_idle
         self.first_active_rank = first_active_rank
         self.names: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, group: dist.ProcessGroup) -> "IdleReplicaLosses":
+        """Those of a plan's last group; `group`: its ranks."""
+        replicas = plan.groups[plan.chunks[-1].group].replicas
+        active = [replica for replica in replicas if replica.num_microbatches]
+        return cls(
+            group=group,
+            has_idle=len(active) < len(replicas),
+            first_active_rank=active[0].ranks[0],
+        )
 
     def complete(self, losses: list[Any]) -> list[Any]:
         """Return `losses`, or zeros if there are none; a collective call the first time."""

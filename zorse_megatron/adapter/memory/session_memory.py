@@ -120,3 +120,12 @@ def before_first_step(rank: int, link: HostLink | None) -> Iterator[None]:
     except HostMemoryFull as full:
         waiting = link.held if link is not None else {}
         raise out_of_host_memory(full, rank=rank, waiting=waiting) from full
+
+
+def is_parameter(models: list[Any], address: int) -> bool:
+    """Whether the storage at `address` is that of parameters of wrapped models."""
+    return any(
+        buffer.param_data.untyped_storage().data_ptr() == address
+        for model in models
+        for buffer in model.buffers
+    )
