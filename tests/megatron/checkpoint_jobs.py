@@ -67,7 +67,7 @@ def run_job(
 
 
 def _tie(job: Job, chunk: Any, optimizer: Any) -> Any:
-    from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
+    from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 
     assert dist.group.WORLD is not None
     tied = TiedEmbedding(

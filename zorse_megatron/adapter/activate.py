@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.versions import check_megatron, installed_megatron
 from zorse_megatron.adapter.stock_fixes import stock_fixes
-from zorse_megatron.adapter.versions import check_megatron, installed_megatron
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.log import say
 from zorse_megatron.schema.cluster.cluster import Cluster

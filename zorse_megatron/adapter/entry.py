@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from zorse_megatron.adapter.versions import megatron_directory
+from zorse_megatron.adapter.patches.versions import megatron_directory
 from zorse_megatron.log import say
 
 

@@ -13,7 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from zorse_megatron.adapter.data.sample_readers import SampleKind
-from zorse_megatron.adapter.data_parallel.exact_values import start_from_main
 from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
 from zorse_megatron.adapter.groups.process_groups import (
     PlanGroups,
@@ -34,8 +33,9 @@ from zorse_megatron.adapter.model.chunk_runner import (
     StepInputs,
     iterator_per_chunk,
 )
-from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.optimizer.shard_update import Update
+from zorse_megatron.adapter.parameters.exact_values import start_from_main
+from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.session_executor import (
     boundary_dtype,
     make_executor,

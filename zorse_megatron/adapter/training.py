@@ -16,6 +16,7 @@ from zorse_megatron.adapter.arguments.compute_dtype import (
     with_one_loss_scale,
 )
 from zorse_megatron.adapter.arguments.recompute import set_recompute
+from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.checkpoint.check_before_load import (
     LOAD_HOOKS,
     check_before_load,
@@ -27,19 +28,18 @@ from zorse_megatron.adapter.checkpoint.save_manifest import MANIFEST_HOOKS
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.data.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.data.sample_readers import counting_each_chunk, sample_kind
-from zorse_megatron.adapter.data_parallel.exact_values import take_exact
 from zorse_megatron.adapter.groups import global_groups
-from zorse_megatron.adapter.groups.placement import check_placement
 from zorse_megatron.adapter.groups.process_groups import PlanGroups, create_groups
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss.loss_report import tell_last_rank
-from zorse_megatron.adapter.model.build_chunks import build_one_by_one, wrap_chunk
-from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding, saved_once
 from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
+from zorse_megatron.adapter.parameters.exact_values import take_exact
+from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding, saved_once
 from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem

@@ -23,7 +23,7 @@ from zorse_megatron.adapter.checkpoint.sharded_tensors import (
     model_shardings,
     parameter_pieces,
 )
-from zorse_megatron.adapter.model.tied_embeddings import is_second_copy
+from zorse_megatron.adapter.parameters.tied_embeddings import is_second_copy
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schedules.shards import Interval
 

@@ -15,7 +15,7 @@ from zorse_megatron.adapter.checkpoint.sharded_tensors import (
     joined,
     parameter_pieces,
 )
-from zorse_megatron.adapter.data_parallel.exact_values import in_fp32, keep_exact_part, standing_for
+from zorse_megatron.adapter.parameters.exact_values import in_fp32, keep_exact_part, standing_for
 from zorse_megatron.runtime.host_link import copied_to_host
 
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-from zorse_megatron.adapter.data_parallel.exact_values import original_entry
+from zorse_megatron.adapter.parameters.exact_values import original_entry
 from zorse_megatron.errors import Problem, SeamError
 from zorse_megatron.schedules.shards import Interval, intersection
 from zorse_megatron.schedules.tensor_blocks import interval_blocks

@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model
 from zorse_megatron.adapter.checkpoint.saved_parameters import take_loaded
 from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder, UnevenBucketGroup
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
-from zorse_megatron.adapter.data_parallel.exact_values import keep_exact
+from zorse_megatron.adapter.parameters.exact_values import keep_exact
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.low_precision_reduce import CommDtype

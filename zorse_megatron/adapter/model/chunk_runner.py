@@ -22,7 +22,7 @@ from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.groups.stock_stages import StockStages
 from zorse_megatron.adapter.loss.loss_report import with_token_counts
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
-from zorse_megatron.adapter.model.tied_embeddings import TiedEmbedding
+from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch

@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
-from zorse_megatron.adapter.data_parallel.exact_values import keep_exact
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition
+from zorse_megatron.adapter.parameters.exact_values import keep_exact
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.schema.plan.plan import ComputeDtype

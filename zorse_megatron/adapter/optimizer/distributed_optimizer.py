@@ -15,10 +15,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Rang
 
 from zorse_megatron.adapter.checkpoint import saved_optimizer
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
-from zorse_megatron.adapter.data_parallel.exact_values import take_exact
 from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
 from zorse_megatron.adapter.optimizer.host_state import HostState
 from zorse_megatron.adapter.optimizer.main_parameters import by_chunk
+from zorse_megatron.adapter.parameters.exact_values import take_exact
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
 from zorse_megatron.schedules.shards import Interval

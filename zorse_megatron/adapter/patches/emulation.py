@@ -9,7 +9,7 @@ from functools import partial
 
 from zorse_megatron.adapter.patches import signatures
 from zorse_megatron.adapter.patches.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches.versions import MEGATRON_VERSIONS
 
 _record = partial(Rebinding, versions=MEGATRON_VERSIONS, test="tests/megatron/test_emulation.py")
 

@@ -15,7 +15,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from zorse_megatron.adapter.versions import installed_version
+from zorse_megatron.adapter.patches.versions import installed_version
 from zorse_megatron.errors import Problem, SeamError
 
 _ABSENT = object()

@@ -4,7 +4,7 @@ from functools import partial
 
 from zorse_megatron.adapter.patches import signatures
 from zorse_megatron.adapter.patches.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches.versions import MEGATRON_VERSIONS
 
 _EXACT = "tests/megatron/test_exactness.py"
 _SCRIPT = "tests/megatron/test_upstream_script.py"

@@ -3,7 +3,7 @@
 from functools import partial
 
 from zorse_megatron.adapter.patches.rebind import Rebinding
-from zorse_megatron.adapter.versions import MEGATRON_VERSIONS
+from zorse_megatron.adapter.patches.versions import MEGATRON_VERSIONS
 
 _record = partial(Rebinding, versions=MEGATRON_VERSIONS)
 _building = partial(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.data_parallel.exact_values import original_entry
+from zorse_megatron.adapter.parameters.exact_values import original_entry
 from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals
 from zorse_megatron.schedules.shards import Interval, overlaps
 
