@@ -157,7 +157,7 @@ def _train(
 
 
 def _plan_run(
-    command: TrainingCommand,
+    command: PretrainCommand,
     plan: Plan,
     cluster: Cluster | None,
     watch: WatchedRank,
