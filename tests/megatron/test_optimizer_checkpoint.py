@@ -49,7 +49,7 @@ def _run_all(trainings: Sequence[Training]) -> list[dict[str, torch.Tensor]]:
     """Run them; returns the whole model's weights of each, checked to be equal on all ranks."""
     (world_size,) = {training.job.world_size for training in trainings}
     found: list[dict[str, torch.Tensor]] = [{} for _ in trainings]
-    for rank in run_megatron_ranks(world_size, _run_on_rank, trainings, timeout_s=240):
+    for rank in run_megatron_ranks(world_size, _run_on_rank, trainings, timeout_s=120):
         for weights, part in zip(found, rank, strict=True):
             for name, array in part.items():
                 weight = torch.from_numpy(array)
