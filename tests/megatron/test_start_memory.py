@@ -5,6 +5,7 @@ Counted are all floating-point tensors that any operation makes, not what the ru
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,14 @@ def counted(
     return [json.loads((work / f"counted-rank{rank}.json").read_text()) for rank in ranks]
 
 
+def few_passes(num_chunks: int) -> Plan:
+    """As `plan_of`, with one micro-batch for each rank: before the first there is none."""
+    plan = plan_of(num_chunks)
+    (group,) = plan.groups
+    replicas = tuple(replace(r, micro_batch_size=4, num_microbatches=1) for r in group.replicas)
+    return replace(plan, groups=(replace(group, replicas=replicas),))
+
+
 def start_bytes(sizes: list[int], share: float) -> int:
     """The highest of the moments in which a chunk is wrapped.
 
@@ -63,7 +72,7 @@ def start_bytes(sizes: list[int], share: float) -> int:
 def test_start_is_the_closed_form(num_chunks: int, corpus: Path, tmp_path: Path) -> None:
     sizes = chunk_bytes(num_chunks)
     assert start_bytes(sizes, SHARE) <= closed_form(sizes, SHARE, late=True), "as in a step"
-    for found in counted(plan_of(num_chunks), corpus, tmp_path):
+    for found in counted(few_passes(num_chunks), corpus, tmp_path):
         assert found["start"] == start_bytes(sizes, SHARE) + SCALARS_BYTES
 
 
