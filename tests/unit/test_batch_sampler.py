@@ -1,5 +1,6 @@
 """Replicas of a group together read every global batch, in order, over any number of epochs."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schema.plan.plan import Plan
 
 
+@pytest.mark.slow
 @given(plan=plans(max_world=6), epoch=st.integers(1, 40), size=st.integers(1, 5), data=st.data())
 def test_replicas_partition_each_global_batch(
     plan: Plan, epoch: int, size: int, data: st.DataObject

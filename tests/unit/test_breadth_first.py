@@ -186,6 +186,7 @@ def range_above(plan: Plan, actions: tuple[Action, ...], action: Action) -> list
     return [c for c in range(len(plan.chunks)) if c in held and c > (action.chunk or 0)]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=plans())
 def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:

@@ -85,6 +85,7 @@ def test_any_damage_to_a_file_is_seen(name: str, how: str, position: int, bit: i
             assert name in problem.where and problem.found and problem.expected and problem.remedy
 
 
+@pytest.mark.slow
 @given(name=st.sampled_from(list(FILES)), cut=st.one_of(st.none(), st.integers(0, 2000)))
 def test_without_a_manifest_missing_bytes_are_seen(name: str, cut: int | None) -> None:
     """As in checkpoints of stock's: the metadata says where the last tensor of a file ends."""

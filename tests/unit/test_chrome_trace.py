@@ -35,6 +35,7 @@ def by_phase(events):
     return found
 
 
+@pytest.mark.slow
 @given(case=priced_with_options())
 @settings(max_examples=40)
 def test_structure(case):

@@ -263,6 +263,7 @@ def test_no_plan(run, search):
     assert run("check", "new.json").exit_code == 1
 
 
+@pytest.mark.slow
 def test_compare_plans(run, search):
     result = run(*COMPARE)
     assert result.exit_code == 0, result.output
@@ -276,6 +277,7 @@ def test_compare_plans(run, search):
     assert re.search(r"\nstock, best GPUs: \d \S+: PP \d DP ", result.stdout)
 
 
+@pytest.mark.slow
 def test_compare_plans_json(run, search):
     answer = json.loads(run(*COMPARE, "--json").stdout)
     rows = {row["strategy"]: row for row in answer["plans"]}

@@ -282,6 +282,7 @@ VALUES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_value_anywhere_gives_a_cluster_or_problems(data):
     def draw(default):

@@ -99,6 +99,7 @@ def test_a_file_is_written_behind_links_or_nothing_is_changed(places, name, data
         assert after == before
 
 
+@pytest.mark.slow
 @given(
     places=st.lists(PLACES, max_size=4), first=NAMES, second=NAMES, dot=st.sampled_from(["", "./"])
 )

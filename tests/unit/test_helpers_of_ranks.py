@@ -16,9 +16,11 @@ def status_of(name: str) -> int:
     return subprocess.run([sys.executable, "-c", SPAWNED.format(name=name)], check=False).returncode
 
 
+@pytest.mark.slow
 def test_a_spawned_process_ignores_the_signal() -> None:
     assert status_of("__mp_main__") == 0
 
 
+@pytest.mark.slow
 def test_whoever_imports_the_module_does_not() -> None:
     assert status_of("zorse_megatron.pretrain") == -signal.SIGTERM

@@ -95,6 +95,7 @@ def variables_of(task: dict[str, str], cluster: Cluster | None) -> dict[str, str
     return torch_environment(launched_rank(task, "host"), task, cluster)
 
 
+@pytest.mark.slow
 @given(cluster=clusters(), partitions=PARTITIONS)
 def test_any_nodes_that_slurm_picks_have_the_gpus_of_their_ranks(
     cluster: Cluster, partitions: dict[str, str]
@@ -120,6 +121,7 @@ def test_any_nodes_that_slurm_picks_have_the_gpus_of_their_ranks(
     assert len(tasks) == cluster.world_size
 
 
+@pytest.mark.slow
 @given(cluster=clusters(), partitions=PARTITIONS, data=st.data())
 def test_named_nodes_have_their_own_ranks_in_any_order(
     cluster: Cluster, partitions: dict[str, str], data: st.DataObject
@@ -142,6 +144,7 @@ def test_named_nodes_have_their_own_ranks_in_any_order(
     }
 
 
+@pytest.mark.slow
 @given(cluster=clusters())
 def test_torchrun_gives_ranks_out_as_the_file_does(cluster: Cluster) -> None:
     text = torchrun_lines(cluster, TRAINING, master_address=None, master_port=1234)

@@ -81,6 +81,7 @@ def test_lists_can_be_executed(plan: Plan, forward_only: bool) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(plan=any_plan, forward_only=st.booleans())
 def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
@@ -94,6 +95,7 @@ def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
         assert len(orders) == 1
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(plan=any_plan)
 def test_early_receives_change_places_only(plan: Plan) -> None:
@@ -104,6 +106,7 @@ def test_early_receives_change_places_only(plan: Plan) -> None:
             assert [a for a in one if a.kind in kinds] == [a for a in other if a.kind in kinds]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(plan=any_plan, forward_only=st.booleans())
 def test_lists_print_and_parse_back(plan: Plan, forward_only: bool) -> None:

@@ -38,6 +38,7 @@ def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
         assert found.at(size) == pytest.approx(latency_s + size / bytes_per_s, rel=1e-6)
 
 
+@pytest.mark.slow
 @given(latencies, bandwidths, st.lists(st.floats(0.8, 1.25), min_size=6, max_size=6))
 def test_noise_moves_a_line_no_further_than_itself(
     latency_s: float, bytes_per_s: float, noise: list[float]

@@ -77,6 +77,7 @@ def test_without_our_flags_the_script_is_stock(checkout):
     assert answer.returncode == 0
 
 
+@pytest.mark.slow
 def test_with_our_flags_we_take_over_before_the_script_goes_on(checkout):
     apply(checkout)
     answer = run_script(checkout, "--num-layers", "2", "--zorse-plan", "missing.json")

@@ -19,6 +19,7 @@ def test_helpers_of_the_sample():
     assert [replica.num_samples for replica in plan.groups[0].replicas] == [16, 8]
 
 
+@pytest.mark.slow
 @given(plans(max_chunks_per_group=3, max_ranks_per_replica=2))
 def test_helpers_agree_with_the_lists(plan):
     assert sorted(rank for group in plan.groups for rank in group.ranks) == list(

@@ -20,6 +20,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_value_anywhere_gives_a_plan_or_problems(data):
     plan, path, owner = good(), [], None

@@ -30,6 +30,7 @@ def test_what_is_dumped_loads_back_equal(plan):
     assert fingerprint(again) == fingerprint(plan)
 
 
+@pytest.mark.slow
 @given(ANY_PLAN)
 def test_dump_leaves_out_what_is_none(plan):
     def nulls(value):

@@ -5,6 +5,8 @@ import pickle
 import subprocess
 import sys
 
+import pytest
+
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
 
 FRESH = """DeviceGroup((GpuClass(
@@ -19,6 +21,7 @@ print(found == fresh, {{fresh: "there"}}.get(found), {{found: "there"}}.get(fres
 """
 
 
+@pytest.mark.slow
 def test_a_device_group_from_another_process_is_found_as_a_key():
     device_group = eval(FRESH, {"DeviceGroup": DeviceGroup, "GpuClass": GpuClass})
     here = hash(device_group)  # kept from now on

@@ -28,6 +28,7 @@ def value(table, layers):
     return max(cost.busy_s for cost in chosen) + sum(cost.fill_drain_s for cost in chosen)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(tables, st.integers(1, 12))
 def test_no_layout_is_better(table, num_layers):

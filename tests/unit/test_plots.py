@@ -65,6 +65,7 @@ def test_gantt_wants_every_rank(tmp_path):
         draw_gantt(tmp_path / "t.png", plan=PLAN, spans=spans, title="t")
 
 
+@pytest.mark.slow
 def test_equal_figures_are_equal_files(tmp_path):
     for name in ("a.png", "b.png"):
         draw_gantt(tmp_path / name, plan=PLAN, spans=fake_spans(PLAN), title="t")

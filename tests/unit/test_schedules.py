@@ -98,6 +98,7 @@ def test_equal_replicas_get_the_samples_of_megatrons_sampler(
         assert [m.start for m in replica_micro_batches(plan, rank)] == expected
 
 
+@pytest.mark.slow
 @given(plan=plans())
 def test_micro_batches_partition_the_global_batch(plan: Plan) -> None:
     for group in plan.groups:
@@ -110,6 +111,7 @@ def test_micro_batches_partition_the_global_batch(plan: Plan) -> None:
             assert m.size == group.replicas[m.replica].micro_batch_size
 
 
+@pytest.mark.slow
 @given(plan=plans())
 def test_pieces_equal_brute_force(plan: Plan) -> None:
     for left, right in zip(plan.groups, plan.groups[1:], strict=False):
@@ -170,6 +172,7 @@ def test_one_sequence_runs_even_if_every_transfer_blocks(plan: Plan) -> None:
     check_executable(lower_plan(plan, early_receives=False), blocking=True)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=plans())
 def test_evaluation_lists_can_be_executed(plan: Plan) -> None:
@@ -179,6 +182,7 @@ def test_evaluation_lists_can_be_executed(plan: Plan) -> None:
     assert kinds <= {Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(plan=plans())
 def test_lists_print_and_parse_back(plan: Plan) -> None:

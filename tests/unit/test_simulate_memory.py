@@ -229,6 +229,7 @@ def test_an_iteration_gives_back_what_it_took(case, forward_only):
         assert all(min(step.by_category_bytes) >= 0 for step in steps)
 
 
+@pytest.mark.slow
 @given(case=priced())
 @settings(max_examples=50)
 def test_activations_are_those_between_forward_and_backward(case):

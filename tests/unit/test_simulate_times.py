@@ -402,6 +402,7 @@ def test_links_carry_no_more_than_they_can(case):
         assert sum(t.num_bytes for t in crossing) <= capacity * (end - begin) * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @given(case=priced().map(congested))
 @settings(max_examples=30)
 def test_the_same_input_gives_the_same_result(case):

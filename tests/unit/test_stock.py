@@ -52,6 +52,7 @@ def test_stages_may_count_embedding_and_head_as_layers():
     assert even_stages(2, 4) is None  # the first stage would have none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, 10])
 def test_the_best_layout_is_the_fastest_that_fits(layers):
     inputs = make(layers=layers)
@@ -85,6 +86,7 @@ def test_memory_is_told_from_divisibility():
         find_plan(make(batch=7, layers=9), strategy="stock")
 
 
+@pytest.mark.slow
 def test_subsets_of_the_gpus_are_tried():
     seven = make(three_nodes(["2 x A100-40", "4 x A10G", "1 x T4"]))
     tried = set(subsets(seven))

@@ -30,6 +30,7 @@ def test_plans_with_all_options_are_valid(plan):
     assert problems_of(plan) == ()
 
 
+@pytest.mark.slow
 @given(plans(3, 2, num_layers=st.integers(2, 3), global_batch_size=7, min_groups=2))
 def test_bounds_are_kept(plan):
     assert plan.world_size <= 3

@@ -24,6 +24,7 @@ def test_docstrings(module: ModuleType) -> None:
     assert results.attempted and not results.failed
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_json() -> None:
     command = [sys.executable, ROOT / "scripts/bench_topology.py", "--gpus", "32", "64", "--json"]
     rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -85,6 +85,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_one_signature_for_each_class_of_groupings(name: str) -> None:
     spec = SMALL[name]
@@ -138,6 +139,7 @@ def test_candidates_of_cluster_b_have_what_the_planner_looks_for() -> None:
     assert families == {"together", "split", "by", "pools:"}
 
 
+@pytest.mark.slow
 def test_the_order_does_not_depend_on_the_process() -> None:
     script = (
         "from tests.topologies import two_regions\n"
@@ -186,6 +188,7 @@ def test_ten_thousand_gpus() -> None:
     assert len(near) == 20
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(topologies(), st.randoms(use_true_random=False))
 def test_neighbours_are_one_step_away(spec: Topology, random: object) -> None:

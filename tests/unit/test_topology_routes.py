@@ -37,6 +37,7 @@ def walk(spec: Topology, source: int, target: int) -> list[object]:
     return passed
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(topologies())
 def test_routes_are_walks_in_the_graph(spec: Topology) -> None:
