@@ -6,6 +6,8 @@ import sys
 
 SPAWNED = """\
 import os, runpy, signal
+
+import pytest
 runpy.run_module("zorse_megatron.pretrain", run_name={name!r}, alter_sys=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """
