@@ -4,10 +4,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 SPAWNED = """\
 import os, runpy, signal
-
-import pytest
 runpy.run_module("zorse_megatron.pretrain", run_name={name!r}, alter_sys=True)
 os.kill(os.getpid(), signal.SIGTERM)
 """
