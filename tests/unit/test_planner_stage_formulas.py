@@ -67,13 +67,11 @@ def test_every_segment_takes_what_its_stage_takes(seed, level):
 def test_arrays_hold_what_single_numbers_give(values, limit):
     """To the bit: the same operations in the same order."""
     layers, times, counts = (np.array(column) for column in zip(*values, strict=True))
-    together = stage_formulas.pass_s(layers, times, recomputed=counts, again_s=0.3, last_s=limit)
+    together = stage_formulas.pass_s(layers, times, counts * 0.3, 0.1, limit)
     in_flight = stage_formulas.in_flight_micro_batches(limit, counts, 16)
     kept = stage_formulas.activation_bytes(counts, layers, kept=90, spared=40, recomputed=times)
     for at, (number, time_s, count) in enumerate(values):
-        assert together[at] == stage_formulas.pass_s(
-            number, time_s, recomputed=count, again_s=0.3, last_s=limit
-        )
+        assert together[at] == stage_formulas.pass_s(number, time_s, count * 0.3, 0.1, limit)
         assert in_flight[at] == stage_formulas.in_flight_micro_batches(limit, count, 16)
         assert kept[at] == stage_formulas.activation_bytes(
             count, number, kept=90, spared=40, recomputed=time_s

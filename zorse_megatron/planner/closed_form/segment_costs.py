@@ -103,21 +103,12 @@ class SegmentCosts:
         slowest_s = np.full(self._shape, np.inf)
 
         def both_s(recomputed: Floats | int) -> Floats:
-            return np.asarray(
-                pass_s(
-                    layers,
-                    layer_s,
-                    recomputed=recomputed,
-                    again_s=again_s,
-                    first_s=first_s,
-                    last_s=last_s,
-                )
-            )
+            return np.asarray(pass_s(layers, layer_s, recomputed * again_s, first_s, last_s))
 
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             for recomputed, copies_s in self._ways(both_s(0), layers):
                 each_s = both_s(recomputed)
-                time_s = batch / samples_per_s(counts, sizes, each_s) + copies_s
+                time_s = batch / samples_per_s(counts * sizes, each_s) + copies_s
                 better = np.isfinite(recomputed) & (layers[0] > 0) & (time_s < busy_s)
                 busy_s = np.where(better, time_s, busy_s)
                 longest_s = np.where(counts > 0, each_s, 0.0).max(axis=0)

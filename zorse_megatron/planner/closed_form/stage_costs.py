@@ -221,26 +221,20 @@ class StageCostModel:
 
     def passes(self, stage: Stage, settings: MemorySettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
-        compute, position, result = self.inputs.compute, stage.position, []
+        compute, layers, result = self.inputs.compute, stage.num_layers, []
+        again_s, first, last = 0.0, _NOTHING, _NOTHING
         for gpu_class, size in zip(stage.device_group.gpu_classes, stage.sizes, strict=True):
             kind = gpu_class.kind
-            first = compute.embedding(kind, size) if position.is_first else _NOTHING
-            last = compute.head(kind, size) if position.is_last else _NOTHING
-            again_s = compute.recompute_s(kind, size, settings.mode) if settings.recomputed else 0.0
             layer_forward_s, layer_backward_s = self.layer_s(kind, size)
-            forward_s = pass_s(
-                stage.num_layers,
-                layer_forward_s,
-                first_s=first.forward_s,
-                last_s=last.forward_s,
-            )
+            if settings.recomputed:
+                again_s = settings.recomputed * compute.recompute_s(kind, size, settings.mode)
+            if stage.position.is_first:
+                first = compute.embedding(kind, size)
+            if stage.position.is_last:
+                last = compute.head(kind, size)
+            forward_s = pass_s(layers, layer_forward_s, 0.0, first.forward_s, last.forward_s)
             backward_s = pass_s(
-                stage.num_layers,
-                layer_backward_s,
-                recomputed=settings.recomputed,
-                again_s=again_s,
-                first_s=first.backward_s,
-                last_s=last.backward_s,
+                layers, layer_backward_s, again_s, first.backward_s, last.backward_s
             )
             result.append(StagePasses(size=size, forward_s=forward_s, backward_s=backward_s))
         return tuple(result)
@@ -286,11 +280,14 @@ class StageCostModel:
     ) -> tuple[float, float]:
         """Time of the slowest replica with whole micro-batches, and the mean time of one."""
         batch = self.inputs.global_batch_size
-        num_gpus = [len(gpu_class.ranks) for gpu_class in device_group.gpu_classes]
-        sizes, both_s = [each.size for each in passes], [each.both_s for each in passes]
-        rate: float = samples_per_s(num_gpus, sizes, both_s)
-        rows = [(n * m, s) for n, m, s in zip(num_gpus, sizes, both_s, strict=True)]
-        mean_s = sum(samples for samples, _ in rows) / rate  # weighted by samples per second
+        both_s = [each.both_s for each in passes]
+        together = [
+            len(gpu_class.ranks) * each.size
+            for gpu_class, each in zip(device_group.gpu_classes, passes, strict=True)
+        ]
+        rate: float = samples_per_s(together, both_s)
+        mean_s = sum(together) / rate  # weighted by samples per second
+        rows = list(zip(together, both_s, strict=True))
         limit_s = batch / rate * (1 - 1e-12)
         while True:
             done = sum(samples * math.floor(limit_s / s * (1 + 1e-9)) for samples, s in rows)

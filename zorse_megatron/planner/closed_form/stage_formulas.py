@@ -18,25 +18,22 @@ ByClass = Sequence[Value] | np.ndarray
 
 
 def pass_s(
-    layers: Value,
-    layer_s: Value,
-    *,
-    recomputed: Value = 0,
-    again_s: Value = 0.0,
-    first_s: Value = 0.0,
-    last_s: Value = 0.0,
+    layers: Value, layer_s: Value, again_s: Value = 0.0, first_s: Value = 0.0, last_s: Value = 0.0
 ) -> Value:
     """One micro-batch through a stage: forward, backward, or both.
 
-    `again_s`: to recompute a layer, for `recomputed` of them. `first_s`, `last_s`: embedding and
-    head, where the stage has them.
+    `again_s`: of all layers that are recomputed. `first_s`, `last_s`: embedding and head, where the
+    stage has them.
     """
-    return layers * layer_s + recomputed * again_s + first_s + last_s
+    return layers * layer_s + again_s + first_s + last_s
 
 
-def samples_per_s(num_gpus: ByClass, sizes: ByClass, both_s: ByClass) -> Value:
-    """Throughput of a group whose GPUs take `both_s` for a micro-batch, forward and backward."""
-    return sum(n * size / s for n, size, s in zip(num_gpus, sizes, both_s, strict=True))
+def samples_per_s(samples: ByClass, both_s: ByClass) -> Value:
+    """Throughput of a group.
+
+    `samples`: of one micro-batch on every GPU of a class; `both_s`: forward and backward of one.
+    """
+    return sum(n / s for n, s in zip(samples, both_s, strict=True))
 
 
 def micro_batches_per_replica(
@@ -59,13 +56,13 @@ def in_flight_micro_batches(limit_samples: Value, count: Value, batch: float) ->
     return max(1, math.ceil(part))
 
 
-def stage_parameters(layers: Value, layer: int, *, first: Value, last: Value) -> Value:
+def stage_parameters(layers: Value, layer: int, first: Value, last: Value) -> Value:
     """Parameters of layers, and of embedding and head where the stage has them."""
     return layers * layer + first + last
 
 
 def activation_bytes(
-    layers_in_flight: Value, layers: Value, *, kept: int, spared: int, recomputed: Value = 0
+    layers_in_flight: Value, layers: Value, kept: int, spared: int, recomputed: Value = 0
 ) -> Value:
     """What a sample keeps between forward and backward, in all layers and micro-batches in flight.
 
@@ -75,7 +72,7 @@ def activation_bytes(
 
 
 def replica_bytes(
-    whole: Value, size: Value, *, activations: Value, working: Value, reserve: int = 0
+    whole: Value, size: Value, activations: Value, working: Value, reserve: int = 0
 ) -> Value:
     """What a GPU holds beside its shards: `whole` parameters and gradients, and for each of the
     `size` samples of a micro-batch activations and what is in work at the moment."""

@@ -42,13 +42,13 @@ class StageMemory:
 
     def parameters(self, num_layers: int, position: StagePosition) -> int:
         """Parameters of a stage."""
-        costs, tied = self.costs, self.inputs.tied_embeddings and position.is_first
-        found: int = stage_parameters(
-            num_layers,
-            self.layer_parameters,
-            first=costs.embedding_parameters() if position.is_first else 0,
-            last=costs.head_parameters(tied_on_same_rank=tied) if position.is_last else 0,
-        )
+        costs, first, last = self.costs, 0, 0
+        if position.is_first:
+            first = costs.embedding_parameters()
+        if position.is_last:
+            tied = self.inputs.tied_embeddings and position.is_first
+            last = costs.head_parameters(tied_on_same_rank=tied)
+        found: int = stage_parameters(num_layers, self.layer_parameters, first, last)
         return found
 
     def shared_bytes(self, stage: Stage, settings: MemorySettings) -> int:
@@ -82,11 +82,7 @@ class StageMemory:
             # One on its way out, one on its way in, one in use, each of one chunk.
             layers = min(layers, 3 * stage.num_layers / stage.num_chunks)
         activations = activation_bytes(
-            layers,
-            stage.num_layers,
-            kept=self.kept["none"],
-            spared=spared,
-            recomputed=settings.recomputed,
+            layers, stage.num_layers, self.kept["none"], spared, settings.recomputed
         )
         alone = position.is_first and position.is_last and stage.num_chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary
@@ -98,12 +94,9 @@ class StageMemory:
             head = self.head * (
                 1.0 if position.schedule == "breadth_first" else min(in_flight, 2.0)
             )
+        working = again + buffers + head if count else 0.0
         found: float = replica_bytes(
-            self._whole_bytes(stage),
-            size,
-            activations=activations,
-            working=again + buffers + head if count else 0.0,
-            reserve=stage.reserve_bytes,
+            self._whole_bytes(stage), size, activations, working, stage.reserve_bytes
         )
         return found
 
