@@ -38,7 +38,7 @@ class PlanRun:
     cluster: Cluster | None = None
     """Says which node each rank is to be on; None: any."""
     update: Literal["auto", "stock", "fused"] = "auto"
-    """See `adapter.shard_update`."""
+    """See `adapter.optimizer.shard_update`."""
     trace_directory: Path | None = None
     memory_directory: Path | None = None
     metrics: Path | None = None

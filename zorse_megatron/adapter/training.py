@@ -219,7 +219,7 @@ def _save_once(
         with saved_once(model):
             result = stock(iteration, model, *args, **kwargs)
         if enter is not None:
-            enter(f"behind the save of iteration {iteration}")
+            enter(f"after the save of iteration {iteration}")
         return result
 
     return save_checkpoint

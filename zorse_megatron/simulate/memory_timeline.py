@@ -1,7 +1,7 @@
 """Bytes on each rank's GPU over time, by category.
 
 When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
-`adapter.chunk_runner` do:
+`adapter.model.chunk_runner` do:
 
 - Whole parameters and whole gradients are there all the time (Megatron's buffers), and the rank's
   shard of the optimizer state. For a chunk that the list RELEASEs, whole parameters are there from

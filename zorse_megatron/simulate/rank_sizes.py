@@ -202,7 +202,7 @@ class RankSizes:
     def tied_swaps(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """Rank -> (peer, bytes): the gradients of the tied embedding that the two swap.
 
-        As `adapter.model.tied_embeddings`: whoever owns the same elements in the first and in
+        As `adapter.parameters.tied_embeddings`: whoever owns the same elements in the first and in
         the last chunk. Here the embedding is cut as if it were a buffer of its own.
         """
         first, last = self.plan.chunks[0].group, self.plan.chunks[-1].group

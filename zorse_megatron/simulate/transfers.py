@@ -137,7 +137,7 @@ class MatchedTransfers:
         task = self.consumers.get(waiter, NOTHING)
         if task == NOTHING or self.graph.owner[task][1] < post.position:
             raise SimulationError(
-                f"rank {post.rank} receives {self._word(tracks, post)}, which nothing behind it "
+                f"rank {post.rank} receives {self._word(tracks, post)}, which nothing after it "
                 "in its list consumes"
             )
         return task

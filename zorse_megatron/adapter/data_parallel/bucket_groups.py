@@ -22,7 +22,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
     """Buckets that communicate together; each has `shard_bounds`, one interval per group rank.
 
     `shard_bounds` are positions in the bucket (see `schedules.shards`), set by
-    `data_parallel.UnevenDistributedDataParallel`.
+    `ddp.UnevenDistributedDataParallel`.
     """
 
     order: "BucketOrder"

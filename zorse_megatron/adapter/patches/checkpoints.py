@@ -37,7 +37,7 @@ SAVE_CHECKPOINT = Rebinding(
         "rng_state_key_prefix",
     ),
     becomes="The same; a tied embedding of which a rank has two copies is saved once.",
-    why="a tied embedding of which a rank has two copies must be saved once",
+    why="stock's parallel save may give the two copies to two writers",
     versions=MEGATRON_VERSIONS,
     test="tests/megatron/test_checkpoints.py::test_resumes",
     delete_when="stock's parallel save gives copies of a tensor on one rank to one writer",

@@ -46,7 +46,7 @@ LOG_STEP = _record(
         "seqlen_squared_sum_in_batch",
         "total_real_tokens_in_batch",
     ),
-    becomes="The same, behind a line of JSON in the file.",
+    becomes="The same, after writing a line of JSON to the metrics file.",
     why="stock's log lines are rounded and averaged over the logging interval",
     test="tests/megatron/test_metrics.py",
     delete_when="Megatron writes its scalars in full precision without TensorBoard",

@@ -67,7 +67,7 @@ def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
 
 
 def _recompute_flags(recompute: JobRecompute | None) -> list[str]:
-    """What `flags.computing` reads as this. Which modules selective means changes costs only."""
+    """What `flags.computing_flags` reads as this. What "selective" covers changes costs only."""
     if recompute is None:
         return []
     if recompute.mode == "selective":

@@ -1,6 +1,6 @@
 """Copies between an emulated GPU and its host, and what is offloaded meanwhile.
 
-Each direction of a GPU's link to the host is a stream of its own, as in `runtime.host_memory`: a
+Each direction of a GPU's link to the host is a stream of its own, as in `runtime.host_link`: a
 copy starts behind what the rank has computed so far and behind the copy before it, and takes what
 the cost models say for the real model's bytes. No other GPU takes part, so the conductor need not
 know. The tiny model's state is cut into as many pieces as the real one's.

@@ -44,7 +44,7 @@ class RankPage:
         self.phase = SharedText()
         """By the rank: what it is doing."""
         self.word = SharedText()
-        """By the rank: how it is about to end, see `root_cause.Word`."""
+        """By the rank: how it is about to end, see `root_cause.LastWord`."""
         self.address = SharedText()
         """By the rank: where the watcher of rank 0 listens."""
         self._flags = mmap.mmap(-1, 3)
