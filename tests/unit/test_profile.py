@@ -202,6 +202,7 @@ JSON_VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_value_anywhere_gives_a_profile_or_problems(data):
     profile, path, owner = good(), [], None
