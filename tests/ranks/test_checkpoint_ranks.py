@@ -80,7 +80,7 @@ def _load_job(root: str, skips: bool) -> tuple[Any, list[str]]:
             read.append(str(path.relative_to(root)))
 
     shared_reads.Hashing = Noted  # type: ignore[misc]
-    shared_reads._BYTES_BETWEEN_MEETINGS = 64
+    shared_reads._BYTES_BETWEEN_EXCHANGES = 64
     try:
         found = check_before_load(Load(root=Path(root), skips_damaged=skips))
     except CheckpointError as error:

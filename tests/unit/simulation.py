@@ -103,7 +103,7 @@ class Reference:
             start_s = max([self.clock[rank], *self.arrived[key]])
             self._span(rank, start_s, start_s + self._duration_s(rank, action))
             return True
-        return self._meet(rank, action)
+        return self._join(rank, action)
 
     def _span(self, rank: int, start_s: float, end_s: float) -> None:
         self.spans[rank, self.at[rank]] = start_s, end_s
@@ -136,7 +136,7 @@ class Reference:
             self.end_s = max(self.end_s, end_s)
             self.arrived[self._consumer(target, receive)].append(end_s)
 
-    def _meet(self, rank: int, action: Action) -> bool:
+    def _join(self, rank: int, action: Action) -> bool:
         """A collective: known once all members stand at it, and then for all of them."""
         group = self.plan.groups[self.plan.group_of_rank(rank)].ranks
         members = group if action.chunk is not None else range(self.plan.world_size)
@@ -152,7 +152,7 @@ class Reference:
         for member in members:
             owned = self.sizes.shards[self.plan.chunks_of_group(self.plan.group_of_rank(member))[0]]
             own_s = self.compute.step_s(self.kinds[member], owned[member])
-            end_s = start_s + self._meeting_s(action, tuple(group), len(members))
+            end_s = start_s + self._collective_s(action, tuple(group), len(members))
             if action.kind is Kind.STEP:
                 end_s += own_s
             self.spans[member, self.at[member]] = start_s, end_s
@@ -160,7 +160,7 @@ class Reference:
         self.clock[rank] = self.spans[rank, self.at[rank]][1]
         return True
 
-    def _meeting_s(self, action: Action, group: tuple[int, ...], count: int) -> float:
+    def _collective_s(self, action: Action, group: tuple[int, ...], count: int) -> float:
         if count == 1:
             return 0.0
         if action.chunk is None:

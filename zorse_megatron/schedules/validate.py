@@ -24,7 +24,7 @@ from zorse_megatron.schedules.actions import (
 _COLLECTIVES = frozenset({Kind.REDUCE, Kind.GATHER, Kind.SCALE, Kind.STEP})
 """TIE is not among them: it swaps with single ranks, and nothing but SCALE and STEP follows it."""
 
-_Meeting = tuple[Kind, int | None]
+_Collective = tuple[Kind, int | None]
 _Computation = tuple[bool, int | None, int | None]
 """(forward?, chunk, micro-batch)."""
 
@@ -61,13 +61,13 @@ class _Player:
         self.started: set[tuple[int, int]] = set()
         self.inputs = [_inputs(rank, actions) for rank, actions in enumerate(self.lists)]
         self.members = self._members()
-        self.present: dict[_Meeting, set[int]] = defaultdict(set)
+        self.present: dict[_Collective, set[int]] = defaultdict(set)
         """Ranks that stand at a collective."""
         self.awake = deque(range(len(self.lists)))
         """Ranks that may be able to go on."""
 
-    def _members(self) -> dict[_Meeting, set[int]]:
-        members: dict[_Meeting, set[int]] = defaultdict(set)
+    def _members(self) -> dict[_Collective, set[int]]:
+        members: dict[_Collective, set[int]] = defaultdict(set)
         for rank, actions in enumerate(self.lists):
             for action in actions:
                 if action.kind in _COLLECTIVES:
@@ -103,11 +103,11 @@ class _Player:
             if not self._inputs_arrived(rank, at, action):
                 return False
         elif action.kind in _COLLECTIVES:
-            return self._meet(rank, action)
+            return self._join(rank, action)
         self.position[rank] += 1
         return True
 
-    def _meet(self, rank: int, action: Action) -> bool:
+    def _join(self, rank: int, action: Action) -> bool:
         key = action.kind, action.chunk
         self.present[key].add(rank)
         if self.present[key] != self.members[key]:

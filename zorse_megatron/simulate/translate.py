@@ -39,7 +39,7 @@ from itertools import pairwise
 
 from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.simulate.action_costs import ActionCosts
-from zorse_megatron.simulate.meetings import Meetings
+from zorse_megatron.simulate.collective_tasks import CollectiveTasks
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.task_graph import NOTHING, Program, Role, TaskGraph, Track, live
@@ -59,20 +59,20 @@ def translate(
     Raises SimulationError where the lists of different ranks do not fit together.
     """
     graph = TaskGraph()
-    meetings = Meetings(graph, costs, lists)
+    collectives = CollectiveTasks(graph, costs, lists)
     transfers = MatchedTransfers(graph, costs.sizes, costs.loads)
     tracks = {}
     for rank, actions in lists.items():
         translator = _RankTranslator(
             rank=rank,
             actions=tuple(actions),
-            meetings=meetings,
+            collectives=collectives,
             transfers=transfers,
             perturbation=perturbation,
         )
         tracks[rank] = translator.translate()
     transfers.match(tracks)
-    meetings.check()
+    collectives.check()
     return Program(graph=graph, tracks=tracks, capacities_bytes_per_s=costs.loads.capacities)
 
 
@@ -84,14 +84,14 @@ class _RankTranslator:
         *,
         rank: int,
         actions: tuple[Action, ...],
-        meetings: Meetings,
+        collectives: CollectiveTasks,
         transfers: MatchedTransfers,
         perturbation: Perturbation,
     ) -> None:
         self.rank = rank
-        self.graph = meetings.graph
-        self.meetings = meetings
-        self.costs = meetings.costs
+        self.graph = collectives.graph
+        self.collectives = collectives
+        self.costs = collectives.costs
         self.sizes = self.costs.sizes
         self.transfers = transfers
         self.track = Track(rank=rank, actions=actions)
@@ -296,7 +296,7 @@ class _RankTranslator:
     def _join(self, position: int, kind: Kind, chunk: int | None, *after: int) -> int:
         number = self.counts.get((kind, chunk), 0)
         self.counts[kind, chunk] = number + 1
-        task = self.meetings.join((kind, chunk, number), (self.rank, position), *after)
+        task = self.collectives.join((kind, chunk, number), (self.rank, position), *after)
         self.track.communication.append(task)
         return task
 

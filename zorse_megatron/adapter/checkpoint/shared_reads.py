@@ -1,7 +1,7 @@
 """All ranks read a checkpoint's files together: each file once, by one rank.
 
 A rank may have much more to read than another one. So that no collective call waits for longer than
-its timeout, all ranks meet after each part.
+its timeout, all ranks exchange their progress after each part.
 """
 
 import time
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zorse_megatron.checkpoints.manifest import FileRecord, Hashing
 from zorse_megatron.log import say
 
-_BYTES_BETWEEN_MEETINGS = 1 << 30
+_BYTES_BETWEEN_EXCHANGES = 1 << 30
 _PROGRESS_INTERVAL_S = 10.0
 
 
@@ -75,10 +75,10 @@ def _pieces(hashings: dict[str, Hashing], missing: set[str]) -> Iterator[int]:
 
 
 def _some(pieces: Iterator[int]) -> tuple[int, bool]:
-    """Read until the next meeting; returns bytes, and whether nothing is left."""
+    """Read until the next exchange; returns bytes, and whether nothing is left."""
     num_bytes = 0
     for count in pieces:
         num_bytes += count
-        if num_bytes >= _BYTES_BETWEEN_MEETINGS:
+        if num_bytes >= _BYTES_BETWEEN_EXCHANGES:
             return num_bytes, False
     return num_bytes, True

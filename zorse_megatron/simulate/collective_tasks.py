@@ -8,14 +8,14 @@ from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import Role, TaskGraph
 
-Meeting = tuple[Kind, int | None, int]
+CollectiveKey = tuple[Kind, int | None, int]
 """Kind, chunk (None: the whole world), and how many of these came before in the list.
 
-The world meets twice for a STEP: for the norm, and for the report behind the list.
+A STEP has two collectives of the world: for the norm, and for the report after the list.
 """
 
 
-class Meetings:
+class CollectiveTasks:
     """Makes the task when the first rank joins; the others wait for it too."""
 
     def __init__(
@@ -24,10 +24,10 @@ class Meetings:
         self.graph = graph
         self.costs = costs
         self.ranks = lists.keys()
-        self.tasks: dict[Meeting, int] = {}
-        self.joined: dict[Meeting, int] = {}
+        self.tasks: dict[CollectiveKey, int] = {}
+        self.joined: dict[CollectiveKey, int] = {}
 
-    def join(self, key: Meeting, owner: tuple[int, int], *after: int) -> int:
+    def join(self, key: CollectiveKey, owner: tuple[int, int], *after: int) -> int:
         """Let a rank take part in the collective."""
         if key not in self.tasks:
             self.tasks[key] = self.graph.add_work(owner, Role.COLLECTIVE, self._work(key))
@@ -36,7 +36,7 @@ class Meetings:
         self.joined[key] = self.joined.get(key, 0) + 1
         return self.tasks[key]
 
-    def _work(self, key: Meeting) -> TaskWork:
+    def _work(self, key: CollectiveKey) -> TaskWork:
         kind, chunk, number = key
         if chunk is not None:
             return self.costs.collective(kind, chunk)
