@@ -1,4 +1,4 @@
-"""Prices of transfers and collectives: closed forms, a ring played step by step, rules."""
+"""Prices of transfers and collectives: closed forms, a ring simulated step by step, rules."""
 
 import math
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def test_a_shared_nic_is_charged_once(num_gpus: int) -> None:
     assert only(comm, ranks, sizes, "ring equal") == pytest.approx(expected)
 
 
-def play_ring(sizes: Sequence[float], rates: Sequence[float], hops_s: Sequence[float]) -> float:
+def simulate_ring(sizes: Sequence[float], rates: Sequence[float], hops_s: Sequence[float]) -> float:
     """All-gather on a ring, message by message: link i leads from member i to the next.
 
     A member sends its own shard first and then what it receives, one message at a time.
@@ -105,7 +105,7 @@ def test_ring_against_the_game_with_equal_rates(
     )
     count = spec.num_gpus
     hops = ([inside_s] * (per_node - 1) + [between_s]) * num_nodes
-    expected = play_ring([megabytes * MB] * count, [RATE] * count, hops)
+    expected = simulate_ring([megabytes * MB] * count, [RATE] * count, hops)
     found = only(GraphComm(spec), range(count), [megabytes * MB] * count, "ring equal")
     assert found == pytest.approx(expected)
 
@@ -134,12 +134,12 @@ def test_ring_against_the_game(spec: Topology, size: int) -> None:
             else min(*wide, *(link.bytes_per_s for link in between), math.inf)
         )
         hops.append(comm.routes.route(first, second).latency_s)
-    played = play_ring([float(size)] * len(ranks), rates, hops)
+    simulated = simulate_ring([float(size)] * len(ranks), rates, hops)
     one_pass = sum(size / rate for rate in rates)
     # Links between regions that the ring passes twice are shared, which the game leaves out.
     is_shared = len({node.region for node in spec.nodes}) == 3
-    assert played <= found + one_pass
-    assert is_shared or found <= played + sum(hops) + 1e-12
+    assert simulated <= found + one_pass
+    assert is_shared or found <= simulated + sum(hops) + 1e-12
 
 
 sizes_lists = st.lists(st.integers(0, 1000), min_size=2, max_size=12).filter(any)

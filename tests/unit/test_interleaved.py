@@ -79,7 +79,7 @@ def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
 def test_in_flight_micro_batches_stay_below_the_limit(plan: Plan) -> None:
     policy = interleaved(plan)
     pipeline = pipeline_for(plan, Boundaries(plan), policy, forward_only=False)
-    events = list(pipeline.play())
+    events = list(pipeline.simulate())
     in_flight: Counter[tuple[int, int]] = Counter()
     peak: Counter[tuple[int, int]] = Counter()
     ends = [(e.end, 0, e) for e in events if not e.forward]

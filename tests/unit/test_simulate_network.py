@@ -14,7 +14,7 @@ def flow(num_bytes, links, limit=float(100), usage=1.0):
 
 
 def finish_times(capacities, flows):
-    """Play flows, given as (start, flow), to the end; returns when each ends, in their order."""
+    """Run flows, given as (start, flow), to the end; returns when each ends, in their order."""
     network = Network(capacities)
     starts = sorted(range(len(flows)), key=lambda n: flows[n][0])
     due, ends, now_s = {}, {}, 0.0

@@ -285,14 +285,14 @@ def without_hops(plan):
 
 @pytest.mark.slow
 @given(plan=plans().map(without_hops))
-def test_times_are_those_of_the_play_that_made_the_order(plan):
-    """The play takes a replica's n micro-batches as 1/n each, a third of it forward.
+def test_times_are_those_of_the_simulation_that_made_the_order(plan):
+    """It takes a replica's n micro-batches as 1/n each, a third of it forward.
 
     With these costs and free communication every computation starts when it did there; earlier at
-    most where the play got stuck at its limits.
+    most where it got stuck at its limits.
     """
     pipeline = Pipeline(plan, Boundaries(plan), one_f_one_b(plan), forward_only=False)
-    events = list(pipeline.play())
+    events = list(pipeline.simulate())
     stuck = pipeline.was_stuck
     factors, kinds = {}, [""] * plan.world_size
     unit = {}

@@ -19,7 +19,7 @@ from zorse_megatron.schedules.one_f_one_b import one_f_one_b
 from zorse_megatron.schedules.timed_transfers import pipeline_for
 from zorse_megatron.schema.plan.plan import Hop, Plan
 
-played_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
+pipelined_plans = st.one_of(plans(), lowerable_plans(schedule_names=("interleaved",)))
 
 
 def with_hops(plan: Plan, hop: Hop | None) -> Plan:
@@ -37,9 +37,9 @@ def pipeline(plan: Plan, *, forward_only: bool = False):
     return pipeline_for(plan, Boundaries(plan), policy, forward_only=forward_only)
 
 
-def whole_of(play) -> int:
-    """How long a group computes, in the play's unit."""
-    worker = next(iter(play.workers.values()))
+def group_time_of(simulation) -> int:
+    """How long a group computes, in the simulation's unit."""
+    worker = next(iter(simulation.workers.values()))
     return 3 * len(worker.queue) * sum(worker.costs.values())
 
 
@@ -57,12 +57,12 @@ def two_groups(hop: Hop | None) -> Plan:
 
 
 @pytest.mark.parametrize("latency", [0.0, 2.0, 3.5])
-def test_the_play_takes_as_long_as_the_hop_asks_for(latency):
+def test_the_schedule_takes_as_long_as_the_hop_asks_for(latency):
     """Messages of 3, one behind the other; the last one's gradient comes back as long."""
-    play = pipeline(two_groups(Hop(latency=latency / (3 * NUM), load=1.0)))
-    end = max(event.end for event in play.play())
+    simulation = pipeline(two_groups(Hop(latency=latency / (3 * NUM), load=1.0)))
+    end = max(event.end for event in simulation.simulate())
     ideal = 1 + NUM * 3 + latency + 1 + 2 + 3 + latency + 2
-    assert end / whole_of(play) * 3 * NUM == pytest.approx(ideal, rel=1e-7)
+    assert end / group_time_of(simulation) * 3 * NUM == pytest.approx(ideal, rel=1e-7)
 
 
 def test_an_order_that_knows_the_hop_is_ideal_and_one_that_does_not_is_longer():
@@ -76,29 +76,29 @@ def test_an_order_that_knows_the_hop_is_ideal_and_one_that_does_not_is_longer():
 
 @pytest.mark.slow
 @settings(deadline=None)
-@given(plan=played_plans, forward_only=st.booleans())
+@given(plan=pipelined_plans, forward_only=st.booleans())
 def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
     """Arrivals are found again from the events alone, hop by hop."""
-    play = pipeline(plan, forward_only=forward_only)
-    events = list(play.play())
+    simulation = pipeline(plan, forward_only=forward_only)
+    events = list(simulation.simulate())
     starts = {(e.chunk, e.forward, e.micro_batch.key): e.time for e in events}
     assert len(starts) == len(events)
-    whole, sent = whole_of(play), defaultdict(list)
+    group_time, sent = group_time_of(simulation), defaultdict(list)
     for event in events:
         lower = event.chunk if event.forward else event.chunk - 1
         if 0 <= lower < len(plan.chunks) - 1:
-            link = play.boundaries.behind[lower]
+            link = simulation.boundaries.after_chunk[lower]
             pieces = (link.by_source if event.forward else link.by_target)[event.micro_batch.key]
             sent[lower, event.forward] += [(event.end, piece) for piece in pieces]
     for (lower, forward), messages in sent.items():
         hop = plan.chunks[lower].hop or Hop(latency=0.0, load=0.0)
-        per_sample = whole * Fraction(hop.load) / plan.global_batch_size
+        per_sample = group_time * Fraction(hop.load) / plan.global_batch_size
         free = 0
         for moment in sorted({time for time, _ in messages}):
             together = [piece for time, piece in messages if time == moment]
             samples = sum(piece.stop - piece.start for piece in together)
             free = max(free, moment) + int(samples * per_sample)
-            arrival = free + round(whole * Fraction(hop.latency))
+            arrival = free + round(group_time * Fraction(hop.latency))
             for piece in together:
                 chunk, micro_batch = (lower + 1, piece.target) if forward else (lower, piece.source)
                 assert starts[chunk, forward, micro_batch.key] >= arrival
@@ -106,7 +106,7 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
 
 @pytest.mark.slow
 @settings(deadline=None)
-@given(plan=played_plans, forward_only=st.booleans())
+@given(plan=pipelined_plans, forward_only=st.booleans())
 def test_hops_that_take_no_time_change_no_order(plan, forward_only):
     none, no_time = with_hops(plan, None), with_hops(plan, Hop(latency=0.0, load=0.0))
     options = {"forward_only": forward_only, "early_receives": False}

@@ -43,7 +43,7 @@ class Considered:
     estimated: int
     """Plans costed in closed form."""
     simulated: int
-    """Plans played by the simulator."""
+    """Plans that were simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)

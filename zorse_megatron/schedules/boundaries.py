@@ -26,7 +26,7 @@ class Boundary:
 
 
 class Boundaries:
-    """Every group's micro-batches, and the boundary behind each chunk."""
+    """Every group's micro-batches, and the boundary after each chunk."""
 
     def __init__(self, plan: Plan) -> None:
         self.groups = tuple(chunk.group for chunk in plan.chunks)
@@ -37,7 +37,7 @@ class Boundaries:
         """Group -> replica -> its micro-batches in order; only replicas that have any."""
         # With several chunks per group the same pair of groups meets again and again.
         found: dict[tuple[int, int], Boundary] = {}
-        self.behind: list[Boundary] = []
+        self.after_chunk: list[Boundary] = []
         """Chunk -> the boundary to the next chunk."""
         for source, target in zip(self.groups, self.groups[1:], strict=False):
             if (source, target) not in found:
@@ -45,7 +45,7 @@ class Boundaries:
                 for piece in pieces(layouts[source], layouts[target]):
                     boundary.by_source.setdefault(piece.source.key, []).append(piece)
                     boundary.by_target.setdefault(piece.target.key, []).append(piece)
-            self.behind.append(found[source, target])
+            self.after_chunk.append(found[source, target])
 
 
 def _by_replica(layout: tuple[MicroBatch, ...]) -> dict[int, tuple[MicroBatch, ...]]:

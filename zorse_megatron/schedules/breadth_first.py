@@ -6,10 +6,10 @@ backward in reverse, each time with all of its micro-batches. On the model's las
 and the backward of the same micro-batch alternate, so that only one of them has its activations
 and logits there, and gradients start early.
 
-The order of each rank's computations is thus fixed; when they run is found by playing them once,
+The order of each rank's computations is thus fixed; when they run is found by simulating them once,
 visit by visit. When a group changes what is whole (see `materialise`), all its replicas wait for
-each other in the play, because they take part in the same collectives. Every wait is for something
-earlier in the order of visits, so the play always ends.
+each other in the simulation, because they take part in the same collectives. Every wait is for
+something earlier in the order of visits, so the simulation always ends.
 """
 
 from dataclasses import dataclass, field
@@ -71,18 +71,18 @@ def visits(plan: Plan, *, forward_only: bool) -> list[Visit]:
     ]
 
 
-def play_breadth_first(
+def simulate_breadth_first(
     plan: Plan, boundaries: Boundaries, *, forward_only: bool
 ) -> tuple[list[Event], list[GroupEvent]]:
-    """Play a step. Complexity: O(computations + pieces that travel)."""
-    play = _Play(plan, boundaries, visits(plan, forward_only=forward_only))
-    play.run()
-    return play.events, play.group_events
+    """Simulate a step. Complexity: O(computations + pieces that travel)."""
+    simulation = _BreadthFirst(plan, boundaries, visits(plan, forward_only=forward_only))
+    simulation.run()
+    return simulation.events, simulation.group_events
 
 
 @dataclass(kw_only=True)
 class _Group:
-    """Where a group stands, while it is played."""
+    """Where a group stands in the simulation."""
 
     replicas: dict[int, tuple[MicroBatch, ...]]
     free: dict[int, int] = field(init=False)
@@ -95,7 +95,7 @@ class _Group:
         self.free = dict.fromkeys(self.replicas, 0)
 
 
-class _Play:
+class _BreadthFirst:
     def __init__(self, plan: Plan, boundaries: Boundaries, order: list[Visit]) -> None:
         self.boundaries = boundaries
         self.order = order
@@ -181,10 +181,10 @@ class _Play:
     def _inputs_arrive(self, chunk: int, micro_batch: MicroBatch, *, forward: bool) -> int:
         if forward and chunk > 0:
             ends = self.ends[chunk - 1, True]
-            pieces = self.boundaries.behind[chunk - 1].by_target[micro_batch.key]
+            pieces = self.boundaries.after_chunk[chunk - 1].by_target[micro_batch.key]
             return max(ends[piece.source.key] for piece in pieces)
         if not forward and chunk < self.boundaries.last:
             ends = self.ends[chunk + 1, False]
-            pieces = self.boundaries.behind[chunk].by_source[micro_batch.key]
+            pieces = self.boundaries.after_chunk[chunk].by_source[micro_batch.key]
             return max(ends[piece.target.key] for piece in pieces)
         return 0

@@ -1,6 +1,6 @@
-"""What a play of a plan consists of: computations of replicas, and what whole groups do.
+"""Events of a simulated schedule: computations of replicas, and actions of entire groups.
 
-Time in a play is exact, in integers of no meaning outside of it. It is the plan's own hypothesis
+Its time is exact, in integers without meaning outside it. It is the plan's own hypothesis
 that the work is balanced: every group takes one unit for its part of the batch, each of its chunks
 in proportion to its layers, and a replica with n micro-batches 1/n of that for each, one third of
 it forward. Communication takes no time, but where the plan says how long (see `timed_transfers`).

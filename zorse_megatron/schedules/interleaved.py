@@ -18,7 +18,7 @@ def interleaved(plan: Plan) -> Policy:
 
     For a plan that Megatron could run this is its order, with `microbatch_group_size_per_vp_stage`
     = P. In others a replica does what it can rather than wait for its turn: on random plans of
-    unequal groups that takes a quarter off the time of the play.
+    unequal groups that takes a quarter off the simulated time.
     """
     rounds = [round_of(group) for group in plan.groups]
     limits: dict[Worker, int] = {}

@@ -1,6 +1,6 @@
 """From a plan to one list of actions per rank.
 
-The plan's schedule is played once, which gives an order to all that happens; each rank's list is
+The plan's schedule is simulated once, which gives an order to all that happens; each rank's list is
 its part of that sequence, so no order of execution can deadlock (see `sequence`). The receives are
 then started two computations earlier than that, so that they overlap with those; where starting a
 receive never waits, as with gloo, this keeps the property (see `validate`). NCCL's receives occupy
@@ -18,7 +18,7 @@ from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.breadth_first import (
     RESIDENT,
     parameters_setting,
-    play_breadth_first,
+    simulate_breadth_first,
 )
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.interleaved import interleaved
@@ -56,7 +56,7 @@ def lower_plan(
     if tied is None:
         tied = bool(plan.model.tied_embeddings)
     boundaries = Boundaries(plan)
-    events, group_events = _play(plan, boundaries, forward_only=forward_only)
+    events, group_events = _simulate(plan, boundaries, forward_only=forward_only)
     lists: list[Sequence[Action]] = list(cut_into_lists(plan, boundaries, events, group_events))
     if early_receives:
         lists = [_receive_early(actions) for actions in lists]
@@ -70,21 +70,21 @@ def lower_plan(
 
 
 def may_favour_a_replica(plan: Plan, *, forward_only: bool) -> bool:
-    """Whether the play gets stuck on its own rules, where it lets one of several equals go on."""
+    """Whether the simulation gets stuck on its own rules and then prefers one of several equals."""
     if plan.schedule.name == "breadth_first":
         return False
     pipeline = _pipeline(plan, Boundaries(plan), forward_only=forward_only)
-    for _ in pipeline.play():
+    for _ in pipeline.simulate():
         pass
     return pipeline.was_stuck
 
 
-def _play(
+def _simulate(
     plan: Plan, boundaries: Boundaries, *, forward_only: bool
 ) -> tuple[Sequence[Event], Sequence[GroupEvent]]:
     if plan.schedule.name == "breadth_first":
-        return play_breadth_first(plan, boundaries, forward_only=forward_only)
-    events = list(_pipeline(plan, boundaries, forward_only=forward_only).play())
+        return simulate_breadth_first(plan, boundaries, forward_only=forward_only)
+    events = list(_pipeline(plan, boundaries, forward_only=forward_only).simulate())
     return events, [] if forward_only else reductions(boundaries, events)
 
 

@@ -7,8 +7,8 @@ schedule's (`one_f_one_b`, `interleaved`); micro-batches of one chunk stay in or
 those of `events`.
 
 If no replica can go on, which limits and preferences of unequal groups can bring about, the first
-one in line goes on regardless of them. So the play always ends, and what it plays can be executed:
-see `validate`.
+one in line goes on regardless of them. So the simulation always ends, and its order can be
+executed: see `validate`.
 """
 
 import heapq
@@ -49,7 +49,7 @@ class _Pass:
 
 @dataclass(kw_only=True)
 class _Worker:
-    """One replica, while the pipeline is played."""
+    """One replica, while the pipeline is simulated."""
 
     key: Worker
     queue: Sequence[MicroBatch]
@@ -95,7 +95,7 @@ class _Worker:
 
 
 class Pipeline:
-    """A plan's chunks and replicas, played forward in time."""
+    """A plan's chunks and replicas, simulated forward in time."""
 
     resolution = 1
     """By how much the unit of time is finer than that of `forward_costs`."""
@@ -146,14 +146,14 @@ class Pipeline:
 
     def _dependencies(self) -> list[dict[tuple[bool, MicroBatchKey], int]]:
         missing: list[dict[tuple[bool, MicroBatchKey], int]] = [{} for _ in self.boundaries.groups]
-        for chunk, boundary in enumerate(self.boundaries.behind):
+        for chunk, boundary in enumerate(self.boundaries.after_chunk):
             for key, found in boundary.by_target.items():
                 missing[chunk + 1][True, key] = len(found)
             for key, found in boundary.by_source.items():
                 missing[chunk][False, key] = len(found)
         return missing
 
-    def play(self) -> Iterator[Event]:
+    def simulate(self) -> Iterator[Event]:
         """Yield all events by start time. Complexity: O(events x log events)."""
         running, now = self.running, 0
         remaining = sum(len(w.forwards) + len(w.backwards) for w in self.workers.values())
@@ -219,12 +219,12 @@ class Pipeline:
         key = event.micro_batch.key
         if event.forward:
             if event.chunk < self.boundaries.last:
-                for piece in self.boundaries.behind[event.chunk].by_source[key]:
+                for piece in self.boundaries.after_chunk[event.chunk].by_source[key]:
                     self._pass_on(event.chunk + 1, piece, forward=True)
             return
         worker.in_flight -= 1
         if event.chunk > 0:
-            for piece in self.boundaries.behind[event.chunk - 1].by_target[key]:
+            for piece in self.boundaries.after_chunk[event.chunk - 1].by_target[key]:
                 self._pass_on(event.chunk - 1, piece, forward=False)
 
     def _pass_on(self, chunk: int, piece: Piece, *, forward: bool) -> None:

@@ -66,9 +66,9 @@ class _Sequence:
     def transfer(self, event: Event) -> None:
         """Append the sends of what a computation produced, and their receives."""
         lower = event.chunk if event.forward else event.chunk - 1
-        if not 0 <= lower < self.boundaries.last or self.boundaries.behind[lower].is_local:
+        if not 0 <= lower < self.boundaries.last or self.boundaries.after_chunk[lower].is_local:
             return
-        boundary = self.boundaries.behind[lower]
+        boundary = self.boundaries.after_chunk[lower]
         by_producer = boundary.by_source if event.forward else boundary.by_target
         for piece in by_producer[event.micro_batch.key]:
             self._transfer(lower, piece, gradient=not event.forward)

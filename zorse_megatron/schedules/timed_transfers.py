@@ -5,8 +5,8 @@ wait for that while other work is there.
 
 What is sent at one moment queues behind what was sent before, in each direction, for as long as its
 samples occupy the links; then it is on its way for their latency, and arrives all at once, as
-where flows share a link in equal parts. So the play treats equal replicas alike, and a part of them
-with their part of the batch finds the same order (see `simulate.equal_ranks`).
+where flows share a link in equal parts. So the simulation treats equal replicas alike, and a part
+of them with their part of the batch finds the same order (see `simulate.equal_ranks`).
 """
 
 from collections import defaultdict
@@ -27,10 +27,10 @@ _Way = tuple[int, bool]
 def pipeline_for(
     plan: Plan, boundaries: Boundaries, policy: Policy, *, forward_only: bool
 ) -> Pipeline:
-    """The pipeline to play: the plain one, which is faster, where no transfer has a cost."""
+    """The pipeline to simulate: the plain one, which is faster, where no transfer has a cost."""
     has_costs = any(chunk.hop is not None for chunk in plan.chunks)
-    play = PipelineWithTransfers if has_costs else Pipeline
-    return play(plan, boundaries, policy, forward_only=forward_only)
+    pipeline = PipelineWithTransfers if has_costs else Pipeline
+    return pipeline(plan, boundaries, policy, forward_only=forward_only)
 
 
 class PipelineWithTransfers(Pipeline):

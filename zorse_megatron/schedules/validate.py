@@ -4,7 +4,7 @@ The rules: a rank runs its list in order; a send or a receive starts a transfer 
 forward or backward waits for the receives that it consumes; transfers between two ranks in one
 direction are matched in the order in which they were started (NCCL has no tags). A collective is
 done when all its ranks have come to it, and none of them goes on before: stricter than the runtime,
-where only what needs the result waits. If the play gets stuck, or two ends of a transfer do not
+where only what needs the result waits. If the dry run gets stuck, or two ends of a transfer do not
 fit, the error shows where every rank stands.
 """
 
@@ -42,16 +42,15 @@ class _Edge:
 
 
 def check_executable(lists: ActionLists, *, blocking: bool = False) -> None:
-    """Play the lists to the end. Raises ScheduleError where they get stuck or do not match.
+    """Dry-run the lists to the end. Raises ScheduleError where they get stuck or do not match.
 
     With `blocking`, every send and receive waits for its other end, as with unbuffered blocking
     calls: stricter than the runtime, and met by lists before their receives are moved forward.
     """
-    player = _Player(lists, blocking=blocking)
-    player.run()
+    _DryRun(lists, blocking=blocking).run()
 
 
-class _Player:
+class _DryRun:
     def __init__(self, lists: ActionLists, *, blocking: bool) -> None:
         self.lists = lists.ranks
         self.blocking = blocking

@@ -31,13 +31,13 @@ class TaskTimes:
         return self.end_s[task] if task >= 0 else 0.0
 
 
-def play(program: Program) -> TaskTimes:
+def run_program(program: Program) -> TaskTimes:
     """Run all tasks. Raises SimulationError where tasks wait for each other in a circle."""
-    player = _Execution(program)
-    player.run()
-    if player.num_done < len(player.start_s):
-        raise SimulationError(f"no rank can go on:\n{_where(program, player)}")
-    return TaskTimes(start_s=player.start_s, end_s=player.end_s, cause=player.cause)
+    execution = _Execution(program)
+    execution.run()
+    if execution.num_done < len(execution.start_s):
+        raise SimulationError(f"no rank can go on:\n{_where(program, execution)}")
+    return TaskTimes(start_s=execution.start_s, end_s=execution.end_s, cause=execution.cause)
 
 
 class _Execution:
@@ -105,7 +105,7 @@ class _Execution:
         self.order += 1
 
 
-def _where(program: Program, player: _Execution, most: int = 16) -> str:
+def _where(program: Program, execution: _Execution, most: int = 16) -> str:
     """Where each rank stands: the first action of its list that could not start.
 
     Sends and receives never stop a rank.
@@ -116,7 +116,7 @@ def _where(program: Program, player: _Execution, most: int = 16) -> str:
             (
                 at
                 for at, (action, task) in enumerate(zip(track.actions, track.tasks, strict=True))
-                if action.kind not in TRANSFERS and player.missing[task] > 0
+                if action.kind not in TRANSFERS and execution.missing[task] > 0
             ),
             None,
         )

@@ -7,19 +7,19 @@ rounds of R * m (see `schedules.samples`). If L divides r, cut every r consecuti
 samples into g = r / L blocks of L. No micro-batch straddles a block, so the k-th blocks of all
 rounds are a pipeline of their own, the k-th of g, with R / g replicas in each group. The lists of
 each copy are those of the plan with R / g replicas and 1 / g of the batch, other names for ranks
-and samples aside. The play of `schedules.order` breaks ties by chunk and replica, which both keep,
-and it compares samples of one replica by windows, whose size r divides, so that two micro-batches
-share a window in both or in neither; it must not get stuck, where it lets one of all replicas go on
-(which is checked). In that of `schedules.breadth_first` replicas of a group wait for each other;
-all copies are there at the same time, so each could be alone.
+and samples aside. The simulation in `schedules.order` breaks ties by chunk and replica, which both
+keep, and it compares samples of one replica by windows, whose size r divides, so that two
+micro-batches share a window in both or in neither; it must not get stuck, where it lets one of all
+replicas go on (which is checked). In that of `schedules.breadth_first` replicas of a group wait for
+each other; all copies are there at the same time, so each could be alone.
 
 Classes. Copies are of one class if their ranks have the same kinds, shards and fixed memory and
 their transfers the same costs, and cross links that are alike (see `copy_classes`). All copies of
 a class run at the same times, by induction over time: their computations cost the same, their
 collectives are the same ones, and their flows have the same rates, because progressive filling
 decides by the bandwidth of links and by how many flows of each sort cross them, so that at each
-step it stops all flows of a sort or none. So it is enough to play one copy of each class, with each
-of its flows counted as often on a link as copies of it cross that link.
+step it stops all flows of a sort or none. So it is enough to simulate one copy of each class, with
+each of its flows counted as often on a link as copies of it cross that link.
 
 The swaps of a tied embedding run between copies, so a plan with one is not merged.
 """

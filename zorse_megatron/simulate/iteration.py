@@ -10,7 +10,7 @@ from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.critical_path import critical_path
-from zorse_megatron.simulate.engine import play
+from zorse_megatron.simulate.engine import run_program
 from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 from zorse_megatron.simulate.memory_timeline import peak_memory
@@ -83,7 +83,7 @@ def simulate(
     program = translate(equal.lists, costs, perturbation)
     timeline = Timeline(
         program=program,
-        times=play(program),
+        times=run_program(program),
         sizes=sizes,
         fixed_bytes=fixed,
         forward_only=forward_only,

@@ -1,4 +1,4 @@
-"""Played actions in the shape in which the runtime records them."""
+"""Simulated actions in the shape in which the runtime records them."""
 
 from dataclasses import dataclass
 

@@ -95,7 +95,7 @@ class Track:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Everything that is played: the tasks of all simulated ranks."""
+    """Everything that is simulated: the tasks of all simulated ranks."""
 
     graph: TaskGraph
     tracks: Mapping[int, Track]

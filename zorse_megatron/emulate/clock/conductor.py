@@ -1,10 +1,10 @@
 """Keeps one clock for all ranks: nobody learns of anything before its time.
 
 Every rank has a time of its own, which its computations move forward. What ranks have in common,
-the links, is played by a `LinkClock`, and its clock may only go as far as the rank that is furthest
-behind and still at work, since that one may post something next. So the result does not depend on
-how fast this machine runs the ranks, nor in which order. (In the literature: conservative parallel
-discrete-event simulation; SimGrid's SMPI runs real MPI programs in this way.)
+the links, is simulated by a `LinkClock`, and its clock may only go as far as the rank that is
+furthest behind and still at work, since that one may post something next. So the result does not
+depend on how fast this machine runs the ranks, nor in which order. (In the literature: conservative
+parallel discrete-event simulation; SimGrid's SMPI runs real MPI programs in this way.)
 """
 
 import math

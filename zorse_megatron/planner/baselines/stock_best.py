@@ -1,6 +1,6 @@
 """Stock Megatron at its best: on all GPUs, and on the best subset of them.
 
-One answer for everybody who compares with stock. The simulator plays stock's own 1F1B, whose
+One answer for everybody who compares with stock. The simulator runs stock's own 1F1B, whose
 transfers stop the ranks (`STOCK_1F1B`).
 """
 

@@ -14,8 +14,8 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schedules.events import BACKWARD_COST
 
 # From which part of a forward on the time of a message counts. On the paper's clusters 0.1, 0.25
-# and 1 give iterations that differ by less than one in a thousand; with fewer of them the play is
-# faster.
+# and 1 give iterations that differ by less than one in a thousand; with fewer of them the
+# simulation is faster.
 _COUNTS_FROM = 0.25
 
 

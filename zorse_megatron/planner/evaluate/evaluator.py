@@ -147,7 +147,7 @@ class Evaluator:
         return self._evaluation(plan, estimate, result, result.iteration_s)
 
     def simulated(self, plan: Plan) -> SimulationResult | None:
-        """Play a plan; None where it cannot be lowered."""
+        """Simulate a plan; None where it cannot be lowered."""
         inputs = self.inputs
         self.num_simulated += 1
         self.num_computations += computations(plan)

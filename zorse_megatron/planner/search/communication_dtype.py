@@ -13,7 +13,7 @@ from zorse_megatron.schema.plan.plan import Plan
 def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     """The plan's evaluation with gradients sent in 16 bits in the groups where that saves time.
 
-    The plan stays as it is where its time was extrapolated: it would have to be played in full.
+    The plan stays as it is where its time was extrapolated: it would have to be simulated in full.
     """
     dtype = evaluator.inputs.space.gradient_wire
     if dtype is None or best.is_extrapolated:
