@@ -179,7 +179,7 @@ def overlap(options: argparse.Namespace, work: Path, data: Sequence[object]) -> 
     whole = replace(per_pass, name="whole", parameters="resident")
     times_s = [run_case(case, options, work, data).iteration_s for case in (whole, per_pass)]
     alone_s = [gather_alone_s(case, options, work) for case in (whole, per_pass)]
-    # What the resident run gathers behind its step is not hidden.
+    # What the resident run gathers after its step is not hidden.
     exposed_s = times_s[1] - (times_s[0] - alone_s[0])
     return {
         "ranks": options.ranks,

@@ -9,7 +9,7 @@ For each job: how many steps were skipped, the loss scale at the end, the mean l
 tenth of the steps, and how far any loss is from that of stock as one process.
 
 The default takes hours on two cores. Each result is in the file as soon as it is there, and the
-same command goes on behind the last one.
+same command goes on after the last one.
 """
 
 import argparse

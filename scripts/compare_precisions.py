@@ -8,7 +8,7 @@ that compute in bf16 and in fp16. The yardstick is how far stock's own final los
 seed to seed. A final loss is the mean over the last tenth of the iterations.
 
 It takes hours. Each result is in the file as soon as it is there, and the same command goes on
-behind the last one.
+after the last one.
 """
 
 import argparse

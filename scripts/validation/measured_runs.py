@@ -145,7 +145,7 @@ def _stages(text: str, name: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_whole(entries: Sequence[tuple[int, int]]) -> bool:
-    follows = all(before[1] + 1 == behind[0] for before, behind in pairwise(entries))
+    follows = all(before[1] + 1 == after[0] for before, after in pairwise(entries))
     ascends = all(first <= last for first, last in entries)
     # Every stage has a transformer layer: more than the embedding or the head alone.
     has_layers = entries[0][1] > 0 and entries[-1][0] < entries[-1][1]

@@ -26,7 +26,7 @@ seeds = st.integers(0, 2**31)
 
 @dataclass(frozen=True)
 class Guarded:
-    """A tensor inside a larger one, whose elements before and behind it must not change."""
+    """A tensor inside a larger one, whose elements before and after it must not change."""
 
     whole: torch.Tensor
     inner: torch.Tensor

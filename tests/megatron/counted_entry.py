@@ -1,4 +1,4 @@
-"""The usual entry; counts what floating-point tensors take of the device, behind every operation.
+"""The usual entry; counts what floating-point tensors take of the device, after every operation.
 
 On CPU, host and device are one memory. What would be the host's on a GPU is told by the code that
 asks for it: our functions for memory of the host, and torch's and Megatron's readers and writers of

@@ -147,6 +147,6 @@ def test_a_save_into_an_old_folder_is_not_whole_before_its_end(saved: Path) -> N
     (folder / STOCK_MANIFEST).write_text('{"algorithm": "sha256", "files": {".metadata": "0"}}')
     _open_again(folder)
     assert look_at(Checkpoint(root=saved, iteration=6)).state is State.CUT_SHORT
-    # Killed behind stock's last file: nothing is left to take that for damaged.
+    # Killed after stock's last file: nothing is left to take that for damaged.
     (folder / "metadata.json").write_bytes(last)
     assert look_at(Checkpoint(root=saved, iteration=6)).state is State.UNVERIFIED

@@ -92,7 +92,7 @@ def test_stock_on_one_gpu_takes_the_sum_of_its_computations(lab):
 def test_stock_pipeline_takes_what_1f1b_takes(lab):
     """Stages of 2 layers: F = 2 and B = 4 s, and 0.5 s and 1 s more for embedding and head.
 
-    The last stage (7 s a micro-batch) sets the beat; before and behind it are the first forward
+    The last stage (7 s a micro-batch) sets the beat; before and after it are the first forward
     (2.25 s) and the last backward (4.25 s) of the first stage.
     """
     flags = ("--pipeline-model-parallel-size", "2")

@@ -145,7 +145,7 @@ def test_any_plan_follows_stock(plan: Plan, corpus: Path) -> None:
 
 
 def test_fused_cross_entropy_follows_stock_summing_over_tokens_too(corpus: Path) -> None:
-    """Stock rounds the logits' gradients to bf16, behind the factor of its mean over tokens.
+    """Stock rounds the logits' gradients to bf16, after the factor of its mean over tokens.
 
     So stock itself differs with and without --calculate-per-token-loss, where the number of tokens
     is no power of two.

@@ -53,7 +53,7 @@ def flags(corpus: Path, *more: str, steps: int = STEPS) -> tuple[str, ...]:
 
 
 def scales(run: Recorded) -> list[tuple[int, float]]:
-    """Of each step: whether it was skipped, and the loss scale behind it."""
+    """Of each step: whether it was skipped, and the loss scale after it."""
     return [(step["skipped"], step["loss_scale"]) for step in run.steps]
 
 

@@ -47,7 +47,7 @@ def chunk_bytes(num_chunks: int) -> list[int]:
 
 
 def closed_form(sizes: list[int], share: float, *, late: bool) -> int:
-    """The highest of the moments behind a first backward of each chunk.
+    """The highest of the moments after a first backward of each chunk.
 
     Then its parameters and those of the next chunk down are whole, and its gradients; with sums
     that arrive late also the gradients of the chunk above. Of the others this rank has its share:

@@ -70,7 +70,7 @@ def assert_follows(run: Recorded, stock: Recorded, rounding: float) -> None:
 
 
 def scales(run: Recorded) -> list[tuple[int, float]]:
-    """Of each step: whether it was skipped, and the loss scale behind it."""
+    """Of each step: whether it was skipped, and the loss scale after it."""
     return [(step["skipped"], step["loss_scale"]) for step in run.steps]
 
 

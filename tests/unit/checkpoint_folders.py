@@ -34,7 +34,7 @@ def shards(iteration: int) -> dict[str, bytes]:
 
 
 def steps_of_save(root: Path, iteration: int) -> Iterator[str]:
-    """Save a checkpoint, and yield after everything that a crash may come behind."""
+    """Save a checkpoint, and yield wherever a crash may come."""
     checkpoint = Checkpoint(root=root, iteration=iteration)
     folder = checkpoint.folder
     folder.mkdir(parents=True, exist_ok=True)

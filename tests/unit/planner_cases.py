@@ -126,10 +126,10 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
 
     Every grouping, order, number of layers, micro-batch size and recomputation (all or nothing)
     of every group. What cannot be faster or fit by a lower bound is left out. A group is busy for
-    the time of its slowest replica, and before its first forward and behind its last backward a
-    micro-batch passes all groups before it; and all backwards of a replica come behind its first
-    forward and the passage of that micro-batch through all other groups. Behind its backwards a
-    group reduces its gradients; behind all reductions each group makes its step and gathers. A
+    the time of its slowest replica, and before its first forward and after its last backward a
+    micro-batch passes all groups before it; and all backwards of a replica come after its first
+    forward and the passage of that micro-batch through all other groups. After its backwards a
+    group reduces its gradients; after all reductions each group makes its step and gathers. A
     rank has whole parameters and gradients, its share of the state, and once a micro-batch. At
     most `most_simulated` plans are simulated, those with the lowest bounds first; each of them is
     a test of the bounds.
@@ -161,14 +161,14 @@ class _Price:
 
     shares: tuple[ReplicaShare, ...]
     busy_s: float
-    """Of its slowest replica, and the reduction behind that."""
+    """Of its slowest replica, and the reduction after that."""
     passage_s: float
     """Least time that a sample spends in it."""
     beyond_s: float
     """How much longer than that a replica needs for its first forward, all backwards, and the
     reduction."""
     after_s: float
-    """Its step and gather, which come behind the reductions of all groups."""
+    """Its step and gather, which come after the reductions of all groups."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ def _stages(
         if left == 0:
             yield max(busy_s, passed_s + beyond_s) + after_s, chosen
         return
-    behind = len(order) - at - 1
-    for layers in range(1, left - behind + 1) if behind else (left,):
-        for stage, price in _choices(inputs, order[at], layers, (at == 0, behind == 0), prices):
+    later = len(order) - at - 1
+    for layers in range(1, left - later + 1) if later else (left,):
+        for stage, price in _choices(inputs, order[at], layers, (at == 0, later == 0), prices):
             # Where a backward waits most, all of its own passage but `beyond_s` counts.
             busy = max(busy_s, passed_s + price.busy_s)
             passed, beyond = passed_s + price.passage_s, max(beyond_s, price.beyond_s)
@@ -301,7 +301,7 @@ def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price | N
         if share.num_microbatches
     ]
     passage_s = min(each.times_s[share.micro_batch_size] for share, each, _ in active)
-    behind_first_s = max(
+    after_first_s = max(
         one.forward_s + share.num_microbatches * one.backward_s for share, _, one in active
     )
     reduce_s, after_s = _collectives_s(inputs, stage, ends)
@@ -309,13 +309,13 @@ def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price | N
         shares=shares,
         busy_s=split.time_s + reduce_s,
         passage_s=passage_s,
-        beyond_s=max(0.0, behind_first_s - passage_s + reduce_s),
+        beyond_s=max(0.0, after_first_s - passage_s + reduce_s),
         after_s=after_s,
     )
 
 
 def _collectives_s(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[float, float]:
-    """Of the reduction; and of the slowest step with the gather behind it."""
+    """Of the reduction; and of the slowest step with the gather after it."""
     weights, memory = _weights(inputs, stage, ends), inputs.memory
     assert weights is not None
     bounds = shard_bounds(_parameters(inputs, stage, ends), weights)

@@ -167,7 +167,7 @@ def test_gathers_and_reductions_equal_the_closed_form(plan: Plan, forward_only: 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(plan=breadth_first_plans)
-def test_gradients_are_reduced_behind_their_last_backward_and_before_the_next_chunk(
+def test_gradients_are_reduced_after_their_last_backward_and_before_the_next_chunk(
     plan: Plan,
 ) -> None:
     for actions in lower_plan(plan).ranks:
@@ -181,7 +181,7 @@ def test_gradients_are_reduced_behind_their_last_backward_and_before_the_next_ch
 
 
 def range_above(plan: Plan, actions: tuple[Action, ...], action: Action) -> list[int]:
-    """The rank's chunks behind that of the action."""
+    """The rank's chunks after that of the action."""
     held = {a.chunk for a in actions if a.kind is Kind.REDUCE}
     return [c for c in range(len(plan.chunks)) if c in held and c > (action.chunk or 0)]
 
@@ -249,7 +249,7 @@ def test_memory_of_unequal_chunks(plan: Plan, bytes_per_s: float) -> None:
             highest = max(_bytes(sizes, rank, chunks, pair) for pair in pairs)
             peak = result.memory[rank].by_category[Category.PARAMETERS].num_bytes
             assert peak == 2 * highest
-        # Backwards come from the last chunk: behind a pair only shards are left.
+        # Backwards come from the last chunk: after a pair only shards are left.
         most = max(_bytes(sizes, rank, [c for c in chunks if c >= pair[0]], pair) for pair in pairs)
         gradients = result.memory[rank].by_category[Category.GRADIENTS].num_bytes
         assert gradients <= 4 * most

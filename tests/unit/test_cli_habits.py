@@ -68,7 +68,7 @@ def test_options_that_cannot_be_read_are_json_too(words, run):
     (problem,) = answer["problems"]
     assert "--no-such-option" in problem["found"]
     assert problem["remedy"] == f"Run: {problem['where']} --help."
-    # Behind -- it is the training command's, and without it people are told.
+    # After -- it is the training command's, and without it people are told.
     assert not run(*words, "--no-such-option", "--", "--json").stdout
 
 

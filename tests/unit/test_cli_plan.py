@@ -238,9 +238,9 @@ def test_options_reach_the_search(run, search):
 
 
 def test_flags_of_the_training_command_say_everything(run, search):
-    behind = run("plan", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py", *FLAGS)
+    after = run("plan", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py", *FLAGS)
     quoted = run("plan", "--cluster", "cluster.yaml", "--model", " ".join(FLAGS))
-    for result, inputs in zip((behind, quoted), search.inputs, strict=True):
+    for result, inputs in zip((after, quoted), search.inputs, strict=True):
         assert result.exit_code == 0, result.output
         assert (inputs.global_batch_size, inputs.sequence_length) == (16, 512)
         assert inputs.compute.dtype == "float16"

@@ -58,9 +58,9 @@ def test_the_model_may_come_from_flags(run):
     # A model file says nothing of dropout, and gradients in fp32.
     no_dropout = ["--hidden-dropout", "0", "--attention-dropout", "0"]
     more = [*no_dropout, "--accumulate-allreduce-grads-in-fp32"]
-    behind = run("--json", "--", "pretrain_gpt.py", *FLAGS, *more)
+    after = run("--json", "--", "pretrain_gpt.py", *FLAGS, *more)
     quoted = run("--json", "--model", " ".join([*FLAGS, *more]))
-    for result in (behind, quoted):
+    for result in (after, quoted):
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["iteration_s"] == by_file["iteration_s"]
 

@@ -25,7 +25,7 @@ from zorse_megatron.simulate.framework import STOCK_1F1B
 ROOT = Path(__file__).parents[2]
 EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# (cluster, model) -> samples and tokens of each, as README says behind its table.
+# (cluster, model) -> samples and tokens of each, as README says below its table.
 BATCHES = {
     ("mini-b", "llama-3b"): (128, 1024),
     ("mini-b", "llama-7b"): (128, 1024),

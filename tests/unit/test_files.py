@@ -1,4 +1,4 @@
-"""Files are written whole, to regular files only, behind links; or not at all, and said so."""
+"""Files are written in full, to regular files only, through symbolic links; or not at all."""
 
 import os
 import resource
@@ -69,7 +69,7 @@ def end_of(path):
 
 
 @given(places=st.lists(PLACES, max_size=5), name=NAMES, data=st.binary(max_size=20))
-def test_a_file_is_written_behind_links_or_nothing_is_changed(places, name, data):
+def test_a_file_is_written_through_links_or_nothing_is_changed(places, name, data):
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
         made(directory, places)

@@ -96,7 +96,7 @@ def test_in_flight_micro_batches_stay_below_the_limit(plan: Plan) -> None:
 
 
 def test_gradients_are_reduced_as_soon_as_they_are_complete() -> None:
-    """The last chunk's reduction is not behind the backwards of the chunks before it."""
+    """The last chunk's reduction is not after the backwards of the chunks before it."""
     plan = dealt_out(even_plan(2, 1, 4), 3, schedule="interleaved")
     for rank, actions in enumerate(lower_plan(plan).ranks):
         at = {str(a): position for position, a in enumerate(actions)}

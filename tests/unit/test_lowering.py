@@ -143,7 +143,7 @@ def test_collectives_in_different_orders_are_stuck(blocking: bool) -> None:
 
 
 def test_a_collective_that_holds_back_a_transfer_is_found() -> None:
-    """Rank 1 comes to the gather only with what rank 0 sends behind it."""
+    """Rank 1 comes to the gather only with what rank 0 sends after it."""
     words = ("0GATHER 0F0 0SA0>2[0:1]", "0GATHER", "1RA0<0[0:1] 1F0")
     check_executable(lists_of(*words), blocking=True)
     waiting = (words[0], "1RA0<2[1:2] 1F0 0GATHER", "1RA0<0[0:1] 1F0 1SA0>1[1:2]")

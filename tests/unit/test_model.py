@@ -37,7 +37,7 @@ def test_examples():
 
 # By hand: query 8 x 12, key and value 8 x 12 together, projection 12 x 8: 288.
 # Feed-forward: 8 x 20 + 20 x 8 = 320. Norms: 2 x 2 x 8 = 32.
-# Biases: query, key, value 24, behind attention 8, first matrix 20, second 8: 60.
+# Biases: query, key, value 24, after attention 8, first matrix 20, second 8: 60.
 @pytest.mark.parametrize(
     ("changes", "layer"),
     [
@@ -64,7 +64,7 @@ def test_whole_model_by_hand():
 
 
 def test_tensor_parallel_by_hand():
-    # Whole on every rank: norms 32, biases behind attention and behind the feed-forward block 16.
+    # Whole on every rank: norms 32, biases after attention and after the feed-forward block 16.
     assert shape().layer_parameters(2) == (288 + 320 + 24 + 20) // 2 + 32 + 16
     assert shape().embedding_parameters(2) == 16 * 8
 

@@ -349,7 +349,7 @@ def test_a_type_that_a_kind_of_gpu_does_not_have():
 # Hops
 
 
-def test_a_hop_behind_the_last_chunk_or_within_a_group():
+def test_a_hop_after_the_last_chunk_or_within_a_group():
     plan = good()
     plan["chunks"][1]["group"] = 0
     plan["groups"].pop(1)

@@ -61,7 +61,7 @@ def test_flags_say_how_it_is_computed():
 @pytest.mark.parametrize(
     ("flags", "kept_bytes"),
     [
-        # One byte of each mask behind attention and behind the feed-forward block.
+        # One byte of each mask after attention and after the feed-forward block.
         (["--attention-dropout", "0"], 2 * TOKENS * HIDDEN),
         # Unfused attention keeps its 16-bit softmax and not the sums of flash attention.
         ([*QUIET, "--attention-backend", "unfused"], 2 * SCORES - 4 * HEADS * TOKENS),

@@ -15,7 +15,7 @@ from zorse_megatron.emulate.jobs.self_test import SelfTest, expected_s
 
 
 def test_deadlines_are_absolute():
-    """A sleep that ends late does not move the deadlines behind it."""
+    """A sleep that ends late does not move the deadlines after it."""
     now, slept = [100.0], []
 
     def sleep(seconds):

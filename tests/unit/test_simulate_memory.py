@@ -25,7 +25,7 @@ def with_groups(plan, **options):
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
 @pytest.mark.parametrize("count", [1, 3, 12])
-def test_1f1b_keeps_one_micro_batch_for_each_stage_behind(stages, count):
+def test_1f1b_keeps_one_micro_batch_for_each_stage_after(stages, count):
     """Stage s of S holds min(n, S - s) micro-batches: Narayanan et al., SC 2021, section 2.2."""
     result = run(even_plan(stages, 1, count, size=2))
     for stage in range(stages):
@@ -143,7 +143,7 @@ def test_offloaded_activations_leave_the_gpu():
     assert offloaded.iteration_s == kept.iteration_s
     assert kept.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 8000
     assert offloaded.memory[0].by_category[Category.ACTIVATIONS].num_bytes == 3000
-    # The last stage runs each backward right behind its forward, so nothing is copied.
+    # The last stage runs each backward right after its forward, so nothing is copied.
     assert offloaded.memory[7] == kept.memory[7]
 
 
@@ -155,7 +155,7 @@ def test_slow_copies_are_waited_for():
     plan = with_groups(even_plan(2, 1, 2), offload=Offload(activations=True))
     result = run(plan, comm=FakeComm(host_bytes_per_s=100.0))
     ends = {span.action: span.end_s for span in result.spans(0)}
-    # B0 is the next computation behind F1, so F1's activations have to go and come back too.
+    # B0 is the next computation after F1, so F1's activations have to go and come back too.
     assert ends["0B0"] == 21 + 2
     assert ends["0B1"] == 31 + 2
 

@@ -106,7 +106,7 @@ def test_blocking_transfers_are_not_hidden(stages):
 def test_stock_starts_an_activation_and_a_gradient_together():
     """Two stages in step: each micro-batch takes a forward, a backward and one transfer.
 
-    Stage 1 runs them one behind the other, from the first arrival on; then the last gradient
+    Stage 1 runs them one after the other, from the first arrival on; then the last gradient
     travels and stage 0 runs its last backward. One transfer is on its own: in the list, stage 1
     receives its second micro-batch before its first backward. Started one after the other, there
     are two transfers for each micro-batch.

@@ -107,7 +107,7 @@ def test_sharded_chunks_are_gathered_and_reduced_layer_by_layer(schedule, pieces
 
 
 def test_the_loss_travels_to_the_last_rank():
-    """The last chunk is on rank 0: behind the step the number of rank 0 goes to rank 1."""
+    """The last chunk is on rank 0: after the step the number of rank 0 goes to rank 1."""
     plan = even_plan(2, 1, 1)
     turned = dataclasses.replace(plan, groups=plan.groups[::-1])
     comm = FakeComm(latency_s=1.0, bytes_per_s=8.0)

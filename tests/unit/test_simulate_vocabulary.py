@@ -41,7 +41,7 @@ def test_gathers_and_reductions_overlap_with_computation():
     result = run(ministage_plan(), lists=ministage_lists(), comm=FakeComm(bytes_per_s=1280.0))
     for rank in (0, 1):
         work = works(result, rank)
-        assert work["1GATHER"] == (0.5, 1.0)  # behind 0GATHER, while 0F0 waits for that one only
+        assert work["1GATHER"] == (0.5, 1.0)  # after 0GATHER, while 0F0 waits for that one only
         assert work["0F0"] == (0.5, 1.5)
         assert work["1F0"] == (1.5, 2.5)
         assert work["1B0"] == (2.5, 4.5)
@@ -110,7 +110,7 @@ def test_a_shard_is_fetched_and_then_gathered():
 def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
     """0F0's activations are on their way to the host from 6 s until 6 + 1000 / 256 s.
 
-    Behind 0F1 the rank waits for them; 0F1's own leave from then on.
+    After 0F1 the rank waits for them; 0F1's own leave from then on.
     """
     words = "0FETCH 0F0 0F1 0OFFLOAD 0FETCH 0B0 0B1 0REDUCE SCALE STEP 0OFFLOAD"
     plan = one_group((1, 2), offload=Offload(parameters=True, activations=True))
@@ -159,7 +159,7 @@ def test_a_chunk_of_the_same_group_takes_what_is_there():
         3.0: 20,  # 1B0's gradient
         5.0: 10,
         6.0: 20,
-        8.0: 20,  # a gradient is given back behind the backward that takes it
+        8.0: 20,  # a gradient is given back after the backward that takes it
         10.0: 10,
         12.0: 0,
     }

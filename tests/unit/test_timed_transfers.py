@@ -58,7 +58,7 @@ def two_groups(hop: Hop | None) -> Plan:
 
 @pytest.mark.parametrize("latency", [0.0, 2.0, 3.5])
 def test_the_schedule_takes_as_long_as_the_hop_asks_for(latency):
-    """Messages of 3, one behind the other; the last one's gradient comes back as long."""
+    """Messages of 3, one after the other; the last one's gradient comes back as long."""
     simulation = pipeline(two_groups(Hop(latency=latency / (3 * NUM), load=1.0)))
     end = max(event.end for event in simulation.simulate())
     ideal = 1 + NUM * 3 + latency + 1 + 2 + 3 + latency + 2

@@ -89,7 +89,7 @@ class PlanSession:
 
     def __post_init__(self) -> None:
         self.collection = collection_of(self.groups)
-        # A receive that NCCL has started can hold back a computation behind it.
+        # A receive that NCCL has started can hold back a computation after it.
         early = dist.get_backend() != "nccl"
         self.training = lower_plan(self.plan, tied=self.tied_embeddings, early_receives=early)
         self.evaluation = lower_plan(self.plan, forward_only=True, early_receives=early)
@@ -240,7 +240,7 @@ class PlanSession:
         self._drop_gradients(self.runner.inputs.models)
         self.runner = None  # drops this step's graph and losses
         if self.enter is not None:
-            self.enter(f"behind the step, {self.executor.during}")
+            self.enter(f"after the step, {self.executor.during}")
         return result
 
     def _drop_gradients(self, models: Mapping[int, Any]) -> None:

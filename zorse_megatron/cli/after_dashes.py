@@ -16,7 +16,7 @@ class TakesTrainingFlags(TyperCommand):
     """A command whose arguments end at the first `--`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep what is behind `--`, and parse the rest."""
+        """Keep what is after `--`, and parse the rest."""
         if "--" in args:
             cut = args.index("--")
             ctx.meta[_KEY] = tuple(args[cut + 1 :])
@@ -24,11 +24,11 @@ class TakesTrainingFlags(TyperCommand):
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Say in the usage that there may be something behind `--`."""
+        """Say in the usage that there may be something after `--`."""
         return [*super().collect_usage_pieces(ctx), "[-- TRAINING_COMMAND]"]
 
 
 def training_flags(context: typer.Context) -> tuple[str, ...] | None:
-    """What was given behind `--`; None without a `--`."""
+    """What was given after `--`; None without a `--`."""
     flags: tuple[str, ...] | None = context.meta.get(_KEY)
     return flags

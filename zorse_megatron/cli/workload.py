@@ -61,7 +61,7 @@ def workload_of(
     kinds: Mapping[str, GpuKind] | None = None,
     checks_flags: bool = True,
 ) -> Workload:
-    """Return what the options and the flags behind `--` say together.
+    """Return what the options and the flags after `--` say together.
 
     `plan`: that the flags are to train; None: they are to be planned for. `kinds`: figures of GPUs
     that only the cluster file has; `checks_flags`: whether flags must go with a plan. Raises

@@ -56,14 +56,14 @@ class LayerActivations:
         yield from self._scores(model.num_attention_heads * tokens)
         yield self._split("input of the projection", model.query_width)
         if self.hidden_dropout:
-            yield self._mask("dropout mask behind attention", hidden)
+            yield self._mask("dropout mask after attention", hidden)
         yield self._whole("input of the norm before the feed-forward block", hidden)
         yield self._whole("input of the first matrix", hidden, "layernorm")
         if model.activation != "relu":  # its gradient follows from its output
             yield self._split("input of the activation", model.ffn_input_width, "mlp")
         yield self._split("input of the second matrix", model.ffn_hidden_size, "mlp")
         if self.hidden_dropout:
-            yield self._mask("dropout mask behind the feed-forward block", hidden)
+            yield self._mask("dropout mask after the feed-forward block", hidden)
 
     def bytes_per_sample(
         self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False

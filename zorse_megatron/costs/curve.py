@@ -84,7 +84,7 @@ def fit_curve(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[Curve, tu
 def _deviations(sizes: Sequence[int], times_s: Sequence[float]) -> list[tuple[float, int, float]]:
     """Return (relative deviation, index, expected time) of each point that looks wrong.
 
-    Expected is the median of the lines between up to two points before and two points behind. A
+    Expected is the median of the lines between up to two points before and two points after. A
     point that continues the line of either side is right: there the curve has a bend or a step,
     as where another kernel takes over. The first point is never judged: the fixed cost of a
     micro-batch makes it differ with good reason.
@@ -92,12 +92,12 @@ def _deviations(sizes: Sequence[int], times_s: Sequence[float]) -> list[tuple[fl
     found = []
     for index in range(1, len(sizes) - 1):
         before = range(max(0, index - 2), index)
-        behind = range(index + 1, min(len(sizes), index + 3))
-        lines = [_between(sizes, times_s, i, j, index) for i in before for j in behind]
+        after = range(index + 1, min(len(sizes), index + 3))
+        lines = [_between(sizes, times_s, i, j, index) for i in before for j in after]
         expected = median(lines)
         sides = [
             _between(sizes, times_s, side[0], side[1], index)
-            for side in (before, behind)
+            for side in (before, after)
             if len(side) > 1
         ]
         if expected > 0 and all(_is_off(times_s[index], side, expected) for side in sides):

@@ -54,7 +54,7 @@ def score_bytes(
 
 
 def mask_bytes(shape: ModelShape, element_bytes: int) -> tuple[float, float]:
-    """What dropout behind both blocks of a layer moves, fused with the residual sum.
+    """What dropout after both blocks of a layer moves, fused with the residual sum.
 
     Forward a mask is written; backward it is read, and a gradient read and written.
     """

@@ -103,7 +103,7 @@ def append_line(path: Path, line: str) -> None:
 
 @contextmanager
 def temporary_beside(target: Path) -> Iterator[tuple[int, Path]]:
-    """Open a new file in a directory; it is gone behind the block unless it was renamed."""
+    """Open a new file in a directory; it is gone after the block unless it was renamed."""
     # Its own short name: that of the target may be as long as names can be.
     temporary = target.parent / f".zorse-{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

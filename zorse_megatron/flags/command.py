@@ -34,7 +34,7 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Read what stands behind `python -m zorse_megatron.pretrain`; our own flags are skipped."""
+    """Read what follows `python -m zorse_megatron.pretrain`; our own flags are skipped."""
     script, flags = split_script(words)
     _, rest = split_ours(flags)
     args = Namespace(
@@ -67,13 +67,13 @@ def _value(
 ) -> tuple[Any, Sequence[str]]:
     """What the argument is set to, and words that do not belong to the flag.
 
-    `is_joined`: the value is behind a "=".
+    `is_joined`: the value is after a "=".
     """
     spelling, texts = given.flag, given.values
     strays: Sequence[str] = ()
     if flag.kind != "store":
         if is_joined:
-            problems.append(_bad(spelling, f'"{texts[0]}" behind it', "it without a value"))
+            problems.append(_bad(spelling, f'"{texts[0]}" after it', "it without a value"))
             return _BAD, ()
         is_on = flag.kind == "true" or (flag.kind == "boolean" and not _is_negated(flag, spelling))
         return is_on, texts

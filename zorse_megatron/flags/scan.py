@@ -45,7 +45,7 @@ def find_flags(
 ) -> tuple[list[Given], tuple[str, ...]]:
     """Return these flags as often as they are given, and the words that belong to none of them.
 
-    Raises FlagError for a value behind the "=" of a flag that takes none.
+    Raises FlagError for a value after the "=" of a flag that takes none.
     """
     found: list[Given] = []
     try:
@@ -56,7 +56,7 @@ def find_flags(
     except argparse.ArgumentError as error:
         problem = Problem(
             where=str(error.argument_name),
-            found="a value behind it",
+            found="a value after it",
             expected="it without a value",
             remedy="Megatron's own parser refuses it, too; correct the command.",
         )
@@ -81,9 +81,9 @@ def split_ours(words: Sequence[str]) -> tuple[list[Given], tuple[str, ...]]:
 
 
 def split_rest(rest: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags in what `find_flags` left over, and the values that stand behind none.
+    """Return the flags in what `find_flags` left over, and the values that follow none.
 
-    What stands behind "--" belongs to it, as for argparse.
+    What follows "--" belongs to it, as for argparse.
     """
     flags: list[str] = []
     strays: list[str] = []

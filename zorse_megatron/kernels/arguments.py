@@ -52,7 +52,7 @@ class Problems:
         self.need(tensor.dtype in dtypes, f"found {name} in {tensor.dtype}; expected {expected}")
 
     def need_apart(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Contiguous tensors of which no two share memory: one is written, another read behind."""
+        """Contiguous tensors; no two share memory, as one is written while another is read."""
         for (name, one), (other, two) in combinations(tensors.items(), 2):
             self.need(
                 not _overlap(one, two),

@@ -12,7 +12,7 @@ from zorse_megatron.schedules.shards import Interval
 
 @torch.no_grad()
 def pack(packed: torch.Tensor, whole: torch.Tensor, pieces: Sequence[Interval]) -> None:
-    """Copy the elements of `whole` that `pieces` name into `packed`, one piece behind the other.
+    """Copy the elements of `whole` that `pieces` name into `packed`, one piece after the other.
 
     `whole` and `packed`: 1-D and contiguous, on one device, not overlapping, each in fp32, bf16 or
     fp16; numbers are rounded to nearest even where `packed` is narrower, beyond its range they

@@ -11,7 +11,7 @@ _LINE = re.compile(rb"^# checksum ([0-9a-f]{16})\n", re.MULTILINE)
 
 
 def with_checksum(script: str) -> str:
-    """Add a comment, behind the first ones, that no longer fits once the script is edited."""
+    """Add a comment, after the first ones, that no longer fits once the script is edited."""
     *first, rest = script.split("\n", 3)
     return "\n".join([*first, f"# checksum {_checksum(script.encode())}", rest])
 

@@ -16,7 +16,7 @@ _READ = (*_ADDED, _DAMAGED, "--save", "--load", "--exit-signal-handler")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCommand:
-    """Words behind `python -m zorse_megatron.pretrain`."""
+    """Words after `python -m zorse_megatron.pretrain`."""
 
     words: tuple[str, ...]
     resumes: bool
@@ -38,7 +38,7 @@ class TrainingCommand:
 def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> TrainingCommand:
     """Add the plan, and to a command that saves the flags with which it goes on when requeued.
 
-    `given`: what stands behind `--`; `cluster`: the file that says which rank belongs to which
+    `given`: what follows `--`; `cluster`: the file that says which rank belongs to which
     node. Raises LaunchError for flags that contradict it.
     """
     values = last_values(given, _READ)

@@ -130,7 +130,7 @@ class Executor:
             self.sample_memory()
 
     def sample_memory(self) -> None:
-        """Let the ledger look, if there is one that does: behind each action, or within a long one.
+        """Let the ledger, if there is one, sample after each action or within a long one.
 
         Raises MemoryLimitError beyond the limit.
         """
@@ -198,7 +198,7 @@ class Executor:
     def _pass_on(
         self, kind: Kind, chunk: int, target: int, micro_batch: MicroBatch, tensor: torch.Tensor
     ) -> None:
-        """Keep what `chunk` made for its neighbour `target`, here or behind a send."""
+        """Keep what `chunk` made for its neighbour `target`, here or after a send."""
         if target in self.chunks:
             key = kind is Kind.SEND_ACTIVATION, target, micro_batch.index
             self.handed_over[key] = tensor

@@ -40,12 +40,12 @@ def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def joined_in_host(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The elements of all tensors, one behind the other, in ordinary memory of the host."""
+    """The elements of all tensors, one after the other, in ordinary memory of the host."""
     return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
 
 
 class Copy(Protocol):
-    """A copy under way, as the CUDA event behind it."""
+    """A copy under way, like the CUDA event after it."""
 
     def query(self) -> bool:
         """Whether it is done."""
@@ -108,7 +108,7 @@ class HostLink:
         self.held[category] -= host_bytes_of(host.nbytes, pinned=self.is_cuda)
 
     def start_to_host(self, source: torch.Tensor, host: torch.Tensor) -> Copy | None:
-        """Copy behind all that the current stream has been given; returns what to wait for."""
+        """Copy after all that the current stream has been given; returns what to wait for."""
         self.sent_bytes += source.nbytes
         return self._copy(source, host, self._to_host)
 
@@ -137,7 +137,7 @@ class HostLink:
         if stream is None:
             target.copy_(source)
             return None
-        # Behind what wrote the source, and behind what last used the memory of the target.
+        # After what wrote the source, and after what last used the memory of the target.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -192,7 +192,7 @@ class HostBacked:
         self._is_leaving = True
 
     def let_go(self, *, wait: bool) -> bool:
-        """Free the device's memory if the copy is done, or (`wait`) behind it; whether it is free.
+        """Free the device's memory if the copy is done, or (`wait`) after it; whether it is free.
 
         Waiting holds back the current stream, not the host.
         """

@@ -39,7 +39,7 @@ class MemoryLimitError(ZorseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """A highest value, and the first action behind which it was seen."""
+    """A highest value, and the first action after which it was seen."""
 
     num_bytes: int
     step: int
@@ -47,7 +47,7 @@ class Peak:
 
 
 class MemoryLedger:
-    """Samples `probes` behind every action; keeps the peaks, and stops the rank at a limit."""
+    """Samples `probes` after every action; keeps the peaks, and stops the rank at a limit."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class MemoryLedger:
 
         `in_host`: what waits in the host now, by category.
 
-        `samples`: whether to look behind every action, or only when the device has no more.
+        `samples`: whether to sample after every action, or only when the device has no more.
 
         The limit counts for the allocator's figure, or without one for the sum of the categories.
         """

@@ -53,7 +53,7 @@ class NcclTransport:
     """One two-rank communicator, hence one stream, for each direction of each pair of ranks.
 
     With one communicator for both directions, a send that is not matched yet would hold back the
-    receive behind it on the same stream, and two ranks could wait for each other. With one for
+    receive after it on the same stream, and two ranks could wait for each other. With one for
     each direction, a stream carries transfers of one direction only, in one order.
 
     Communicators are made when the transport is, all ranks in one order, because making one blocks

@@ -4,7 +4,7 @@ Megatron's `forward_backward_pipelining_with_interleaving` takes P micro-batches
 its P stages, through all V chunks of a stage before the next P. Stage s starts its backwards after
 (V - 1) P + 2 (P - s - 1) forwards, and then does one forward and one backward in turn. In samples:
 a group takes one round of micro-batches of all groups through all of its chunks; and it may have in
-flight that many for each of its chunks but the last, two rounds of every chunk behind its last one,
+flight that many for each of its chunks but the last, two rounds of every chunk after its last one,
 and one round of its own.
 """
 
@@ -24,8 +24,8 @@ def interleaved(plan: Plan) -> Policy:
     limits: dict[Worker, int] = {}
     for number in range(len(plan.groups)):
         chunks = plan.chunks_of_group(number)
-        behind = sum(rounds[chunk.group] for chunk in plan.chunks[chunks[-1] + 1 :])
-        samples = (len(chunks) - 1) * sum(rounds) + 2 * behind + rounds[number]
+        after = sum(rounds[chunk.group] for chunk in plan.chunks[chunks[-1] + 1 :])
+        samples = (len(chunks) - 1) * sum(rounds) + 2 * after + rounds[number]
         samples += plan.groups[number].extra_in_flight or 0
         limits |= share_out(plan, number, samples)
     return Policy(

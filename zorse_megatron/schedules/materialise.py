@@ -1,7 +1,7 @@
 """When a group unshards and reshards its chunks' parameters.
 
 A group works through *units*: each is one chunk, whose parameters must be whole while it lasts.
-The chunk of the next unit is gathered while the current one runs, behind the release of the
+The chunk of the next unit is gathered while the current one runs, after the release of the
 previous one; so at most two chunks are whole at a time. A chunk that the next unit needs again is
 kept instead: it would be gathered again at once.
 
@@ -48,7 +48,7 @@ def between_units(
 
 
 def _moves(chunks: Sequence[int], at: int, *, offload: bool) -> list[Action]:
-    """RELEASE and OFFLOAD of the unit before `at`; GATHER and FETCH for those behind it."""
+    """RELEASE and OFFLOAD of the unit before `at`; GATHER and FETCH for those after it."""
     steps: list[tuple[Kind, int]] = []
     if at > 0 and not _is_kept(chunks, at):
         steps.append((Kind.RELEASE, chunks[at - 1]))
@@ -68,7 +68,7 @@ def _moves(chunks: Sequence[int], at: int, *, offload: bool) -> list[Action]:
 
 
 def _is_kept(chunks: Sequence[int], at: int) -> bool:
-    """Whether the chunk of the unit before `at` is that of the unit behind it, too."""
+    """Whether the chunk of the unit before `at` is that of the unit after it, too."""
     return 0 < at < len(chunks) - 1 and chunks[at - 1] == chunks[at + 1] != chunks[at]
 
 

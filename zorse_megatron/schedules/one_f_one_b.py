@@ -1,10 +1,10 @@
 """1F1B over unequal groups: each replica's in-flight limit.
 
 Megatron's 1F1B lets stage s of S hold S - s micro-batches: one for itself and one for each stage
-behind it. In samples: what one round of micro-batches of this group and of every later group
+after it. In samples: what one round of micro-batches of this group and of every later group
 holds. A replica gets its part of those samples, by its part of the global batch, rounded up.
 
-With that many, a group waits for whatever time messages take on the way to the groups behind it
+With that many, a group waits for whatever time messages take on the way to the groups after it
 and back. So a plan may say how many samples more a group has in flight, to have something to do
 meanwhile.
 """

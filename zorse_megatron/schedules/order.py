@@ -33,7 +33,7 @@ class Policy:
     fill_first: bool
     """Whether a replica below its limit prefers forwards to backwards."""
     samples_per_round: int
-    """Samples that a replica takes through all of its chunks before those behind them."""
+    """Samples that a replica takes through all of its chunks before those after them."""
     strict: bool = False
     """Whether a replica waits for what it prefers, although it could start something else."""
 

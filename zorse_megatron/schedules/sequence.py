@@ -25,7 +25,7 @@ def cut_into_lists(
     sequence = _Sequence(plan, boundaries)
     # A transfer happens when its producer ends, a computation when it starts. At equal times
     # transfers come first, because a computation may start on what just arrived; and what a group
-    # does comes behind the computations that it waited for and before those that wait for it.
+    # does comes after the computations that it waited for and before those that wait for it.
     timeline: list[tuple[int, int, int, Event | GroupEvent]] = []
     for number, event in enumerate(events):
         timeline.append((event.end, _TRANSFER, number, event))

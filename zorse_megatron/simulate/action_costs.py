@@ -70,7 +70,7 @@ class ActionCosts:
         return TaskWork(seconds_s=count * self._statistic_s)
 
     def report(self) -> TaskWork:
-        """What all ranks are told behind a step: sums over all of them, and the loss.
+        """What all ranks are told after a step: sums over all of them, and the loss.
 
         That is summed over the last group, and sent to the job's last rank if that is not in it.
         """
@@ -79,7 +79,7 @@ class ActionCosts:
         last, loss_s = plan.world_size - 1, self._all_reduce_s(group.ranks)
         if last not in group.ranks:
             loss_s += comm.transfer_s(group.ranks[0], last, _STATISTIC_BYTES)
-        sums = self.statistics(self.sizes.framework.sums_behind_step)
+        sums = self.statistics(self.sizes.framework.sums_after_step)
         return TaskWork(seconds_s=sums.seconds_s + loss_s)
 
     def _all_reduce_s(self, ranks: Sequence[int]) -> float:
@@ -90,7 +90,7 @@ class ActionCosts:
     def stepped_s(self, rank: int, units: Sequence[SteppedUnit], step_s: float) -> float:
         """A step of `step_s` in all whose units pass through the GPU.
 
-        As `adapter.optimizer.host_state` does it. The unit behind the one that is stepped is
+        As `adapter.optimizer.host_state` does it. The unit after the one that is stepped is
         fetched meanwhile; the one before it must have left. Each direction of the link does one
         thing at a time.
         """

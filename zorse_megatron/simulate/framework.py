@@ -26,11 +26,11 @@ class Framework:
     sums_at_scale: int = 2
     """How often all ranks sum one number before the gradients are scaled: the tokens, and whether
     anybody wants the step to be run again (`RerunStateMachine.should_run_forward_backward`)."""
-    sums_behind_step: int = 0
-    """The same behind the step, over all ranks of a pipeline: whether it was made and the norm
+    sums_after_step: int = 0
+    """The same after the step, over all ranks of a pipeline: whether it was made and the norm
     (`train_step`), and the learning rate (`training_log`). Under a plan each rank knows these."""
 
 
 RUNTIME = Framework()
-STOCK_1F1B = Framework(blocking_transfers=True, paired_transfers=True, sums_behind_step=3)
+STOCK_1F1B = Framework(blocking_transfers=True, paired_transfers=True, sums_after_step=3)
 """Megatron's own 1F1B with a distributed optimizer."""

@@ -52,10 +52,10 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
     for number, action in enumerate(actions):
         key = action.chunk, action.micro_batch
         kept = _kept_bytes(timeline, rank, action.chunk or 0)
-        behind = actions[number + 1] if number + 1 < len(actions) else None
+        after = actions[number + 1] if number + 1 < len(actions) else None
         if action.kind is Kind.BACKWARD:
             now -= kept if key in away else 0
-        elif behind is None or (behind.chunk, behind.micro_batch) != key:
+        elif after is None or (after.chunk, after.micro_batch) != key:
             away.add(key)
             now += kept
             most = max(most, now)

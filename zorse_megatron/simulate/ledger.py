@@ -177,7 +177,7 @@ class _Ledger:
             key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
             self._hand_over(start_s, key, position)
         working = sizes.working_bytes(self.rank, chunk, forward_only=False)
-        # Layers are computed again behind the head's backward, when its part is given back.
+        # Layers are computed again after the head's backward, when its part is given back.
         head_ends_s = start_s if working else end_s
         self._note(head_ends_s, Category.LOGITS, -sizes.head_bytes(self.rank, chunk), position)
         self._for_a_while(position, Category.ACTIVATIONS, working)

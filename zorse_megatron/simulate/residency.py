@@ -42,7 +42,7 @@ class SteppedUnit:
     in_bytes: int
     """What comes from the host for it."""
     out_bytes: int
-    """What goes there behind it."""
+    """What goes there after it."""
 
 
 @dataclass(frozen=True, kw_only=True)

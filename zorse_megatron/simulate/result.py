@@ -44,7 +44,7 @@ class SimulationResult:
     def spans(self, rank: int) -> tuple[Span, ...]:
         """One span per action of the rank's list, in list order, as a run records them.
 
-        Actions that do not stop the main stream may reach into the spans behind them.
+        Actions that do not stop the main stream may reach into the spans after them.
         """
         return spans_of(self.timeline, self._simulated(rank))
 

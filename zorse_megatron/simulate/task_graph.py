@@ -15,7 +15,7 @@ from zorse_megatron.simulate.network_loads import TaskWork
 NOTHING = -1
 """In place of a task where there is none; nothing is waited for."""
 REPORT = "REPORT"
-"""In place of an action: what all ranks are told behind their lists."""
+"""In place of an action: what all ranks are told after their lists."""
 
 
 class Role(IntEnum):

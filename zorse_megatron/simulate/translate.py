@@ -12,21 +12,21 @@ yet, those that its word in `schedules.actions` promises:
   started it and the one before it on the same pair and direction is done. With a `Framework`
   whose transfers block, each stops the main stream until it is done (and a receive until the
   tensor is rebuilt).
-- REDUCE and GATHER run on the collective stream, behind everything that precedes them in the list:
+- REDUCE and GATHER run on the collective stream, after everything that precedes them in the list:
   they start when all ranks of the group are there, and end on all at once. The main stream goes
   on; so they overlap with computation, unless what follows waits for them.
-- TIE, SCALE and STEP run on the main stream, behind the rank's collectives and FETCHes. TIE swaps
+- TIE, SCALE and STEP run on the main stream, after the rank's collectives and FETCHes. TIE swaps
   gradients between owners of the same elements, and ends with the rank's last swap. SCALE is sums
   of one number over all ranks (`Framework`); STEP such a sum (the norm) and then the optimizer step
   on the rank's own shards. State that stays in the host passes through the GPU piece by piece while
   the step runs, and parameters whose shard is in the host come and go with their chunk's pieces
   (`ActionCosts.stepped_s`).
-- Behind the list, when all that it has started is done, all ranks are told what came of the step.
+- After the list, when all that it has started is done, all ranks are told what came of the step.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
   chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
   chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
   for the chunk's GATHER.
-- With `offload.activations`, what a forward keeps is copied to the host behind it, when what the
+- With `offload.activations`, what a forward keeps is copied to the host after it, when what the
   forward before it kept has left, and back one computation before the backward, as a receive would
   be started; not where the backward is the next computation.
 
@@ -104,7 +104,7 @@ class _RankTranslator:
         self.pending: dict[tuple[Kind, int | None], int] = {}
         """GATHERs and FETCHes of parameters that the main stream has not waited for yet."""
         self.copies: dict[tuple[Kind, int | None], int] = {}
-        """The last GATHER, OFFLOAD and FETCH of each chunk, for the copies behind it."""
+        """The last GATHER, OFFLOAD and FETCH of each chunk, for the copies after it."""
         self.counts: dict[tuple[Kind, int | None], int] = {}
         self.copied_out: dict[tuple[int | None, int | None], int] = {}
         computations = [(at, a) for at, a in enumerate(actions) if a.kind in COMPUTE]
@@ -227,7 +227,7 @@ class _RankTranslator:
         return task
 
     def _report(self) -> None:
-        """Behind the list, and behind all that it has started."""
+        """After the list, and after all that it has started."""
         after = live([self.main, self.collective, self.from_host])
         self._on_main(self._join(len(self.track.actions), Kind.STEP, None, *after))
 

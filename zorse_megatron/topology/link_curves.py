@@ -1,6 +1,6 @@
 """Bandwidth of a link by message size.
 
-Either a constant bandwidth behind a latency, or a curve fitted to measurements:
+Either a constant bandwidth after a latency, or a curve fitted to measurements:
 GB/s = quadratic * x^2 + linear * x + constant with x = log2(message size in MB, 10^6 bytes), the
 form in which Sailor (SOSP 2025) publishes its links.
 """

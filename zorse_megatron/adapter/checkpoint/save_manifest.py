@@ -1,4 +1,4 @@
-"""A manifest with each save: sizes and checksums of its files, behind them and before the tracker.
+"""A manifest with each save: sizes and checksums of its files, after them and before the tracker.
 
 Every rank reads the files that it has written, which its node still has in memory; rank 0 reads the
 few others, and writes the manifest. A crash before that leaves a folder without one, to which the
@@ -37,7 +37,7 @@ def _make_save(stock_save: Callable[..., Any]) -> Callable[..., Any]:
         finish = partial(write_together, folder)
         if request is None:
             finish()
-        else:  # --async-save: behind stock's own last steps, before the tracker's
+        else:  # --async-save: after stock's own last steps, before the tracker's
             request.finalize_fns.append(finish)
         return request
 

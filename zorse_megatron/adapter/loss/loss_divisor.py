@@ -1,6 +1,6 @@
 """What the loss is divided by before its backward, so that fp16 gradients have stock's size.
 
-Under a plan the loss is a sum over tokens, and gradients are divided by the number of tokens behind
+Under a plan the loss is a sum over tokens, and gradients are divided by the number of tokens after
 the last sum (SCALE). By default stock divides the loss itself: its 16-bit gradients are those of a
 mean, which is what loss scales are chosen for. Gradients of a sum are larger by the tokens of a
 batch: of fp16's 40 powers of two, which a loss scale is to place them in, a batch of 131,072 tokens

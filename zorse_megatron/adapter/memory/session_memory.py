@@ -42,7 +42,7 @@ def make_ledger(
     watches: bool,
     limit_bytes: int | None,
 ) -> MemoryLedger:
-    """The ledger of a rank; `watches`: whether to look behind every action."""
+    """The ledger of a rank; `watches`: whether to sample after every action."""
     on_gpu = device.type == "cuda"
     return MemoryLedger(
         {

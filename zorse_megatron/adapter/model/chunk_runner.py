@@ -201,7 +201,7 @@ class MegatronChunkRunner:
     def gather(self, chunk: int) -> None:
         """Make the parameters whole.
 
-        A resident chunk's are made whole again behind the step, unless that was skipped on all
+        A resident chunk's are made whole again after the step, unless that was skipped on all
         ranks. Of a sharded chunk this only starts the gather; its computations wait for it.
         """
         model = self.inputs.models[chunk]
@@ -238,7 +238,7 @@ class MegatronChunkRunner:
         return contextlib.nullcontext()
 
     def _bring_next_back(self) -> Action | None:
-        """Before a computation: start to bring back what the one behind it needs; returns that."""
+        """Before a computation: start to bring back what the one after it needs; returns that."""
         assert self.activations is not None
         self.num_computed += 1
         self.activations.let_go()

@@ -69,7 +69,7 @@ class GradientFactors:
         return norm
 
     def _refuse_separate_norms(self) -> None:
-        """Ask what stock asks behind the norm (`_compute_grad_norms_by_group`), for it is a sum
+        """Ask what stock asks after the norm (`_compute_grad_norms_by_group`), for it is a sum
         over all ranks the first time. `--mtp-num-layers`, which has them, is refused with a plan.
         """
         for name in SEPARATE_GRAD_NORM_GROUPS:

@@ -66,7 +66,7 @@ class StatePiece:
         self.moments: dict[str, torch.Tensor] = {}
         """Name -> one value for each element of the piece."""
         self.main: torch.Tensor | None = None
-        """Main parameters of the slices that have them, one behind the other."""
+        """Main parameters of the slices that have them, one after the other."""
 
     @property
     def num_elements(self) -> int:
@@ -195,7 +195,7 @@ class ChunkState:
 
 
 class _Flat:
-    """Tensors of one type, one behind the other, that wait in the host."""
+    """Tensors of one type, one after the other, that wait in the host."""
 
     def __init__(self, values: Sequence[torch.Tensor], link: HostLink) -> None:
         """Takes over what is in `values`; `parts` are of their shapes and on the device."""

@@ -143,7 +143,7 @@ def _tell(
 
 
 def _write_page(costs: WorkloadCosts, outcome: "Outcome", path: Path, *, is_silent: bool) -> None:
-    """Behind the plan, which is written and shown by then."""
+    """After the plan, which is written and shown by then."""
     from zorse_megatron.cli.plan_report import plan_page
 
     with reported_errors():  # on stderr: the plan's JSON has been printed

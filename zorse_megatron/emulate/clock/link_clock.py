@@ -69,7 +69,7 @@ class LinkClock:
         self._push(at_s, _Kind.POST, name)
 
     def alarm(self, at_s: float, token: Hashable) -> None:
-        """Have `token` in the moment `at_s`, behind everything else of that moment."""
+        """Have `token` in the moment `at_s`, after everything else of that moment."""
         self._push(at_s, _Kind.ALARM, token)
 
     def step(self) -> ClockStep:

@@ -1,7 +1,7 @@
 """Copies between an emulated GPU and its host, and what is offloaded meanwhile.
 
 Each direction of a GPU's link to the host is a stream of its own, as in `runtime.host_link`: a
-copy starts behind what the rank has computed so far and behind the copy before it, and takes what
+copy starts after what the rank has computed so far and after the copy before it, and takes what
 the cost models say for the real model's bytes. No other GPU takes part, so the conductor need not
 know. The tiny model's state is cut into as many pieces as the real one's.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopy:
-    """A copy under way; stands in for the CUDA event behind it."""
+    """A copy under way; stands in for the CUDA event after it."""
 
     clock: RankClock
     end_s: float

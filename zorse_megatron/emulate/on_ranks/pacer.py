@@ -2,7 +2,7 @@
 
 The tiny model computes as always; only the rank's clock moves on by what the cost models say for
 the real one. A layer's time passes when its forward returns, and when its backward begins, so that
-what follows (a send, the reduction of its gradients) starts behind it. A forward within a backward
+what follows (a send, the reduction of its gradients) starts after it. A forward within a backward
 is a recomputation. Nothing else takes time: like the planner's costs, it has no gaps on the host.
 """
 

@@ -13,7 +13,7 @@ NUM_WARPS = 8
 def launches(numel: int) -> Iterator[slice]:
     """Cut `numel` elements into a multiple of 16 and the rest, neither of them empty.
 
-    Triton reads 16 bytes at a time only where it knows that none of them lies behind the end, which
+    Triton reads 16 bytes at a time only where it knows that none of them lies beyond the end, which
     it concludes from a number of elements that is a multiple of 16.
     """
     rest = numel // 16 * 16

@@ -44,7 +44,7 @@ class Discovery:
     largest_bytes: int
     """Of the messages."""
     time_limit_s: float
-    """No larger messages behind one that took longer."""
+    """No larger messages after one that took longer."""
     name: str | None = None
     """Of the cluster."""
 

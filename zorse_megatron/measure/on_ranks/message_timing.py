@@ -32,7 +32,7 @@ def timed_messages(
     """Run a task on this rank, one of `task.ranks`; return sizes and seconds, equal on all of them.
 
     `group`: of these ranks. The time of a message is that of the slowest rank, the median of
-    several messages after warm-up. Stops behind a size that took longer than `time_limit_s`.
+    several messages after warm-up. Stops after a size that took longer than `time_limit_s`.
     Gathers are those of the runtime.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -51,7 +51,7 @@ class ProfileRun:
     largest_size: int
     """No larger micro-batches."""
     time_limit_s: float
-    """No larger micro-batches behind one that took longer."""
+    """No larger micro-batches after one that took longer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ _LEFT_OUT: dict[str, Nargs] = {
 def single_layer_flags(flags: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
     """Return the flags that build embedding, one layer and head of a model on one rank.
 
-    Of flags that are given twice stock takes the last one, so ours come behind. The tokenizer is
+    Of flags that are given twice stock takes the last one, so ours come after. The tokenizer is
     one without files: only the size of its vocabulary matters.
     """
     _, rest = split_ours(flags)

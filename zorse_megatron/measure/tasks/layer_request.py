@@ -16,7 +16,7 @@ class LayerRequest:
     largest_size: int
     """No larger micro-batches."""
     time_limit_s: float
-    """No larger micro-batches behind one whose forward and backward took longer."""
+    """No larger micro-batches after one whose forward and backward took longer."""
     memory_limit_bytes: int | None
     """No larger micro-batches that would come near to it; None: until memory runs out, which a
     GPU survives and a host does not."""

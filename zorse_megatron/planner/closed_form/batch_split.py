@@ -146,17 +146,17 @@ def _power(bits: int, count: int, batch: int) -> int:
 def _reconstructed(batch: int, classes: Sequence[ReplicaClass], limit_s: float) -> BatchSplit:
     sets = [_reachable(batch, each, limit_s) for each in classes]
     powers = [_power(bits, each.count, batch) for bits, each in zip(sets, classes, strict=True)]
-    behind = [1]  # sums of all classes from here on
+    after = [1]  # sums of all classes from here on
     mask = (1 << (batch + 1)) - 1
     for power in reversed(powers):
-        behind.append(_sumset(behind[-1], power) & mask)
-    behind.reverse()
+        after.append(_sumset(after[-1], power) & mask)
+    after.reverse()
     shares, left = [], batch
     # A class gets the part of what is left that is closest to its part of the rate.
     rates = [each.count / min_time_per_sample(each) for each in classes]
     for number, each in enumerate(classes):
         wanted = left * rates[number] / (sum(rates[number:]) or 1.0)
-        samples = _closest(powers[number], behind[number + 1], left, wanted)
+        samples = _closest(powers[number], after[number + 1], left, wanted)
         left -= samples
         counts = _dealt(sets[number], each.count, samples, batch)
         shares.append(

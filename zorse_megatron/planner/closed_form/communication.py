@@ -43,7 +43,7 @@ class CommunicationCosts:
         self._alone: dict[tuple[int, int, int], float] = {}
         self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
-        sums = RUNTIME.sums_at_scale + 1 + RUNTIME.sums_behind_step
+        sums = RUNTIME.sums_at_scale + 1 + RUNTIME.sums_after_step
         self.statistics_s = (
             sums * inputs.comm.all_reduce_s(world, _STATISTIC_BYTES) if len(world) > 1 else 0.0
         )

@@ -104,7 +104,7 @@ class InFlight:
                     schedule=candidate.schedule,
                     num_chunks=candidate.num_chunks,
                     slow_before=slow[index - 1],
-                    slow_behind=slow[index],
+                    slow_after=slow[index],
                 )
                 for index, in_flight_limit in enumerate(self._in_flight_limits(candidate))
             )
@@ -134,8 +134,8 @@ class InFlight:
         if candidate.schedule == "breadth_first":
             return [0.0] * len(candidate.device_groups)
         rounds = [sized.round_samples for sized in self.sized_groups(candidate)]
-        behind = list(accumulate(reversed(rounds)))[::-1]
-        rows = list(zip(behind, self.extras(candidate), rounds, strict=True))
+        from_here = list(accumulate(reversed(rounds)))[::-1]
+        rows = list(zip(from_here, self.extras(candidate), rounds, strict=True))
         if candidate.schedule == "interleaved":
             before = (candidate.num_chunks - 1) * sum(rounds)
             return [
@@ -161,7 +161,7 @@ class InFlight:
         sized_groups = self.sized_groups(candidate)
         speed = sum(map(self.speed, candidate.device_groups, candidate.levels))
         per_s = candidate.slack * speed / self.inputs.num_layers
-        in_flight_limit, behind, found = (
+        in_flight_limit, from_here, found = (
             sized_groups[-1].round_samples,
             sized_groups[-1].round_samples,
             [0],
@@ -176,8 +176,8 @@ class InFlight:
                 needed += candidate.slack * max(here.round_samples, after.round_samples)
             # Limits are whole micro-batches of each replica.
             in_flight_limit = math.ceil(needed / here.round_samples - 1e-9) * here.round_samples
-            behind += here.round_samples
-            found.append(max(0, in_flight_limit - behind))
+            from_here += here.round_samples
+            found.append(max(0, in_flight_limit - from_here))
         return found[::-1]
 
     def message_s(

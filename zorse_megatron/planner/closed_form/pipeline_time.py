@@ -147,13 +147,13 @@ class PipelineTimes:
     def _loops(self, pipeline: CostedPipeline, transfer_s: Sequence[float]) -> list[float]:
         """For each group how long the batch takes if it always has all in flight that it may."""
         stages, costs, chunks = pipeline.stages, pipeline.costs, pipeline.num_chunks
-        behind_s = [*transfer_s, *([0.0] * (len(stages) - len(transfer_s)))]
+        after_s = [*transfer_s, *([0.0] * (len(stages) - len(transfer_s)))]
         waits = _waits(pipeline)
         around_s = (
-            sum(waits) + sum(cost.mean_micro_batch_s for cost in costs) + 2 * chunks * sum(behind_s)
+            sum(waits) + sum(cost.mean_micro_batch_s for cost in costs) + 2 * chunks * sum(after_s)
         )
         loops, way_s = [], around_s * (chunks - 1) / 2
-        rows = list(zip(pipeline.in_flight_limits, costs, behind_s, waits, strict=True))
+        rows = list(zip(pipeline.in_flight_limits, costs, after_s, waits, strict=True))
         for in_flight_limit, cost, hop_s, wait_s in reversed(rows):
             way_s += cost.mean_micro_batch_s + 2 * hop_s + wait_s  # of one chunk and all before
             loops.append(self.inputs.global_batch_size / in_flight_limit * way_s)
@@ -189,7 +189,7 @@ class PipelineTimes:
             source, target = at % len(stages), (at + 1) % len(stages)
             for sender, receiver, forward in ((source, target, True), (target, source, False)):
                 stage, cost = stages[receiver], costs[receiver]
-                if stage.position.slow_before if forward else stage.position.slow_behind:
+                if stage.position.slow_before if forward else stage.position.slow_after:
                     continue
                 message_s = self.in_flight.message_s(stages[sender], stage, path)
                 own_kind = stage.position.schedule == "breadth_first"

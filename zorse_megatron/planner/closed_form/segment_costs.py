@@ -196,26 +196,26 @@ class SegmentCosts:
     def _in_flight_limit(self) -> Floats:
         """Samples in flight of segments, [1, segment, 1]."""
         own = self.sizes @ self.counts
-        behind = self._samples_behind()[self.starts]
+        from_here = self._samples_from()[self.starts]
         if self.nested:
-            return (behind + self._in_transit()[self.stops])[None, :, None]
-        return (2 * behind - own)[None, :, None]
+            return (from_here + self._in_transit()[self.stops])[None, :, None]
+        return (2 * from_here - own)[None, :, None]
 
-    def _samples_behind(self) -> Floats:
+    def _samples_from(self) -> Floats:
         """Of one micro-batch on each GPU from a unit on, [start]."""
         ahead: Floats = self.sizes @ self._ahead
         return ahead[-1] - ahead
 
     def _is_nested(self) -> np.ndarray:
         """[start, stop]: whether the round is a power of two times the smallest micro-batch."""
-        behind = self._samples_behind() / self.sizes.min()
-        own = behind[:, None] - behind[None, :]
+        from_here = self._samples_from() / self.sizes.min()
+        own = from_here[:, None] - from_here[None, :]
         with np.errstate(divide="ignore", invalid="ignore"):
             exponents = np.log2(own)
             return np.abs(exponents - np.round(exponents)) < 1e-9
 
     def _in_transit(self) -> Floats:
-        """Samples in transfer behind a segment and back, [stop]: between all nodes behind."""
+        """Samples in transfer after a segment and back, [stop]: between all later nodes."""
         per_s = sum(
             count * size / sum(self.cost_model.layer_s(kind, int(size)))
             for count, size, (kind, _) in zip(
@@ -229,8 +229,8 @@ class SegmentCosts:
             transfers_s[at] if nodes[at] != nodes[at - 1] else 0.0
             for at in range(1, self.num_units)
         ]
-        behind = np.concatenate([np.cumsum(crossed[::-1])[::-1], [0.0]])
-        return np.asarray(2 * behind * per_s / self.num_layers)
+        after = np.concatenate([np.cumsum(crossed[::-1])[::-1], [0.0]])
+        return np.asarray(2 * after * per_s / self.num_layers)
 
     def _capacities(self) -> Floats:
         return self._per_class([capacity for _, capacity in self.classes])

@@ -33,8 +33,8 @@ class StagePosition:
     num_chunks: int = 1
     slow_before: bool = False
     """Whether the hop from the group before is given in the plan (see `transfer_costs`)."""
-    slow_behind: bool = False
-    """Whether that to the group behind is."""
+    slow_after: bool = False
+    """Whether that to the group after is."""
 
 
 @dataclass(frozen=True)

@@ -162,10 +162,10 @@ def _changes(plan: Plan, bottleneck: int) -> Iterator[tuple[str, Plan]]:
         moved[at] = replace(here, layers=(first + 1, stop))
         yield f"one layer from group {bottleneck} to the one before", _with(plan, moved)
     if at + 1 < len(chunks):
-        here, behind = chunks[at], chunks[at + 1]
+        here, after = chunks[at], chunks[at + 1]
         moved = list(chunks)
         moved[at] = replace(here, layers=(first, stop - 1))
-        moved[at + 1] = replace(behind, layers=(stop - 1, behind.layers[1]))
+        moved[at + 1] = replace(after, layers=(stop - 1, after.layers[1]))
         yield f"one layer from group {bottleneck} to the next one", _with(plan, moved)
 
 

@@ -18,7 +18,7 @@ def with_hops(
     communication: CommunicationCosts,
     busy_s: float,
 ) -> tuple[Chunk, ...]:
-    """The chunks with the hops behind them that count.
+    """The chunks with the hops after them that count.
 
     `stages`: of each group. `busy_s`: how long the slowest group computes.
     """
@@ -26,7 +26,7 @@ def with_hops(
     found: dict[tuple[int, int], Hop | None] = {}
     for pair in set(pairs):
         source, target = (stages[group] for group in pair)
-        slow = source.position.slow_behind or target.position.slow_before
+        slow = source.position.slow_after or target.position.slow_before
         # A group with fewer layers than chunks is left out of a turn: two of another one meet.
         if slow and pair[0] != pair[1]:
             found[pair] = _hop(source, target, communication, busy_s)

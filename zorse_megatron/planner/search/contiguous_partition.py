@@ -8,7 +8,7 @@ For a device order the best partition is found exactly, by dynamic programming o
 layers so far), for costs of segments in closed form (`segment_costs`). Like the layers of a fixed
 grouping (`layer_assignment`), max(busy) + sum(fill/drain) is minimised: for a ceiling on busy the
 least sum, for a few ceilings from the least possible one up. What is in flight in a segment depends
-on the GPUs behind it, and in a device order those are known.
+on the GPUs after it, and in a device order those are known.
 """
 
 from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from zorse_megatron.planner.search.effort import LEVELS, Effort
 from zorse_megatron.planner.search.sources import Sources
 
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0)
-# Of one step's candidates that are costed with the best layers, while polishing and behind it.
+# Of one step's candidates that are costed with the best layers, while polishing and after it.
 _SWAPS, _NEAR = 6, 60
 
 

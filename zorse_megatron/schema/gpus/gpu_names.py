@@ -10,7 +10,7 @@ from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS, squeezed
 from zorse_megatron.schema.text.quantities import spell_bandwidth
 from zorse_megatron.schema.text.suggest import did_you_mean
 
-# What a name may have behind the model's that does not say which memory: "A100 SXM4", "V100 PCIe".
+# What a name may have after the model's that does not say which memory: "A100 SXM4", "V100 PCIe".
 _FORM = re.compile(r"(sxm\d?|pcie|nvlink)$")
 # What others call their accelerators -> whose they are, and what runs there in place of CUDA.
 _OTHERS = tuple(

@@ -2,7 +2,7 @@
 
 Llama, Mistral, Qwen2 (2.5 too), Qwen3 and Gemma, dense: what Megatron's GPT layers are, or nearly.
 Keys and defaults are those of transformers' `LlamaConfig` and its siblings. Whatever those layers
-have not (experts, norms behind the blocks, capped logits) is refused by its key.
+have not (experts, norms after the blocks, capped logits) is refused by its key.
 """
 
 import math
@@ -56,9 +56,9 @@ _FAMILIES = {
 }
 # Other types that people have -> what their layers have that Megatron's dense GPT layers have not.
 _REFUSED = {
-    "gemma2": "norms behind attention and feed-forward, capped logits, windows",
-    "gemma3_text": "norms behind attention and feed-forward, windows",
-    "gemma3": "images, norms behind attention and feed-forward, windows",
+    "gemma2": "norms after attention and feed-forward, capped logits, windows",
+    "gemma3_text": "norms after attention and feed-forward, windows",
+    "gemma3": "images, norms after attention and feed-forward, windows",
     "mixtral": "experts",
     "qwen2_moe": "experts",
     "qwen3_moe": "experts",

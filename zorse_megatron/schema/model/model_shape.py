@@ -77,7 +77,7 @@ class ModelShape:
             split += self.query_width + self.key_value_width
         if self.linear_bias:
             split += self.ffn_input_width
-            whole += 2 * self.hidden_size  # behind attention and behind the feed-forward block
+            whole += 2 * self.hidden_size  # after attention and after the feed-forward block
         if self.qk_norm:
             whole += 2 * self.kv_channels * self._norm_vectors
         whole += 2 * self.norm_parameters

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 class LastWord(enum.StrEnum):
-    """How a rank says that it is about to end; a reason may stand behind it."""
+    """How a rank says that it is about to end; a reason may follow."""
 
     DONE = "done"
     FAILED = "failed"

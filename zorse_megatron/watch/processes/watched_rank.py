@@ -32,7 +32,7 @@ class WatchedRank:
         self.limits = limits
 
     def enter(self, phase: str) -> None:
-        """Say what this rank does from now on, as it reads behind "was killed": "in a save"."""
+        """Say what this rank does from now on, as it reads after "was killed": "in a save"."""
         if self.page is not None:
             self.page.phase.write(phase)
 
