@@ -70,7 +70,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One plan. Shares are of the whole parameters and gradients of the fullest rank's stage."""
+    """One plan. Shares are of the fullest rank's unsharded parameters and gradients."""
 
     setting: str
     chunks: int
@@ -130,7 +130,7 @@ def layers_peak_bytes(result: SimulationResult, rank: int) -> int:
 
 
 def stage_bytes(plan: Plan, memory: TransformerMemory, rank: int) -> int:
-    """Whole parameters and gradients of the rank's group."""
+    """Unsharded parameters and gradients of the rank's group."""
     chunks = plan.chunks_of_group(plan.group_of_rank(rank))
     layers = sum(stop - first for first, stop in (plan.chunks[c].layers for c in chunks))
     count = layers * memory.layer_parameters()

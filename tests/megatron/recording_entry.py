@@ -61,7 +61,7 @@ def weights(chunks: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for chunk in chunks:
         shards = getattr(chunk, "shards", None)
-        with nullcontext() if shards is None else shards.whole():
+        with nullcontext() if shards is None else shards.unsharded():
             found |= weights_of_chunk(chunk)
     return found
 

@@ -1,4 +1,4 @@
-"""With c chunks per group, whole parameters and gradients are those of two chunks: about 2/c.
+"""With c chunks per group, unsharded parameters and gradients are those of two chunks: about 2/c.
 
 The closed form, to the byte. Layers here have only parameters whose sizes are multiples of 128
 elements, so that stock's padding adds nothing. When a sum of gradients arrives is up to the
@@ -49,16 +49,16 @@ def chunk_bytes(num_chunks: int) -> list[int]:
 def closed_form(sizes: list[int], share: float, *, late: bool) -> int:
     """The highest of the moments after a first backward of each chunk.
 
-    Then its parameters and those of the next chunk down are whole, and its gradients; with sums
+    Then its parameters and those of the next chunk down are unsharded, and its gradients; with sums
     that arrive late also the gradients of the chunk above. Of the others this rank has its share:
     of parameters always, of gradients once they have been reduced.
     """
     highest = 0
     for at in range(len(sizes)):
         # On the last chunk the group turns; the first has nothing below it.
-        whole = {at, max(0, at - 1)}
+        unsharded = {at, max(0, at - 1)}
         summed = {at, min(at + 1, len(sizes) - 1)} if late else {at}
-        parameters = sum(s if i in whole else share * s for i, s in enumerate(sizes))
+        parameters = sum(s if i in unsharded else share * s for i, s in enumerate(sizes))
         gradients = sum(s if i in summed else share * s for i, s in enumerate(sizes) if i >= at)
         highest = max(highest, int(parameters + gradients))
     return highest

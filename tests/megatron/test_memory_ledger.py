@@ -132,7 +132,7 @@ def most_activation_bytes(predicted: SimulationResult, rank: int, copies: int) -
 
 
 def most_gradient_bytes(plan: Plan, rank: int) -> int:
-    """Whole gradients of all chunks, or of two neighbours and shards of the others."""
+    """Unsharded gradients of all chunks, or of two neighbours and shards of the others."""
     number = plan.group_of_rank(rank)
     last = len(plan.chunks) - 1
     sizes = []

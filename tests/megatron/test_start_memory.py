@@ -1,4 +1,5 @@
-"""Start, load and save fit where training does: one chunk is whole at most, in a checkpoint none.
+"""Start, load and save fit where training does: at most one chunk is unsharded, none in a
+checkpoint.
 
 Counted are all floating-point tensors that any operation makes, not what the runtime knows of (see
 `counted_entry`), and held against closed forms, to the byte.
@@ -63,7 +64,7 @@ def few_passes(num_chunks: int) -> Plan:
 def start_bytes(sizes: list[int], share: float) -> int:
     """The highest of the moments in which a chunk is wrapped.
 
-    Then its parameters and its gradients are whole; of those before it this share is there.
+    Then its parameters and gradients are unsharded; of those before it this share is there.
     """
     return max(2 * size + int(share * sum(sizes[:at])) for at, size in enumerate(sizes))
 
@@ -77,7 +78,9 @@ def test_start_is_the_closed_form(num_chunks: int, corpus: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", ["on the device", "in the host"])
-def test_not_one_layer_is_whole_in_a_checkpoint(where: str, corpus: Path, tmp_path: Path) -> None:
+def test_not_one_layer_is_unsharded_in_a_checkpoint(
+    where: str, corpus: Path, tmp_path: Path
+) -> None:
     """Shards and both moments are on the device or nothing is; others' parts of a layer are not."""
     plan, sizes = plan_of(4), chunk_bytes(4)
     shards = int(SHARE * sum(sizes))

@@ -130,7 +130,7 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
     micro-batch passes all groups before it; and all backwards of a replica come after its first
     forward and the passage of that micro-batch through all other groups. After its backwards a
     group reduces its gradients; after all reductions each group makes its step and gathers. A
-    rank has whole parameters and gradients, its share of the state, and once a micro-batch. At
+    rank has unsharded parameters and gradients, its share of the state, and once a micro-batch. At
     most `most_simulated` plans are simulated, those with the lowest bounds first; each of them is
     a test of the bounds.
 
@@ -332,7 +332,7 @@ def _collectives_s(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tu
 
 
 def _least_memory(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[int, ...] | None:
-    """Of each rank; None where whole parameters and the state do not fit."""
+    """Of each rank; None where unsharded parameters and the state do not fit."""
     weights, memory = _weights(inputs, stage, ends), inputs.memory
     if weights is None:
         return None
@@ -364,7 +364,7 @@ def _assert_least_memory(
 
 
 def _plan(inputs: Inputs, stages: tuple[_Stage, ...]) -> Plan | None:
-    """Counts by the exact split, shards by the memory that whole parameters leave."""
+    """Counts by the exact split, shards by the memory that unsharded parameters leave."""
     groups, chunks, first = [], [], 0
     for at, stage in enumerate(stages):
         ends = (at == 0, at == len(stages) - 1)

@@ -1,4 +1,4 @@
-"""Breadth-first ministages: order, what is whole when, and how often it is gathered."""
+"""Breadth-first ministages: order, what is unsharded when, and how often it is gathered."""
 
 import dataclasses
 from collections import Counter
@@ -113,23 +113,23 @@ def test_all_micro_batches_of_a_chunk_then_the_next_chunk(plan: Plan) -> None:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(plan=breadth_first_plans, forward_only=st.booleans())
-def test_at_most_two_chunks_are_whole_and_what_is_computed_is(
+def test_at_most_two_chunks_are_unsharded_and_what_is_computed_is(
     plan: Plan, forward_only: bool
 ) -> None:
     if parameters_setting(plan) == RESIDENT:
         return
     for actions in lower_plan(plan, forward_only=forward_only).ranks:
-        whole: set[int | None] = set()
+        unsharded: set[int | None] = set()
         for action in actions:
             if action.kind is Kind.GATHER:
-                assert action.chunk not in whole
-                whole.add(action.chunk)
+                assert action.chunk not in unsharded
+                unsharded.add(action.chunk)
             elif action.kind is Kind.RELEASE:
-                whole.remove(action.chunk)
+                unsharded.remove(action.chunk)
             elif action.kind in COMPUTE:
-                assert action.chunk in whole
-            assert len(whole) <= 2
-        assert not whole
+                assert action.chunk in unsharded
+            assert len(unsharded) <= 2
+        assert not unsharded
 
 
 def expected_gathers(plan: Plan, group: int, *, forward_only: bool) -> Counter[int]:
@@ -191,10 +191,10 @@ def range_above(plan: Plan, actions: tuple[Action, ...], action: Action) -> list
 @given(plan=plans())
 def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
     resident = Schedule(name="breadth_first", parameters={"parameters": RESIDENT})
-    whole = lower_plan(dataclasses.replace(plan, schedule=resident))
+    always_unsharded = lower_plan(dataclasses.replace(plan, schedule=resident))
     per_pass = lower_plan(dataclasses.replace(plan, schedule=Schedule(name="breadth_first")))
     for one, other, released in zip(
-        lower_plan(plan).ranks, whole.ranks, per_pass.ranks, strict=True
+        lower_plan(plan).ranks, always_unsharded.ranks, per_pass.ranks, strict=True
     ):
         assert Counter(one) == Counter(other)
         more = Counter(released) - Counter(one)
@@ -214,13 +214,13 @@ def peaks(plan: Plan, rank: int, **costs: float) -> dict[Category, int]:
 @pytest.mark.parametrize("num_chunks", range(1, 9))
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_memory_of_equal_chunks(num_chunks: int, replicas: int) -> None:
-    """Two whole chunks and shards of the others: about 2 / c of a stage (Zorse, table 1)."""
+    """Two unsharded chunks and shards of the others: about 2 / c of a stage (Zorse, table 1)."""
     plan = ministages(2, replicas, 3, num_chunks)
-    whole, others = min(2, num_chunks), max(0, num_chunks - 2)
+    unsharded, others = min(2, num_chunks), max(0, num_chunks - 2)
     # Reductions are slow, so that the gradients of two chunks are there at a time.
     found = peaks(plan, 0, bytes_per_s=3000.0)
-    assert found[Category.PARAMETERS] == 2 * (LAYER * whole + LAYER // replicas * others)
-    gradients = 4 * (LAYER * whole + LAYER // replicas * others)
+    assert found[Category.PARAMETERS] == 2 * (LAYER * unsharded + LAYER // replicas * others)
+    gradients = 4 * (LAYER * unsharded + LAYER // replicas * others)
     if replicas > 1:
         assert found[Category.GRADIENTS] == gradients
     resident = peaks(dealt_out(plan, num_chunks, parameters=RESIDENT), 0)
@@ -255,12 +255,12 @@ def test_memory_of_unequal_chunks(plan: Plan, bytes_per_s: float) -> None:
         assert gradients <= 4 * most
 
 
-def _bytes(sizes, rank: int, chunks, whole) -> int:
-    """Numbers of some whole chunks, and of the shards of the others."""
-    return sum(sizes.parameters[c] if c in whole else sizes.shards[c][rank] for c in chunks)
+def _bytes(sizes, rank: int, chunks, unsharded) -> int:
+    """Numbers of some unsharded chunks, and of the shards of the others."""
+    return sum(sizes.parameters[c] if c in unsharded else sizes.shards[c][rank] for c in chunks)
 
 
-def test_offloaded_shards_leave_two_whole_chunks() -> None:
+def test_offloaded_shards_leave_two_unsharded_chunks() -> None:
     plan = ministages(1, 4, 2, 8)
     groups = (dataclasses.replace(plan.groups[0], offload=Offload(parameters=True)),)
     found = peaks(dataclasses.replace(plan, groups=groups), 0)

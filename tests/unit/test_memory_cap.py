@@ -8,15 +8,16 @@ import torch
 from tests.unit.fake_costs import FakeMemory
 from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
 
-# A chunk of 100 parameters, of which the rank owns 25; they are whole, its gradients are not there.
-WHOLE, OWNED = 100, 25
+# A chunk of 100 parameters, of which the rank owns 25; they are unsharded, its gradients are not
+# there.
+UNSHARDED, OWNED = 100, 25
 GONE = torch.empty(0)
 CHUNK = SimpleNamespace(
     buffers=[SimpleNamespace(parameters=torch.empty(1), gradients=GONE)],
     wrapped=SimpleNamespace(shards=SimpleNamespace(gradients=[])),
 )
 SIZES = SimpleNamespace(
-    real_parameters=lambda _chunk: {"layer": WHOLE}, owned_parameters=lambda _chunk: OWNED
+    real_parameters=lambda _chunk: {"layer": UNSHARDED}, owned_parameters=lambda _chunk: OWNED
 )
 
 
@@ -28,7 +29,7 @@ def cap(capacity_bytes):
 
 def test_before_the_first_step_there_are_no_moments():
     """2 bytes of each parameter, and the main parameters of what the rank owns."""
-    needed = 2 * WHOLE + 4 * OWNED
+    needed = 2 * UNSHARDED + 4 * OWNED
     enough = cap(needed)
     enough.check_start()
     assert enough.peak_bytes == 0  # which is no peak of a step
@@ -37,7 +38,7 @@ def test_before_the_first_step_there_are_no_moments():
 
 
 def test_in_a_step_there_are():
-    needed = 2 * WHOLE + 12 * OWNED
+    needed = 2 * UNSHARDED + 12 * OWNED
     enough = cap(needed)
     enough.check()
     assert enough.peak_bytes == needed

@@ -33,7 +33,7 @@ def test_1f1b_keeps_one_micro_batch_for_each_stage_after(stages, count):
         assert peak.num_bytes == min(count, stages - stage) * 2 * 1000
 
 
-def test_state_is_whole_parameters_whole_gradients_and_a_shard():
+def test_state_is_unsharded_parameters_and_gradients_and_a_shard():
     plan = one_group((1, 2), (1, 1), (1, 0), weights=[1.0, 0.0, 3.0], layers=2)
     memory = FakeMemory(layer_count=1024, embedding_count=512, head_count=1536)
     result = run(plan, memory=memory, fixed_bytes=[7, 8, 9])

@@ -59,10 +59,10 @@ def test_released_chunks_have_their_parameters_and_gradients_while_in_use():
     taken = {step.time_s: step.by_category_bytes for step in result.memory_over_time(0)}
     parameters = {at: by[Category.PARAMETERS] for at, by in taken.items()}
     gradients = {at: by[Category.GRADIENTS] for at, by in taken.items()}
-    whole, shard = 2 * 640, 2 * 320
-    assert parameters[0.0] == 2 * whole  # both gathers are issued at once
-    assert parameters[1.5] == shard + whole  # 0RELEASE
-    assert parameters[4.5] == whole + shard  # 1RELEASE, and 0GATHER is issued
+    unsharded, shard = 2 * 640, 2 * 320
+    assert parameters[0.0] == 2 * unsharded  # both gathers are issued at once
+    assert parameters[1.5] == shard + unsharded  # 0RELEASE
+    assert parameters[4.5] == unsharded + shard  # 1RELEASE, and 0GATHER is issued
     assert parameters[8.0] == 2 * shard
     assert gradients[0.0] == 0
     assert gradients[2.5] == 4 * 640  # 1B0

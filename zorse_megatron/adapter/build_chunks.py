@@ -1,7 +1,7 @@
-"""A rank's chunks, built one after the other, so that one at a time is whole.
+"""A rank's chunks, built one after the other, so that one at a time is unsharded.
 
-Stock builds all chunks of a rank, then wraps all, and holds whole parameters and gradients of all.
-Here a chunk is built and wrapped, and if the list gathers it before use it is cut down to this
+Stock builds all chunks of a rank, then wraps all, and holds unsharded parameters and gradients of
+all. Here a chunk is built and wrapped, and if the list gathers it before use it is cut down to this
 rank's shard, before the next one is built. Initial weights come last and go where the shards are.
 """
 

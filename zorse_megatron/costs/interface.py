@@ -50,10 +50,10 @@ class MemoryCost(Protocol):
         """Number of parameters of the final norm and the head."""
 
     def parameter_bytes(self, num_parameters: int) -> int:
-        """Whole parameters as they are computed with."""
+        """Unsharded parameters as they are computed with."""
 
     def gradient_bytes(self, num_parameters: int) -> int:
-        """Whole gradients as they are accumulated."""
+        """Unsharded gradients as they are accumulated."""
 
     def state_bytes(self, num_parameters: int) -> int:
         """Main parameters and optimizer moments of a shard."""

@@ -1,7 +1,7 @@
 """Bytes of a transformer on a GPU, as Megatron-Core trains it.
 
-Parameters and gradients are whole on every rank of a group; main parameters and Adam's moments are
-sharded. Beside what is counted here a process holds its CUDA context, communication buffers and
+Parameters and gradients are unsharded on every rank of a group; main parameters and Adam's moments
+are sharded. Beside what is counted here a process holds its CUDA context, communication buffers and
 fragmentation: the planner's margin is for those.
 """
 
@@ -37,11 +37,11 @@ class BytesByPrecision:
     precision: Precision
 
     def parameter_bytes(self, num_parameters: int) -> int:
-        """Whole parameters as they are computed with."""
+        """Unsharded parameters as they are computed with."""
         return num_parameters * self.precision.parameter_bytes
 
     def gradient_bytes(self, num_parameters: int) -> int:
-        """Whole gradients as they are accumulated."""
+        """Unsharded gradients as they are accumulated."""
         return num_parameters * self.precision.gradient_bytes
 
     def state_bytes(self, num_parameters: int) -> int:

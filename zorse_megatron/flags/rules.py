@@ -169,7 +169,7 @@ def _decided_problems(args: Namespace) -> Iterator[Problem]:
 
 
 def _hash_problems(args: Namespace, plan: Plan) -> list[Problem]:
-    """Stock hashes whole parameters between iterations, when sharded chunks have none."""
+    """Stock hashes unsharded parameters between iterations, when sharded chunks have none."""
     interval = getattr(args, "check_weight_hash_across_dp_replicas_interval", None)
     if interval is None or parameters_setting(plan) == RESIDENT:
         return []

@@ -18,7 +18,7 @@ class ChunkLine:
     label: str
     chunks: Sequence[int]
     predicted: Sequence[float]
-    """Share of the stage's whole parameters and gradients."""
+    """Share of the stage's unsharded parameters and gradients."""
     iteration_s: Sequence[float]
     measured_chunks: Sequence[int] = ()
     measured: Sequence[float] = ()

@@ -45,10 +45,10 @@ class ChunkRunner(Protocol):
         """Norm, clipping, optimizer step on this rank's shards."""
 
     def gather(self, chunk: int) -> None:
-        """Make the chunk's parameters whole from the group's shards."""
+        """Unshard the chunk's parameters from the group's shards."""
 
     def release(self, chunk: int) -> None:
-        """Drop the chunk's whole parameters, keep this rank's shard."""
+        """Drop the chunk's unsharded parameters, keep this rank's shard."""
 
     def fetch(self, chunk: int) -> None:
         """Start to bring the chunk's shard of parameters back from the host."""

@@ -1,8 +1,8 @@
 """A rank's memory by category, sampled after every action.
 
-Counted are the bytes of what the runtime knows: whole parameters and gradients, shards, optimizer
-state, what forwards keep, messages. On a GPU the allocator's own figure stands beside them. The
-categories are those of the simulator, so that the two can be compared.
+Counted are the bytes of what the runtime knows: unsharded parameters and gradients, shards,
+optimizer state, what forwards keep, messages. On a GPU the allocator's own figure stands beside
+them. The categories are those of the simulator, so that the two can be compared.
 """
 
 import json

@@ -62,7 +62,7 @@ class ShardedBuffer:
         return self._offsets[-1]
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the memory of `full` is there."""
         return self.full.numel() == 0 or self.full.untyped_storage().nbytes() > 0
 
@@ -72,11 +72,11 @@ class ShardedBuffer:
         shard_bytes = 0 if self.shard is None else self.shard.untyped_storage().nbytes()
         return self.full.untyped_storage().nbytes() + shard_bytes
 
-    # The whole.
+    # The full buffer.
 
     def allocate(self) -> None:
         """Bring the memory of `full` back; what is in it is undefined."""
-        if not self.is_whole:
+        if not self.is_unsharded:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
     def free(self) -> None:
@@ -94,8 +94,8 @@ class ShardedBuffer:
             self.changed = True
         elif self.memory.is_away:
             self.memory.allocate()
-        for ours, whole in self._pairs():
-            ours.copy_(whole)
+        for ours, theirs in self._pairs():
+            ours.copy_(theirs)
         self.in_shard = True
 
     @torch.no_grad()
@@ -104,8 +104,8 @@ class ShardedBuffer:
         assert self.memory is not None, "keep_shard comes first"
         self.memory.wait_until_back()
         self.allocate()
-        for ours, whole in self._pairs():
-            whole.copy_(ours)
+        for ours, theirs in self._pairs():
+            theirs.copy_(ours)
         self.memory.drop()
         self.in_shard = False
 
@@ -182,7 +182,7 @@ class ShardedBuffer:
         return home, start + shift, stop + shift
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each owned interval's place in the shard and in the whole."""
+        """Each owned interval's place in the shard and in `full`."""
         assert self.shard is not None
         if not self.owned:
             return []

@@ -14,8 +14,8 @@ An action prints as a short word and parses back:
 | `TIE`         | sum the tied embedding's gradient over the first and the last chunk      |
 | `SCALE`       | divide all gradients by the global batch's number of tokens              |
 | `STEP`        | norm, clipping and optimizer step on this rank's shards                  |
-| `1GATHER`     | make chunk 1's parameters whole again from the group's shards            |
-| `1RELEASE`    | drop chunk 1's full parameters, keep the shard                           |
+| `1GATHER`     | unshard chunk 1's parameters from the group's shards                     |
+| `1RELEASE`    | drop chunk 1's unsharded parameters, keep the shard                      |
 | `1OFFLOAD`    | let the shard of chunk 1's parameters be in host memory only             |
 | `1FETCH`      | copy it from there to the GPU                                            |
 
@@ -28,9 +28,9 @@ takes what `1F3` on the same rank has left, and `1B3` the gradient that `2B3` ha
 
 REDUCE, GATHER and FETCH only start something, too. A forward or backward waits for the GATHER of
 its chunk that precedes it, a GATHER for the FETCH of its chunk, STEP for everything. A REDUCE
-frees the whole gradients of a chunk that the list RELEASEs. An OFFLOAD copies only if a STEP has
-changed the shard since it was fetched; a STEP writes the new parameters of a chunk whose shard is
-in host memory there.
+frees the unsharded gradients of a chunk that the list RELEASEs. An OFFLOAD copies only if a STEP
+has changed the shard since it was fetched; a STEP writes the new parameters of a chunk whose shard
+is in host memory there.
 """
 
 import re

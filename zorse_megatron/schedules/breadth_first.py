@@ -7,8 +7,8 @@ and the backward of the same micro-batch alternate, so that only one of them has
 and logits there, and gradients start early.
 
 The order of each rank's computations is thus fixed; when they run is found by simulating them once,
-visit by visit. When a group changes what is whole (see `materialise`), all its replicas wait for
-each other in the simulation, because they take part in the same collectives. Every wait is for
+visit by visit. When a group changes what is unsharded (see `materialise`), all its replicas wait
+for each other in the simulation, because they take part in the same collectives. Every wait is for
 something earlier in the order of visits, so the simulation always ends.
 """
 
@@ -27,7 +27,7 @@ PER_MICRO_BATCH = "per_micro_batch"
 
 
 def parameters_setting(plan: Plan) -> str:
-    """How long parameters stay whole under the plan's schedule."""
+    """How long parameters stay unsharded under the plan's schedule."""
     if plan.schedule.name != "breadth_first":
         return RESIDENT
     return str(plan.schedule.parameters.get("parameters", PER_PASS))
@@ -41,7 +41,7 @@ class Visit:
     passes: tuple[bool, ...]
     """What a micro-batch runs, one after the other: True for its forward."""
     num_rounds: int = 1
-    """Equal parts, between which the group may change what is whole."""
+    """Equal parts, between which the group may change what is unsharded."""
 
     @property
     def ends_backward(self) -> bool:

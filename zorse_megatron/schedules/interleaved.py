@@ -1,4 +1,4 @@
-"""Interleaved 1F1B over unequal groups with several chunks each; parameters stay whole.
+"""Interleaved 1F1B over unequal groups with several chunks each; parameters stay unsharded.
 
 Megatron's `forward_backward_pipelining_with_interleaving` takes P micro-batches, one for each of
 its P stages, through all V chunks of a stage before the next P. Stage s starts its backwards after

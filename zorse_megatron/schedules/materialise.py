@@ -1,9 +1,9 @@
 """When a group unshards and reshards its chunks' parameters.
 
-A group works through *units*: each is one chunk, whose parameters must be whole while it lasts.
+A group works through *units*: each is one chunk, whose parameters must be unsharded while it lasts.
 The chunk of the next unit is gathered while the current one runs, after the release of the
-previous one; so at most two chunks are whole at a time. A chunk that the next unit needs again is
-kept instead: it would be gathered again at once.
+previous one; so at most two chunks are unsharded at a time. A chunk that the next unit needs again
+is kept instead: it would be gathered again at once.
 
 With shards that wait in host memory, each is fetched one unit before it is gathered.
 """
@@ -19,7 +19,7 @@ _FETCHED_AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Work on one chunk between two moments at which a group changes what is whole."""
+    """Work on one chunk between two moments at which a group changes what is unsharded."""
 
     chunk: int
     ends_backward: bool
@@ -31,9 +31,9 @@ def between_units(
 ) -> list[tuple[Action, ...]]:
     """For each unit the group's actions before it, and last those at the end.
 
-    `resident`: parameters stay whole, so that only gradients are reduced. `offload`: shards wait
-    in host memory. The reduction comes first, because it frees the gradients before those of the
-    unit after next are made.
+    `resident`: parameters stay unsharded, so that only gradients are reduced. `offload`: shards
+    wait in host memory. The reduction comes first, because it frees the gradients before those of
+    the unit after next are made.
     """
     chunks = [unit.chunk for unit in units]
     found = []

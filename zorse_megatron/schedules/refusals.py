@@ -22,7 +22,7 @@ def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
 
 
 def _not_lowered(plan: Plan) -> Iterator[Problem]:
-    whole = parameters_setting(plan) == RESIDENT
+    is_resident = parameters_setting(plan) == RESIDENT
     for number, group in enumerate(plan.groups):
         chunks = plan.chunks_of_group(number)
         if plan.schedule.name == "1f1b" and len(chunks) > 1:
@@ -34,7 +34,7 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
                 "range of layers.",
             )
         yield from _tensor_parallel(number, group)
-        if whole and group.offload is not None and group.offload.parameters:
+        if is_resident and group.offload is not None and group.offload.parameters:
             yield Problem(
                 where=f"groups[{number}].offload.parameters",
                 found="true",

@@ -28,7 +28,7 @@ def update_actions(plan: Plan, group: int, *, tied: bool, gathers: bool) -> list
     """What a rank of a group does after its last reduction.
 
     The norm of the gradient is one of all chunks, so nothing steps before all are reduced.
-    `gathers`: whether parameters are to be whole again at the end.
+    `gathers`: whether parameters are to be unsharded at the end.
     """
     chunks = plan.chunks_of_group(group)
     actions = []

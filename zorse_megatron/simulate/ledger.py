@@ -54,7 +54,7 @@ class _Ledger:
         self.sends_left: dict[tuple[Kind, int | None, int | None], int] = {}
         self.leaving: list[tuple[float, int]] = []
         self.with_gradients: set[int] = set()
-        """Released chunks that have whole gradients now."""
+        """Released chunks that have unsharded gradients now."""
         self.summed_s = 0.0
         """When the rank's last sum of gradients has arrived."""
         for action in self.track.actions:
@@ -215,14 +215,14 @@ class _Ledger:
         elif action.kind is Kind.REDUCE and chunk in self.residency.released:
             assert chunk is not None
             shard = sizes.memory_of(chunk).gradient_bytes(sizes.shards[chunk][self.rank])
-            whole = self._gradient_bytes(chunk)
+            unsharded = self._gradient_bytes(chunk)
             if chunk not in self.with_gradients:
                 # No micro-batches: it has zeros to add as soon as the sum before has arrived.
                 asked_s = max(self.timeline.reached_s(self.track, position), self.summed_s)
-                self._note(asked_s, Category.GRADIENTS, whole, position)
+                self._note(asked_s, Category.GRADIENTS, unsharded, position)
             self.summed_s = end_s
             self.with_gradients.discard(chunk)
-            self._note(end_s, Category.GRADIENTS, shard - whole, position)
+            self._note(end_s, Category.GRADIENTS, shard - unsharded, position)
         elif position in self.residency.moves:
             self._move(position, end_s)
 

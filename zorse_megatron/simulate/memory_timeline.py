@@ -3,10 +3,10 @@
 When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
 `adapter.model.chunk_runner` do:
 
-- Whole parameters and whole gradients are there all the time (Megatron's buffers), and the rank's
-  shard of the optimizer state. For a chunk that the list RELEASEs, whole parameters are there from
-  GATHER to RELEASE, and whole gradients from the first backward to the end of REDUCE, then the
-  shard until STEP is done.
+- Unsharded parameters and gradients are there all the time (Megatron's buffers), and the rank's
+  shard of the optimizer state. For a chunk that the list RELEASEs, unsharded parameters are there
+  from GATHER to RELEASE, and unsharded gradients from the first backward to the end of REDUCE, then
+  the shard until STEP is done.
 - A forward takes what its layers keep, and on the last chunk the logits; both are given back when
   the backward ends. With recomputation, a backward also takes what one layer makes again.
 - A receive takes its buffer when it is started. An activation's buffer becomes the kept input of

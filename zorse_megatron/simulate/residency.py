@@ -1,10 +1,10 @@
-"""Where a rank's parameters are: whole or a shard, on the GPU or in the host.
+"""Where a rank's parameters are: unsharded or a shard, on the GPU or in the host.
 
 A list is taken to be repeated: what it leaves behind is what it starts from. So a chunk starts as
 a shard if RELEASE is the last of its GATHERs and RELEASEs, and in host memory if OFFLOAD is the
-last of its OFFLOADs and FETCHes; with neither it is whole, and on the GPU.
+last of its OFFLOADs and FETCHes; with neither it is unsharded, and on the GPU.
 
-FETCH copies parameters to the GPU (whole, or the shard after a RELEASE). OFFLOAD takes them off
+FETCH copies parameters to the GPU (unsharded, or the shard after a RELEASE). OFFLOAD takes them off
 the GPU, and copies them only if a STEP has changed them there since they were fetched. Where they
 are in the host while a STEP runs, it writes the new ones there.
 
@@ -60,9 +60,9 @@ class Passing:
 
 @dataclass(kw_only=True)
 class _ChunkResidency:
-    whole_bytes: int
+    unsharded_bytes: int
     shard_bytes: int
-    is_whole: bool
+    is_unsharded: bool
     in_host: bool
     is_changed: bool = False
     """Whether a STEP has changed the parameters where they are, on the GPU."""
@@ -70,7 +70,7 @@ class _ChunkResidency:
     @property
     def form_bytes(self) -> int:
         """In the form that they have now, wherever they are."""
-        return self.whole_bytes if self.is_whole else self.shard_bytes
+        return self.unsharded_bytes if self.is_unsharded else self.shard_bytes
 
     @property
     def on_gpu_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Residency:
         self.moves: dict[int, Move] = {}
         """Position in the list -> what the action moves."""
         self.released: set[int] = set()
-        """Chunks that the list drops the whole parameters of."""
+        """Chunks that the list reshards."""
         last = {
             (action.chunk, action.kind in _FORMS): action.kind
             for action in actions
@@ -106,9 +106,9 @@ class Residency:
     def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkResidency:
         memory = self.sizes.memory_of(chunk)
         return _ChunkResidency(
-            whole_bytes=memory.parameter_bytes(self.sizes.parameters[chunk]),
+            unsharded_bytes=memory.parameter_bytes(self.sizes.parameters[chunk]),
             shard_bytes=memory.parameter_bytes(self.sizes.shards[chunk][self.rank]),
-            is_whole=last.get((chunk, True)) is not Kind.RELEASE,
+            is_unsharded=last.get((chunk, True)) is not Kind.RELEASE,
             in_host=last.get((chunk, False)) is Kind.OFFLOAD,
         )
 
@@ -133,7 +133,7 @@ class Residency:
         state = self._chunks.get(action.chunk)
         if state is None:
             raise self._error(action, "is not a chunk of its group")
-        if action.kind in COMPUTE and (state.in_host or not state.is_whole):
+        if action.kind in COMPUTE and (state.in_host or not state.is_unsharded):
             raise self._error(action, "has its parameters released or in host memory")
         if action.kind in _FORMS:
             self._change_form(position, action, state)
@@ -187,7 +187,7 @@ class Residency:
         if state.in_host:
             raise self._error(action, "has its parameters in host memory")
         before = state.on_gpu_bytes
-        state.is_whole = action.kind is Kind.GATHER
+        state.is_unsharded = action.kind is Kind.GATHER
         if action.kind is Kind.RELEASE:
             assert action.chunk is not None
             self.released.add(action.chunk)

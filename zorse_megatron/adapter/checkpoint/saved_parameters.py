@@ -1,6 +1,6 @@
 """A sharded chunk's parameters in a checkpoint: each rank saves and loads what it owns of them.
 
-No parameter becomes whole for it. The tensors in the checkpoint are those that stock would write,
+No parameter is unsharded for it. The tensors in the checkpoint are those that stock would write,
 cut into other blocks (see `sharded_tensors`).
 """
 
@@ -20,7 +20,8 @@ from zorse_megatron.runtime.host_link import copied_to_host
 
 
 def owned_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> dict[str, Any]:
-    """A chunk's sharded state dict with blocks of what this rank owns in place of whole parameters.
+    """A chunk's sharded state dict with blocks of what this rank owns in place of unsharded
+    parameters.
 
     Name -> number of the block -> `ShardedTensor`; nothing for parameters of which it owns nothing.
     The blocks' data are those of the shard, wherever it is, so that a checkpoint is loaded into it.
@@ -50,7 +51,7 @@ def take_loaded(
 ) -> dict[str, Any]:
     """Write what has been loaded of `owned_entries` to the shards; returns all other entries.
 
-    Whole tensors will do, too. Raises KeyError if `strict` and a parameter is missing.
+    Full tensors will do, too. Raises KeyError if `strict` and a parameter is missing.
     """
     others = dict(loaded)
     missing = []
@@ -64,8 +65,8 @@ def take_loaded(
         if value is None:
             missing.append(name)
             continue
-        is_whole = isinstance(value, torch.Tensor)
-        flat = value.reshape(-1)[start:stop] if is_whole else joined(value)
+        is_full = isinstance(value, torch.Tensor)
+        flat = value.reshape(-1)[start:stop] if is_full else joined(value)
         chunk.shards.write(parameter, start, stop, flat)
         if is_mixed and parameter.dtype not in (flat.dtype, torch.float32):
             keep_exact_part(parameter, flat)

@@ -1,10 +1,10 @@
-"""A chunk of which a rank keeps only its shards: parameters and gradients are whole on demand.
+"""A chunk of which a rank keeps only its shards: parameters and gradients are unsharded on demand.
 
 The counterpart of ZeRO-3 for Megatron's DDP wrapper, chunk by chunk: GATHER makes the parameters
 whole, RELEASE lets them go, the first backward of a step brings the gradients' memory, REDUCE sums
 them into the owners' shards and lets the rest go (Zorse, MLSys 2026, "Pipeline-Efficient ZeRO DP";
 Cephalo, ICS 2025, section 4, for one group). The shards then are authoritative: the optimizer reads
-and writes them, and what was whole is made from them.
+and writes them, and what was unsharded is made from them.
 
 The order of communication is that of the action lists, which is the same on all ranks of a group.
 """
@@ -24,7 +24,7 @@ from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 class ChunkShards:
     """The memory of one `UnevenDistributedDataParallel` chunk whose buckets have been cut.
 
-    Parameters stay whole until `release` is called for the first time: when the chunk has been
+    Parameters stay unsharded until `release` is called for the first time: when the chunk has been
     built, before the next one is. Optimizer and checkpoints do with the shards.
     """
 
@@ -58,13 +58,13 @@ class ChunkShards:
     # Parameters.
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the parameters are there, or on their way."""
-        return all(buffer.is_whole for buffer in self.parameters)
+        return all(buffer.is_unsharded for buffer in self.parameters)
 
     def gather(self) -> None:
-        """Start to make the parameters whole, in the order in which a forward asks for them."""
-        if self.is_whole:
+        """Start to unshard the parameters, in the order in which a forward asks for them."""
+        if self.is_unsharded:
             return
         for buffer in self.parameters:
             buffer.restore()
@@ -75,7 +75,7 @@ class ChunkShards:
             ]
             self._gathers[number] = Works([work for work in works if work is not None])
 
-    def wait_until_whole(self) -> None:
+    def wait_until_unsharded(self) -> None:
         """Wait for all that `gather` has started."""
         for number in list(self._gathers):
             self._gathers.pop(number).wait()
@@ -94,9 +94,9 @@ class ChunkShards:
 
     @contextmanager
     def owned_in_place(self) -> Iterator[None]:
-        """Have what this rank owns where whole parameters would have it; all else is junk.
+        """Have what this rank owns where unsharded parameters would have it; all else is junk.
 
-        For stock's code that reads what is owned out of whole parameters; no communication.
+        For stock's code that reads what is owned out of unsharded parameters; no communication.
         """
         for buffer in self.parameters:
             buffer.restore()
@@ -107,7 +107,7 @@ class ChunkShards:
 
     def release(self) -> None:
         """Keep this rank's shard of the parameters only."""
-        self.wait_until_whole()
+        self.wait_until_unsharded()
         for buffer in self.parameters:
             buffer.keep_shard()
             buffer.free()
@@ -128,19 +128,19 @@ class ChunkShards:
             buffer.changed = True
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Have the parameters whole within the block; a collective call of the group."""
-        was_whole = self.is_whole
+    def unsharded(self) -> Iterator[None]:
+        """Have the parameters unsharded within the block; a collective call of the group."""
+        was_unsharded = self.is_unsharded
         away = self._away()
         self.gather()
-        self.wait_until_whole()
-        if not was_whole:
+        self.wait_until_unsharded()
+        if not was_unsharded:
             for buffer in self.parameters:
                 buffer.keep_shard()  # in fp32 it is what the optimizer steps and saves
         try:
             yield
         finally:
-            if not was_whole:
+            if not was_unsharded:
                 self.release()
             for buffer in away:
                 buffer.offload()
@@ -177,11 +177,11 @@ class ChunkShards:
     # Gradients.
 
     def open_gradients(self) -> None:
-        """Have whole gradients, zero at first, to accumulate into."""
+        """Have unsharded gradients, zero at first, to accumulate into."""
         if self._reduced:
             raise RuntimeError("this chunk's gradients have been reduced already in this step")
         for buffer in self.gradients:
-            if not buffer.is_whole:
+            if not buffer.is_unsharded:
                 buffer.allocate()
                 buffer.full.zero_()
 

@@ -1,10 +1,10 @@
 """Megatron's DDP wrapper for a group whose ranks own shards of unequal size.
 
-Resident chunks have their whole parameters and gradients on every rank. Gradients are summed (never
-averaged) into the owners' shards; the optimizer then steps the shards and the owners' new
+Resident chunks have their unsharded parameters and gradients on every rank. Gradients are summed
+(never averaged) into the owners' shards; the optimizer then steps the shards and the owners' new
 parameters are gathered. See `bucket_groups` for the communication, `distributed_optimizer` for the
-step. Of a sharded chunk a rank has whole parameters and gradients only while the action list says
-so; see `chunk_shards`.
+step. Of a sharded chunk a rank has unsharded parameters and gradients only while the action list
+says so; see `chunk_shards`.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     `finish_grad_sync`. With overlap_param_gather a rank without micro-batches should call
     `start_param_sync` at the start of the step, or the others wait for it.
 
-    `sharded`: have whole parameters and gradients only between `shards.gather` and
+    `sharded`: have unsharded parameters and gradients only between `shards.gather` and
     `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
     overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
@@ -191,7 +191,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     def set_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Take over a whole value: all of it, or of a sharded chunk what this rank owns.
 
-        Frozen parameters are whole in any case.
+        Frozen parameters are never sharded.
         """
         if self.shards is None or not parameter.requires_grad:
             parameter.copy_(value)
@@ -200,7 +200,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.shards.write(parameter, start, stop, value.view(-1)[start:stop])
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Take over what has been loaded: whole parameters, or of a sharded chunk what it owns."""
+        """Take over what was loaded: unsharded parameters, or what a sharded chunk owns."""
         if self.shards is not None:
             others = take_loaded(self, state_dict, strict=strict, is_mixed=self.is_mixed)
             super().load_state_dict(others, strict=False)

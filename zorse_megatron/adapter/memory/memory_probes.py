@@ -13,7 +13,7 @@ from zorse_megatron.runtime.activation_offload import ActivationOffload
 
 
 def parameter_bytes(models: Mapping[int, Any]) -> int:
-    """Parameters as they are computed with: whole, or shards."""
+    """Parameters as they are computed with: unsharded, or shards."""
     return sum(
         sum(buffer.held_bytes for buffer in model.shards.parameters)
         if model.shards is not None
@@ -23,7 +23,7 @@ def parameter_bytes(models: Mapping[int, Any]) -> int:
 
 
 def gradient_bytes(models: Mapping[int, Any]) -> int:
-    """Gradients as they are accumulated: whole, or shards."""
+    """Gradients as they are accumulated: unsharded, or shards."""
     return sum(
         sum(buffer.held_bytes for buffer in model.shards.gradients)
         if model.shards is not None

@@ -147,7 +147,7 @@ class MegatronChunkRunner:
             self._finish_reductions()  # gives memory back
         if shards is not None:
             shards.open_gradients()
-            shards.wait_until_whole()
+            shards.wait_until_unsharded()
         if self.activations is not None:
             self._bring_next_back()
             self.activations.wait_until_back((chunk, micro_batch.index))
@@ -170,7 +170,7 @@ class MegatronChunkRunner:
             self._let_gradients_sync(chunk)
             self._finalize(chunk)
             return
-        # At most two chunks have whole gradients: the one before must have left.
+        # At most two chunks have unsharded gradients: the one before must have left.
         self._finish_reductions()
         shards.start_reduction()
         self.reducing.append(chunk)
@@ -199,9 +199,9 @@ class MegatronChunkRunner:
         self.step_result = self.stock_step()
 
     def gather(self, chunk: int) -> None:
-        """Make the parameters whole.
+        """Unshard the parameters.
 
-        A resident chunk's are made whole again after the step, unless that was skipped on all
+        A resident chunk's are unsharded again after the step, unless that was skipped on all
         ranks. Of a sharded chunk this only starts the gather; its computations wait for it.
         """
         model = self.inputs.models[chunk]

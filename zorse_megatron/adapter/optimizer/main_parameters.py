@@ -1,7 +1,7 @@
 """The parameters that an optimizer steps, made for one chunk after the other.
 
-Stock reads what a rank owns out of whole parameters: of all chunks at once. Here a sharded chunk
-has the memory of its whole parameters only while its own are made.
+Stock reads what a rank owns out of unsharded parameters: of all chunks at once. Here a sharded
+chunk has the memory of its unsharded parameters only while its own are made.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ def _of_chunk(
     with chunk.shards.on_device():
         with chunk.shards.owned_in_place():
             parts = stock(groups)
-        # Stock steps views of the whole fp32 parameters; what this rank keeps are the shards.
+        # Stock steps views of the unsharded fp32 parameters; what this rank keeps are the shards.
         for parameters, shards in zip(parts[_MODEL_FP32], parts[_SHARD_FP32], strict=True):
             for parameter, shard in zip(parameters, shards, strict=True):
                 shard.data = chunk.parameter_piece(parameter, *chunk.owned_part(parameter))

@@ -44,7 +44,7 @@ class MemoryCap:
         self._leaving_bytes = 0
 
     def state_bytes(self) -> int:
-        """Parameters, gradients and optimizer state, whole or sharded as they are now."""
+        """Parameters, gradients and optimizer state, sharded or not as they are now."""
         return sum(map(self._chunk_bytes, self.chunks))
 
     def check(self) -> None:
@@ -57,7 +57,7 @@ class MemoryCap:
     def check_start(self) -> None:
         """The same before the first step, which is no peak of it.
 
-        Resident parameters and gradients are whole, of others there are shards. The first step
+        Resident parameters and gradients are unsharded, of others there are shards. The first step
         makes Adam's moments, unless they wait in the host.
         """
         made_in_step = [parts for parts in self.chunks if not self._has_state_in_host(parts)]
@@ -105,7 +105,7 @@ class MemoryCap:
 
     def _chunk_bytes(self, parts: "ModelParts") -> int:
         memory = self.memory
-        whole = sum(self.sizes.real_parameters(parts).values())
+        unsharded = sum(self.sizes.real_parameters(parts).values())
         owned = self.sizes.owned_parameters(parts)
         have_parameters = all(_is_there(buffer.parameters) for buffer in parts.buffers)
         have_gradients = all(_is_there(buffer.gradients) for buffer in parts.buffers)
@@ -114,9 +114,9 @@ class MemoryCap:
             own_bytes = 0 if self.host.has_parameters(parts) else own_bytes
             passing_bytes = self.host.state_on_gpu_bytes(parts)
             state_bytes = state_bytes if passing_bytes is None else passing_bytes
-        gradients = whole if have_gradients else owned * _has_gradient_shards(parts)
+        gradients = unsharded if have_gradients else owned * _has_gradient_shards(parts)
         return (
-            (memory.parameter_bytes(whole) if have_parameters else own_bytes)
+            (memory.parameter_bytes(unsharded) if have_parameters else own_bytes)
             + memory.gradient_bytes(gradients)
             + state_bytes
         )

@@ -72,8 +72,8 @@ def activation_bytes(
 
 
 def replica_bytes(
-    whole: Value, size: Value, activations: Value, working: Value, reserve: int = 0
+    unsharded: Value, size: Value, activations: Value, working: Value, reserve: int = 0
 ) -> Value:
-    """What a GPU holds beside its shards: `whole` parameters and gradients, and for each of the
+    """What a GPU holds beside its shards: `unsharded` parameters and gradients, and for each of the
     `size` samples of a micro-batch activations and what is in work at the moment."""
-    return whole + size * (activations + working) + reserve
+    return unsharded + size * (activations + working) + reserve

@@ -1,6 +1,6 @@
 """Memory of a device group with a number of layers, in closed form.
 
-As in `simulate.ledger`: whole parameters and gradients (1f1b) or shards and the chunks in use
+As in `simulate.ledger`: unsharded parameters and gradients (1f1b) or shards and the chunks in use
 (breadth_first), what is kept of every micro-batch in flight, logits, buffers; optimizer state (and
 shards) go wherever there is room in the group. Of state in the host two pieces are on the GPU
 during the step, when activations are not: what has to fit then is looked at apart.
@@ -69,7 +69,7 @@ class StageMemory:
         in_passes = capacity_bytes - self.local_bytes(stage, settings, size, count)
         if not settings.offload_state:
             return in_passes
-        resident = 0 if stage.position.schedule == "breadth_first" else self._whole_bytes(stage)
+        resident = 0 if stage.position.schedule == "breadth_first" else self._unsharded_bytes(stage)
         passing = passing_at_most(self.parameters(stage.num_layers, stage.position))
         resident += self.costs.state_bytes(passing) + stage.reserve_bytes
         return min(in_passes, capacity_bytes - resident)
@@ -96,7 +96,7 @@ class StageMemory:
             )
         working = again + buffers + head if count else 0.0
         found: float = replica_bytes(
-            self._whole_bytes(stage), size, activations, working, stage.reserve_bytes
+            self._unsharded_bytes(stage), size, activations, working, stage.reserve_bytes
         )
         return found
 
@@ -110,8 +110,8 @@ class StageMemory:
             return every - max(0, turned) if position.is_last else every
         return self.limit(position, count) * stage.num_layers / stage.num_chunks
 
-    def _whole_bytes(self, stage: Stage) -> int:
-        """Whole parameters and gradients on each GPU."""
+    def _unsharded_bytes(self, stage: Stage) -> int:
+        """Unsharded parameters and gradients on each GPU."""
         costs = self.costs
         parameters = self.parameters(stage.num_layers, stage.position)
         if stage.position.schedule != "breadth_first":
