@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.planner.groupings.gpu_graph import paper_groupings
+from zorse_megatron.planner.baselines.gpu_graph import paper_groupings
 from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.proposals import propose_groupings
 from zorse_megatron.planner.groupings.split import split_groupings

@@ -1,4 +1,5 @@
-"""Whether narrow wires and mixed types train as well as stock: final losses over several seeds.
+"""Whether 16-bit communication and mixed types train as well as stock: final losses over several
+seeds.
 
     python scripts/compare_precisions.py --json compare.json
 
@@ -40,7 +41,7 @@ def _replica(rank: int, size: int, count: int, weight: float) -> Replica:
     )
 
 
-FP32_WIRE = Plan(
+FP32_GRADIENTS = Plan(
     schema_version=1,
     global_batch_size=GLOBAL_BATCH_SIZE,
     model=ModelFingerprint(num_layers=NUM_LAYERS),
@@ -56,18 +57,18 @@ FP32_WIRE = Plan(
 def _changed(**by_group: Sequence[str]) -> Plan:
     """The plan with one value of a setting for each group."""
     groups = []
-    for number, group in enumerate(FP32_WIRE.groups):
+    for number, group in enumerate(FP32_GRADIENTS.groups):
         settings = {name: values[number] for name, values in by_group.items()}
         groups.append(replace(group, **settings))  # type: ignore[arg-type]
-    return replace(FP32_WIRE, groups=tuple(groups))
+    return replace(FP32_GRADIENTS, groups=tuple(groups))
 
 
 # Name -> plan (None: stock, one process) and flags.
 CONTESTANTS: dict[str, tuple[Plan | None, tuple[str, ...]]] = {
     STOCK: (None, ()),
     "stock, bf16": (None, ("--bf16",)),
-    "plan, fp32 wire": (FP32_WIRE, ()),
-    "plan, bf16 wire": (_changed(gradient_wire=("bf16", "bf16")), ()),
+    "plan, fp32 communication": (FP32_GRADIENTS, ()),
+    "plan, bf16 communication": (_changed(gradient_wire=("bf16", "bf16")), ()),
     "plan, bf16 and fp16 groups": (_changed(compute_dtype=("bf16", "fp16")), ("--bf16",)),
 }
 

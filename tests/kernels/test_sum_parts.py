@@ -1,4 +1,4 @@
-"""`sum_parts`: the rule bit by bit, error bounds, order, aliases, and what a narrow wire costs."""
+"""`sum_parts`: the rule bit by bit, error bounds, order, aliases, and what 16-bit messages cost."""
 
 import math
 from statistics import NormalDist
@@ -145,10 +145,10 @@ def rounding_of_bf16() -> float:
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 16])
-def test_a_narrow_wire_with_fp32_sums_beats_a_bf16_reduction(
+def test_16_bit_messages_with_fp32_sums_beat_a_bf16_reduction(
     implementation: str, count: int
 ) -> None:
-    # k numbers of variance 1. The narrow wire rounds k - 1 of them: an owner's own stays. A bf16
+    # k numbers of variance 1. 16-bit messages round k - 1 of them: an owner's own stays. A bf16
     # reduction rounds all k, and each sum of j = 2 ... k of them, whose variance is j. The mean
     # square of rounding grows with the variance, so the ratio of mean squares is
     #   (k + 2 + 3 + ... + k) / (k - 1) = k / 2 + 2 + 1 / (k - 1),

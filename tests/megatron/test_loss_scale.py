@@ -86,22 +86,22 @@ def test_a_constant_scale_trains_from_the_first_step(corpus_prefix: Path) -> Non
     assert not any(step["skipped"] for step in run.steps)
 
 
-@pytest.mark.parametrize("wires", [(None, None, None), ("fp16", None, "bf16")])
+@pytest.mark.parametrize("comm_dtypes", [(None, None, None), ("fp16", None, "bf16")])
 def test_groups_of_several_types_with_the_scale_of_fp16(
-    wires: Sequence[str | None], corpus_prefix: Path
+    comm_dtypes: Sequence[str | None], corpus_prefix: Path
 ) -> None:
     """At 4,096 gradients of sums over 256 tokens would overflow in the fp16 group."""
-    plan = sending_in(computing_in(LAYOUTS["2|1|2"], "bf16", "fp16", "fp32"), wires)
+    plan = sending_in(computing_in(LAYOUTS["2|1|2"], "bf16", "fp16", "fp32"), comm_dtypes)
     run = plan_run(plan, flags(corpus_prefix, "--bf16", "--loss-scale", "4096"))
     assert not any(step["skipped"] for step in run.steps)
     stock = stock_run(flags(corpus_prefix, "--bf16"))
     assert run.losses == pytest.approx(stock.losses, rel=BF16_ROUNDING)
 
 
-def sending_in(plan: Plan, wires: Sequence[str | None]) -> Plan:
+def sending_in(plan: Plan, comm_dtypes: Sequence[str | None]) -> Plan:
     groups = [
-        dataclasses.replace(group, gradient_wire=wire)
-        for group, wire in zip(plan.groups, wires, strict=True)
+        dataclasses.replace(group, gradient_wire=comm_dtype)
+        for group, comm_dtype in zip(plan.groups, comm_dtypes, strict=True)
     ]
     return dataclasses.replace(plan, groups=tuple(groups))
 

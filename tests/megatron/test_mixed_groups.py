@@ -33,10 +33,10 @@ MAIN = "optimizer.state.fp32_param."
 OTHERWISE = computing_in(LAYOUTS["1|2"], "fp32", "bf16")
 
 
-def on_narrow_wires(plan: Plan) -> Plan:
+def sending_in_16_bits(plan: Plan) -> Plan:
     groups = [
-        dataclasses.replace(group, gradient_wire=wire)
-        for group, wire in zip(plan.groups, ("bf16", None, "fp16"), strict=True)
+        dataclasses.replace(group, gradient_wire=comm_dtype)
+        for group, comm_dtype in zip(plan.groups, ("bf16", None, "fp16"), strict=True)
     ]
     return dataclasses.replace(plan, groups=tuple(groups))
 
@@ -47,7 +47,7 @@ def test_an_overflow_in_one_group_skips_the_step_in_all_and_runs_repeat_bit_for_
     """At this scale fp16 overflows; bf16 and fp32 would not."""
     scale = ("--bf16", "--initial-loss-scale", "65536", "--hysteresis", "1")
     command = flags(corpus, scale, 1, 12, "--clip-grad", "0")
-    plan = on_narrow_wires(THREE_TYPES)
+    plan = sending_in_16_bits(THREE_TYPES)
     run = plan_run(plan, command)
     # The second time shards are updated in one pass each, which changes no bit on a CPU where
     # nothing is clipped; only the norm is summed otherwise.

@@ -1,4 +1,4 @@
-"""What goes over the wire in a step is the closed form of the plan, to the byte.
+"""What ranks send in a step is the closed form of the plan, to the byte.
 
 A group of n ranks that gathers a chunk of P elements sends (n - 1) P elements of parameters, and as
 many of gradients when it reduces them, whatever the number of micro-batches; in half the bytes with
@@ -41,7 +41,7 @@ def each(plan: Plan, *gathers: int) -> tuple[Plan, dict[int, int]]:
     return plan, dict(enumerate(gathers))
 
 
-def on_narrow_wire(plan: Plan, *numbers: int) -> Plan:
+def sending_in_16_bits(plan: Plan, *numbers: int) -> Plan:
     """The plan, with gradients of these groups sent in bf16."""
     groups = [
         dataclasses.replace(group, gradient_wire="bf16" if number in numbers else None)
@@ -56,8 +56,8 @@ CASES = {
         with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")), 1, 1, 1, 1
     ),
     "breadth first, the last two of a group once": each(NEIGHBOURS, 2, 1, 1, 1),
-    "1f1b, half the gradients of one group": each(on_narrow_wire(LAYOUTS["2|1|2"], 2), 1, 1, 1),
-    "layered accumulation, half the gradients": each(on_narrow_wire(LAYERED, 0, 1), 2, 2, 1, 1),
+    "1f1b, half the gradients of one group": each(sending_in_16_bits(LAYOUTS["2|1|2"], 2), 1, 1, 1),
+    "layered accumulation, half the gradients": each(sending_in_16_bits(LAYERED, 0, 1), 2, 2, 1, 1),
     "one chunk is as many gathers as with 1f1b": each(BOTH_ENDS, 1, 1, 1),
     "layered accumulation, twice as many micro-batches are no more": each(
         dataclasses.replace(

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
 from tests.unit.fake_costs import FakeComm
+from zorse_megatron.emulate.clock.conductor_connections import call, conducted
 from zorse_megatron.emulate.clock.link_model import LinkModel
 from zorse_megatron.emulate.clock.rank_clock import RankClock
-from zorse_megatron.emulate.clock.switchboard import call, conducted
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
 from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
@@ -128,7 +128,7 @@ def test_groups_do_not_wait_for_each_other():
     assert emulated(on_two_groups) == [10.0, 10.0, 10.0]
 
 
-def narrow_reduction(clock):
+def reduction_in_16_bits(clock):
     """6 elements, two of each rank, in 16 bits: each owner takes 4 bytes from two others."""
     rank = dist.get_rank()
     full = torch.arange(6.0) + rank
@@ -145,8 +145,8 @@ def narrow_reduction(clock):
     return early, clock.now_s, full[2 * rank : 2 * rank + 2].tolist()
 
 
-def test_a_narrow_reduction_takes_the_time_of_an_exchange():
-    for rank, found in enumerate(emulated(narrow_reduction)):
+def test_a_reduction_in_16_bits_takes_the_time_of_an_exchange():
+    for rank, found in enumerate(emulated(reduction_in_16_bits)):
         assert found == (False, 2.0, [6.0 * rank + 3.0, 6.0 * rank + 6.0])
 
 

@@ -94,7 +94,7 @@ def test_overflow_and_nan_arrive_as_inf_and_nan() -> None:
 
 
 def _errors() -> tuple[float, float]:
-    """RMS errors against fp64: of the narrow comm_dtype, and of a reduce-scatter in bf16."""
+    """RMS errors against fp64: of the 16-bit comm_dtype, and of a reduce-scatter in bf16."""
     total, size, me = 40_000, dist.get_world_size(), dist.get_rank()
     bounds = shard_bounds(total, [1.0] * size)
     truth = torch.stack([_normal(total, rank).double() for rank in range(size)]).sum(0)

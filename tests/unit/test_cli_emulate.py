@@ -140,7 +140,7 @@ def test_compare_prices_as_the_command_computes(tmp_path, monkeypatch, flags):
         seen.append(inputs)
         raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
 
-    monkeypatch.setattr("zorse_megatron.emulate.compare.contestants.contestants", nobody)
+    monkeypatch.setattr("zorse_megatron.emulate.compare.compared_systems.compared_systems", nobody)
     run = runner_in(tmp_path, monkeypatch)
     usual = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0"]
     told = [usual, [*usual, *flags]]

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from scripts.flag_tables import decided_table, refused_table
 from zorse_megatron.adapter.cpu.cpu_flags import _REFUSED
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.demo.model import demo_plan
-from zorse_megatron.flags.flag_tables import decided_table, refused_table
 from zorse_megatron.pretrain_command import split_command
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
@@ -232,7 +232,7 @@ def check_python_command(words):
 
 def test_the_lists_of_limits_are_those_of_the_table():
     text = text_of("docs/limits.md")
-    # Where it fails: put the text that these return there.
+    # Where it fails: run scripts/flag_tables.py, and put what it prints there.
     assert refused_table() in text
     assert decided_table() in text
     without_gpu = text.partition("## Flags that are refused without a GPU")[2]

@@ -1,4 +1,4 @@
-"""What the loss is divided by in jobs with fp16, and what is left to divide on a wire in fp16."""
+"""What the loss is divided by in jobs with fp16, and what is left to divide in fp16 messages."""
 
 import dataclasses
 from fractions import Fraction
@@ -67,8 +67,8 @@ def test_fp16_messages_have_the_size_of_means(divisor: float) -> None:
     assert factor(PLAN, "bf16", divisor) == 1.0
 
 
-def factor(plan: Plan, wire: str, divisor: float) -> float:
-    groups = tuple(dataclasses.replace(group, gradient_wire=wire) for group in plan.groups)
+def factor(plan: Plan, comm_dtype: str, divisor: float) -> float:
+    groups = tuple(dataclasses.replace(group, gradient_wire=comm_dtype) for group in plan.groups)
     planned = dataclasses.replace(plan, groups=groups)
     found = comm_dtype_of(planned, 0, sequence_length=TOKENS_EACH, loss_divisor=divisor)
     assert found is not None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.write_patch_tables import SHOWN_IN, with_tables
 from zorse_megatron.adapter import patches
-from zorse_megatron.adapter.patches.in_words import SHOWN_IN, with_tables
 from zorse_megatron.adapter.patches.rebind import Rebinding
 from zorse_megatron.adapter.patches.registry import REGISTRY
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 
 from zorse_megatron.demo.model import demo_plan
-from zorse_megatron.flags.fit import model_problems
+from zorse_megatron.flags.flags_against_plan import model_flag_problems
 
 NUM_HEADS = 4
 
@@ -28,5 +28,5 @@ def test_query_groups(has_groups: bool, num_groups: int, planned: int, fits: boo
         num_query_groups=num_groups,
         num_attention_heads=NUM_HEADS,
     )
-    problems = model_problems(args, dataclasses.replace(plan, model=model))
+    problems = model_flag_problems(args, dataclasses.replace(plan, model=model))
     assert [problem.where for problem in problems] == ([] if fits else ["--num-query-groups"])

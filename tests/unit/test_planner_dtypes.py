@@ -140,9 +140,9 @@ def test_a_type_without_units_is_refused_and_the_way_out_is_named():
 
 
 def test_fp16_messages_only_where_every_plan_has_a_loss_scale():
-    space = SearchSpace(gradient_wire="fp16")
-    assert lab("T4", space=space).space.gradient_wire == "fp16"
+    space = SearchSpace(gradient_comm_dtype="fp16")
+    assert lab("T4", space=space).space.gradient_comm_dtype == "fp16"
     # A group of all kinds would compute in fp32 here; one of A100 alone in bf16.
     for old in ("relic", "A100-40"):
-        with pytest.raises(PlannerInputError, match="gradient wire"):
+        with pytest.raises(PlannerInputError, match="communication dtype"):
             lab(old, space=space)

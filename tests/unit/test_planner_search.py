@@ -185,8 +185,8 @@ nodes:
 """
 
 
-def test_a_narrow_wire_only_where_it_is_allowed_and_faster():
-    space = SearchSpace(max_groups=1, gradient_wire="bf16")
+def test_gradients_are_sent_in_16_bits_only_where_that_is_allowed_and_faster():
+    space = SearchSpace(max_groups=1, gradient_comm_dtype="bf16")
     slow, allowed = (lab(SLOW_PAIR, space=s) for s in (SearchSpace(max_groups=1), space))
     before, after = find_plan(slow), find_plan(allowed)
     assert [group.gradient_wire for group in before.plan.groups] == [None]
@@ -201,12 +201,12 @@ def test_a_narrow_wire_only_where_it_is_allowed_and_faster():
 
 
 def test_fp16_messages_need_a_loss_scale():
-    with pytest.raises(PlannerInputError, match="gradient wire"):
+    with pytest.raises(PlannerInputError, match="communication dtype"):
         make_inputs(
             parse_cluster(SLOW_PAIR.encode()),
             MODEL,
             None,
             global_batch_size=4,
             dtype="bfloat16",
-            space=SearchSpace(gradient_wire="fp16"),
+            space=SearchSpace(gradient_comm_dtype="fp16"),
         )

@@ -7,10 +7,10 @@ import pytest
 
 from tests.unit.fake_costs import FakeComm
 from zorse_megatron.emulate.clock.conductor import Conductor
+from zorse_megatron.emulate.clock.conductor_connections import call, conducted
 from zorse_megatron.emulate.clock.link_model import LinkModel
 from zorse_megatron.emulate.clock.messages import Transfer
 from zorse_megatron.emulate.clock.rank_clock import EmulationFailed, Pace, RankClock
-from zorse_megatron.emulate.clock.switchboard import call, conducted
 from zorse_megatron.emulate.jobs.self_test import SelfTest, expected_s
 
 

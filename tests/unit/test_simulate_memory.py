@@ -252,7 +252,7 @@ def test_activations_are_those_between_forward_and_backward(case):
         assert result.memory[rank].by_category[Category.ACTIVATIONS].num_bytes == most * kept
 
 
-def test_a_narrow_wire_holds_its_messages_while_it_reduces():
+def test_a_reduction_in_16_bits_holds_its_messages_while_it_reduces():
     """Of 640 parameters rank 0 owns 384: it sends 256 and gets 384 of each of two others."""
     plan = one_group((1, 1), (1, 1), (1, 0), weights=[3.0, 2.0, 0.0], gradient_wire="fp16")
     result = run(plan, comm=FakeComm(bytes_per_s=1.0))

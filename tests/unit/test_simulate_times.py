@@ -474,15 +474,17 @@ def test_recompute_and_offload_do_not_change_the_lists():
     assert action_lists(dataclasses.replace(plan, groups=groups)) == lower_plan(plan)
 
 
-def test_a_narrow_wire_sends_half_the_bytes_directly_to_the_owners():
+def test_a_reduction_in_16_bits_sends_half_the_bytes_directly_to_the_owners():
     """Shards of 384 and 256 parameters: the busier rank takes 384 * 2 bytes from the other."""
     comm = FakeComm(bytes_per_s=1.0, collective_latency_s=5.0)
     compute = FakeCompute(forward_s=0.0, backward_s=0.0)
     spans = {}
-    for wire in (None, "bf16"):
-        plan = one_group((1, 1), (1, 1), weights=[3.0, 2.0], gradient_wire=wire)
+    for comm_dtype in (None, "bf16"):
+        plan = one_group((1, 1), (1, 1), weights=[3.0, 2.0], gradient_wire=comm_dtype)
         result = run(plan, compute=compute, comm=comm)
-        (spans[wire],) = [s.end_s - s.start_s for s in result.spans(0) if s.action == "0REDUCE"]
+        (spans[comm_dtype],) = [
+            s.end_s - s.start_s for s in result.spans(0) if s.action == "0REDUCE"
+        ]
     assert spans == {None: 5 + 640 * 4 / 2, "bf16": 5 + 384 * 2}
 
 

@@ -9,8 +9,13 @@ import pytest
 from tests.unit.cli_samples import runner_in
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
-from zorse_megatron.emulate.compare import contestants as contestants_module
-from zorse_megatron.emulate.compare.contestants import BEST_GPUS, STOCK, Contestant, contestants
+from zorse_megatron.emulate.compare import compared_systems as compared_systems_module
+from zorse_megatron.emulate.compare.compared_systems import (
+    BEST_GPUS,
+    STOCK,
+    ComparedSystem,
+    compared_systems,
+)
 from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best, subsets
 from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
 from zorse_megatron.planner.errors import NoPlanError
@@ -110,14 +115,14 @@ def test_compare_and_compare_plans_agree(tmp_path, monkeypatch):
     answer = run(*COMPARE)
     assert answer.exit_code == 0, answer.output
     told = {row["strategy"]: row for row in json.loads(answer.stdout)["plans"]}
-    skipped = Contestant(name="-", layout="-", system=None, predicted_s=None)
-    monkeypatch.setattr(contestants_module, "_ours", lambda inputs: skipped)
-    monkeypatch.setattr(contestants_module, "_by_strategy", lambda inputs, strategy: skipped)
+    skipped = ComparedSystem(name="-", layout="-", system=None, predicted_s=None)
+    monkeypatch.setattr(compared_systems_module, "_ours", lambda inputs: skipped)
+    monkeypatch.setattr(compared_systems_module, "_by_strategy", lambda inputs, strategy: skipped)
     workload = workload_of(model="model.yaml", flags=None)
     inputs = costs_of_workload(
         load_cluster("cluster.yaml"), workload, [], global_batch_size=16
     ).inputs
-    trained = {each.name: each for each in contestants(inputs, quick=False)}
+    trained = {each.name: each for each in compared_systems(inputs, quick=False)}
     for name in (STOCK, BEST_GPUS):
         assert told[name]["layout"] == trained[name].layout
         assert told[name]["iteration_s"] == trained[name].predicted_s

@@ -48,7 +48,7 @@ from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.actions import COMPUTE, ActionLists
-from zorse_megatron.schedules.facts import gathered_before_use, left_in_host
+from zorse_megatron.schedules.list_queries import chunks_left_in_host, released_chunks
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
@@ -100,8 +100,8 @@ class PlanSession:
         self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))
         self.holds_last_chunk = self.num_chunks - 1 in self.chunks
         # Sharded chunks are those that the list gathers before it computes with them.
-        self.sharded_chunks = gathered_before_use(self.training.ranks[self.rank])
-        self.chunks_in_host = left_in_host(self.training.ranks[self.rank])
+        self.sharded_chunks = released_chunks(self.training.ranks[self.rank])
+        self.chunks_in_host = chunks_left_in_host(self.training.ranks[self.rank])
         """Sharded chunks whose parameters wait in the host when the list begins."""
         self.optimizers: list[Any] = []
         self.settled = False

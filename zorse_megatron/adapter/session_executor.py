@@ -13,7 +13,7 @@ from zorse_megatron.adapter.memory.session_memory import make_ledger
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
 from zorse_megatron.runtime.transport import make_transport
-from zorse_megatron.schedules.facts import edges_of
+from zorse_megatron.schedules.list_queries import edges_of
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.session import PlanSession

@@ -43,7 +43,7 @@ from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
-from zorse_megatron.flags.fit import model_problems
+from zorse_megatron.flags.flags_against_plan import model_flag_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_link import HostLink
@@ -58,7 +58,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     plans or are on other GPUs than planned, CheckpointError when no checkpoint can be loaded.
     """
     args = get_args()
-    problems = model_problems(args, run.plan)
+    problems = model_flag_problems(args, run.plan)
     if problems:
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
@@ -253,7 +253,7 @@ def _build_optimizer(  # noqa: PLR0917  (stock's signature)
     updates = [choose_update(each, session.update, session.device) for each in session.optimizers]
     say_update(updates, session.device)
     if any(group.gradient_wire for group in session.plan.groups):
-        # Said now on every node: its first rank may be in a group that sends no narrow messages.
+        # Said now on every node: its first rank may be in a group that sends none in 16 bits.
         why_not_triton(session.device)
     session.check_host_memory(model_chunks)
     session.keep_in_host()

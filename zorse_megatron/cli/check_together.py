@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zorse_megatron.cli.check_files import CheckedFile
 from zorse_megatron.cli.console import gib
-from zorse_megatron.cli.fits import model_problems, workload_in_flags
+from zorse_megatron.cli.plan_against_workload import workload_in_flags, workload_problems
 from zorse_megatron.cli.simulated import (
     capacities_bytes,
     fullest_rank,
@@ -65,7 +65,7 @@ def _of_plan(
             checks.append(_checked(f"{path} on {file.path}", "every rank has its GPU", problems))
         elif isinstance(file.content, ModelShape):
             workload = Workload(model=file.content, dtype=dtype, global_batch_size=None)
-            problems = list(model_problems(plan, workload, source))
+            problems = list(workload_problems(plan, workload, source))
             workloads += [] if problems else [(str(file.path), workload)]
             checks.append(_checked(f"{path} for {file.path}", "the same model", problems))
     if flags is not None:
@@ -94,7 +94,7 @@ def _flags(
         workload, has_vocabulary = workload_in_flags(flags, plan, dtype, kinds)
     except ZorseError as error:
         return Checked(what=what, found="", error=error), None
-    problems = list(model_problems(plan, workload, str(path)))
+    problems = list(workload_problems(plan, workload, str(path)))
     if problems:
         misfit = FlagError(f"the training command does not fit {path}", problems)
         return Checked(what=what, found="", error=misfit), None

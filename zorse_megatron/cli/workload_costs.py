@@ -14,7 +14,7 @@ from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, common_dtype
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import GradientWire, Plan
+from zorse_megatron.schema.plan.plan import GradientCommDtype, Plan
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
@@ -58,7 +58,7 @@ def costs_of_workload(
     *,
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
-    wire: GradientWire | None = None,
+    gradient_comm_dtype: GradientCommDtype | None = None,
 ) -> WorkloadCosts:
     """Return what a workload costs on a cluster. Raises a ZorseError with every problem."""
     # Here and not above: other commands start faster without these imports.
@@ -74,7 +74,7 @@ def costs_of_workload(
         global_batch_size=global_batch_size,
         dtype=dtype,
         memory_margin=margin,
-        space=SearchSpace(gradient_wire=wire),
+        space=SearchSpace(gradient_comm_dtype=gradient_comm_dtype),
         computing=workload.computing,
     )
     notes = [*inputs.notes, *workload.notes]
@@ -106,7 +106,7 @@ def costs_for_plan(
     margin: float = DEFAULT_MARGIN,
 ) -> WorkloadCosts:
     """Return what an existing plan costs. Raises where it is for another cluster or model."""
-    from zorse_megatron.cli.fits import model_problems
+    from zorse_megatron.cli.plan_against_workload import workload_problems
     from zorse_megatron.schema.cluster.rank_placement import cluster_problems
 
     cluster = load_cluster(cluster_file)
@@ -114,7 +114,7 @@ def costs_for_plan(
         workload = at_seq_length(workload, plan.model.seq_length)
     problems = [
         *cluster_problems(plan, cluster, source),
-        *model_problems(plan, workload, source),
+        *workload_problems(plan, workload, source),
     ]
     if problems:
         raise CommandError(f"{source} was made for something else", problems)

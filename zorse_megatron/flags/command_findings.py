@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.built_in import left_out_problems
 from zorse_megatron.flags.command import Command
-from zorse_megatron.flags.fit import world_problems
+from zorse_megatron.flags.flags_against_plan import world_problems
 from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.unknown import unknown_flag_findings
 from zorse_megatron.schema.gpus.gpu import GpuKind

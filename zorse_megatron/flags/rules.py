@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.flags.fit import (
+from zorse_megatron.flags.flag_handling import is_refused, refusable
+from zorse_megatron.flags.flags_against_plan import (
     batch_problems,
     layout_problems,
-    model_problems,
+    model_flag_problems,
     stage_problems,
 )
-from zorse_megatron.flags.flag_handling import is_refused, refusable
 from zorse_megatron.flags.refused import DECIDED
 from zorse_megatron.flags.table import defaults, spelling_of
 from zorse_megatron.flags.types import communication_dtype_problems, device_problems, dtype_problems
@@ -59,7 +59,7 @@ def command_problems(
         *device_problems(args, plan, kinds),
         *layout_problems(args, plan),
         *batch_problems(args, plan),
-        *model_problems(args, plan),
+        *model_flag_problems(args, plan),
     ]
 
 

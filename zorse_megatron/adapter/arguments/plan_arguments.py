@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 
 from zorse_megatron.errors import FlagError
-from zorse_megatron.flags.fit import layout_of, world_problems
+from zorse_megatron.flags.flags_against_plan import layout_of, world_problems
 from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
 from zorse_megatron.schema.gpus.gpu import GpuKind

@@ -43,9 +43,9 @@ from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
 if TYPE_CHECKING:
+    from zorse_megatron.emulate.compare.compared_systems import ComparedSystem
     from zorse_megatron.emulate.compare.comparison import Result
     from zorse_megatron.emulate.compare.comparison_report import ComparisonReport
-    from zorse_megatron.emulate.compare.contestants import Contestant
     from zorse_megatron.planner.inputs.search_inputs import Inputs
     from zorse_megatron.simulate.perturb import Perturbation
 
@@ -123,8 +123,8 @@ def _compared(  # noqa: PLR0917
     quick: bool,
     tell: Callable[[str], None],
 ) -> "ComparisonReport":
+    from zorse_megatron.emulate.compare.compared_systems import compared_systems
     from zorse_megatron.emulate.compare.comparison_report import ComparisonReport
-    from zorse_megatron.emulate.compare.contestants import contestants
     from zorse_megatron.planner.inputs.search_inputs import make_inputs
 
     assert workload.dtype is not None and workload.global_batch_size is not None
@@ -136,7 +136,7 @@ def _compared(  # noqa: PLR0917
         dtype=workload.dtype,
         computing=workload.computing,
     )
-    found = contestants(inputs, quick=quick)
+    found = compared_systems(inputs, quick=quick)
     results = _trained(found, inputs, workload, perturbation, iterations, tell)
     title = (
         f"{workload.model.name} on {cluster.name or 'the cluster'}: {inputs.world_size} emulated "
@@ -147,7 +147,7 @@ def _compared(  # noqa: PLR0917
 
 
 def _trained(  # noqa: PLR0917
-    found: Sequence["Contestant"],
+    found: Sequence["ComparedSystem"],
     inputs: "Inputs",
     workload: Workload,
     perturbation: "Perturbation",
@@ -168,9 +168,9 @@ def _trained(  # noqa: PLR0917
     with emulator(inputs, training, perturbation=perturbation, tell=tell) as emulated:
         tell("drawing initial weights")
         emulated.write_weights()
-        for contestant in found:
-            run = emulated.run(contestant.system) if contestant.system is not None else None
-            results.append(Result(contestant=contestant, run=run))
+        for compared in found:
+            run = emulated.run(compared.system) if compared.system is not None else None
+            results.append(Result(compared=compared, run=run))
     return results
 
 

@@ -9,7 +9,6 @@ import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
-from zorse_megatron.cli.fits import model_problems, workload_in_flags
 from zorse_megatron.cli.launch_options import (
     Force,
     MasterAddr,
@@ -25,6 +24,7 @@ from zorse_megatron.cli.launch_options import (
     sbatch_options_of,
 )
 from zorse_megatron.cli.options import AsJson, ClusterFile, PlanFile
+from zorse_megatron.cli.plan_against_workload import workload_in_flags, workload_problems
 from zorse_megatron.errors import FlagError
 from zorse_megatron.files.write import write_text
 from zorse_megatron.launch.as_written import refuse_edited, with_checksum
@@ -146,7 +146,7 @@ def _refuse_other_training(
 ) -> tuple[str, ...]:
     """Raise FlagError for a command that the plan is not for; return notes on it."""
     workload, _ = workload_in_flags(given, plan, None, cluster.kinds)
-    problems = list(model_problems(plan, workload, str(path)))
+    problems = list(workload_problems(plan, workload, str(path)))
     if problems:
         raise FlagError(f"the training command does not fit {path}", problems)
     return workload.notes

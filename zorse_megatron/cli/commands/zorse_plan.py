@@ -33,7 +33,7 @@ from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.files.write import NotWritten, write_text
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.plan.plan import GradientWire, Plan
+from zorse_megatron.schema.plan.plan import GradientCommDtype, Plan
 from zorse_megatron.schema.plan.plan_json import dump_plan, save_plan
 from zorse_megatron.schema.text.suggest import did_you_mean
 
@@ -49,7 +49,7 @@ _SAY_WHAT_FITS_UP_TO_RANKS = 128
 StrategyName = Annotated[
     str, typer.Option("--strategy", help="zorse, or a baseline: stock, zorse-paper or cephalo.")
 ]
-CommunicationDtype = Annotated[
+GradientCommDtypeName = Annotated[
     str | None,
     typer.Option(
         "--wire",
@@ -80,7 +80,7 @@ def plan(  # noqa: PLR0917
     seq_length: SeqLength = None,
     dtype: DtypeOrAuto = None,
     strategy: StrategyName = "zorse",
-    wire: CommunicationDtype = None,
+    comm_dtype: GradientCommDtypeName = None,
     margin: Margin = DEFAULT_MARGIN,
     out: PlanToWrite = None,
     html: PageToWrite = None,
@@ -99,9 +99,14 @@ def plan(  # noqa: PLR0917
             dtype_may_be_auto=True,
         )
         machines, batch = load_cluster(cluster), needed_batch_size(workload)
-        sent_as, profiles = _communication_dtype_named(wire), profile or []
+        sent_as, profiles = _communication_dtype_named(comm_dtype), profile or []
         costs = costs_of_workload(
-            machines, workload, profiles, global_batch_size=batch, margin=margin, wire=sent_as
+            machines,
+            workload,
+            profiles,
+            global_batch_size=batch,
+            margin=margin,
+            gradient_comm_dtype=sent_as,
         )
         outcome = _found(costs, wanted, shows_progress=not as_json)
         sentences = _reasons(costs, outcome.plan)
@@ -179,12 +184,12 @@ def strategy_named(name: str) -> "Strategy":
     raise CommandError("the command cannot be run", [problem])
 
 
-def _communication_dtype_named(name: str | None) -> GradientWire | None:
+def _communication_dtype_named(name: str | None) -> GradientCommDtype | None:
     if name is None:
         return None
-    for known in get_args(GradientWire):
+    for known in get_args(GradientCommDtype):
         if name == known:
-            return cast(GradientWire, known)
+            return cast(GradientCommDtype, known)
     problem = Problem(
         where="--wire",
         found=f'"{name}"',

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from zorse_megatron.emulate.compare.contestants import BEST_GPUS, STOCK, Contestant
+from zorse_megatron.emulate.compare.compared_systems import BEST_GPUS, STOCK, ComparedSystem
 from zorse_megatron.emulate.jobs.emulator import EmulatedRun
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
@@ -30,16 +30,16 @@ class ComparisonRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A contestant, and its run if there was one."""
+    """A compared system, and its run if there was one."""
 
-    contestant: Contestant
+    compared: ComparedSystem
     run: EmulatedRun | None
 
     @property
     def outcome(self) -> str:
         """For people: why there is no number; empty where there is one."""
         if self.run is None:
-            return self.contestant.reason
+            return self.compared.reason
         return "out of memory" if self.run.out_of_memory else ""
 
 
@@ -47,7 +47,7 @@ def rows_of(results: Sequence[Result], inputs: Inputs) -> list[ComparisonRow]:
     """Compute the rows, in the order of the results."""
     tokens = inputs.global_batch_size * inputs.sequence_length
     alone = aggregate_tokens_per_s(inputs)
-    measured = {result.contestant.name: _measured_s(result) for result in results}
+    measured = {result.compared.name: _measured_s(result) for result in results}
     stock_s = measured.get(STOCK) or measured.get(BEST_GPUS)
     return [_row(result, tokens=tokens, alone=alone, stock_s=stock_s) for result in results]
 
@@ -87,11 +87,11 @@ def _measured_s(result: Result) -> float | None:
 
 
 def _row(result: Result, *, tokens: float, alone: float, stock_s: float | None) -> ComparisonRow:
-    contestant, run, measured_s = result.contestant, result.run, _measured_s(result)
-    predicted_s = contestant.predicted_s
+    compared, run, measured_s = result.compared, result.run, _measured_s(result)
+    predicted_s = compared.predicted_s
     nothing = ComparisonRow(
-        system=contestant.name,
-        layout=contestant.layout,
+        system=compared.name,
+        layout=compared.layout,
         valid=run is not None and run.self_test.is_valid,
         iteration_s_median=None,
         tokens_per_s=None,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zorse_megatron.emulate.compare.compared_systems import OURS
 from zorse_megatron.emulate.compare.comparison import ComparisonRow, Result, as_json, rows_of
-from zorse_megatron.emulate.compare.contestants import OURS
 from zorse_megatron.files.write import write_text
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.plots.comparison_figures import Bar, Panel, draw_bars, draw_panels
@@ -47,7 +47,7 @@ class ComparisonReport:
         cls, results: Sequence[Result], inputs: Inputs, *, title: str, notes: Sequence[str]
     ) -> "ComparisonReport":
         """Compute the rows; each self-test, and who ran out of memory where, becomes a note."""
-        runs = {r.contestant.name: r.run for r in results if r.run is not None}
+        runs = {r.compared.name: r.run for r in results if r.run is not None}
         tests = {str(run.self_test): name for name, run in runs.items()}
         full = [f"{name}: {run.out_of_memory}" for name, run in runs.items() if run.out_of_memory]
         return cls(
@@ -86,8 +86,8 @@ class ComparisonReport:
     def _panels(self) -> list[Panel]:
         """Stock's fastest layout that ran, and ours below it."""
         ran = [r for r in self.results if r.run is not None and not r.outcome]
-        stock = [r for r in ran if r.contestant.name.startswith("stock")]
-        ours = [r for r in ran if r.contestant.name == OURS]
+        stock = [r for r in ran if r.compared.name.startswith("stock")]
+        ours = [r for r in ran if r.compared.name == OURS]
         shown = [min(stock, key=_iteration_s)] if stock else []
         return [_panel(result) for result in (*shown, *ours)]
 
@@ -120,7 +120,7 @@ def _panel(result: Result) -> Panel:
     run = result.run
     assert run is not None
     return Panel(
-        title=f"{result.contestant.name}: {result.contestant.layout}",
+        title=f"{result.compared.name}: {result.compared.layout}",
         rows=[f"GPU {gpu}" for gpu in run.system.gpus],
         spans=run.spans,
         start_s=sum(run.iterations_s[:-1]),

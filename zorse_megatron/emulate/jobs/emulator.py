@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.costs.interface import DtypeCosts
+from zorse_megatron.emulate.clock.conductor_connections import conducted
 from zorse_megatron.emulate.clock.link_model import LinkModel
-from zorse_megatron.emulate.clock.switchboard import conducted
 from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob
 from zorse_megatron.emulate.jobs.rank_server import Ended, RankServer
 from zorse_megatron.emulate.jobs.self_test import SelfTest, self_test_of

@@ -22,8 +22,8 @@ def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
 
     from zorse_megatron.adapter.emulation_hooks import emulation_hooks
     from zorse_megatron.adapter.patches.registry import REGISTRY
+    from zorse_megatron.emulate.clock.conductor_connections import call
     from zorse_megatron.emulate.clock.rank_clock import RankClock
-    from zorse_megatron.emulate.clock.switchboard import call
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.emulated_host_link import EmulatedHostLink
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap

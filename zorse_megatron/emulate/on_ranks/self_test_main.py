@@ -7,8 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.emulate.clock.conductor_connections import call
 from zorse_megatron.emulate.clock.rank_clock import RankClock
-from zorse_megatron.emulate.clock.switchboard import call
 from zorse_megatron.emulate.jobs.emulated_job import current_job
 from zorse_megatron.emulate.jobs.self_test import (
     COMPUTE_S,

@@ -18,7 +18,7 @@ def preload() -> None:
     import zorse_megatron.adapter.gpt_entry
     import zorse_megatron.adapter.recording.metrics
     import zorse_megatron.adapter.training
-    import zorse_megatron.emulate.clock.switchboard
+    import zorse_megatron.emulate.clock.conductor_connections
     import zorse_megatron.emulate.on_ranks.emulated_host_link
     import zorse_megatron.emulate.on_ranks.memory_cap
     import zorse_megatron.emulate.on_ranks.model_sizes

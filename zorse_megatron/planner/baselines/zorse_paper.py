@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from zorse_megatron.planner.baselines.gpu_graph import paper_groupings
 from zorse_megatron.planner.baselines.stock import even_group, whole_plan
 from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, ReplicaShare, best_split
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, best_first
-from zorse_megatron.planner.groupings.gpu_graph import paper_groupings
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Plan
 

@@ -20,7 +20,7 @@ class TransferPath:
 
     loads: tuple[tuple[str, float, float], ...]
     """(link, bytes per second, share of all samples that cross it)."""
-    crowd_s_per_byte: float
+    contended_s_per_byte: float
     """Time on the busiest of these links for each byte that all replicas send together."""
     source: int
     target: int
@@ -70,7 +70,7 @@ class CommunicationCosts:
         )
         return TransferPath(
             loads=loads,
-            crowd_s_per_byte=max((share / rate for _, rate, share in loads), default=0.0),
+            contended_s_per_byte=max((share / rate for _, rate, share in loads), default=0.0),
             source=pairs[0][0],
             target=pairs[0][1],
         )
@@ -82,7 +82,7 @@ class CommunicationCosts:
             self._alone[key] = self.inputs.comm.transfer_s(
                 path.source, path.target, size * self.boundary
             )
-        return max(self._alone[key], round_samples * self.boundary * path.crowd_s_per_byte)
+        return max(self._alone[key], round_samples * self.boundary * path.contended_s_per_byte)
 
     def busiest_link_s(self, paths: Sequence[TransferPath]) -> float:
         """How long the busiest link takes for all samples, each path passed once."""
@@ -120,7 +120,7 @@ class CommunicationCosts:
             self._like[key] = 0.0 if alone else self.inputs.comm.all_gather_s(ascending, shares)
         return self._like[key]
 
-    def crowding(self, device_groups: Sequence[DeviceGroup]) -> tuple[int, ...]:
+    def groups_sharing_a_node(self, device_groups: Sequence[DeviceGroup]) -> tuple[int, ...]:
         """For each group with ranks on several nodes, how many such groups share a node with it."""
         on_node: Counter[int] = Counter()
         spread = []

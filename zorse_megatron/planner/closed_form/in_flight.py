@@ -187,8 +187,8 @@ class InFlight:
         in_step = sender.round_samples == receiver.round_samples
         in_step = in_step and set(sender.sizes) == set(receiver.sizes)
         size = min(max(sender.sizes), max(receiver.sizes))
-        crowd = sender.round_samples if in_step else 0
-        return self.communication.transfer_s(path, size=size, round_samples=crowd)
+        at_once = sender.round_samples if in_step else 0
+        return self.communication.transfer_s(path, size=size, round_samples=at_once)
 
 
 def _nested(here: SizedGroup, after: SizedGroup) -> bool:

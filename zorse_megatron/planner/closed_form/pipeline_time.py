@@ -2,16 +2,18 @@
 
 1f1b, with groups j = 0, 1, ... in model order: busy_j of the slowest replica, pass_j of one
 micro-batch (forward and backward; the mean over samples, because what fills and drains hardly ever
-is what the slowest replica has), hop_j to the next group, and the in-flight limit W_j, the samples
-that `schedules.one_f_one_b` lets group j have in flight, extra ones for time in transfer included:
+is what the slowest replica has), transfer_j to the next group, and the in-flight limit W_j, the
+samples that `schedules.one_f_one_b` lets group j have in flight, extra ones for time in transfer
+included:
 
-    iteration = max(busy_j, loop_j, busiest link) + pass_j and hop_j of all but the slowest + tail
-    loop_j = batch / W_j * (passes and both ways of hops from j on)
-           or batch / (W_j - W_k + round_k) * (passes of j and k = j + 1, both ways of the hop)
+    iteration = max(busy_j, loop_j, busiest link) + tail
+                + pass_j and transfer_j of all but the slowest
+    loop_j = batch / W_j * (passes and both ways of transfers from j on)
+           or batch / (W_j - W_k + round_k) * (passes of j and k = j + 1, both ways of the transfer)
 
-The loop is what makes unequal or slow hops felt: an in-flight limit holds exactly the samples of
-one round of each later group, so whatever time samples spend in transfer is not covered. The tail
-is the last reduction, the sums over all ranks, the optimizer step and the gathers.
+The loop is what makes unequal or slow transfers felt: an in-flight limit holds exactly the samples
+of one round of each later group, so whatever time samples spend in transfer is not covered. The
+tail is the last reduction, the sums over all ranks, the optimizer step and the gathers.
 
 breadth_first: no in-flight limits; collectives hide behind computation but for the first gather and
 the last reduction, and filling takes one chunk of each group.
@@ -154,18 +156,18 @@ class PipelineTimes:
         )
         loops, way_s = [], around_s * (chunks - 1) / 2
         rows = list(zip(pipeline.in_flight_limits, costs, after_s, waits, strict=True))
-        for in_flight_limit, cost, hop_s, wait_s in reversed(rows):
-            way_s += cost.mean_micro_batch_s + 2 * hop_s + wait_s  # of one chunk and all before
+        for in_flight_limit, cost, to_next_s, wait_s in reversed(rows):
+            way_s += cost.mean_micro_batch_s + 2 * to_next_s + wait_s  # of one chunk and all before
             loops.append(self.inputs.global_batch_size / in_flight_limit * way_s)
         if chunks == 1:
             loops += self._pair_loops(pipeline, transfer_s)
         return loops
 
     def _pair_loops(self, pipeline: CostedPipeline, transfer_s: Sequence[float]) -> list[float]:
-        """For each hop how long the batch takes if both ends always have all in flight they may.
+        """How long the batch takes for each transfer if both its ends keep all they may in flight.
 
         What only the first has in flight, and one round of the second, goes around between them:
-        through a forward and a backward of both, and the hop both ways.
+        through a forward and a backward of both, and the transfer both ways.
         """
         limits, found = pipeline.in_flight_limits, []
         for at, (first, second) in enumerate(pairwise(pipeline.costs)):
@@ -180,8 +182,8 @@ class PipelineTimes:
 
         A receive is started two computations early, so a message hides behind those only: in
         1f1b behind a forward and a backward, in breadth_first behind two of its own kind. Groups
-        in step send all at once. Where the plan says how long a hop is, nobody stops for it: the
-        order has something else to do, as far as in-flight limits and links allow.
+        in step send all at once. Where the plan says how long a transfer is, nobody stops for it:
+        the order has something else to do, as far as in-flight limits and links allow.
         """
         stages, costs = pipeline.stages, pipeline.costs
         found = [0.0] * len(stages)
@@ -209,17 +211,17 @@ class PipelineTimes:
     def _tail(self, pipeline: CostedPipeline) -> float:
         """Last reduction, sums over all ranks, optimizer step and gathers."""
         memory = self.inputs.memory
-        crowding = self.communication.crowding(pipeline.candidate.device_groups)
+        sharing = self.communication.groups_sharing_a_node(pipeline.candidate.device_groups)
         reduce_s, gather_s, step_s, ahead_s = 0.0, 0.0, 0.0, 0.0
-        for stage, cost, crowd in zip(pipeline.stages, pipeline.costs, crowding, strict=True):
+        for stage, cost, num_sharing in zip(pipeline.stages, pipeline.costs, sharing, strict=True):
             parameters = self.cost_model.memory.parameters(stage.num_layers, stage.position)
-            mine_s = crowd * self.communication.even_gather_s(
+            mine_s = num_sharing * self.communication.even_gather_s(
                 stage.device_group, memory.gradient_bytes(parameters)
             )
             # A later group is done earlier, by the backwards of the groups before it.
             reduce_s = max(reduce_s, mine_s - ahead_s)
             ahead_s += cost.backward_s
-            back_s = crowd * self.communication.even_gather_s(
+            back_s = num_sharing * self.communication.even_gather_s(
                 stage.device_group, memory.parameter_bytes(parameters)
             )
             gather_s = max(gather_s, back_s)
@@ -230,14 +232,14 @@ class PipelineTimes:
         """breadth_first: collectives of the slowest group, what is exposed of them, the step."""
         memory = self.inputs.memory
         layer = memory.layer_parameters()
-        crowding = self.communication.crowding(pipeline.candidate.device_groups)
+        sharing = self.communication.groups_sharing_a_node(pipeline.candidate.device_groups)
         collective_s, exposed_s, step_s = 0.0, 0.0, 0.0
-        for stage, cost, crowd in zip(pipeline.stages, pipeline.costs, crowding, strict=True):
+        for stage, cost, num_sharing in zip(pipeline.stages, pipeline.costs, sharing, strict=True):
             parameters = self.cost_model.memory.parameters(stage.num_layers, stage.position)
             parts = stage.num_chunks
             part = -(-parameters // parts)
             gather_s, reduce_s = (
-                crowd
+                num_sharing
                 * self.communication.even_gather_s(
                     stage.device_group, to_bytes(part), -(-part // layer)
                 )

@@ -158,7 +158,7 @@ class SegmentCosts:
         number = np.stack(micro_batches_per_replica(batch, counts, sizes, both_s))
         whole = np.ceil(number - 1e-9)
         in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
-        room = self._capacities() - replica_bytes(
+        free = self._capacities() - replica_bytes(
             self._fixed(layers),
             sizes,
             activations=activation_bytes(
@@ -169,11 +169,11 @@ class SegmentCosts:
         # Per sample a recomputed layer spares what it keeps, and needs all of it for a moment.
         moment, gain = sizes * spared, sizes * in_flight * spared
         present = counts > 0
-        each = np.where(present, (moment - room) / gain, -np.inf)
-        least = np.where(present, room, np.inf).min(axis=0)
+        each = np.where(present, (moment - free) / gain, -np.inf)
+        least = np.where(present, free, np.inf).min(axis=0)
         by_rank = np.where(least >= 0, 0.0, each.max(axis=0))
         state = self._state(layers)
-        left = np.where(present, counts * room, 0.0).sum(axis=0) - state
+        left = np.where(present, counts * free, 0.0).sum(axis=0) - state
         gained = np.maximum((counts * gain).sum(axis=0), 1.0)
         by_group = np.where(left >= 0, 0.0, ((counts * moment).sum(axis=0) - left) / gained)
         yield self._whole(np.maximum(by_rank, by_group), layers), np.zeros(self._shape)

@@ -59,7 +59,7 @@ class StageMemory:
             total += costs.parameter_bytes(parameters) + costs.gradient_bytes(parameters)
         return total
 
-    def room_bytes(
+    def gpu_free_bytes(
         self, stage: Stage, settings: MemorySettings, size: int, count: float, capacity_bytes: int
     ) -> float:
         """What a GPU has free for its part of `shared_bytes`; `size`, `count`: its micro-batches.
@@ -133,16 +133,16 @@ class StageMemory:
 
     def free_bytes(self, stage: Stage, counts: Sequence[float], settings: MemorySettings) -> float:
         """Bytes that are left in the device group, below 0 where something does not fit."""
-        room, least = 0.0, math.inf
+        free, least = 0.0, math.inf
         for gpu_class, size, count in zip(
             stage.device_group.gpu_classes, stage.sizes, counts, strict=True
         ):
             # Whole micro-batches: some replicas run one more than others.
             whole = math.ceil(count - 1e-9)
-            one = self.room_bytes(stage, settings, size, whole, gpu_class.capacity_bytes)
+            one = self.gpu_free_bytes(stage, settings, size, whole, gpu_class.capacity_bytes)
             least = min(least, one)
-            room += len(gpu_class.ranks) * one
-        return least if least < 0 else room - self.shared_bytes(stage, settings)
+            free += len(gpu_class.ranks) * one
+        return least if least < 0 else free - self.shared_bytes(stage, settings)
 
     def host_holds(self, stage: Stage, settings: MemorySettings, counts: Sequence[float]) -> bool:
         """Whether host memory takes what is offloaded; where its size is not known, it does.

@@ -6,11 +6,11 @@ from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, common_dtype
-from zorse_megatron.schema.plan.plan import GradientWire
+from zorse_megatron.schema.plan.plan import GradientCommDtype
 
 
 def communication_dtype_problems(
-    wanted: GradientWire | None, dtypes: Collection[Dtype]
+    wanted: GradientCommDtype | None, dtypes: Collection[Dtype]
 ) -> Iterator[Problem]:
     """Yield where no loss scale would notice an overflow. `dtypes`: of the kinds of GPU.
 
@@ -19,7 +19,7 @@ def communication_dtype_problems(
     """
     if wanted == "fp16" and ("float16" not in dtypes or "float32" in dtypes):
         yield Problem(
-            where="gradient wire",
+            where="communication dtype",
             found=f"fp16 for a job in {' and '.join(sorted(set(dtypes)))}",
             expected="fp16 only in a job in float16, whose loss scale notices an overflow",
             remedy="Use bf16, whose range is that of float32.",

@@ -19,7 +19,7 @@ from zorse_megatron.schema.gpus.gpu import (
 )
 from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import ClusterFingerprint, GradientWire, ModelFingerprint
+from zorse_megatron.schema.plan.plan import ClusterFingerprint, GradientCommDtype, ModelFingerprint
 from zorse_megatron.schema.profile.profile import Profile, Source
 from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.from_cluster import topology_of
@@ -41,7 +41,7 @@ class SearchSpace:
     """None: whatever fits."""
     max_groups: int | None = None
     """None: as many as there are layers."""
-    gradient_wire: GradientWire | None = None
+    gradient_comm_dtype: GradientCommDtype | None = None
     """In which type gradients may be sent where that is faster; None: as they are kept."""
 
 
@@ -129,7 +129,7 @@ def make_inputs(
         *_number_problems(global_batch_size, memory_margin),
         *_space_problems(space),
         *communication_dtype_problems(
-            space.gradient_wire, [each.dtype for each in models.computes.values()]
+            space.gradient_comm_dtype, [each.dtype for each in models.computes.values()]
         ),
         *kind_problems(models.computes),
     ]

@@ -113,34 +113,36 @@ class Builder:
         """For each group, what its GPUs lack with exact micro-batches; 0 where all fits."""
         found = []
         for stage, cost in zip(estimate.stages, estimate.costs, strict=True):
-            rooms = self._rooms(stage, cost.settings, self._bare_group(stage, cost))
+            free_bytes = self._free_bytes(stage, cost.settings, self._bare_group(stage, cost))
             shared = self.cost_model.memory.shared_bytes(stage, cost.settings)
-            spread = (shared - sum(max(0.0, room) for room in rooms)) / len(rooms)
-            found.append(math.ceil(max(0.0, -min(rooms), spread)))
+            spread = (shared - sum(max(0.0, free) for free in free_bytes)) / len(free_bytes)
+            found.append(math.ceil(max(0.0, -min(free_bytes), spread)))
         return tuple(found)
 
-    def _rooms(self, stage: Stage, settings: MemorySettings, group: Group) -> list[float]:
+    def _free_bytes(self, stage: Stage, settings: MemorySettings, group: Group) -> list[float]:
         """What is free on each GPU beside its shard."""
         capacity = {
             rank: gpu_class.capacity_bytes
             for gpu_class in stage.device_group.gpu_classes
             for rank in gpu_class.ranks
         }
-        rooms = []
+        free_bytes = []
         for replica in group.replicas:
             size, count = replica.micro_batch_size, replica.num_microbatches
             one = capacity[replica.ranks[0]]
-            rooms.append(self.cost_model.memory.room_bytes(stage, settings, size, count, one))
-        return rooms
+            free_bytes.append(
+                self.cost_model.memory.gpu_free_bytes(stage, settings, size, count, one)
+            )
+        return free_bytes
 
     def _weights(
         self, stage: Stage, settings: MemorySettings, group: Group
     ) -> tuple[float, ...] | None:
         """Even where that fits, otherwise by free memory."""
-        rooms = self._rooms(stage, settings, group)
+        free_bytes = self._free_bytes(stage, settings, group)
         shared = self.cost_model.memory.shared_bytes(stage, settings)
-        filled = water_fill(shared, rooms)
-        if filled is None or min(rooms) < 0:
+        filled = water_fill(shared, free_bytes)
+        if filled is None or min(free_bytes) < 0:
             return None
         if len(set(filled)) == 1:
             return (1.0,) * len(filled)

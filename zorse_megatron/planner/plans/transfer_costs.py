@@ -43,7 +43,7 @@ def _hop(
     """
     path = communication.path(source.device_group, target.device_group)
     size = min(max(source.sizes), max(target.sizes))
-    per_sample_s = communication.boundary * path.crowd_s_per_byte
+    per_sample_s = communication.boundary * path.contended_s_per_byte
     alone_s = communication.transfer_s(path, size=size, round_samples=0)
     latency = max(0.0, alone_s - size * per_sample_s) / busy_s
     load = communication.inputs.global_batch_size * per_sample_s / busy_s

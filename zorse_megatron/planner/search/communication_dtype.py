@@ -1,7 +1,7 @@
 """Choose the groups that send gradients in 16 bits: those that get faster.
 
-Only where the search may (`SearchSpace.gradient_wire`), as it rounds: see docs/limits.md. It comes
-last, group by group, as it changes only how long a reduction is.
+Only where the search may (`SearchSpace.gradient_comm_dtype`), as it rounds: see docs/limits.md. It
+comes last, group by group, as it changes only how long a reduction is.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
 
     The plan stays as it is where its time was extrapolated: it would have to be simulated in full.
     """
-    dtype = evaluator.inputs.space.gradient_wire
+    dtype = evaluator.inputs.space.gradient_comm_dtype
     if dtype is None or best.is_extrapolated:
         return best
     for number, group in enumerate(best.plan.groups):

@@ -69,12 +69,12 @@ class Groupings:
         """Gradients reduced and parameters gathered, on NICs that spread groups share."""
         communication, memory = self.estimator.communication, self.inputs.memory
         found = 0.0
-        for device_group, count, crowd in zip(
-            members, layers, communication.crowding(members), strict=True
+        for device_group, count, num_sharing in zip(
+            members, layers, communication.groups_sharing_a_node(members), strict=True
         ):
             parameters = count * memory.layer_parameters()
             num_bytes = memory.gradient_bytes(parameters) + memory.parameter_bytes(parameters)
-            found = max(found, crowd * communication.even_gather_s(device_group, num_bytes))
+            found = max(found, num_sharing * communication.even_gather_s(device_group, num_bytes))
         return found
 
     def _speed(self, device_group: DeviceGroup) -> float:

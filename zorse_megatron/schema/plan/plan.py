@@ -23,7 +23,7 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-GradientWire = Literal["bf16", "fp16"]
+GradientCommDtype = Literal["bf16", "fp16"]
 ParameterValue = int | FiniteFloat | bool | str
 
 
@@ -91,7 +91,7 @@ class Group:
     """Samples in flight beyond what is needed where messages take no time; absent: none."""
     compute_dtype: ComputeDtype | None = None
     """In which type the group computes; absent: as the training command says."""
-    gradient_wire: GradientWire | None = None
+    gradient_wire: GradientCommDtype | None = None
     """In which type gradients are sent and then summed in fp32; absent: as they are kept."""
 
     @property

@@ -1,10 +1,10 @@
 """What our executor costs where stock's schedule could do the same: a plan equal to a stock layout.
 
-    python scripts/bench_no_tax.py --json
+    python scripts/bench_executor_overhead.py --json
 
 Two pipeline stages of two data-parallel ranks each, once by stock's own schedule and once under a
 plan that says the same, with the same flags, on the CPU. The jobs run in pairs, in alternating
-order, and each pair gives one ratio of throughputs (plan / stock; 1 is no tax).
+order, and each pair gives one ratio of throughputs (plan / stock; 1 is no overhead).
 """
 
 import argparse

@@ -16,7 +16,7 @@ from zorse_megatron.schema.plan.plan import ModelFingerprint, Plan
 _VOCABULARY = "--vocab-size"
 
 
-def model_problems(plan: Plan, workload: Workload, source: str = "plan") -> Iterator[Problem]:
+def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> Iterator[Problem]:
     """Yield where the plan's model and batch are not those of the workload."""
     yield from fingerprint_problems(plan, workload.model.fingerprint(), source)
     batch = workload.global_batch_size

@@ -1,5 +1,9 @@
-"""The lists of refused flags as docs/limits.md has them."""
+"""Prints the tables of flags in docs/limits.md; tests/unit/test_docs.py compares.
 
+Run it after a change of zorse_megatron/flags/refused.py, and put there what differs.
+"""
+
+import argparse
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -42,3 +46,13 @@ def _spellings(family: FlagFamily) -> Iterator[str]:
 
 def _accepted(family: FlagFamily) -> str:
     return " or ".join(f"`{each}`" for each in family.accepted) or "default"
+
+
+def main() -> None:
+    """Print both tables."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    print(refused_table(), decided_table(), sep="\n", end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,13 +20,13 @@ class Command(Namespace):
         return None
 
 
-def problems(wire, groups_in=(None, None, None), **flags):
-    """Problems of a command whose second group has this wire; `groups_in`: compute types."""
+def problems(comm_dtype, groups_in=(None, None, None), **flags):
+    """Problems of a command whose second group has this comm_dtype; `groups_in`: compute types."""
     groups = [
         dataclasses.replace(group, compute_dtype=dtype)
         for group, dtype in zip(PLAN.groups, groups_in, strict=True)
     ]
-    groups[1] = dataclasses.replace(groups[1], gradient_wire=wire)
+    groups[1] = dataclasses.replace(groups[1], gradient_wire=comm_dtype)
     args = Command(**flags)
     return command_problems(args, dataclasses.replace(PLAN, groups=tuple(groups)))
 
@@ -35,7 +35,7 @@ KEPT_IN_FP32 = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True}
 
 
 @pytest.mark.parametrize(
-    ("wire", "flags"),
+    ("comm_dtype", "flags"),
     [
         (None, {"fp16": True}),
         ("bf16", {}),
@@ -44,8 +44,8 @@ KEPT_IN_FP32 = {"fp16": True, "accumulate_allreduce_grads_in_fp32": True}
         ("fp16", KEPT_IN_FP32),
     ],
 )
-def test_accepted(wire, flags):
-    assert problems(wire, **flags) == []
+def test_accepted(comm_dtype, flags):
+    assert problems(comm_dtype, **flags) == []
 
 
 @pytest.mark.parametrize("flags", [{}, {"bf16": True}])
@@ -55,9 +55,9 @@ def test_fp16_messages_need_a_loss_scale(flags):
     assert "loss scale" in problem.expected
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_gradients_must_be_kept_in_fp32(wire):
-    (problem,) = problems(wire, fp16=True)
+@pytest.mark.parametrize("comm_dtype", ["bf16", "fp16"])
+def test_gradients_must_be_kept_in_fp32(comm_dtype):
+    (problem,) = problems(comm_dtype, fp16=True)
     assert problem.where == "groups[1].gradient_wire"
     assert "--accumulate-allreduce-grads-in-fp32" in problem.remedy
 

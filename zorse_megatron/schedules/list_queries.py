@@ -20,12 +20,12 @@ def edges_of(each: Iterable[ActionLists]) -> list[tuple[int, int]]:
     )
 
 
-def gathered_before_use(actions: Sequence[Action]) -> frozenset[int]:
+def released_chunks(actions: Sequence[Action]) -> frozenset[int]:
     """Chunks of which a rank keeps only shards: their parameters are released."""
     return frozenset(a.chunk for a in actions if a.kind is Kind.RELEASE and a.chunk is not None)
 
 
-def left_in_host(actions: Sequence[Action]) -> frozenset[int]:
+def chunks_left_in_host(actions: Sequence[Action]) -> frozenset[int]:
     """Chunks whose parameters are in the host when a list ends, hence when it starts again."""
     last = {a.chunk: a.kind for a in actions if a.kind in _PLACES}
     return frozenset(c for c, kind in last.items() if kind is Kind.OFFLOAD and c is not None)

@@ -20,7 +20,7 @@ OURS = "zorse"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
+class ComparedSystem:
     """One row of the comparison."""
 
     name: str
@@ -33,7 +33,7 @@ class Contestant:
     reason: str = ""
 
 
-def contestants(inputs: Inputs, *, quick: bool) -> list[Contestant]:
+def compared_systems(inputs: Inputs, *, quick: bool) -> list[ComparedSystem]:
     """Find everybody's layout. `quick`: stock on all GPUs, and ours.
 
     Raises NoPlanError where not even ours fits.
@@ -45,18 +45,18 @@ def contestants(inputs: Inputs, *, quick: bool) -> list[Contestant]:
     return [*everybody, _ours(inputs)]
 
 
-def _best_gpus(stock: Stock) -> Contestant:
+def _best_gpus(stock: Stock) -> ComparedSystem:
     """What does not fit on fewer GPUs either is not run."""
     return _stock(BEST_GPUS, stock) if stock.fitting else _absent(BEST_GPUS, stock.reason)
 
 
-def _stock(name: str, stock: Stock) -> Contestant:
+def _stock(name: str, stock: Stock) -> ComparedSystem:
     """On all GPUs what comes closest is run where nothing fits, to see it run out of memory."""
     layout = stock.layout
     if layout is None:
         return _absent(name, stock.reason)
     flags = flags_of_grid(layout.inputs, layout.grid)
-    return Contestant(
+    return ComparedSystem(
         name=name,
         layout=layout.description,
         system=System(name=name, gpus=layout.ranks, flags=flags),
@@ -64,15 +64,15 @@ def _stock(name: str, stock: Stock) -> Contestant:
     )
 
 
-def _absent(name: str, reason: str) -> Contestant:
-    return Contestant(name=name, layout="-", system=None, predicted_s=None, reason=reason)
+def _absent(name: str, reason: str) -> ComparedSystem:
+    return ComparedSystem(name=name, layout="-", system=None, predicted_s=None, reason=reason)
 
 
-def _ours(inputs: Inputs) -> Contestant:
+def _ours(inputs: Inputs) -> ComparedSystem:
     return _planned(OURS, inputs, find_plan(inputs, strategy="zorse").plan)
 
 
-def _by_strategy(inputs: Inputs, strategy: Strategy) -> Contestant:
+def _by_strategy(inputs: Inputs, strategy: Strategy) -> ComparedSystem:
     try:
         return _planned(strategy, inputs, find_plan(inputs, strategy=strategy).plan)
     except NoPlanError as error:
@@ -82,11 +82,11 @@ def _by_strategy(inputs: Inputs, strategy: Strategy) -> Contestant:
     return _absent(strategy, reason)
 
 
-def _planned(name: str, inputs: Inputs, plan: Plan) -> Contestant:
+def _planned(name: str, inputs: Inputs, plan: Plan) -> ComparedSystem:
     refuse_unsupported(plan)
     groups = "|".join(str(len(group.ranks)) for group in plan.groups)
     gpus = tuple(range(plan.world_size))
-    return Contestant(
+    return ComparedSystem(
         name=name,
         layout=f"groups of {groups}, {number_of(len(plan.chunks), 'chunk')}, {plan.schedule.name}",
         system=System(name=name, gpus=gpus, plan=plan),

@@ -13,7 +13,7 @@ from zorse_megatron.emulate.clock.link_model import LinkModel
 from zorse_megatron.emulate.clock.messages import Finish, Request
 
 _CLOSE = -1
-"""In place of a rank: whoever runs the switchboard wants it to end."""
+"""In place of a rank: whoever runs the connections wants it to end."""
 
 
 def call(address: str, rank: int) -> Connection:

@@ -20,7 +20,7 @@ _MODEL_FIELDS = {
 }
 
 
-def model_problems(args: Namespace, plan: Plan) -> list[Problem]:
+def model_flag_problems(args: Namespace, plan: Plan) -> list[Problem]:
     """Where the model of the flags is not the model of the plan.
 
     Arguments that Megatron derives later are None when this first runs and skipped then; it runs

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.topologies import GB_PER_S, node, topologies
-from zorse_megatron.planner.groupings.gpu_graph import (
+from zorse_megatron.planner.baselines.gpu_graph import (
     pair_bytes_per_s,
     paper_groupings,
     stoer_wagner_dense,

@@ -9,6 +9,13 @@ import matplotlib.image
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.emulate.compare.compared_systems import (
+    BEST_GPUS,
+    OURS,
+    STOCK,
+    ComparedSystem,
+    compared_systems,
+)
 from zorse_megatron.emulate.compare.comparison import (
     ComparisonRow,
     Result,
@@ -16,13 +23,6 @@ from zorse_megatron.emulate.compare.comparison import (
     rows_of,
 )
 from zorse_megatron.emulate.compare.comparison_report import HEADINGS, ComparisonReport
-from zorse_megatron.emulate.compare.contestants import (
-    BEST_GPUS,
-    OURS,
-    STOCK,
-    Contestant,
-    contestants,
-)
 from zorse_megatron.emulate.jobs.emulator import EmulatedRun, System
 from zorse_megatron.emulate.jobs.self_test import SelfTest
 from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
@@ -52,7 +52,7 @@ def make(cluster, batch=16):
 
 @pytest.mark.usefixtures("little_effort")
 def test_everybody_on_a_cluster_of_two_kinds():
-    found = {each.name: each for each in contestants(make(CLUSTER), quick=False)}
+    found = {each.name: each for each in compared_systems(make(CLUSTER), quick=False)}
     assert list(found) == [STOCK, BEST_GPUS, "zorse-paper", "cephalo", OURS]
     best = found[BEST_GPUS]
     expected = stock_on_best(make(CLUSTER)).fitting
@@ -62,7 +62,7 @@ def test_everybody_on_a_cluster_of_two_kinds():
     for each in found.values():
         assert (each.system is None) == bool(each.reason)
         assert each.system is None or each.predicted_s > 0
-    quick = contestants(make(CLUSTER), quick=True)
+    quick = compared_systems(make(CLUSTER), quick=True)
     assert [each.name for each in quick] == [STOCK, OURS]
 
 
@@ -103,18 +103,18 @@ def result(name, iteration_s, *, predicted_s=None, error=0.0, out_of_memory=None
         late_s=None,
         wall_s=1.0,
     )
-    contestant = Contestant(name=name, layout="<so>", system=system, predicted_s=predicted_s)
-    return Result(contestant=contestant, run=run)
+    compared = ComparedSystem(name=name, layout="<so>", system=system, predicted_s=predicted_s)
+    return Result(compared=compared, run=run)
 
 
 def some_results():
-    skipped = Contestant(
+    skipped = ComparedSystem(
         name="cephalo", layout="-", system=None, predicted_s=None, reason="does not fit"
     )
     return [
         result(STOCK, 4.0, predicted_s=5.0),
         result(BEST_GPUS, 0.0, out_of_memory="CUDA out of memory"),
-        Result(contestant=skipped, run=None),
+        Result(compared=skipped, run=None),
         result(OURS, 2.0, predicted_s=1.9, error=0.04),
     ]
 
