@@ -95,7 +95,7 @@ class MegatronChunkRunner:
     def forward(
         self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """See `runtime.executor.ChunkRunner`; stock's `schedules.forward_step`."""
+        """See `runtime.executor.ChunkRunner`; stock's `forward_step`."""
         inputs, is_last = self.inputs, chunk == self.stages.num_chunks - 1
         if not inputs.forward_only:
             self._hold_back_gradient_sync(chunk)
@@ -137,7 +137,7 @@ class MegatronChunkRunner:
     def backward(
         self, chunk: int, micro_batch: MicroBatch, gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """See `runtime.executor.ChunkRunner`; stock's `schedules.backward_step`."""
+        """See `runtime.executor.ChunkRunner`; stock's `backward_step`."""
         activation, output = self.saved.pop((chunk, micro_batch.index))
         self.backwards_left[chunk] -= 1
         if self.backwards_left[chunk] == 0:
