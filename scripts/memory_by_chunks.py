@@ -3,7 +3,7 @@
     python scripts/memory_by_chunks.py --json memory-by-chunks.json --png memory-by-chunks.png
 
 Two groups of four ranks, 32 layers dealt out in turn, 1 to 8 chunks per group, in three settings:
-gathered per pass (as ZeRO-2 with ministages), per micro-batch (as ZeRO-3), and resident. Measured
+gathered per pass (Zorse's ministages), per micro-batch (as ZeRO-3), and resident. Measured
 by the runtime's ledger: a small GPT in float32, on the CPU. Simulated: the same, and Llama 7B on
 the machines of examples/two-node-lab.yaml with the same plans, whether it fits there or not.
 """
