@@ -34,7 +34,7 @@ CORPUS_BYTES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Of one job after its warm-up, in tokens per second."""
+    """Tokens per second of one job after its warm-up."""
 
     median: float
     """In its median iteration."""

@@ -41,7 +41,7 @@ class MeasuredRun:
     global_batch_size: int
     iteration_s: float
     max_memory_bytes: float
-    """Of the GPU that takes most."""
+    """On the fullest GPU."""
 
     @property
     def world_size(self) -> int:

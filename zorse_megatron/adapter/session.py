@@ -124,7 +124,7 @@ class PlanSession:
 
     @property
     def num_chunks(self) -> int:
-        """Of the whole model."""
+        """Chunks of the whole model."""
         return len(self.plan.chunks)
 
     @property

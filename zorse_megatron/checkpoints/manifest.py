@@ -104,7 +104,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def _checksum(listed: Any) -> str:
-    """Of the list itself, so that its own damage is not taken for that of a file."""
+    """Checksum of the list itself, so that damage to it is not taken for damage to a file."""
     return str(xxhash.xxh3_128(json.dumps(listed, sort_keys=True).encode()).hexdigest())
 
 

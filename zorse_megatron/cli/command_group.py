@@ -19,7 +19,7 @@ SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda name: _OTHER_NAMES.get(name, name),
 }
-"""Of every command: `-h`, and `--output` for `--out` without a line in the help."""
+"""Settings of every command: `-h`, and a hidden `--output` for `--out`."""
 
 
 class AnswersInJson(TyperGroup):

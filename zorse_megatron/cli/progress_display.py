@@ -27,7 +27,7 @@ class ProgressDisplay(Protocol):
 
     @property
     def total(self) -> int | None:
-        """Of so many; 0 or None where nobody knows."""
+        """How many there are; 0 or None if unknown."""
         ...
 
 

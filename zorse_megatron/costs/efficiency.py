@@ -29,7 +29,7 @@ class LayerTraffic:
     elementwise_passes: float
     """Multiples of what fused kernels would move (`flops.elementwise_bytes`)."""
     bytes_per_parameter: float
-    """Of each weight, whatever the micro-batch: read it, and read, add and write its gradient."""
+    """Traffic per weight at any micro-batch size: read it; read, add and write its gradient."""
 
 
 def _table(rows: dict[str, tuple[float, float]]) -> dict[str, Shares]:

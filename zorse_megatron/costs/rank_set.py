@@ -64,7 +64,7 @@ class RankSet:
 
     @property
     def ring_latency_s(self) -> float:
-        """Of the longest way round: all steps but the shortest."""
+        """Latency of the longest way round: all steps but the shortest."""
         steps_s = sum((node.count - 1) * node.step_latency_s for node in self.nodes)
         alone = len(self.nodes) == 1
         crossings = (self.nodes[0].step_latency_s,) if alone else self.crossing_s

@@ -64,7 +64,7 @@ def command_problems(
 
 
 def plain_value(value: Any) -> Any:
-    """Of a member of an enumeration its name, as it is written in a command."""
+    """The value as a command spells it: an enumeration member by its name."""
     return getattr(value, "name", value)
 
 

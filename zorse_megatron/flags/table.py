@@ -21,7 +21,7 @@ class Flag:
     spellings: tuple[str, ...]
     """With its dashes; the first one is the usual one."""
     name: str
-    """Of the parsed argument."""
+    """Name of the parsed argument."""
     kind: Literal["store", "true", "false", "boolean"]
     """boolean: `--x` and `--no-x`."""
     nargs: int | Literal["+", "*"] | None

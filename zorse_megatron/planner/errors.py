@@ -15,7 +15,7 @@ class NoPlanError(ZorseError):
     missing_bytes: int = 0
     """How much more memory makes a plan possible, in all; 0 where memory is not what is missing."""
     bytes_per_gpu: int = 0
-    """Of that, on each GPU of `gpu_kinds`."""
+    """How much each GPU of `gpu_kinds` lacks."""
     gpu_kinds: tuple[str, ...] = ()
     """The kinds that need it."""
 

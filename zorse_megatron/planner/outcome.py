@@ -54,7 +54,7 @@ class Outcome:
     plan: Plan
     """With predictions, and the fingerprints of model and cluster."""
     simulation: SimulationResult
-    """Of the plan, or of a shorter batch where `extrapolated`."""
+    """Simulation of the plan, or of a smaller batch if `extrapolated`."""
     iteration_s: float
     tokens_per_s: float
     bound_s: float

@@ -63,6 +63,6 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
 
 
 def _kept_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
-    """Of one micro-batch. Only inputs of layers wait in the host: all are as large."""
+    """Bytes of one micro-batch. Only layer inputs are offloaded, and all are the same size."""
     layers = timeline.sizes.num_layers(chunk)
     return layers * pinned_bytes(-(-timeline.sizes.kept_bytes(rank, chunk) // layers))

@@ -30,7 +30,7 @@ class SampleKind:
 
 
 def sample_kind(args: Namespace) -> SampleKind:
-    """Of stock's parsed arguments."""
+    """The kind of sample that stock's parsed arguments ask for."""
     packed = bool(args.sft or args.dataloader_inter_document_masking)
     masks = args.reset_attention_mask and args.create_attention_mask_in_dataloader
     return SampleKind(

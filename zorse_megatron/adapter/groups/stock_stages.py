@@ -20,7 +20,10 @@ from zorse_megatron.schema.plan.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class StockStages:
-    """Of one plan; layouts as in `--pipeline-model-parallel-layout`, None for a single stage."""
+    """A plan's stages as stock counts them.
+
+    Layouts are as in `--pipeline-model-parallel-layout`; None for a single stage.
+    """
 
     num_groups: int
     num_chunks: int

@@ -41,11 +41,11 @@ class ModelParts:
     output_layer: torch.nn.Module | None
     buffers: tuple[FlatBuffer, ...]
     num_parameters: dict[PartName, int]
-    """Of each part that the chunk has."""
+    """By part of the chunk."""
     has_own_output_table: bool
     """Whether the head has a table of its own, or a copy of the tied one."""
     recompute: Literal["none", "selective"]
-    """Of the layers that are not recomputed in full."""
+    """How layers that are not fully recomputed are run."""
     num_recomputed: int
     """How many of the first layers keep their input only."""
 

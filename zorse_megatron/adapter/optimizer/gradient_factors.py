@@ -27,7 +27,7 @@ _EPSILON = 1.0e-6
 
 
 class GradientFactors:
-    """Of one step of one rank's optimizer."""
+    """What one step of a rank's optimizer multiplies gradients by."""
 
     def __init__(self, optimizer: Any, device: torch.device, *, clip_grad: float) -> None:
         """`optimizer`: an `UnevenDistributedOptimizer`; `clip_grad`: 0 for no clipping."""

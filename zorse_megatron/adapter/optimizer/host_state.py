@@ -27,7 +27,7 @@ class _Unit:
     needed: list[HostBacked]
     """Memory that is in the host when the step begins."""
     leaving: list[HostBacked]
-    """Of that, what is not needed by units after this one."""
+    """The part that no later unit needs."""
 
 
 class HostState:

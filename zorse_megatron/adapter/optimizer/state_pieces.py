@@ -70,12 +70,12 @@ class StatePiece:
 
     @property
     def num_elements(self) -> int:
-        """Of all slices."""
+        """Elements of all slices."""
         return sum(each.num_elements for each in self.slices)
 
     @property
     def num_main(self) -> int:
-        """Of slices with main parameters."""
+        """Elements of the slices with main parameters."""
         return sum(each.num_elements for each in self.slices if each.shard.has_main)
 
     @contextmanager

@@ -39,7 +39,7 @@ class _Copy:
     chunk: Any
     weight: torch.nn.Parameter
     owned: Interval
-    """Of the flattened weight."""
+    """An interval of the flattened weight."""
 
     def gradient(self, start: int, stop: int) -> torch.Tensor:
         """Owned elements of the gradient, wherever the chunk has them now."""

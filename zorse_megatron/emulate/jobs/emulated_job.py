@@ -17,7 +17,7 @@ class EmulatedJob:
     """One job on the emulated cluster."""
 
     address: str
-    """Of the conductor."""
+    """Address of the conductor."""
     gpus: tuple[int, ...]
     """Rank of the job -> global rank of its GPU in the cluster."""
     kinds: tuple[str, ...]
@@ -30,9 +30,9 @@ class EmulatedJob:
     """Rank of the job -> what it costs to compute in the type of its group."""
     perturbation: Perturbation
     sequence_length: int
-    """Of the tiny model."""
+    """Sequence length of the tiny model."""
     hidden_size: int
-    """Of the tiny model."""
+    """Hidden size of the tiny model."""
     dilation: float | None
     """See `rank_clock.Pace`."""
     directory: Path

@@ -189,7 +189,7 @@ class Emulator:
             shutil.rmtree(directory)
 
     def _costs(self, world_size: int, plan: Plan | None) -> tuple[DtypeCosts, ...]:
-        """Of each rank, in what its group computes in; without a plan in the job's type."""
+        """Each rank's costs in its group's dtype; without a plan, in the job's."""
         usual = DtypeCosts(compute=self.inputs.compute, memory=self.inputs.memory)
         if plan is None:
             return (usual,) * world_size

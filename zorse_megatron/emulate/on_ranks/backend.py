@@ -183,7 +183,7 @@ def _nothing(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKin
 
 
 def _lists(kind: CollectiveKind, position: int) -> Describe:
-    """Of calls with a list of tensors for each tensor; `position`: of the lists."""
+    """Describe calls with a list of tensors per tensor; `position`: where the lists are."""
 
     def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
         per_tensor = [group.sizes.part_bytes(parts) for parts in args[position]]
@@ -193,7 +193,7 @@ def _lists(kind: CollectiveKind, position: int) -> Describe:
 
 
 def _evenly(kind: CollectiveKind, position: int) -> Describe:
-    """Of calls with one tensor, or several, of all ranks' parts; `position`: of the whole."""
+    """Describe calls with all ranks' parts in one tensor or several; `position`: where."""
 
     def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
         whole = args[position]

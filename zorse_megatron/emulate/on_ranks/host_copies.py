@@ -82,7 +82,7 @@ class HostCopies:
     # Sizes.
 
     def real_bytes(self, tensor: torch.Tensor) -> int:
-        """Of a storage that may wait in the host, as in the real model."""
+        """The real model's size of a storage that may be offloaded."""
         storage = tensor.untyped_storage()._cdata
         owner, num_bytes = self._known.get(storage, (None, 0))
         if owner is not None and owner() is not None:
@@ -129,7 +129,7 @@ class HostCopies:
 
     @property
     def activation_bytes(self) -> int:
-        """Of the activations that are in the host and not on the GPU."""
+        """Activations that are in the host and not on the GPU."""
         return sum(self._known[m.storage._cdata][1] for m in self._activations if m.is_away)
 
     def has_parameters(self, parts: "ModelParts") -> bool:
@@ -140,7 +140,7 @@ class HostCopies:
         )
 
     def state_on_gpu_bytes(self, parts: "ModelParts") -> int | None:
-        """Of the chunk's optimizer state; None where all of it is always there."""
+        """Optimizer state of the chunk that is on the GPU; None if all of it always is."""
         memories = self._state.get(id(parts))
         if memories is None:
             return None
@@ -158,7 +158,7 @@ class HostCopies:
 
 
 def _sharded_buffers(parts: "ModelParts") -> Sequence[ShardedBuffer]:
-    """Of a chunk whose parameters come and go; of others none."""
+    """The buffers of a chunk whose parameters come and go; none for other chunks."""
     shards = getattr(parts.wrapped, "shards", None)
     return () if shards is None else tuple(shards.parameters)
 

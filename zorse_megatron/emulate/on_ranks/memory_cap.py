@@ -34,7 +34,7 @@ class MemoryCap:
         self.capacity_bytes = capacity_bytes
         self.rank = rank
         self.kept_bytes = 0
-        """Of activations and logits."""
+        """Activations and logits."""
         self.peak_bytes = 0
         self.chunks: Sequence[ModelParts] = ()
         self.host: HostCopies | None = None

@@ -51,7 +51,7 @@ class ModelSizes:
         self._buffers: dict[tuple[int, int], _Scale] = {}
         self._tied_factor = 1.0
         self._element_bytes: int | None = None
-        """Of the tiny model's own parameters; None while there are none."""
+        """Size of the tiny model's elements; None while it has no parameters."""
 
     def add(self, parts: ModelParts) -> None:
         """Learn the buffers of a chunk."""
@@ -89,7 +89,7 @@ class ModelSizes:
         )
 
     def buffer_bytes(self, tensor: torch.Tensor) -> int:
-        """Of a piece of a known buffer as in the real model; of anything else as it is."""
+        """A known buffer's piece counts as in the real model, anything else as it is."""
         scale = self._scales.get(tensor.untyped_storage()._cdata)
         if scale is None:
             return tensor.nbytes
@@ -97,7 +97,7 @@ class ModelSizes:
         return scale.to_bytes(scale.parameters(start, start + tensor.numel()))
 
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        """Of neighbouring pieces: the real bytes of all, cut in the proportion of the tiny ones.
+        """The real bytes of neighbouring pieces, divided in proportion to the tiny ones.
 
         So each rank owns as large a share as in the real model, where each part of the model is
         another share of the whole.
@@ -109,7 +109,7 @@ class ModelSizes:
         return [stop - start for start, stop in shard_bounds(total, counts)]
 
     def message_bytes(self, tensor: torch.Tensor) -> int:
-        """Of activations, and of gradients of the tied embedding, as in the real model."""
+        """Activations, and gradients of the tied embedding, count as in the real model."""
         if tensor.untyped_storage()._cdata in self._scales:
             return self.buffer_bytes(tensor)
         if tensor.dim() == 3 and (tensor.shape[0], tensor.shape[2]) == self._boundary:

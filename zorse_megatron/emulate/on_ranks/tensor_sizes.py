@@ -10,13 +10,13 @@ class TensorSizes(Protocol):
     """How many bytes a tensor stands for in the emulated job."""
 
     def message_bytes(self, tensor: torch.Tensor) -> int:
-        """Of a tensor that is sent from rank to rank."""
+        """Size of a tensor that is sent from rank to rank."""
 
     def buffer_bytes(self, tensor: torch.Tensor) -> int:
-        """Of a tensor that a collective works on."""
+        """Size of a tensor that a collective works on."""
 
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
-        """Of what each rank owns of a tensor that a collective works on."""
+        """Size of each rank's part of a tensor that a collective works on."""
 
 
 class AsTheyAre:

@@ -21,7 +21,7 @@ class SeenNode:
     name: str
     ranks: tuple[int, ...]
     gpu_kinds: tuple[str, ...]
-    """Of each of its ranks."""
+    """By rank of the node."""
     link_type: LinkType
     host_memory_bytes: int
     nics: tuple[SeenNic, ...]

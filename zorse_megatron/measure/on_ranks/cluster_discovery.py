@@ -42,11 +42,11 @@ class Discovery:
     again: bool
     """Measure once more what was measured already."""
     largest_bytes: int
-    """Of the messages."""
+    """Size of the largest message."""
     time_limit_s: float
     """No larger messages after one that took longer."""
     name: str | None = None
-    """Of the cluster."""
+    """Name of the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)

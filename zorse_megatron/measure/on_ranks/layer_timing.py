@@ -117,5 +117,5 @@ def measured_pass(passes: Passes, part: Part, size: int) -> MeasuredPass:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Of the GPU, or of the host (c10's CPU allocator raises a plain RuntimeError)."""
+    """Whether GPU or host memory ran out (c10's CPU allocator raises a plain RuntimeError)."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

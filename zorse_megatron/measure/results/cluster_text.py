@@ -107,7 +107,7 @@ def _gpus(node: SeenNode) -> list[dict[str, Any]]:
 
 
 def _slowest(sends: Iterable[Transfers]) -> dict[str, str]:
-    """Of a node with several kinds of GPU the file has one link: that of the slowest pair."""
+    """The one link that the file has for a node with several kinds of GPU: the slowest pair's."""
     line = min(map(line_of, sends), key=lambda each: each.bytes_per_s)
     return {"bandwidth": _rate(line.bytes_per_s), "latency": _seconds(line.latency_s)}
 

@@ -24,7 +24,7 @@ class LinkTask:
     ranks: tuple[int, ...]
     """Who takes part; of sends the first half sends to the second half, each rank to one."""
     gpu_kinds: tuple[str, ...]
-    """Of these ranks."""
+    """By rank."""
 
     @property
     def key(self) -> tuple[object, ...]:

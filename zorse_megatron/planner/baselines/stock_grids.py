@@ -28,7 +28,7 @@ class Grid:
     """One even layout."""
 
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Layers of each stage."""
     counts_ends: tuple[bool, bool]
     """Whether embedding and output layer count as a layer each."""
     width: int

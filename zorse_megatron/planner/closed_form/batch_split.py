@@ -41,7 +41,7 @@ class BatchSplit:
     """What every replica runs, by class."""
 
     time_s: float
-    """Of the slowest replica."""
+    """Time of the slowest replica."""
     shares: tuple[tuple[ReplicaShare, ...], ...]
     """Class -> its replicas, those with most samples first."""
 

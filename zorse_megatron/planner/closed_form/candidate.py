@@ -16,7 +16,7 @@ class Candidate:
     """Micro-batch sizes of each group."""
     schedule: str = "1f1b"
     num_chunks: int = 1
-    """Of each group."""
+    """Chunks of each group."""
     reserves: tuple[int, ...] = ()
     """Bytes to be left free on the GPUs of each group; empty: none."""
     origin: str = ""

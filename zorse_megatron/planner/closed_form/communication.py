@@ -47,7 +47,7 @@ class CommunicationCosts:
         self.statistics_s = (
             sums * inputs.comm.all_reduce_s(world, _STATISTIC_BYTES) if len(world) > 1 else 0.0
         )
-        """Of all sums of one number in a step."""
+        """Time of all the scalar all-reduces of a step."""
 
     def path(self, source: DeviceGroup, target: DeviceGroup) -> TransferPath:
         """The links from one device group to another. O(ranks)."""

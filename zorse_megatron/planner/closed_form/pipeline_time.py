@@ -52,7 +52,7 @@ class CostedPipeline:
 
     @property
     def num_chunks(self) -> int:
-        """Of each group."""
+        """Chunks of each group."""
         return self.candidate.num_chunks
 
 
@@ -139,7 +139,7 @@ class PipelineTimes:
         )
 
     def _transfer_times(self, pipeline: CostedPipeline) -> list[float]:
-        """Of one micro-batch along each path."""
+        """Time of one micro-batch along each path."""
         times = []
         for stage, path in zip(pipeline.stages, pipeline.paths, strict=False):
             size, samples = max(stage.sizes), stage.round_samples

@@ -189,7 +189,7 @@ class SegmentCosts:
 
     @cached_property
     def _host_link(self) -> float:
-        """Of the GPU with the slowest one."""
+        """Bandwidth of the slowest GPU's host link."""
         comm = self.inputs.comm
         return min(comm.host_link_bytes_per_s(rank) for unit in self.units for rank in unit)
 
@@ -202,7 +202,7 @@ class SegmentCosts:
         return (2 * from_here - own)[None, :, None]
 
     def _samples_from(self) -> Floats:
-        """Of one micro-batch on each GPU from a unit on, [start]."""
+        """Samples of one micro-batch on each GPU from a unit on, [start]."""
         ahead: Floats = self.sizes @ self._ahead
         return ahead[-1] - ahead
 

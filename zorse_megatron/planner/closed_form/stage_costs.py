@@ -48,7 +48,7 @@ class StageCost:
     passes: tuple[StagePasses, ...]
     """By GPU class."""
     busy_s: float
-    """Of its slowest replica, with whole micro-batches."""
+    """Time of its slowest replica, with whole micro-batches."""
     forward_s: float
     """Longest forward of a micro-batch."""
     backward_s: float

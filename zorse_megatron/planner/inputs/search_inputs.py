@@ -84,7 +84,7 @@ class Inputs:
     notes: tuple[str, ...] = ()
     """For people: what the costs rest on."""
     warnings: tuple[str, ...] = ()
-    """Of the notes those that say what is not counted."""
+    """The notes that say what is not counted."""
 
     @property
     def world_size(self) -> int:

@@ -16,7 +16,7 @@ class Effort:
     listed: int
     """Groupings that are scored."""
     costed: int
-    """Of those, costed with one schedule."""
+    """How many of those are costed with one schedule."""
     widened: int
     """Groupings whose neighbours are looked at, and that are costed with all schedules."""
     finalists: int
@@ -24,7 +24,7 @@ class Effort:
     computations: int
     """Forwards and backwards that may be simulated in all."""
     finalists_part: float = 0.6
-    """Of these, for finalists; the rest is for the local search."""
+    """Share of these for finalists; the rest is for the local search."""
     quick_orders: int = 1
     """Orders of a grouping's groups that are looked at to see whether it is promising."""
     orders: int = 3
@@ -36,7 +36,7 @@ class Effort:
     polished: int = 6
     """Estimates whose levels and order are improved by closed form."""
     slacks: tuple[float, ...] = (1.0,)
-    """Of 1f1b, that are costed."""
+    """The values of 1f1b's slack that are costed."""
     level_steps: int = 1
     """By how many levels a group's micro-batch may change in one step of that."""
     keeps_all: bool = False

@@ -30,7 +30,7 @@ class LocalMoves:
         return swaps if self.effort.keeps_all else self._fastest(swaps, estimate, _SWAPS)
 
     def _fastest(self, near: Sequence[Candidate], estimate: Estimate, most: int) -> list[Candidate]:
-        """Of candidates with the same groups the fastest, if each group keeps its layers."""
+        """The fastest candidates of the same groups, if each group keeps its layers."""
         layers = dict(zip(estimate.candidate.device_groups, estimate.layers, strict=True))
         kept = [
             self.estimator.estimate(each, [layers[t] for t in each.device_groups]) for each in near

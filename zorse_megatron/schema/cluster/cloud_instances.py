@@ -17,7 +17,7 @@ class Instance:
     gpu_count: int
     nic_count: int
     nic_bytes_per_s: float
-    """Of one adapter."""
+    """Bandwidth of one adapter."""
     host_memory_bytes: int
 
 

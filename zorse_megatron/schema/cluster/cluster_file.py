@@ -71,9 +71,9 @@ class LinkEntry:
     type: LinkType
     """nvswitch, nvlink or pcie."""
     bandwidth: BytesPerSecond | None = None
-    """Of one GPU, one way."""
+    """Per GPU, one way."""
     latency: Seconds | None = None
-    """Of one transfer."""
+    """Per transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -81,7 +81,7 @@ class NicsEntry:
     """The network adapters of a node."""
 
     bandwidth: NetworkBytesPerSecond
-    """Of one adapter, one way."""
+    """Per adapter, one way."""
     count: Positive = 1
     """How many; all GPUs of the node share them."""
     latency: Seconds | None = None

@@ -38,4 +38,4 @@ class Computing:
 
 
 USUAL = Computing(attention="flash")
-"""Of a model without a command: no dropout, and attention that keeps no scores."""
+"""How a model without a command computes: no dropout, attention keeps no scores."""

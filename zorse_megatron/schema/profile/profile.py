@@ -64,7 +64,7 @@ class ProfiledModel:
     tied_embeddings: bool = False
     """Whether embedding and output layer share one table."""
     activation: Activation = "gelu"
-    """Of the feed-forward block."""
+    """Activation of the feed-forward block."""
     norm: Norm = "layernorm"
     """Kind of norm."""
     position_embedding: PositionEmbedding = "rope"
@@ -162,9 +162,9 @@ class LinkCurve:
     gpus_sharing: Positive
     """GPUs that used the link at once."""
     quadratic: FiniteFloat
-    """Of x^2."""
+    """Coefficient of x^2."""
     linear: FiniteFloat
-    """Of x."""
+    """Coefficient of x."""
     constant: FiniteFloat
     """At 1 MB."""
     max_bytes_per_s: PositiveFloat
@@ -186,7 +186,7 @@ class Transfers:
     nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=2)]
     """Kinds of the nodes: one for inside a node, two for between nodes."""
     gpu_kinds: Annotated[tuple[Text, ...], Field(min_length=2)]
-    """Of the GPUs that took part, one for each."""
+    """Kinds of the GPUs that took part, one each."""
     source: Text
     """A name in sources."""
     num_bytes: Annotated[tuple[Positive, ...], Field(min_length=1)]

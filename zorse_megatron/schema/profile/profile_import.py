@@ -97,9 +97,9 @@ class ImportSettings:
     origin: str | None = None
     """Who measured, for the profile's sources."""
     dtype: Dtype = "float32"
-    """Of tables without a dtype column."""
+    """For tables without a dtype column."""
     seq_length: int = 2048
-    """Of tables without a seq_length column, where the memory table does not tell it either."""
+    """For tables without a seq_length column, if the memory table does not tell it either."""
     models: Mapping[str, ModelShape] = field(default_factory=dict)
     """Shapes by the name that the tables use, beside the well-known ones."""
 
