@@ -162,7 +162,7 @@ def recompute_words(plan: Plan) -> str:
 
 
 def growth_row(num_gpus: int, measured: Path | None) -> dict[str, Any]:
-    """Time a full search on about so many GPUs, with as many samples as keep them busy."""
+    """Time a full search on about this many GPUs, with as many samples as keep them busy."""
     cluster = growth_cluster(num_gpus)
     inputs = make_inputs(
         cluster,

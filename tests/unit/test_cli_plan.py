@@ -268,8 +268,8 @@ def test_compare_plans(run, search):
     result = run(*COMPARE)
     assert result.exit_code == 0, result.output
     rows = {row[0]: row[1:] for row in cells(result.stdout)}
-    everybody = ["zorse", "stock, all GPUs", "stock, best GPUs", "zorse-paper", "cephalo"]
-    assert list(rows) == everybody
+    systems = ["zorse", "stock, all GPUs", "stock, best GPUs", "zorse-paper", "cephalo"]
+    assert list(rows) == systems
     assert rows["stock, all GPUs"][2] == "1.00 x"
     assert rows["zorse"][4:] == ["50 %", "2", "none"]
     assert rows["cephalo"][0] == "no plan"

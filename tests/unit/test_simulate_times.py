@@ -502,7 +502,7 @@ def test_groups_are_priced_in_the_types_that_they_compute_in():
     assert [t.num_bytes for t in result.transfers()] == [4, 4]
     forward_s, backward_s = 3 + 4 + 1, 2 + 4 + 6
     assert result.iteration_s == forward_s + backward_s
-    # Types that nobody prices count as the job's.
+    # Types without costs count as the job's.
     assert run(plan, **costs).iteration_s == (1 + 4 + 1) + (2 + 4 + 2)
     # The output, its narrower copy on its way, and the gradient that is already waited for.
     assert result.memory[0].by_category[Category.BUFFERS].num_bytes == 12 + 4 + 4

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _unheard(_phase: str) -> None:
-    """For a rank that nobody watches."""
+    """For a rank without a watcher."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from zorse_megatron.cli.commands.zorse_profile import profile
 from zorse_megatron.cli.commands.zorse_schema import schema
 from zorse_megatron.cli.commands.zorse_simulate import simulate
 
-# What goes wrong on our side is reported with a plain traceback, without everybody's variables.
+# What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(discover)
 app.command(cls=TakesTrainingFlags)(plan)

@@ -52,7 +52,7 @@ def workload_in_flags(
 
     Where it does not (the tokenizer's files are not read here), that of the plan is taken. `kinds`:
     figures of GPUs that only the cluster file has. Raises FlagError for flags that the plan does
-    not go with, ModelError for a model without sense.
+    not go with, ModelError for an inconsistent model.
     """
     try:
         return workload_of(model=None, flags=flags, dtype=dtype, plan=plan, kinds=kinds), True

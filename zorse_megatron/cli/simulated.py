@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Beyond these a simulation takes hours or more memory than a workstation has.
 MAX_MICRO_BATCHES = 2_000_000
-# Up to so many ranks every one is simulated, so that pictures show all of them.
+# Up to this many ranks every one is simulated, so that pictures show all of them.
 _ALL_RANKS_UP_TO = 64
 
 

@@ -66,7 +66,7 @@ def workload_of(
     `plan`: that the flags are to train; None: they are to be planned for. `kinds`: figures of GPUs
     that only the cluster file has; `checks_flags`: whether flags must go with a plan. Raises
     CommandError where options and flags contradict each other, FlagError for flags that do not go
-    with a plan, ModelError for a model without sense.
+    with a plan, ModelError for an inconsistent model.
     """
     if model is not None and flags is not None:
         raise _one_problem(
@@ -184,7 +184,7 @@ def _from_config(
 
 
 def at_seq_length(workload: Workload, seq_length: int) -> Workload:
-    """The same with samples of so many tokens."""
+    """The same with samples of this many tokens."""
     model = _with_seq_length(workload.model, seq_length)
     return dataclasses.replace(workload, model=model, lacks_seq_length=False)
 

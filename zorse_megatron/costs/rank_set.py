@@ -17,7 +17,7 @@ from zorse_megatron.topology.routes import DirectedLink, Routes
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Bandwidth of several links in a row: constants, and curves that are shared by so many."""
+    """Bandwidth of several links in a row: constants, and curves for this many sharers."""
 
     constant_bytes_per_s: float
     curves: tuple[tuple[Curves, int], ...] = ()

@@ -54,7 +54,7 @@ class Shards:
 
 @dataclass(frozen=True, kw_only=True)
 class RingTraffic:
-    """What every link of a ring carries: so many bytes, in messages of such a size."""
+    """What every link of a ring carries: this many bytes, in messages of this size."""
 
     form: Form
     bytes_per_link: float

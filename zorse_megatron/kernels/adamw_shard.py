@@ -75,7 +75,7 @@ def adamw_shard(
     `exp_avg_sq` in fp32, `grad` in fp32, bf16 or fp16 (it is only read), `copy` (None: no copy) in
     any of these, rounded to nearest even. The gradient is multiplied by `inv_scale` (1 / loss
     scale), then by `clip` (the clip coefficient, at most 1), as Megatron does; each a number or a
-    tensor with one fp32 element on the device, for which nobody waits.
+    tensor with one fp32 element on the device, that nothing waits for.
 
     Source of the operations and their order: torch/optim/adam.py `_single_tensor_adam`;
     megatron/core/optimizer/optimizer.py `MixedPrecisionOptimizer.step`. Plain torch gives the bits

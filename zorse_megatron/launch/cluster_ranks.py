@@ -54,7 +54,7 @@ def _problems(launched: LaunchedRank, cluster: Cluster) -> list[Problem]:
                 where="--zorse-cluster",
                 found=f"{launched.world_size} tasks in this step of Slurm's",
                 expected=f"{cluster.world_size}, one for each GPU of the cluster file",
-                remedy="Write the batch script anew with zorse launch.",
+                remedy="Write the batch script again with zorse launch.",
             )
         )
     node = node_called(cluster, launched.node)
@@ -74,7 +74,7 @@ def _problems(launched: LaunchedRank, cluster: Cluster) -> list[Problem]:
                 where="--zorse-cluster",
                 found=f"task {launched.local_rank} of node {node.name} (counted from 0)",
                 expected=f"{len(node.gpu_kinds)} tasks there, one for each GPU",
-                remedy="Write the batch script anew with zorse launch.",
+                remedy="Write the batch script again with zorse launch.",
             )
         )
     return problems

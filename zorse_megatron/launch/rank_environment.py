@@ -23,7 +23,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Below the ports that Linux hands out by itself (32768), above those of services.
 _PORTS = range(20_000, 30_000)
 _PORTS_PER_JOB = 7
-"""So many steps in a row have ports of their own, and so have jobs that follow each other."""
+"""This many consecutive steps have distinct ports, and so have consecutive jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One page about a plan that needs nothing beside it: pictures are in it, nothing is loaded."""
+"""One page about a plan that needs no other file: pictures are in it, nothing is loaded."""
 
 from base64 import b64encode
 from collections.abc import Sequence

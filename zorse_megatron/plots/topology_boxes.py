@@ -8,7 +8,7 @@ from zorse_megatron.plots.boxes import Box, around
 from zorse_megatron.schema.text.quantities import spell_bandwidth
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 
-# Up to so many GPUs each one is a box; beyond, a node is a bar.
+# Up to this many GPUs each one is a box; beyond, a node is a bar.
 _SINGLE_GPUS_UP_TO = 64
 _LARGE_BARS_UP_TO = 160
 _LEAST_WIDTH = 36.0  # in units; a GPU is one unit wide

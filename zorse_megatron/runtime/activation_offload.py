@@ -78,7 +78,7 @@ class ActivationOffload:
             memory.start_back()
 
     def wait_until_back(self, key: tuple[int, int]) -> None:
-        """Have it back before its backward; the host's memory is given back."""
+        """Have it back before its backward; the host's memory is freed."""
         for memory in self.away.pop(key, ()):
             memory.wait_until_back()
             memory.forget_host()

@@ -236,7 +236,7 @@ class HostBacked:
         self._coming = self.link.start_from_host(self.host, self._bytes())
 
     def wait_until_back(self) -> None:
-        """Let the current stream wait for `start_back`, after starting it where nobody has."""
+        """Let the current stream wait for `start_back`, after starting it if nobody has."""
         self.start_back()
         if self._coming is not None and self.link is not None:
             self.link.hold_back(self._coming)

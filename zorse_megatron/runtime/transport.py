@@ -1,6 +1,6 @@
 """Point-to-point transfers between ranks of different groups: gloo and NCCL behind one interface.
 
-Both only start a transfer; the returned work is waited for by whoever needs the data. Transfers
+Both only start a transfer; the returned work is waited for by its consumer. Transfers
 from one rank to another are started in the same order at both ends (`schedules.validate` checks
 it for every plan), which is what NCCL needs, as it matches by order and knows no tags.
 """

@@ -31,8 +31,8 @@ Change = tuple[float, Category, int, int]
 def changes_of(timeline: Timeline, rank: int) -> tuple[list[int], list[Change]]:
     """Bytes of each category at the start, and all changes in the order of time.
 
-    Changes of one moment are in the order of the list, and what is given back when an action ends
-    is given back before the next one takes anything.
+    Changes of one moment are in the order of the list, and what is freed when an action ends
+    is freed before the next one takes anything.
     """
     ledger = _Ledger(timeline, rank)
     ledger.write()
@@ -177,7 +177,7 @@ class _Ledger:
             key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
             self._hand_over(start_s, key, position)
         working = sizes.working_bytes(self.rank, chunk, forward_only=False)
-        # Layers are computed again after the head's backward, when its part is given back.
+        # Layers are computed again after the head's backward, when its part is freed.
         head_ends_s = start_s if working else end_s
         self._note(head_ends_s, Category.LOGITS, -sizes.head_bytes(self.rank, chunk), position)
         self._for_a_while(position, Category.ACTIVATIONS, working)
@@ -227,7 +227,7 @@ class _Ledger:
             self._move(position, end_s)
 
     def _move(self, position: int, end_s: float) -> None:
-        """Bytes are taken when a copy or a gather is issued, and given back when it is done."""
+        """Bytes are taken when a copy or a gather is issued, and freed when it is done."""
         move = self.residency.moves[position]
         issued_s = self.timeline.reached_s(self.track, position)
         time_s = issued_s if move.num_bytes > 0 else end_s

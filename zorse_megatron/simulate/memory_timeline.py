@@ -7,13 +7,13 @@ When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
   shard of the optimizer state. For a chunk that the list RELEASEs, unsharded parameters are there
   from GATHER to RELEASE, and unsharded gradients from the first backward to the end of REDUCE, then
   the shard until STEP is done.
-- A forward takes what its layers keep, and on the last chunk the logits; both are given back when
+- A forward takes what its layers keep, and on the last chunk the logits; both are freed when
   the backward ends. With recomputation, a backward also takes what one layer makes again.
 - A receive takes its buffer when it is started. An activation's buffer becomes the kept input of
-  the chunk's first layer; a gradient's is given back when the backward ends.
+  the chunk's first layer; a gradient's is freed when the backward ends.
 - A forward's output and a backward's input gradient are kept until the last send of them has been
   started; on the way to a chunk of the same group they count as if they were received. What is sent
-  in pieces is copied. A message is given back when the rank starts its first send after the message
+  in pieces is copied. A message is freed when the rank starts its first send after the message
   has arrived, as `Mailbox.start_send` does.
 - Activations that wait in the host are gone from the end of the copy out to the start of the copy
   back. What OFFLOAD, FETCH, GATHER and RELEASE move, and what passes through during STEP: see

@@ -87,5 +87,5 @@ def _with_known_flags(extra: Callable[[Any], Any] | None, parser: Any) -> Any:
     known = [spelling for action in parser._actions for spelling in action.option_strings]
     problems = unknown_problems(sys.argv[1:], known)
     if problems:
-        raise FlagError("The command has flags that nobody knows", problems)
+        raise FlagError("The command has unknown flags", problems)
     return parser

@@ -161,7 +161,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         self.param_gather_dispatched = True
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Wait for the gather; start it, and all that come before it, where nobody has."""
+        """Wait for the gather; start it, and all that come before it, if nobody has."""
         self.order.dispatch_gathers_before(self)
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch)
 

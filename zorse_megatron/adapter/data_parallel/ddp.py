@@ -130,7 +130,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 self._start_bucket_group_param_sync(group, force_sync=force_sync)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for the reduction of gradients, after starting it where nobody has."""
+        """Wait for the reduction of gradients, after starting it if nobody has."""
         if self.shards is None:
             super().finish_grad_sync(force_all_reduce=force_all_reduce)
             return

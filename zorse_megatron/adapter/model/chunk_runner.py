@@ -76,7 +76,7 @@ class MegatronChunkRunner:
     activations: ActivationOffload | None = None
     """Where activations wait, if the group offloads them."""
     kept: KeptActivations | None = None
-    """Counts what forwards keep, if somebody wants to know."""
+    """Counts what forwards keep, if asked to."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
     stock_step: Callable[[], Any] | None = None

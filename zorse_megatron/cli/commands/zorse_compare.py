@@ -154,7 +154,7 @@ def _trained(  # noqa: PLR0917
     iterations: int,
     tell: Callable[[str], None],
 ) -> list["Result"]:
-    """Train everybody from the same weights, on the same data."""
+    """Train all systems from the same weights, on the same data."""
     from zorse_megatron.emulate.compare.comparison import Result
     from zorse_megatron.emulate.jobs.emulator import emulator
     from zorse_megatron.emulate.jobs.tiny_model import TinyTraining

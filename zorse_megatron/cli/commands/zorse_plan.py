@@ -117,7 +117,7 @@ def plan(  # noqa: PLR0917
 
 
 def _refuse_outputs(out: Path | None, html: Path | None, inputs: list[Path | str | None]) -> None:
-    """Before the search, which takes long."""
+    """Before the search, which takes a while."""
     refuse_unwritable({"--out": out, "--html": html}, inputs=inputs)
     if html is not None:
         refuse_without("plots", what="zorse plan --html")

@@ -93,7 +93,7 @@ def simulate(  # noqa: PLR0917
             slow_rank=slow_rank,
             slow_kind=slow_kind,
             slow_link=slow_link,
-            # Of all pairs of GPUs: that takes long where these are many.
+            # Of all pairs of GPUs: slow if there are many.
             known_links=link_names(costs.inputs.comm, plan.world_size) if slow_link else (),
         )
         with waiting("simulating", wanted=not as_json) as tell:

@@ -1,4 +1,4 @@
-"""Keeps one clock for all ranks: nobody learns of anything before its time.
+"""Keeps one clock for all ranks: no rank learns of anything before its time.
 
 Every rank has a time of its own, which its computations move forward. What ranks have in common,
 the links, is simulated by a `LinkClock`, and its clock may only go as far as the rank that is
@@ -56,7 +56,7 @@ class Conductor:
         self._failure: Failure | None = None
 
     def take(self, rank: int, request: Request) -> None:
-        """Note a request of a rank. Mistakes in it become the answer to everybody."""
+        """Note a request of a rank. Mistakes in it are answered to all ranks."""
         state = self.ranks[rank]
         if isinstance(request, PostOperation):
             state.earliest_s = max(state.earliest_s, request.now_s)

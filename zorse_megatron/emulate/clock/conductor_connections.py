@@ -1,4 +1,4 @@
-"""Connects the ranks of a job to their conductor, in a thread of whoever runs the job."""
+"""Connects the ranks of a job to their conductor, in a thread of the process that runs the job."""
 
 import contextlib
 import tempfile
@@ -13,7 +13,7 @@ from zorse_megatron.emulate.clock.link_model import LinkModel
 from zorse_megatron.emulate.clock.messages import Finish, Request
 
 _CLOSE = -1
-"""In place of a rank: whoever runs the connections wants it to end."""
+"""In place of a rank: the owner of the thread wants it to end."""
 
 
 def call(address: str, rank: int) -> Connection:

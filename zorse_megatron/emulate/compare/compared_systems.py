@@ -34,15 +34,15 @@ class ComparedSystem:
 
 
 def compared_systems(inputs: Inputs, *, quick: bool) -> list[ComparedSystem]:
-    """Find everybody's layout. `quick`: stock on all GPUs, and ours.
+    """Find every system's layout. `quick`: stock on all GPUs, and ours.
 
     Raises NoPlanError where not even ours fits.
     """
-    everybody = [_stock(STOCK, stock_on_all(inputs))]
+    systems = [_stock(STOCK, stock_on_all(inputs))]
     if not quick:
-        everybody += [_best_gpus(stock_on_best(inputs))]
-        everybody += [_by_strategy(inputs, strategy) for strategy in ("zorse-paper", "cephalo")]
-    return [*everybody, _ours(inputs)]
+        systems += [_best_gpus(stock_on_best(inputs))]
+        systems += [_by_strategy(inputs, strategy) for strategy in ("zorse-paper", "cephalo")]
+    return [*systems, _ours(inputs)]
 
 
 def _best_gpus(stock: Stock) -> ComparedSystem:

@@ -1,4 +1,4 @@
-"""The comparison as files: `compare.json`, pictures, and one page that needs nothing beside it."""
+"""The comparison as files: `compare.json`, pictures, and one page that needs no other file."""
 
 import base64
 import html

@@ -4,7 +4,7 @@ from zorse_megatron.emulate.jobs.tiny_model import HIDDEN_SIZE
 from zorse_megatron.planner.baselines.stock_grids import Grid
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
-# Stock's default: buckets of so many parameters (`DistributedDataParallel.__init__`).
+# Stock's default: buckets of this many parameters (`DistributedDataParallel.__init__`).
 _BUCKET_PARAMETERS = 40_000_000
 _TINY_LAYER_PARAMETERS = 12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE
 

@@ -161,7 +161,7 @@ def _write(
     profile: Profile,
     notes: list[str],
 ) -> None:
-    """Write both files; a cluster file that somebody may have edited is kept beside the new one."""
+    """Write both files; a cluster file that may have been edited is kept beside the new one."""
     here = {kind for node in nodes for kind in node.gpu_kinds}
     text = cluster_text(
         nodes,

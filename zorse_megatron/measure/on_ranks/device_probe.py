@@ -15,7 +15,7 @@ _GPU_COPY_BYTES, _CPU_COPY_BYTES = 2**30, 2**26
 
 
 def measured_kind(seen: SeenDevice) -> MeasuredKind:
-    """Measure the device of this rank. Peak rates only where nobody has published them."""
+    """Measure the device of this rank. Peak rates only if none are published."""
     device = torch.device("cuda" if seen.is_gpu else "cpu")
     well_known = seen.kind in GPU_KINDS
     width = _GPU_WIDTH if seen.is_gpu else _CPU_WIDTH

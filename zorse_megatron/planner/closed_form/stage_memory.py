@@ -87,7 +87,7 @@ class StageMemory:
         alone = position.is_first and position.is_last and stage.num_chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary
         head = again = 0.0
-        if settings.recomputed:  # after the head's backward, when its part is given back
+        if settings.recomputed:  # after the head's backward, when its part is freed
             again = max(0, spared - self.head) if position.is_last else spared
         if position.is_last:
             in_flight = layers * stage.num_chunks / stage.num_layers

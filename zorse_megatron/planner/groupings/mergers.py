@@ -8,7 +8,7 @@ from zorse_megatron.planner.groupings.pools import Pool
 Merger = tuple[tuple[Pool, ...], ...]
 """Pools that share groups; each pool is in one part."""
 
-# Up to so many pools every way is tried (Bell's number: 203 for 6).
+# Up to this many pools every way is tried (Bell's number: 203 for 6).
 _ALL_WAYS_UP_TO = 6
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 from zorse_megatron.planner.groupings.grouping import hardware_key
 from zorse_megatron.topology.cluster_topology import Topology
 
-# Up to so many parts every number is tried; beyond, numbers a third to a half apart.
+# Up to this many parts every number is tried; beyond, numbers a third to a half apart.
 _EVERY_NUMBER_UP_TO = 8
 _Item = TypeVar("_Item")
 

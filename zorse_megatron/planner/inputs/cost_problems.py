@@ -47,7 +47,7 @@ def kind_problems(computes: Mapping[str, ProfiledCompute]) -> Iterator[Problem]:
 
 
 def _is_measured(kind: str, compute: ProfiledCompute) -> bool:
-    """Whether somebody ran this very type on it: a measurement in another one does not answer."""
+    """Whether this very dtype was measured on it; another one does not count."""
     same = set(equal_kinds(kind, compute.kinds))
     return any(
         times.gpu_kind in same and times.dtype == compute.dtype for times in compute.profile.times

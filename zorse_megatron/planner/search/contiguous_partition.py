@@ -83,7 +83,8 @@ def _least_fill_drain(
 def _partitions(
     costs: SegmentCosts, ceilings_s: Sequence[float], *, most_fewer: int
 ) -> Iterator[Partition | None]:
-    """The same, with segments of up to so many layers fewer. Each O(units^2 * layers * most_fewer).
+    """The same, with segments of up to this many layers fewer. Each
+    O(units^2 * layers * most_fewer).
 
     Arrays: [ceiling, start, layers], for all ceilings at once.
     """

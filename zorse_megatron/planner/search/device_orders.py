@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 from zorse_megatron.planner.groupings.pools import Pool, pools_of
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
-# About so many units of equal GPUs of one node, or of several nodes, make a device order.
+# About this many units of equal GPUs of one node, or of several nodes, make a device order.
 FINE, COARSE = 40, 20
 _EVERY_ORDER_UP_TO = 4  # pools; 4! = 24
 

@@ -44,15 +44,15 @@ class Effort:
     assignments: int = 2
     """Layer assignments that are kept of each candidate."""
     followed: int = 6
-    """So many of the best evaluations are followed by the local search."""
+    """How many of the best evaluations the local search follows."""
     refits: int = 3
     """How often a neighbour that does not fit is built again with more memory left free."""
     tries: int = 10
     """Neighbours of an evaluation that are simulated, at most."""
     hopeless: float = 1.03
-    """Finalists whose estimate is so many times the best simulated iteration are not simulated."""
+    """Finalists with an estimate over this multiple of the best simulated time are not simulated."""
     tolerance: float = 1.1
-    """Neighbours whose estimate is so much longer are not simulated."""
+    """Neighbours whose estimate is over this multiple are not simulated."""
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Effort":

@@ -10,7 +10,7 @@ from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.proposals import GroupingProposal, propose_groupings
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 
-# Every partition is looked at up to so many GPUs (203 of them, fewer without mirror images).
+# Every partition is looked at up to this many GPUs (203 of them, fewer without mirror images).
 EVERY_PARTITION_UP_TO = 6
 # What each further group adds to the score: it takes a little longer to fill the pipeline.
 _PER_GROUP = 0.002

@@ -37,7 +37,7 @@ class NodeHostMemory:
 
     @property
     def missing_bytes(self) -> int:
-        """What the node has too little; 0 where it has enough or nobody says."""
+        """What the node has too little; 0 if it has enough or its size is unknown."""
         return 0 if self.has_bytes is None else max(0, self.num_bytes - self.has_bytes)
 
 

@@ -15,7 +15,7 @@ class JobRecompute:
     num_layers: int | None = None
     """With full: how many layers of each chunk; None: all."""
     layers_at_once: int = 1
-    """With full: so many layers keep one input between them, and are recomputed together."""
+    """With full: this many layers keep one input between them, and are recomputed together."""
 
 
 @dataclass(frozen=True, kw_only=True)
