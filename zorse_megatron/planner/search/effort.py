@@ -50,7 +50,7 @@ class Effort:
     tries: int = 10
     """Neighbours of an evaluation that are simulated, at most."""
     hopeless: float = 1.03
-    """Finalists with an estimate over this multiple of the best simulated time are not simulated."""
+    """Finalists estimated at over this multiple of the best simulated time are not simulated."""
     tolerance: float = 1.1
     """Neighbours whose estimate is over this multiple are not simulated."""
 
