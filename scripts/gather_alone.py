@@ -17,10 +17,13 @@ def measure(num_bytes: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from zorse_megatron.adapter.found_software import gpu_of
+
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu"
+    device = torch.device("cpu")
     if on_gpu:
+        device = torch.device("cuda", gpu_of(int(os.environ["LOCAL_RANK"])))
         torch.cuda.set_device(device)
     shard = torch.zeros(num_bytes // dist.get_world_size(), dtype=torch.uint8, device=device)
     parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]

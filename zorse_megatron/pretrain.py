@@ -38,6 +38,7 @@ from zorse_megatron.launch.rank_environment import launched_rank, node_name
 from zorse_megatron.log import complain
 from zorse_megatron.pretrain_command import PretrainCommand, split_command
 from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.watch.processes.root_cause import Limits
 from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, WatchedRank
@@ -73,27 +74,37 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
         cluster = load_cluster(command.cluster)
         if launched is not None:
             os.environ.update(torch_environment(launched, environment, cluster))
-    plan, limits = None, command.limits
+    plan: Plan | None = None
+    dtypes: tuple[ComputeDtype, ...] = ()
+    limits = command.limits
     if command.plan is not None:
-        plan, timeout_s = _checked_plan(command, command.plan, cluster)
-        limits = replace(limits, exit_s=timeout_s)
+        checked = _checked_plan(command, command.plan, cluster)
+        plan, dtypes = checked.plan, checked.dtypes
+        limits = replace(limits, exit_s=checked.timeout_s)
     refuse_without("train", what="training")
     watch, hub_address = WatchedRank(None, limits), ""
     if plan is not None:
         watch, hub_address = _watched(plan, limits, _own_node(cluster))
     with watch.last_words():
-        _train(command, plan, cluster, watch, hub_address, setup=setup)
+        _train(command, plan, cluster, watch, hub_address, dtypes=dtypes, setup=setup)
 
 
-def _checked_plan(
-    command: PretrainCommand, path: Path, cluster: Cluster | None
-) -> tuple[Plan, float]:
-    """The plan, and for how long ranks wait for one another, in seconds.
+@dataclass(frozen=True, kw_only=True)
+class _CheckedPlan:
+    """A plan that the command's flags fit."""
 
-    Plan and flags are checked before torch and Megatron are imported: bad input fails in a second.
-    """
+    plan: Plan
+    dtypes: tuple[ComputeDtype, ...]
+    """Rank -> what it computes in."""
+    timeout_s: float
+    """For how long ranks wait for one another."""
+
+
+def _checked_plan(command: PretrainCommand, path: Path, cluster: Cluster | None) -> _CheckedPlan:
+    """Check plan and flags before torch and Megatron are imported: bad input fails in a second."""
     from zorse_megatron.flags.command import read_command
     from zorse_megatron.flags.command_findings import refuse_misfit
+    from zorse_megatron.flags.types import compute_dtypes, job_dtype
     from zorse_megatron.schedules.refusals import refuse_unsupported
     from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
     from zorse_megatron.schema.plan.plan_json import load_plan
@@ -110,7 +121,12 @@ def _checked_plan(
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         kinds=None if cluster is None else cluster.kinds,
     )
-    return plan, 60.0 * training.args.distributed_timeout_minutes
+    of_group = compute_dtypes(plan, job_dtype(training.args))
+    return _CheckedPlan(
+        plan=plan,
+        dtypes=tuple(of_group[plan.group_of_rank(rank)] for rank in range(plan.world_size)),
+        timeout_s=60.0 * training.args.distributed_timeout_minutes,
+    )
 
 
 def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
@@ -132,6 +148,7 @@ def _train(
     watch: WatchedRank,
     hub: str,
     *,
+    dtypes: Sequence[ComputeDtype],
     setup: RankSetup | None,
 ) -> None:
     """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
@@ -140,6 +157,11 @@ def _train(
 
     store = exchange(watch, hub)
     megatron_flags = list(command.megatron)
+    if setup is None:
+        from zorse_megatron.adapter.start_checks import checked_gpu_flags
+
+        node = _own_node(cluster)
+        megatron_flags = checked_gpu_flags(megatron_flags, node=node, store=store, dtypes=dtypes)
     if cpu_mode.needed():
         cpu_mode.enable()
         megatron_flags = cpu_mode.with_cpu_flags(megatron_flags)

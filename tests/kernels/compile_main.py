@@ -4,8 +4,8 @@
 
 The launches are the real ones, up to the point where the GPU would be given the machine code. Their
 tensors have no memory (device "meta"), so that they may have more than 2^31 elements. Prints a JSON
-list of launches: kernel, compute capability, grid, types of the arguments, PTX instructions, types
-of the offsets that are added to pointers.
+list of launches: kernel, compute capability, grid, whether there is machine code, types of the
+arguments, PTX instructions, types of the offsets that are added to pointers.
 """
 
 import json
@@ -86,6 +86,7 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
             "kernel": kernel.name,
             "capability": capability,
             "grid": grid[0],
+            "is_assembled": bool(kernel.asm.get("cubin")),
             "types": {name: str(kind) for name, kind in kernel.src.signature.items()},
             "instructions": sorted(
                 word for word in words if re.fullmatch(r"[a-z]\w*(\.\w+)+", word)
@@ -95,4 +96,6 @@ def recorded(capability: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([launch for capability in (80, 90) for launch in recorded(capability)]))
+    print(
+        json.dumps([launch for capability in (70, 75, 80, 90) for launch in recorded(capability)])
+    )

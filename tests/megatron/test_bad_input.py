@@ -199,3 +199,18 @@ def test_ranks_on_other_gpus_and_nodes(tmp_path: Path) -> None:
         "rank 2 on node a: found a GPU of kind T4; expected L4",
     )
     assert set(result.returncodes) == {BAD_INPUT}
+
+
+def test_a_gpu_that_torch_has_no_code_for_and_bf16_on_it(tmp_path: Path) -> None:
+    """All ranks refuse before any of them computes; all that is wrong is said, once."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(good_plan()))
+    result = run_ranks(
+        [*FLAGS, "--bf16", "--zorse-plan", str(path)],
+        3,
+        entry="tests.megatron.old_gpu_entry",
+        timeout_s=60,
+    )
+    assert_refused(result, "(2 problems)", "compute capability 7.0", "cu126", "found bf16 on Tesla")
+    assert result.returncodes == (BAD_INPUT,) * 3
+    assert sum("2 problems" in output for output in result.outputs) == 1

@@ -77,9 +77,15 @@ def test_each_kind_of_a_node_says_it(
     ]
 
 
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_volta_and_turing(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert dispatch.why_not_triton(GPU) is None
+
+
 def test_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    assert dispatch.why_not_triton(GPU) == "compute capability 7.0; Triton serves 8.0 and later"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert dispatch.why_not_triton(GPU) == "compute capability 6.1; Triton serves 7.0 and later"
 
 
 def test_rocm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,11 +109,13 @@ def _initialize_distributed() -> None:
     import torch.distributed as dist
     from megatron.training import get_args
 
+    from zorse_megatron.adapter.found_software import gpu_of
+
     if dist.is_initialized():
         return
     args = get_args()
     if torch.cuda.device_count() > 0:
-        torch.cuda.set_device(args.local_rank)
+        torch.cuda.set_device(gpu_of(args.local_rank))
     dist.init_process_group(
         backend=args.distributed_backend,
         world_size=args.world_size,

@@ -1,6 +1,7 @@
 """Starts a training command far enough to have its model and optimizer, and hands them over."""
 
 import functools
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from zorse_megatron.adapter.cpu import cpu_mode
 from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.start_checks import checked_gpu_flags
 
 
 class Built(BaseException):
@@ -22,7 +24,7 @@ def run_until_built(
     The model is wrapped as for training. For a process of its own: what Megatron sets up stays.
     Raises FlagError or SeamError where Megatron cannot be used so.
     """
-    flags = list(megatron_flags)
+    flags = checked_gpu_flags(megatron_flags, node=socket.gethostname())
     if cpu_mode.needed():
         cpu_mode.enable()
         flags = cpu_mode.with_cpu_flags(flags)

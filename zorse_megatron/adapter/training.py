@@ -10,11 +10,7 @@ import torch.distributed as dist
 from megatron.training import get_args, training
 
 from zorse_megatron.adapter.activate import PlanRun
-from zorse_megatron.adapter.arguments.compute_dtype import (
-    check_device,
-    compute_dtypes,
-    with_one_loss_scale,
-)
+from zorse_megatron.adapter.arguments.compute_dtype import compute_dtypes, with_one_loss_scale
 from zorse_megatron.adapter.arguments.recompute import set_recompute
 from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.checkpoint.check_before_load import (
@@ -65,7 +61,6 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     check_record_files(
         RecordFiles(trace=run.trace_directory, memory=run.memory_directory, metrics=run.metrics)
     )
-    check_device(run.plan, args.rank)
     check_placement(run)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     groups = create_groups(run.plan, rank=args.rank, timeout=timeout)

@@ -27,6 +27,7 @@ from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.schema.text.file_kind import FileKind
 from zorse_megatron.schema.text.strict import read_file
 from zorse_megatron.schema.text.yaml_text import read_yaml
+from zorse_megatron.software.torch_builds import build_notes
 
 Content = Plan | Cluster | ModelShape | Profile
 
@@ -126,7 +127,8 @@ def _line(content: Content | None) -> str:
             nodes = number_of(len(content.nodes), "node")
             gpus = number_of(content.world_size, "GPU")
             name = f" {content.name}" if content.name else ""
-            return f"cluster{name}: {gpus} on {nodes}: {_gpus(content)}"
+            notes = [f"\n  note: {each}" for each in build_notes(list(content.kinds))]
+            return f"cluster{name}: {gpus} on {nodes}: {_gpus(content)}{''.join(notes)}"
         case ModelShape():
             return (
                 f"model {content.name}: {content.num_parameters / 1e9:.2f} billion parameters, "
@@ -154,6 +156,7 @@ def _summary(content: Content | None) -> dict[str, Any]:
                 "world_size": content.world_size,
                 "nodes": len(content.nodes),
                 "gpu_kinds": dict(Counter(content.gpu_kinds)),
+                "notes": build_notes(list(content.kinds)),
             }
         case ModelShape():
             return {

@@ -11,6 +11,7 @@ from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.schema.text.strict import plain
+from zorse_megatron.software.torch_builds import build_notes
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome
@@ -83,6 +84,7 @@ def notes_on(costs: WorkloadCosts, outcome: "Outcome") -> list[str]:
         *([extrapolated] if outcome.extrapolated else []),
         *costs.notes,
         *outcome.notes,
+        *build_notes(list(costs.cluster.kinds)),
     ]
     return list(dict.fromkeys(notes))
 

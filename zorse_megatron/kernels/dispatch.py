@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from zorse_megatron.log import say
-
-MIN_CAPABILITY = (8, 0)
-"""Compute capability from which Triton serves NVIDIA's GPUs (its README, "Compatibility")."""
+from zorse_megatron.schema.gpus.compute_capability import TRITON_FROM, spell
 
 Kernel = Callable[..., Any]
 
@@ -54,9 +52,10 @@ def _reason(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "they have not been tried on ROCm"
     capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        found, expected = (".".join(map(str, pair)) for pair in (capability, MIN_CAPABILITY))
-        return f"compute capability {found}; Triton serves {expected} and later"
+    if capability < TRITON_FROM:
+        return (
+            f"compute capability {spell(capability)}; Triton serves {spell(TRITON_FROM)} and later"
+        )
     return _broken(device)
 
 
@@ -77,7 +76,9 @@ def _broken(device: torch.device) -> str | None:
 def _probe(device: torch.device) -> str | None:
     from zorse_megatron.kernels.on_triton import KERNELS
 
-    parts = (torch.full((3,), 3.0, device=device), torch.full((3,), 4.0, device=device))
+    # Before 8.0 there are no instructions for bf16: Triton converts it bit by bit.
+    narrow = torch.full((3,), 4.0, device=device, dtype=torch.bfloat16)
+    parts = (torch.full((3,), 3.0, device=device), narrow)
     total = torch.full((3,), torch.nan, device=device)
     KERNELS["sum_parts"](total, parts, (1.0, 2.0), False)
     found = total.tolist()

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
 from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
 
@@ -51,22 +50,3 @@ def with_one_loss_scale(config: Any, dtypes: tuple[ComputeDtype, ...]) -> Any:
     Stock makes one where fp16 is set; the types of parameters it reads from themselves.
     """
     return replace(config, fp16="fp16" in dtypes, bf16="fp16" not in dtypes and "bf16" in dtypes)
-
-
-def check_device(plan: Plan, rank: int) -> None:
-    """Raise FlagError where the plan wants bf16 of a GPU without units for it."""
-    number = plan.group_of_rank(rank)
-    if plan.groups[number].compute_dtype != "bf16" or not torch.cuda.is_available():
-        return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise FlagError(
-            "A GPU cannot compute as the plan says",
-            [
-                Problem(
-                    where=f"groups[{number}].compute_dtype on rank {rank}",
-                    found=f'"bf16" on {torch.cuda.get_device_name()}',
-                    expected="a GPU that supports bf16 (NVIDIA: Ampere or later)",
-                    remedy='Use "fp16" for this group.',
-                )
-            ],
-        )

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.scan import last_values
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Needed:
-    """A flag that CPU mode adds; `value` is None for a switch."""
-
-    flag: str
-    value: str | None = None
-    why: str
+from zorse_megatron.software.needed_flags import NeededFlag, lacking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +21,29 @@ class _Refused:
 
 
 _NEEDED = (
-    _Needed(
+    NeededFlag(
         flag="--transformer-impl",
         value="local",
         why="Transformer Engine has CUDA kernels only",
     ),
-    _Needed(
+    NeededFlag(
         flag="--distributed-backend",
         value="gloo",
         why="NCCL moves data between GPUs only",
     ),
-    _Needed(
+    NeededFlag(
         flag="--no-gradient-accumulation-fusion",
         why="the fused weight gradient is a CUDA extension of Apex or Transformer Engine",
     ),
-    _Needed(
+    NeededFlag(
         flag="--no-persist-layer-norm",
         why="the persistent LayerNorm is a CUDA extension of Apex",
     ),
-    _Needed(
+    NeededFlag(
         flag="--no-masked-softmax-fusion",
         why="the fused softmax of bf16 and fp16 is a CUDA extension of Megatron-LM",
     ),
-    _Needed(
+    NeededFlag(
         flag="--no-rope-fusion",
         why="the fused rotary embedding is a Transformer Engine kernel",
     ),
@@ -99,7 +91,7 @@ _REFUSED = (
 
 def cpu_flags() -> list[str]:
     """Return the stock flags that every CPU run needs."""
-    return [word for needed in _NEEDED for word in _words(needed)]
+    return [word for needed in _NEEDED for word in needed.words]
 
 
 def with_cpu_flags(argv: Sequence[str]) -> list[str]:
@@ -111,8 +103,7 @@ def with_cpu_flags(argv: Sequence[str]) -> list[str]:
     given = {flag: value or "" for flag, value in last_values(argv, ours).items()}
     if problems := _problems(given):
         raise FlagError("These flags cannot work without a GPU", problems)
-    missing = [needed for needed in _NEEDED if needed.flag not in given]
-    return [*argv, *(word for needed in missing for word in _words(needed))]
+    return [*argv, *(word for needed in lacking(_NEEDED, given) for word in needed.words)]
 
 
 def _problems(given: dict[str, str]) -> list[Problem]:
@@ -125,10 +116,6 @@ def _problems(given: dict[str, str]) -> list[Problem]:
             expected = " or ".join(refused.harmless) or "no such flag"
             problems.append(_problem(refused.flag, given, expected, refused.why))
     return problems
-
-
-def _words(needed: _Needed) -> list[str]:
-    return [needed.flag] if needed.value is None else [needed.flag, needed.value]
 
 
 def _problem(flag: str, given: dict[str, str], expected: str, why: str) -> Problem:

@@ -38,6 +38,7 @@ from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
+from zorse_megatron.software.torch_builds import build_notes
 
 
 def launch(  # noqa: PLR0917
@@ -86,7 +87,7 @@ class _Job:
     training: TrainingCommand
     title: str
     notes: tuple[str, ...]
-    """For the user, on the training command."""
+    """For the user, on the training command and the GPUs."""
 
 
 def _job_of(context: typer.Context, path: Path, cluster: Path, *, names_nodes: bool) -> _Job:
@@ -101,6 +102,7 @@ def _job_of(context: typer.Context, path: Path, cluster: Path, *, names_nodes: b
     if names_nodes:
         refuse_odd_names(there)
     title = _title(plan, path, there)
+    notes = (*notes, *build_notes(list(there.kinds)))
     return _Job(cluster=there, training=training, title=title, notes=notes)
 
 

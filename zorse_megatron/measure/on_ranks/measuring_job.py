@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.adapter.found_software import gpu_of
+from zorse_megatron.adapter.start_checks import refuse_unusable_gpu
 from zorse_megatron.errors import MeasureError, ZorseError
 from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.watch.hub_address import exchange
@@ -32,9 +34,10 @@ def measuring_job(launched: LaunchedRank, *, messages_on_gpu: bool) -> Iterator[
     with watch.last_words(all_refuse=False):
         store = exchange(watch, hub)
         watch.enter("while it measures")
+        refuse_unusable_gpu(rank=launched.rank, local_rank=launched.local_rank, node=launched.node)
         on_gpu = messages_on_gpu and torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(launched.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(gpu_of(launched.local_rank))
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_WAIT)
         yield
         dist.barrier()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from zorse_megatron.adapter.found_software import gpu_of
 from zorse_megatron.errors import MeasureError, Problem
 from zorse_megatron.launch.rank_environment import LaunchedRank
 from zorse_megatron.measure.machine.nodes import SeenNode, kinds_of_gpu, nodes_of
@@ -149,7 +150,7 @@ def _measured(
         time_limit_s=wanted.time_limit_s,
         memory_limit_bytes=None if on_gpu else memory_bytes,
     )
-    local_rank = launched.local_rank % torch.cuda.device_count() if on_gpu else 0
+    local_rank = gpu_of(launched.local_rank) if on_gpu else 0
     flags = single_layer_flags(wanted.flags, wanted.shape)
     return measured_layers(wanted.script, flags, request, local_rank)
 

@@ -1,0 +1,26 @@
+"""`zorse_megatron.pretrain`, whose last rank sees a V100 and a torch without code for it."""
+
+import dataclasses
+import os
+
+from zorse_megatron import pretrain
+from zorse_megatron.adapter import start_checks
+from zorse_megatron.software.rank_software import RankSoftware, SeenGpu
+
+look = start_checks.found_software
+
+
+def found_software(rank: int, local_rank: int, node: str) -> RankSoftware:
+    is_last = rank == int(os.environ["WORLD_SIZE"]) - 1
+    gpu = SeenGpu(
+        name="Tesla V100" if is_last else "NVIDIA A100",
+        uuid=f"GPU-{rank}",
+        capability=(7, 0) if is_last else (8, 0),
+    )
+    archs = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+    return dataclasses.replace(look(rank, local_rank, node), gpu=gpu, archs=archs)
+
+
+if __name__ == "__main__":
+    start_checks.found_software = found_software
+    pretrain.main()

@@ -1,0 +1,159 @@
+"""Published builds of torch, and which GPUs they have machine code for.
+
+A build's list is what `torch.cuda.get_arch_list()` returns: `sm_XY` is machine code, `compute_XY`
+is PTX, which the driver compiles for newer GPUs. The rules are those of the CUDA C++ Programming
+Guide ("Binary Compatibility", "PTX Compatibility", "Family-Specific Features").
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from zorse_megatron.schema.gpus.compute_capability import CAPABILITIES, Capability, spell
+
+_ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
+_INDEX = "https://download.pytorch.org/whl"
+_OLDER = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+_NEWER = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """One build of a torch release, for Linux on x86-64."""
+
+    torch: str
+    """Release, such as "2.13"."""
+    cuda: str
+    """Version of CUDA, such as "12.6"."""
+    archs: tuple[str, ...]
+    """Without the PTX that some of them are said to have: it is not relied upon."""
+    source: str
+    is_default: bool = False
+    """Whether this is what `pip install torch` brings."""
+
+    @property
+    def name(self) -> str:
+        """As its wheels are tagged: "2.13+cu126"."""
+        return f"{self.torch}+{self._tag}"
+
+    @property
+    def pip(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'torch=={self.torch}.*' --index-url {_INDEX}/{self._tag}"
+
+    @property
+    def _tag(self) -> str:
+        return f"cu{self.cuda.replace('.', '')}"
+
+
+_MATRIX = 'RELEASE.md of PyTorch, "PyTorch CUDA Support Matrix", for release'
+BUILDS = (
+    TorchBuild(
+        torch="2.13",
+        cuda="13.0",
+        archs=_NEWER,
+        source="torch.cuda.get_arch_list() of 2.13.0+cu130",
+        is_default=True,
+    ),
+    TorchBuild(
+        torch="2.13",
+        cuda="12.6",
+        archs=_OLDER,
+        source="pytorch/pytorch#190355: ships 12.6 for older architectures, as 2.14 will",
+    ),
+    TorchBuild(
+        torch="2.12",
+        cuda="13.0",
+        archs=_NEWER,
+        source=f"{_MATRIX} 2.12 (pytorch/pytorch#182849)",
+        is_default=True,
+    ),
+    TorchBuild(
+        torch="2.12",
+        cuda="12.6",
+        archs=_OLDER,
+        source=f"{_MATRIX} 2.12 (pytorch/pytorch#182849)",
+    ),
+    TorchBuild(
+        torch="2.11",
+        cuda="13.0",
+        archs=_NEWER,
+        source=f"{_MATRIX} 2.11 (pytorch/pytorch#175253)",
+        is_default=True,
+    ),
+    TorchBuild(
+        torch="2.11",
+        cuda="12.8",
+        archs=_NEWER,
+        source=f"{_MATRIX} 2.11 (pytorch/pytorch#175253); Volta was dropped from it there",
+    ),
+    TorchBuild(
+        torch="2.11",
+        cuda="12.6",
+        archs=_OLDER,
+        source=f"{_MATRIX} 2.11 (pytorch/pytorch#175253)",
+    ),
+)
+"""Of the releases that this package runs on, newest first and of each release the default first."""
+
+
+def runs_on(archs: Collection[str], capability: Capability) -> bool:
+    """Whether a build with these architectures has code that a GPU can execute.
+
+    >>> runs_on(["sm_80"], (8, 6)), runs_on(["sm_86"], (8, 0)), runs_on(["compute_80"], (9, 0))
+    (True, False, True)
+    """
+    return any(_serves(arch, capability) for arch in archs)
+
+
+def _serves(arch: str, capability: Capability) -> bool:
+    match = _ARCH.fullmatch(arch)
+    if match is None:
+        return False
+    what, suffix = match[1], match[4]
+    target = (int(match[2]), int(match[3]))
+    if suffix == "a":  # for this very GPU
+        return target == capability
+    if what == "compute" and not suffix:
+        return target <= capability
+    return target[0] == capability[0] and target <= capability
+
+
+def builds_for(capabilities: Collection[Capability], torch: str = "") -> list[TorchBuild]:
+    """Return the builds that run on all these GPUs; those of the release `torch` come first."""
+    fitting = [b for b in BUILDS if all(runs_on(b.archs, each) for each in capabilities)]
+    release = ".".join(torch.split(".")[:2])
+    return sorted(fitting, key=lambda build: build.torch != release)
+
+
+def install_advice(capabilities: Collection[Capability], torch: str = "") -> str:
+    """Say which one build to install on all nodes of a job with these GPUs."""
+    fitting = builds_for(capabilities, torch)
+    if fitting:
+        return f"Install on every node the build for CUDA {fitting[0].cuda}: {fitting[0].pip}"
+    listed = " and ".join(spell(each) for each in sorted(set(capabilities)))
+    archs = ";".join(spell(each) for each in sorted(set(capabilities)))
+    return (
+        f"No published build has code for all of {listed}: leave one kind of GPU out, or build "
+        f'torch with TORCH_CUDA_ARCH_LIST="{archs}"'
+    )
+
+
+def build_notes(kinds: Sequence[str]) -> list[str]:
+    """What to know of a cluster's kinds of GPU before torch is installed; nothing if any will do.
+
+    Kinds whose compute capability is not known are passed over.
+    """
+    return list(_notes({kind: CAPABILITIES[kind] for kind in kinds if kind in CAPABILITIES}))
+
+
+def _notes(capabilities: dict[str, Capability]) -> Iterator[str]:
+    default = next(build for build in BUILDS if build.is_default)
+    lacking = [k for k, each in capabilities.items() if not runs_on(default.archs, each)]
+    if lacking:
+        yield (
+            f"{' and '.join(lacking)}: the torch that pip installs by default "
+            f"({default.name}) has no code for compute capability "
+            f"{' and '.join(sorted({spell(capabilities[kind]) for kind in lacking}))}. "
+            f"{install_advice(list(capabilities.values()))}"
+        )
