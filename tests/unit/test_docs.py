@@ -38,7 +38,7 @@ NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json
 NOT_OURS |= {"offload.json", "config.json", "workstation.json"}
 NOT_OURS |= {"zorse-manifest.json", "metadata.json", "integrity.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
-OF_PIP = {"--index-url"}
+OF_PIP_AND_SLURM = {"--index-url", "--gpus-per-task"}
 # Where this repository stands in a command that is run elsewhere.
 ELSEWHERE = "/path/to/zorse-megatron/"
 
@@ -134,7 +134,11 @@ def is_flag_of_others(flag):
     sources = megatron_and_torchrun_sources()
     name = flag.removeprefix("--")
     plain = name.removeprefix("no-").replace("-", "_")
-    return flag in OF_PIP or flag in sources or re.search(rf"\b(no_)?{plain}\b", sources) is not None
+    return (
+        flag in OF_PIP_AND_SLURM
+        or flag in sources
+        or re.search(rf"\b(no_)?{plain}\b", sources) is not None
+    )
 
 
 def test_there_are_documents_and_commands():
