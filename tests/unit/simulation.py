@@ -35,7 +35,7 @@ def run(
 
 @dataclass(kw_only=True)
 class Reference:
-    """Times of today's lists without shared links, found by asking every rank in turn.
+    """Times of the lists without shared links, found by asking every rank in turn.
 
     Each rank goes on as long as the times of what it waits for are known. Transfers on one edge
     follow each other; REDUCE and GATHER are taken as blocking, as today's lists have them at the
@@ -57,6 +57,8 @@ class Reference:
         self.at = [0] * self.plan.world_size
         self.posts = defaultdict(lambda: (deque(), deque()))
         self.edge_free_s = defaultdict(float)
+        self.turns = [[0.0, 0.0] for _ in self.clock]
+        """Rank -> when its computations' turns came."""
         self.end_s = 0.0
         self.expected = defaultdict(int)
         self.arrived = defaultdict(list)
@@ -100,6 +102,7 @@ class Reference:
             key = self._consumer(rank, action)
             if len(self.arrived[key]) < self.expected[key]:
                 return False
+            self.turns[rank].append(self.clock[rank])
             start_s = max([self.clock[rank], *self.arrived[key]])
             self._span(rank, start_s, start_s + self._duration_s(rank, action))
             return True
@@ -124,7 +127,9 @@ class Reference:
     def _post(self, rank: int, action: Action) -> None:
         sends = action.kind in SENDS
         edge = (rank, action.peer) if sends else (action.peer, rank)
-        self.posts[edge][0 if sends else 1].append((self.clock[rank], rank, action))
+        # A receive may begin at the turn of the second computation before it.
+        posted_s = self.clock[rank] if sends else self.turns[rank][-2]
+        self.posts[edge][0 if sends else 1].append((posted_s, rank, action))
         sent, received = self.posts[edge]
         while sent and received:
             (send_s, _, send), (receive_s, target, receive) = sent.popleft(), received.popleft()

@@ -109,7 +109,7 @@ def test_nothing_starts_before_its_inputs_have_arrived(plan, forward_only):
 @given(plan=pipelined_plans, forward_only=st.booleans())
 def test_hops_that_take_no_time_change_no_order(plan, forward_only):
     none, no_time = with_hops(plan, None), with_hops(plan, Hop(latency=0.0, load=0.0))
-    options = {"forward_only": forward_only, "early_receives": False}
+    options = {"forward_only": forward_only}
     assert lower_plan(no_time, **options) == lower_plan(none, **options)
 
 

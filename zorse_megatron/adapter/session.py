@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -89,12 +88,10 @@ class PlanSession:
 
     def __post_init__(self) -> None:
         self.collection = collection_of(self.groups)
-        # A receive that NCCL has started can hold back a computation after it.
-        early = dist.get_backend() != "nccl"
-        self.training = lower_plan(self.plan, tied=self.tied_embeddings, early_receives=early)
-        self.evaluation = lower_plan(self.plan, forward_only=True, early_receives=early)
-        check_executable(self.training, blocking=not early)
-        check_executable(self.evaluation, blocking=not early)
+        self.training = lower_plan(self.plan, tied=self.tied_embeddings)
+        self.evaluation = lower_plan(self.plan, forward_only=True)
+        check_executable(self.training)
+        check_executable(self.evaluation)
         self.stages = stock_stages_of(self.plan)
         self.micro_batches = replica_micro_batches(self.plan, self.rank)
         self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))

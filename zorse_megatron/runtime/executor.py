@@ -98,6 +98,7 @@ class Executor:
         self.step += 1
         at = next((i for i, a in enumerate(actions) if a.kind is Kind.STEP), len(actions))
         self.rest = list(actions[at:])
+        self.mailbox.begin(actions[:at])
         self._run(actions[:at], runner, num_before=0)
         self.num_run = at
         self.mailbox.flush()
@@ -119,7 +120,8 @@ class Executor:
                 self.enter(f"{self.during}, at {action} (action {number} of {total})")
             with self.trace.record(self.step, action):
                 try:
-                    self._execute(action, runner, remaining)
+                    self.mailbox.come_to(number - 1)
+                    self._execute(number - 1, action, runner, remaining)
                 except torch.OutOfMemoryError as error:
                     if self.ledger is None:
                         raise
@@ -147,10 +149,14 @@ class Executor:
         return counts
 
     def _execute(
-        self, action: Action, runner: ChunkRunner, remaining: dict[tuple[Kind, int, int], int]
+        self,
+        position: int,
+        action: Action,
+        runner: ChunkRunner,
+        remaining: dict[tuple[Kind, int, int], int],
     ) -> None:
         if action.kind in RECEIVES:
-            self.mailbox.start_receive(action)
+            self.mailbox.start_receive(position)
         elif action.kind in SENDS:
             self._send(action, remaining)
         elif action.kind is Kind.FORWARD:

@@ -1,13 +1,14 @@
 """Tensors sent between chunks: split and joined along the batch dimension."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from zorse_megatron.runtime.transport import Transport, Work
+from zorse_megatron.runtime.transport import Receive, Transport, Work
 from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.samples import MicroBatch
 
 
@@ -43,14 +44,16 @@ class ActivationSpec:
 class _Incoming:
     samples: tuple[int, int]
     buffer: torch.Tensor
-    work: Work
+    receive: Receive
 
 
 @dataclass(kw_only=True)
 class Mailbox:
     """Starts the sends and receives of one rank and joins what arrived.
 
-    Keys are (is activation, chunk, micro-batch).
+    Keys are (is activation, chunk, micro-batch). A tensor is copied at most once at each end: where
+    it is cut or its dtype changes, and where pieces are joined or theirs does. What arrives in one
+    piece is handed over as it is.
     """
 
     transport: Transport
@@ -59,16 +62,33 @@ class Mailbox:
     on_wait: Callable[[float], None] = lambda _: None
     incoming: dict[tuple[bool, int, int], list[_Incoming]] = field(default_factory=dict)
     leaving: list[tuple[Work, torch.Tensor]] = field(default_factory=list)
+    _to_open: dict[int, list[tuple[int, Action]]] = field(default_factory=dict)
+    """Position in the list -> receives (with theirs) whose buffers are opened there."""
+    _opened: dict[int, Receive] = field(default_factory=dict)
+    """Position of a receive that has not been launched."""
 
-    def start_receive(self, action: Action) -> None:
-        """Post one receive; its data is taken with `take`."""
-        assert action.samples is not None and action.peer is not None
-        start, stop = action.samples
-        dtype = self.spec.message_dtype(action.other_chunk, sends=False)
-        buffer = self.spec.empty(stop - start, dtype)
-        work = self.transport.receive(buffer, peer=action.peer, tag=self._tag(action))
-        piece = _Incoming(samples=(start, stop), buffer=buffer, work=work)
-        self.incoming.setdefault(self._key(action), []).append(piece)
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Start a list: from now on positions are those of its actions."""
+        assert not self.incoming, "the list before this one left tensors behind"
+        self._to_open = {}
+        for position, opening in receive_openings(actions).items():
+            self._to_open.setdefault(opening, []).append((position, actions[position]))
+
+    def come_to(self, position: int) -> None:
+        """Open the buffers of the receives that may begin before this action."""
+        for at, action in self._to_open.pop(position, ()):
+            assert action.samples is not None and action.peer is not None
+            start, stop = action.samples
+            dtype = self.spec.message_dtype(action.other_chunk, sends=False)
+            buffer = self.spec.empty(stop - start, dtype)
+            receive = self.transport.open(buffer, peer=action.peer, tag=self._tag(action))
+            piece = _Incoming(samples=(start, stop), buffer=buffer, receive=receive)
+            self.incoming.setdefault(self._key(action), []).append(piece)
+            self._opened[at] = receive
+
+    def start_receive(self, position: int) -> None:
+        """Launch one receive, whose buffer is open; its data is taken with `take`."""
+        self._opened.pop(position).launch()
 
     def start_send(self, action: Action, tensor: torch.Tensor, micro_batch: MicroBatch) -> None:
         """Send the action's samples of `tensor`, which holds all of `micro_batch`."""
@@ -92,11 +112,14 @@ class Mailbox:
         assert covered[-1] == micro_batch.stop and covered[:-1] == [p.samples[0] for p in parts]
         before_s = time.perf_counter()
         for piece in parts:
-            piece.work.wait()
+            piece.receive.wait()
         self.on_wait(time.perf_counter() - before_s)
         pieces = [piece.buffer for piece in parts]
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        return joined.to(self.spec.dtype)
+        if len(pieces) == 1:
+            return pieces[0].to(self.spec.dtype)
+        # One pass over the memory, also where the dtype changes.
+        whole = self.spec.empty(micro_batch.stop - micro_batch.start, self.spec.dtype)
+        return torch.cat(pieces, dim=1, out=whole)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that is arriving or leaving."""

@@ -2,10 +2,14 @@
 
 Both only start a transfer; the returned work is waited for by its consumer. Transfers
 from one rank to another are started in the same order at both ends (`schedules.validate` checks
-it for every plan), which is what NCCL needs, as it matches by order and knows no tags.
+it for every plan), which is what NCCL needs, as it matches by order and knows no tags. A receive
+has two moments: where its buffer is opened, and its place in the list (see
+`schedules.receive_openings`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,18 +26,44 @@ class Work(Protocol):
         """Whether the transfer is done, without waiting."""
 
 
+class Receive(Protocol):
+    """A receive whose buffer is there."""
+
+    def launch(self) -> None:
+        """Start it, if that has not been done: its place in the list has come. Never waits."""
+
+    def wait(self) -> object:
+        """As `Work.wait`, once it has been launched."""
+
+
 class Transport(Protocol):
     """Starts sends and receives of contiguous tensors between global ranks."""
 
     def send(self, tensor: torch.Tensor, *, peer: int, tag: int) -> Work:
         """Start to send; `tensor` must stay untouched until the work is done."""
 
-    def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Work:
-        """Start to receive into `buffer`."""
+    def open(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Receive:
+        """Let the message come into `buffer` from this point of the current stream on."""
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A receive that is under way from its opening on."""
+
+    work: Work
+
+    def launch(self) -> None:
+        """Nothing is left to do."""
+
+    def wait(self) -> object:
+        return self.work.wait()
 
 
 class GlooTransport:
-    """Tagged messages over one gloo group that holds all ranks."""
+    """Tagged messages over one gloo group that holds all ranks.
+
+    Posting a receive never waits, so it is posted when its buffer is there.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -43,10 +73,40 @@ class GlooTransport:
         assert work is not None
         return work
 
-    def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Work:
+    def open(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Receive:
         work = dist.irecv(buffer, src=peer, group=self.group, tag=tag)
         assert work is not None
-        return work
+        return _Posted(work)
+
+
+class Streams(Protocol):
+    """What decides when a kernel that is launched now may begin."""
+
+    def mark(self) -> object:
+        """Return this point of the current stream."""
+
+    def after(self, mark: object) -> AbstractContextManager[object]:
+        """What is launched within the block waits for that point of the stream, for no later one.
+
+        Marks are given in the order in which they were made, as there is one side stream.
+        """
+
+
+class CudaStreams:
+    """A side stream that only waits for events of the main stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def after(self, mark: object) -> AbstractContextManager[object]:
+        assert isinstance(mark, torch.cuda.Event)
+        self._side.wait_event(mark)
+        return torch.cuda.stream(self._side)
 
 
 class NcclTransport:
@@ -56,32 +116,63 @@ class NcclTransport:
     receive after it on the same stream, and two ranks could wait for each other. With one for
     each direction, a stream carries transfers of one direction only, in one order.
 
+    A receive is launched at its place in the list: earlier, it could hold back what comes after it
+    in a hardware queue. But it waits only for the main stream to come to where its buffer was
+    opened, so that it runs beside the computations. The buffer is allocated in the main stream's
+    order, written after that point, and read and freed after that stream has waited for the work.
+
     Communicators are made when the transport is, all ranks in one order, because making one blocks
     the host until both ends do. Transfers are batches of one, as torch makes a second communicator
     for a single transfer but uses the group's own for a batch (`ProcessGroupNCCL::pointToPoint`).
     Not run on GPUs yet: see docs/limits.md.
     """
 
-    def __init__(self, edges: dict[tuple[int, int], dist.ProcessGroup], *, rank: int) -> None:
+    def __init__(
+        self, edges: Mapping[tuple[int, int], dist.ProcessGroup], *, rank: int, streams: Streams
+    ) -> None:
         """`edges`: (source rank, target rank) -> the pair's group, for this rank's edges."""
         self.edges = edges
         self.rank = rank
+        self.streams = streams
 
     def send(self, tensor: torch.Tensor, *, peer: int, tag: int) -> Work:
-        return self._start(dist.isend, tensor, peer, self.edges[self.rank, peer])
+        return _start(dist.isend, tensor, peer, self.edges[self.rank, peer])
 
-    def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Work:
-        return self._start(dist.irecv, buffer, peer, self.edges[peer, self.rank])
+    def open(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Receive:
+        return _Launched(
+            buffer=buffer,
+            peer=peer,
+            group=self.edges[peer, self.rank],
+            streams=self.streams,
+            opened=self.streams.mark(),
+        )
 
-    @staticmethod
-    def _start(
-        operation: Callable[..., object],
-        tensor: torch.Tensor,
-        peer: int,
-        group: dist.ProcessGroup,
-    ) -> Work:
-        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
-        return work
+
+@dataclass(kw_only=True)
+class _Launched:
+    """A receive of NCCL, from its opening on."""
+
+    buffer: torch.Tensor
+    peer: int
+    group: dist.ProcessGroup
+    streams: Streams
+    opened: object
+    work: Work | None = None
+
+    def launch(self) -> None:
+        with self.streams.after(self.opened):
+            self.work = _start(dist.irecv, self.buffer, self.peer, self.group)
+
+    def wait(self) -> object:
+        assert self.work is not None, "a receive is launched before it is waited for"
+        return self.work.wait()
+
+
+def _start(
+    operation: Callable[..., object], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup
+) -> Work:
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
+    return work
 
 
 def make_transport(*, rank: int, edges: list[tuple[int, int]], device: torch.device) -> Transport:
@@ -100,4 +191,4 @@ def make_transport(*, rank: int, edges: list[tuple[int, int]], device: torch.dev
     mine = {edge: group for edge, group in groups.items() if rank in edge}
     for group in mine.values():
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return NcclTransport(mine, rank=rank)
+    return NcclTransport(mine, rank=rank, streams=CudaStreams(device))

@@ -19,8 +19,9 @@ An action prints as a short word and parses back:
 | `1OFFLOAD`    | let the shard of chunk 1's parameters be in host memory only             |
 | `1FETCH`      | copy it from there to the GPU                                            |
 
-Sends and receives only start a transfer. A forward or backward waits for the receives that it
-consumes; a send's buffer is kept until it has left.
+Sends and receives only start a transfer; a receive may begin some computations before its place in
+the list (`receive_openings`). A forward or backward waits for the receives that it consumes; a
+send's buffer is kept until it has left.
 
 Only what goes to another rank is sent. Replicas of a group run the same micro-batches in all of
 its chunks, so between neighbouring chunks of one group there are no sends and receives: `2F3`

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from zorse_megatron.schedules.receive_openings import RECEIVES_AHEAD
+
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
@@ -11,6 +13,9 @@ class Framework:
     state: Literal["sharded", "replicated"] = "sharded"
     """sharded: each rank owns its part of the optimizer state, gradients are reduce-scattered and
     parameters gathered. replicated: each rank owns all of it and gradients are all-reduced."""
+    receives_ahead: int = RECEIVES_AHEAD
+    """How many computations before its place in the list a receive may begin; where transfers
+    block, none."""
     blocking_transfers: bool = False
     """Whether a rank stops at each send and each receive until it is done, as with `send` and
     `recv` of torch.distributed on the stream that computes."""

@@ -71,11 +71,7 @@ def simulate(
     if merge_equal_ranks and lists is None and may_merge:
         equal = find_equal_ranks(sizes, comm, kinds, fixed, forward_only=forward_only)
     if equal is None:
-        whole = lists or action_lists(
-            sets.one_rank_each(),
-            forward_only=forward_only,
-            early_receives=not framework.blocking_transfers,
-        )
+        whole = lists or action_lists(sets.one_rank_each(), forward_only=forward_only)
         equal = sets.stand_ins(whole)
     loads = NetworkLoads(comm, link_factors=perturbation.link_factors, equal=equal.links)
     computes = {dtype: costs.compute for dtype, costs in by_dtype.items()}
@@ -91,11 +87,9 @@ def simulate(
     return _report(timeline, equal, tokens=plan.global_batch_size * sequence_length)
 
 
-def action_lists(
-    plan: Plan, *, forward_only: bool = False, early_receives: bool = True
-) -> ActionLists:
+def action_lists(plan: Plan, *, forward_only: bool = False) -> ActionLists:
     """The plan's lists, also where the runtime cannot execute all of the plan yet."""
-    return lower_plan(plan, forward_only=forward_only, early_receives=early_receives)
+    return lower_plan(plan, forward_only=forward_only)
 
 
 def _report(timeline: Timeline, equal: EqualRanks, *, tokens: int) -> SimulationResult:

@@ -76,10 +76,15 @@ class _Ledger:
 
     def write(self) -> None:
         """Go through the list once."""
+        opened_at: dict[int, list[int]] = {}
+        for receive, opening in self.track.openings.items():
+            opened_at.setdefault(opening, []).append(receive)
         for position, action in enumerate(self.track.actions):
+            for receive in opened_at.get(position, ()):
+                self._open(position, self.track.actions[receive])
             if action.kind in RECEIVES:
-                self._receive(position, action)
-            elif action.kind in SENDS:
+                continue  # it was opened
+            if action.kind in SENDS:
                 self._send(position, action)
             elif action.kind is Kind.FORWARD:
                 self._forward(position, action)
@@ -94,7 +99,8 @@ class _Ledger:
         if num_bytes:
             self.changes.append((time_s, category, num_bytes, position))
 
-    def _receive(self, position: int, action: Action) -> None:
+    def _open(self, position: int, action: Action) -> None:
+        """Take the buffer of a receive, at the turn of the action at `position`."""
         num_bytes = self._message_bytes(action)
         key = action.kind, action.chunk, action.micro_batch
         self.received[key] = self.received.get(key, 0) + num_bytes

@@ -81,6 +81,8 @@ class Track:
     """The task that does the action."""
     before: list[int] = field(default_factory=list)
     """The last task on the rank's main stream when the action's turn comes."""
+    openings: Mapping[int, int] = field(default_factory=dict)
+    """Position of a receive -> position at whose turn its buffer is opened."""
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Position -> tasks of this rank beside the main stream that the action waits for."""
     gates: dict[int, list[int]] = field(default_factory=dict)

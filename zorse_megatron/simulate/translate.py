@@ -8,10 +8,11 @@ yet, those that its word in `schedules.actions` promises:
   each pair of ranks. On each stream things run one at a time, in list order.
 - A forward or backward runs on the main stream, when the receives that it consumes have arrived
   and the GATHER and the FETCH of its chunk that precede it in the list are done.
-- Sends and receives only start a transfer and take no time. The transfer runs when both ends have
-  started it and the one before it on the same pair and direction is done. With a `Framework`
-  whose transfers block, each stops the main stream until it is done (and a receive until the
-  tensor is rebuilt).
+- Sends and receives only start a transfer and take no time. The transfer runs when the sender has
+  come to its send, the receiver has opened the buffer (`schedules.receive_openings`), and the one
+  before it on the same pair and direction is done. With a `Framework` whose transfers block, a
+  receive starts at its place, and each stops the main stream until it is done (and a receive until
+  the tensor is rebuilt).
 - REDUCE and GATHER run on the collective stream, after everything that precedes them in the list:
   they start when all ranks of the group are there, and end on all at once. The main stream goes
   on; so they overlap with computation, unless what follows waits for them.
@@ -38,6 +39,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Action, Kind
+from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.collective_tasks import CollectiveTasks
 from zorse_megatron.simulate.perturb import Perturbation
@@ -94,7 +96,7 @@ class _RankTranslator:
         self.costs = collectives.costs
         self.sizes = self.costs.sizes
         self.transfers = transfers
-        self.track = Track(rank=rank, actions=actions)
+        self.track = Track(rank=rank, actions=actions, openings=self._openings(actions))
         self.residency = Residency(self.sizes, rank, actions)
         self.factor = perturbation.rank_factor(rank, self.costs.kinds[rank])
         self.jitter = perturbation.jitter_of(rank)
@@ -132,8 +134,13 @@ class _RankTranslator:
             self._report()
         return self.track
 
+    def _openings(self, actions: Sequence[Action]) -> Mapping[int, int]:
+        framework = self.sizes.framework
+        ahead = 0 if framework.blocking_transfers else framework.receives_ahead
+        return receive_openings(actions, ahead=ahead)
+
     def _transfer(self, position: int, action: Action) -> None:
-        after = self.main
+        after = self.track.before[self.track.openings.get(position, position)]
         if self.sizes.framework.paired_transfers and self._is_second(position):
             after = self.track.before[position - 1]
         gate = self._stop(position, action) if self.sizes.framework.blocking_transfers else NOTHING

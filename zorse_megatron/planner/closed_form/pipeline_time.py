@@ -180,7 +180,7 @@ class PipelineTimes:
     def _stalls(self, pipeline: CostedPipeline) -> list[float]:
         """For each group, how long it stops in all for messages that take longer than it hides.
 
-        A receive is started two computations early, so a message hides behind those only: in
+        A receive may begin two computations early, so a message hides behind those only: in
         1f1b behind a forward and a backward, in breadth_first behind two of its own kind. Groups
         in step send all at once. Where the plan says how long a transfer is, nobody stops for it:
         the order has something else to do, as far as in-flight limits and links allow.

@@ -1,0 +1,126 @@
+"""What it is worth that receives begin before their place in the list, and what it costs.
+
+    python scripts/receives_ahead.py
+
+Plans of `zorse plan` for llama-3b (float16, 128 samples of 512 tokens, published figures) on the
+example clusters, simulated with receives that begin at their place, as on the stream that computes,
+and one, two or three computations before; and with a ring of two or three buffers for each pair of
+ranks, whose receives begin as soon as one of them is free. Prints a table in Markdown: iteration
+time against that of the plan, and the most that the fullest GPU has in buffers of messages.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
+from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, Action, ActionLists, Kind
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.receive_openings import RECEIVES_AHEAD
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.simulate.framework import Framework
+from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.result import SimulationResult
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CLUSTERS = ("mini-a", "mini-b", "mini-c", "two-node-lab")
+MIB = 1 << 20
+
+
+def inputs_of(cluster: str, *, batch: int, length: int) -> Inputs:
+    """What the planner is given."""
+    model = replace(MODELS["llama-3b"], seq_length=length)
+    return make_inputs(
+        load_cluster(EXAMPLES / f"{cluster}.yaml"),
+        model,
+        None,
+        global_batch_size=batch,
+        dtype="float16",
+    )
+
+
+def simulated(
+    plan: Plan, inputs: Inputs, *, ahead: int, lists: ActionLists | None = None
+) -> SimulationResult:
+    """The plan's iteration; `ahead`: see `Framework.receives_ahead`."""
+    return simulate(
+        plan,
+        inputs.compute,
+        inputs.memory,
+        inputs.comm,
+        inputs.kinds,
+        sequence_length=inputs.sequence_length,
+        by_dtype=inputs.by_dtype,
+        lists=lists,
+        framework=Framework(receives_ahead=ahead),
+    )
+
+
+def with_ring(actions: Sequence[Action], depth: int) -> tuple[Action, ...]:
+    """The list with each receive where a buffer of its link's ring is free again.
+
+    That is before the computation that consumes the receive `depth` places before it on the same
+    link, as if the buffer were free before what else that computation waits for has arrived.
+    """
+    consumed = {
+        (a.kind is Kind.FORWARD, a.chunk, a.micro_batch): at
+        for at, a in enumerate(actions)
+        if a.kind in COMPUTE
+    }
+    history: dict[int | None, list[int]] = defaultdict(list)
+    places = {}
+    for at, action in enumerate(actions):
+        places[at] = at, 1
+        if action.kind in RECEIVES:
+            taken = history[action.peer]
+            free = taken[-depth] if len(taken) >= depth else 0
+            places[at] = min(free, at), 0
+            forward = action.kind is Kind.RECEIVE_ACTIVATION
+            taken.append(consumed[forward, action.chunk, action.micro_batch])
+    return tuple(actions[at] for at in sorted(places, key=lambda at: (places[at], at)))
+
+
+def ways(plan: Plan, inputs: Inputs) -> Iterator[tuple[str, SimulationResult]]:
+    """Each way to begin receives, and what comes of it."""
+    for ahead in (0, 1, 2, 3):
+        yield f"{ahead} ahead", simulated(plan, inputs, ahead=ahead)
+    for depth in (2, 3):
+        lists = ActionLists(ranks=tuple(with_ring(a, depth) for a in lower_plan(plan).ranks))
+        yield f"ring of {depth}", simulated(plan, inputs, ahead=0, lists=lists)
+
+
+def buffer_mib(result: SimulationResult) -> float:
+    """Most that any GPU has in buffers."""
+    peaks = (rank.by_category[Category.BUFFERS].num_bytes for rank in result.memory)
+    return max(peaks) / MIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clusters", nargs="+", default=CLUSTERS)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--length", type=int, default=512)
+    arguments = parser.parse_args()
+    for number, cluster in enumerate(arguments.clusters):
+        inputs = inputs_of(cluster, batch=arguments.batch, length=arguments.length)
+        plan = find_plan(inputs).plan
+        found = dict(ways(plan, inputs))
+        if not number:
+            print(f"| | planned | {' | '.join(found)} |\n{'|---' * (len(found) + 2)}|")
+        planned_s = found[f"{RECEIVES_AHEAD} ahead"].iteration_s
+        cells = [
+            f"{100 * (result.iteration_s / planned_s - 1):+.1f} %, {buffer_mib(result):.0f} MiB"
+            for result in found.values()
+        ]
+        name = f"{cluster}, {plan.schedule.name}"
+        print(f"| {name} | {planned_s:.3f} s | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Which NCCL communicators a job needs, and how many of a GPU's processors each may use.
+
+A communicator runs its kernels one after the other, on a stream of its own. A kernel that has
+started occupies its processors until all of its ranks have come, so kernels of different
+communicators must fit onto a GPU at once: if one had to wait for the end of another, two ranks
+could each wait for what the other has not room for. `scripts.launch_order` shows such hangs, and
+that there are none where all fit.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.schedules.actions import ActionLists
+from zorse_megatron.schedules.list_queries import edges_of
+from zorse_megatron.schema.plan.plan import Plan
+
+# Kernels that wait for other ranks hold this part of a GPU's multiprocessors, or one each if that
+# is more; but at least half are left to the computations that the others wait for.
+_PART_FOR_COMMUNICATION = 0.25
+_MOST_FOR_COMMUNICATION = 0.5
+# NCCL's own limit is 32; a link of 25 GB/s is full with far fewer.
+_MOST_CTAS = 16
+
+
+class TooManyCommunicators(ZorseError):
+    """A GPU has not room for one kernel of each of its communicators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicator:
+    """Ranks that communicate, for one use.
+
+    link: from the first of two ranks to the second. group: what a plan's group reduces and
+    gathers. world: what all ranks sum.
+    """
+
+    use: Literal["link", "group", "world"]
+    ranks: tuple[int, ...]
+
+
+def communicators_of(plan: Plan, each: Iterable[ActionLists]) -> tuple[Communicator, ...]:
+    """All that the lists need, in one order that every rank derives. One rank needs none."""
+    world = Communicator(use="world", ranks=tuple(range(plan.world_size)))
+    groups = [Communicator(use="group", ranks=tuple(sorted(g.ranks))) for g in plan.groups]
+    links = [Communicator(use="link", ranks=edge) for edge in edges_of(each)]
+    return tuple(found for found in (world, *groups, *links) if len(found.ranks) > 1)
+
+
+def resident_kernels(communicators: Iterable[Communicator]) -> Counter[int]:
+    """Rank -> how many kernels may wait for other ranks at once: one for each communicator."""
+    return Counter(rank for communicator in communicators for rank in communicator.ranks)
+
+
+def max_ctas(
+    communicators: Sequence[Communicator], num_sms: Mapping[int, int] | Sequence[int]
+) -> dict[Communicator, int]:
+    """Communicator -> `max_ctas` of its NCCL configuration, the same on all of its ranks.
+
+    `num_sms`: rank -> multiprocessors of its GPU. Raises TooManyCommunicators where the kernels of
+    a rank would not fit beside its computations.
+    """
+    resident = resident_kernels(communicators)
+    budgets = {
+        rank: max(1, int(_PART_FOR_COMMUNICATION * num_sms[rank]) // count)
+        for rank, count in resident.items()
+    }
+    problems = [
+        Problem(
+            where=f"rank {rank}",
+            found=f"{count} communicators on a GPU with {num_sms[rank]} multiprocessors",
+            expected=f"{_room(num_sms[rank])} at most, as each may occupy one while it waits for "
+            "other ranks",
+            remedy="Give the rank's group and its neighbours fewer replicas, or micro-batch sizes "
+            "that divide each other, so that each sends to fewer ranks.",
+        )
+        for rank, count in sorted(resident.items())
+        if count > _room(num_sms[rank])
+    ]
+    if problems:
+        raise TooManyCommunicators("NCCL's kernels do not fit onto a GPU at once", problems)
+    return {
+        communicator: min(_MOST_CTAS, *(budgets[rank] for rank in communicator.ranks))
+        for communicator in communicators
+    }
+
+
+def _room(num_sms: int) -> int:
+    return int(_MOST_FOR_COMMUNICATION * num_sms)
