@@ -10,6 +10,7 @@ Python process of the test imports, leaves the record out; the package itself kn
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def fails_without(record: Rebinding, *, timeout_s: float) -> tuple[bool, str]:
         code = LEAVE_OUT.format(record=repr(record))
         Path(directory, "sitecustomize.py").write_text(code, encoding="utf-8")
         paths = [directory, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
         try:
             done = subprocess.run(
                 [*command, record.test],
@@ -53,11 +54,12 @@ def fails_without(record: Rebinding, *, timeout_s: float) -> tuple[bool, str]:
             )
         except subprocess.TimeoutExpired:
             return False, f"not ended after {timeout_s:g} s"
-    # 1: tests failed. Anything else but 0 is no verdict: no such test, say.
-    if done.returncode not in (0, 1):
+    # 1: tests failed. Anything else but 0 is no verdict (no such test, say), nor is a skipped test.
+    last = done.stdout.splitlines()[-1] if done.stdout else ""
+    if done.returncode not in (0, 1) or not re.search(r"\d+ (passed|failed|error)", last):
         raise SystemExit(f"{record.test}: pytest ended with {done.returncode}\n{done.stdout}")
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return done.returncode == 1, lines[0] if lines else done.stdout.splitlines()[-1]
+    return done.returncode == 1, lines[0] if lines else last
 
 
 def main() -> int:

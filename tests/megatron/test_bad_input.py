@@ -140,7 +140,29 @@ def test_flags_that_do_not_fit(case: str, tmp_path: Path) -> None:
     assert_refused(run_plan(json.dumps(good_plan()), tmp_path, *flags), *facts)
 
 
-def test_hashes_of_parameters_that_are_not_whole(tmp_path: Path) -> None:
+SCRIPT = """
+from megatron.training.arguments import parse_args
+
+def add(parser):
+    parser.add_argument("--shards-of-ours", type=int)
+    return parser
+
+parse_args(add)
+"""
+
+
+def test_a_flag_that_the_parser_of_the_script_lacks(tmp_path: Path) -> None:
+    """Only the script's own parser can tell: it knows flags that no table has."""
+    script, plan = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text(SCRIPT)
+    plan.write_text(json.dumps(good_plan()))
+    words = [script, *FLAGS, "--zorse-plan", plan, "--shards-of-our", "3"]
+    result = run_ranks([str(word) for word in words], 3, timeout_s=60)
+    assert_refused(result, "unknown flags", "--shards-of-our: ", "Did you mean --shards-of-ours?")
+    assert "usage:" not in result.outputs[0]
+
+
+def test_hashes_of_parameters_that_are_sharded(tmp_path: Path) -> None:
     text = edit(lambda plan: plan.update(schedule={"name": "breadth_first"}))
     flag = "--check-weight-hash-across-dp-replicas-interval"
     assert_refused(run_plan(text, tmp_path, flag, "2"), flag, "found 2", "resident")
