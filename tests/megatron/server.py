@@ -9,7 +9,7 @@ import pkgutil
 from zorse_megatron.emulate.forks.fork_server import serve
 
 # What a run imports of this project, most of it late: after the plan and Megatron's flags are read.
-RUN_PACKAGES = ("schema", "schedules", "runtime", "adapter")
+RUN_PACKAGES = ("schema", "schedules", "runtime", "adapter", "flags", "watch")
 
 
 def preload() -> None:
@@ -20,8 +20,11 @@ def preload() -> None:
         cpu_mode.enable()
     import zorse_megatron.pretrain  # noqa: F401
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.preload import hooks_of_forked_ranks, import_late_modules_of_stock
-    from zorse_megatron.flags.flag_handling import refusable
+    from zorse_megatron.adapter.preload import (
+        hooks_of_forked_ranks,
+        import_late_modules_of_stock,
+        remember_flags,
+    )
 
     for name in RUN_PACKAGES:
         package = importlib.import_module(f"zorse_megatron.{name}")
@@ -29,7 +32,7 @@ def preload() -> None:
             importlib.import_module(module.name)
     import_late_modules_of_stock()
     REGISTRY.apply(hooks_of_forked_ranks())
-    refusable()  # is remembered
+    remember_flags()
 
 
 if __name__ == "__main__":

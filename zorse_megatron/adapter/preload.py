@@ -7,12 +7,25 @@ from typing import Any
 
 from zorse_megatron.adapter.patches import emulation
 from zorse_megatron.adapter.patches.rebind import Replacements
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.command_findings import findings_of
+from zorse_megatron.flags.unknown import unknown_problems
 
 
 def import_late_modules_of_stock() -> None:
     """Import what stock imports late in every run; starts no thread and no process group."""
     import megatron.core.models.mimo
-    import megatron.core.tokenizers.text.models.default_tokenizer  # noqa: F401
+    import megatron.core.tokenizers.text.models.default_tokenizer
+    import megatron.training.yaml_arguments  # noqa: F401
+
+
+def remember_flags() -> None:
+    """Build what reads the flags of a command, once; `hooks_of_forked_ranks` are applied before."""
+    from megatron.training import arguments
+
+    findings_of(read_command([]), None)
+    stock = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    unknown_problems([], [word for action in stock._actions for word in action.option_strings])
 
 
 def hooks_of_forked_ranks() -> Replacements:

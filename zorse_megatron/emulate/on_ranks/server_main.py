@@ -9,10 +9,15 @@ def preload() -> None:
 
     cpu_mode.enable()
     from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.preload import hooks_of_forked_ranks, import_late_modules_of_stock
+    from zorse_megatron.adapter.preload import (
+        hooks_of_forked_ranks,
+        import_late_modules_of_stock,
+        remember_flags,
+    )
 
     import_late_modules_of_stock()
     REGISTRY.apply(hooks_of_forked_ranks())
+    remember_flags()
     # What a rank imports late, once it has its plan and its flags.
     import zorse_megatron.adapter.emulation_hooks
     import zorse_megatron.adapter.gpt_entry
