@@ -56,7 +56,7 @@ UNITS = {
 def test_figures_are_as_printed(name):
     kind = GPU_KINDS[name]
     memory_gb, gb_per_s, fp32, tf32, fp16 = PRINTED[name]
-    assert kind.memory_bytes == memory_gb * 10**9
+    assert kind.advertised_gb == memory_gb
     assert kind.memory_bytes_per_s == gb_per_s * 1e9
     # Halves and quarters of what is printed rounded; 2.2 PFLOP/s of the B200 is rounded most.
     tolerance = 0.025 if name == "B200" else 1e-3
@@ -92,3 +92,41 @@ def test_a_card_computes_as_the_board_does(board):
         fitted, _ = shares_of(equal_kinds(board, GPU_KINDS), dtype)
         assert shares_of(equal_kinds(card.name, GPU_KINDS), dtype)[0] == fitted
     assert dataclasses.replace(card, name=board) != GPU_KINDS[board]
+
+
+# The span of `total_memory` in GiB, as out-of-memory messages of different drivers have it.
+TOTAL_CAPACITY = {
+    "T4": (14.56, 14.75),
+    "V100-16": (15.75, 15.78),
+    "V100-32": (31.74, 31.75),
+    "A10G": (22.05, 22.20),
+    "L4": (22.03, 22.17),
+    "A100-40": (39.38, 39.59),
+    "A100-80": (79.15, 79.35),
+    "H100-80": (79.10, 79.33),
+}
+
+
+@pytest.mark.parametrize("name", TOTAL_CAPACITY)
+def test_memory_is_what_a_program_can_have(name):
+    least, most = TOTAL_CAPACITY[name]
+    assert least - 0.01 <= GPU_KINDS[name].memory_bytes / 2**30 <= most
+    assert GPU_KINDS[name].memory_source
+
+
+def test_memory_without_a_report_is_the_advertised_one():
+    for kind in GPU_KINDS.values():
+        if kind.memory_source is None:
+            assert kind.memory_bytes == kind.advertised_gb * 10**9
+        else:
+            # More than the decimal figure by up to what a binary one would be, or a little less.
+            assert 0.95 < kind.memory_bytes / (kind.advertised_gb * 10**9) < 1.074
+
+
+def test_flash_attention_came_with_bfloat16():
+    """Both with compute capability 8.0: the two columns, from different documents, agree."""
+    for kind in GPU_KINDS.values():
+        assert kind.runs_flash_attention == kind.computes_in("bf16"), kind.name
+    told = dataclasses.replace(GPU_KINDS["T4"], attention="flash")
+    assert told.runs_flash_attention
+    assert not dataclasses.replace(GPU_KINDS["A100-40"], attention="unfused").runs_flash_attention

@@ -115,7 +115,8 @@ def test_every_field_is_documented_where_it_belongs(name):
 
 def test_gpu_kinds_are_as_shown():
     rows = re.findall(
-        r"^\| `([\w-]+)` \| (\d+) GB \| ([\d.]+ [GT]B/s) \| ([\d.]+) TFLOP/s \| ([\d.]+) TFLOP/s "
+        r"^\| `([\w-]+)` \| (\d+) GB \| ([\d.]+) GiB(\*?) \| (flash|unfused) "
+        r"\| ([\d.]+ [GT]B/s) \| ([\d.]+) TFLOP/s \| ([\d.]+) TFLOP/s "
         r"\| (.*?) \|$",
         text_of("cluster-file.md"),
         re.MULTILINE,
@@ -126,7 +127,10 @@ def test_gpu_kinds_are_as_shown():
         rate = kind.memory_bytes_per_s / 1e9
         peak = kind.peak
         real[kind.name] = (
-            str(kind.memory_bytes // 10**9),
+            str(kind.advertised_gb),
+            f"{kind.memory_bytes / 2**30:.2f}",
+            "" if kind.memory_source else "*",
+            "flash" if kind.runs_flash_attention else "unfused",
             f"{rate / 1e3:.1f} TB/s" if rate >= 1000 else f"{rate:.1f} GB/s",
             f"{peak.of('float16') / 1e12:g}",
             f"{peak.of('float32') / 1e12:g}",

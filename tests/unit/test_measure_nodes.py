@@ -137,6 +137,20 @@ def test_nvml_says_what_joins_the_gpus(lines: dict[int, int | None], link: str) 
     assert (seen.kind, seen.link_type, seen.memory_bytes) == ("V100-16", link, 16_900_000_000)
 
 
+def test_nvml_leaves_out_what_the_driver_keeps() -> None:
+    """As nvidia-smi -q shows it for a T4: torch then has 14.56 GiB, as people report."""
+
+    class Newer(RecordedNvml):
+        nvmlMemory_v2 = 2
+
+        def nvmlDeviceGetMemoryInfo(self, handle: str, version: int = 1) -> SimpleNamespace:
+            assert version == 2
+            return SimpleNamespace(total=15360 * 2**20, reserved=449 * 2**20)
+
+    seen = NvmlReader(Newer({}), ("GPU-b",)).device(0, 1)
+    assert round(seen.memory_bytes / 2**30, 2) == 14.56
+
+
 def test_each_rank_has_its_gpu_and_one_too_many_is_refused() -> None:
     reader = NvmlReader(RecordedNvml({}), ("GPU-a", "GPU-b"))
     assert reader.device(1, 2).kind == "T4"

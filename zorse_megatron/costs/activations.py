@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.schema.model.computing import Attention, Module
+from zorse_megatron.schema.gpus.gpu import Attention
+from zorse_megatron.schema.model.computing import Module
 from zorse_megatron.schema.model.model_shape import ModelShape
 
 _MASK_BYTES = 1

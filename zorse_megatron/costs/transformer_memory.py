@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.efficiency import element_bytes, is_sixteen_bit
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.schema.gpus.gpu import Dtype
-from zorse_megatron.schema.model.computing import USUAL, Attention, Computing
+from zorse_megatron.schema.gpus.gpu import Attention, Dtype
+from zorse_megatron.schema.model.computing import USUAL, Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Part, Profile
 

@@ -4,7 +4,8 @@ from argparse import Namespace
 from typing import cast
 
 from zorse_megatron.flags.rules import RECOMPUTED_MODULES, recompute_argument
-from zorse_megatron.schema.model.computing import Attention, Computing, JobRecompute, Module
+from zorse_megatron.schema.gpus.gpu import Attention
+from zorse_megatron.schema.model.computing import Computing, JobRecompute, Module
 
 
 def computing_from_flags(args: Namespace) -> Computing:

@@ -14,8 +14,8 @@ from zorse_megatron.costs.transformer_memory import (
     precision_of,
 )
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, common_dtype
-from zorse_megatron.schema.model.computing import Attention, Computing
+from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Attention, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.model.computing import Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Profile
 

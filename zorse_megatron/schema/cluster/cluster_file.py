@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from zorse_megatron.schema.gpus.gpu import LinkType
+from zorse_megatron.schema.gpus.gpu import Attention, LinkType
 from zorse_megatron.schema.plan.plan import Positive
 from zorse_megatron.schema.text.quantities import (
     Bytes,
@@ -52,6 +52,8 @@ class GpuKindEntry:
     """Bandwidth of the GPU's memory."""
     peak: PeakEntry | None = None
     """Peak rates by type of number."""
+    attention: Attention | None = None
+    """What Transformer Engine runs there; left out: flash from compute capability 8.0 on."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

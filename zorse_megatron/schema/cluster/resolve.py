@@ -124,6 +124,11 @@ def _kind(entry: GpuKindEntry) -> GpuKind:
         link_bytes_per_s=model.link_bytes_per_s,
         host_link_bytes_per_s=model.host_link_bytes_per_s,
         source="the cluster file" + (f"; the rest: {base.source}" if base else ""),
+        advertised_gb=base.advertised_gb if base else None,
+        memory_source=None if entry.memory or base is None else base.memory_source,
+        capability=base.capability if base else None,
+        multiprocessors=base.multiprocessors if base else None,
+        attention=entry.attention,
     )
 
 

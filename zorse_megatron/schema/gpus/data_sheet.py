@@ -1,10 +1,10 @@
 """From the figures of data sheets to kinds of GPU, and what is behind these figures.
 
-Memory, bandwidth and peak rates are those of the vendors' data sheets; rates are dense (half of
-the figure with sparsity). Memory is the advertised size in decimal GB, which is always a little
-below what the driver reports: an A100 of "40 GB" reports 40,960 MiB = 42.9 GB. `source` names the
-document, by its title; figures that none of NVIDIA's was found for are `unconfirmed`. A test
-compares what is printed, and rates with units x clock x operations a cycle.
+Bandwidth and peak rates are those of the vendors' data sheets; rates are dense (half of the figure
+with sparsity). Memory is what CUDA gives a program, where somebody reported it (`on_device.py`), and
+the advertised size in decimal GB elsewhere. `source` names the document, by its title; figures that
+none of NVIDIA's was found for are `unconfirmed`. A test compares what is printed, and rates with
+units x clock x operations a cycle.
 
 Link rates are what transfers reach, not what is printed on the box. Measured where a public figure
 exists (Sailor, SOSP 2025: A100 243 GB/s, V100 68 GB/s, GH200 250 GB/s with four GPUs sharing; the
@@ -19,8 +19,10 @@ the T4, TensorRT's support matrix has float16 but no bfloat16), and tensor cores
 """
 
 from zorse_megatron.schema.gpus.gpu import GpuKind, LinkType, PeakFlops
+from zorse_megatron.schema.gpus.on_device import ON_DEVICE
 
 _GB = 10**9
+_MIB = 2**20
 _TERA = 1e12
 _HOST_LINK_BYTES_PER_S = {3: 12e9, 4: 24e9, 5: 48e9}
 # What one GPU reaches over PCIe to another one: root complexes halve the way through the host.
@@ -43,9 +45,11 @@ def gpu(
 ) -> GpuKind:
     """Make a kind from figures as data sheets print them: GB, GB/s, TFLOP/s."""
     link_type, link_gb_per_s = link or ("pcie", _PCIE_PEER_BYTES_PER_S[pcie] / 1e9)
+    seen = ON_DEVICE.get(name)
+    reported = seen.memory_mib if seen is not None else None
     return GpuKind(
         name=name,
-        memory_bytes=memory_gb * _GB,
+        memory_bytes=memory_gb * _GB if reported is None else int(reported * _MIB),
         memory_bytes_per_s=memory_gb_per_s * 1e9,
         peak=PeakFlops(
             float32_flops_per_s=fp32 * _TERA,
@@ -58,6 +62,10 @@ def gpu(
         host_link_bytes_per_s=_HOST_LINK_BYTES_PER_S[pcie],
         source=source,
         unconfirmed=unconfirmed,
+        advertised_gb=memory_gb,
+        memory_source=seen.source if seen is not None and reported is not None else None,
+        capability=seen.capability if seen is not None else None,
+        multiprocessors=seen.multiprocessors if seen is not None else None,
     )
 
 

@@ -11,6 +11,8 @@ Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
 DtypeChoice = Dtype | Literal["auto"]
 """What a job computes in; auto: each group in a type of its own."""
 LinkType = Literal["nvswitch", "nvlink", "pcie"]
+Attention = Literal["flash", "unfused"]
+"""flash: core attention keeps no scores (flash-attention's kernels, or cuDNN's fused ones)."""
 
 DTYPE_OF: dict[ComputeDtype, Dtype] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """What a group computes in, as cost models name it; what is to be preferred comes first."""
@@ -48,7 +50,7 @@ class GpuKind:
 
     name: str
     memory_bytes: int
-    """What may be filled: the advertised size in decimal GB, a little below what drivers report."""
+    """What a program can have of it: what CUDA reports where that is known."""
     memory_bytes_per_s: float
     """Published bandwidth of its own memory."""
     peak: PeakFlops
@@ -62,6 +64,31 @@ class GpuKind:
     """Where the figures come from."""
     unconfirmed: tuple[str, ...] = ()
     """Those of them that its vendor was not found to have published, as the documents call them."""
+    advertised_gb: int | None = None
+    """Memory as its name and its data sheet have it, in decimal GB."""
+    memory_source: str | None = None
+    """Who saw `memory_bytes` on one; None: it is the advertised size, or somebody's own word."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability."""
+    multiprocessors: int | None = None
+    """Streaming multiprocessors."""
+    attention: Attention | None = None
+    """What somebody said that Transformer Engine runs on it; None: see `runs_flash_attention`."""
+
+    @property
+    def runs_flash_attention(self) -> bool:
+        """Whether Transformer Engine has flash or fused attention for it.
+
+        It turns both off below compute capability 8.0 (`get_attention_backend` in
+        `pytorch/attention/dot_product_attention/utils.py`), as flash-attention 2 and cuDNN's fused
+        attention have no kernels there. bfloat16 came with the same capability, for kinds whose own
+        is not known.
+        """
+        if self.attention is not None:
+            return self.attention == "flash"
+        if self.capability is not None:
+            return self.capability >= (8, 0)
+        return self.computes_in("bf16")
 
     def computes_in(self, dtype: ComputeDtype | None) -> bool:
         """Whether it has units for a group's type; None: for what the job computes in."""

@@ -88,5 +88,5 @@ def unknown_kind(name: str, where: str, known: Iterable[str], *, expected: str) 
 
 
 def _described(kind: GpuKind) -> str:
-    memory = f"{kind.memory_bytes // 10**9} GB at {spell_bandwidth(kind.memory_bytes_per_s)}"
+    memory = f"{kind.advertised_gb} GB at {spell_bandwidth(kind.memory_bytes_per_s)}"
     return f"{kind.name} ({memory}, {kind.link_type})"

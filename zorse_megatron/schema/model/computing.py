@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Attention = Literal["flash", "unfused"]
+from zorse_megatron.schema.gpus.gpu import Attention
+
 Module = Literal["core_attn", "mlp", "layernorm"]
 
 
