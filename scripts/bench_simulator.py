@@ -72,7 +72,9 @@ class BenchCosts:
     def state_bytes(self, num_parameters: int) -> int:
         return 12 * num_parameters
 
-    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
         return micro_batch_size * (33_554_432 if mode == "full" else 570_425_344)
 
     def boundary_bytes(self, micro_batch_size: int) -> int:

@@ -75,7 +75,9 @@ class FakeMemory:
     def state_bytes(self, num_parameters: int) -> int:
         return 12 * num_parameters
 
-    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
         return self.kept[mode] * micro_batch_size
 
     def boundary_bytes(self, micro_batch_size: int) -> int:

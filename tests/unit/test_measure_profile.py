@@ -108,14 +108,16 @@ def test_other_layers_are_other_models_and_more_layers_are_not() -> None:
     assert with_model(started(), profiled_model(deeper)) == started()
 
 
-def test_memory_is_in_elements_of_one_sample_and_the_most_of_all_kinds() -> None:
+def test_memory_is_in_elements_of_one_sample_and_the_most_of_each_kind() -> None:
     profile = with_pass(started(), T4, one_pass("layer", 4, kept=640))
     profile = with_pass(profile, L4, one_pass("layer", 4, kept=512))
+    profile = with_pass(profile, L4, one_pass("layer", 2, kept=200))
     profile = with_pass(profile, L4, one_pass("head", 4, kept=512, peak=901))
-    found = {entry.part: entry for entry in profile.memory}
-    assert found["layer"].activation_elements == 320  # 640 bytes in float16
-    assert found["layer"].output_elements == 32 * 64
-    assert found["head"].activation_elements == 451  # the peak, rounded up
+    found = {(entry.part, entry.gpu_kind): entry for entry in profile.memory}
+    assert found["layer", "T4"].activation_elements == 320  # 640 bytes in float16
+    assert found["layer", "L4"].activation_elements == 256
+    assert found["layer", "T4"].output_elements == 32 * 64
+    assert found["head", "L4"].activation_elements == 451  # the peak, rounded up
 
 
 def test_an_existing_file_is_added_to_and_keeps_the_rest(tmp_path) -> None:

@@ -44,7 +44,11 @@ def test_flags_say_how_it_is_computed():
     assert computing() == Computing(
         narrow_gradients=True, hidden_dropout=True, attention_dropout=True
     )
-    assert computing(*QUIET, "--use-flash-attn").attention == "flash"
+    # Nothing in megatron-core 0.19 reads --use-flash-attn.
+    assert computing(*QUIET, "--use-flash-attn") == quiet
+    for backend in ("flash", "fused"):
+        asked = computing("--attention-backend", backend)
+        assert (asked.attention, asked.names_attention) == ("flash", True)
     assert computing("--transformer-impl", "local").attention == "unfused"
     assert computing("--attention-backend", "unfused").attention == "unfused"
     assert not computing("--accumulate-allreduce-grads-in-fp32").narrow_gradients
@@ -80,7 +84,10 @@ def test_memory_of_a_layer_grows_by_what_is_kept(simulated, flags, kept_bytes):
     assert after - before == pytest.approx(2 * SAMPLES * LAYERS * kept_bytes, rel=0.01)
 
 
-def test_time_grows_with_what_is_done(simulated):
+def test_time_grows_with_what_is_done(simulated, tmp_path):
+    told = "gpu_kinds: [{name: V100-16, attention: flash}]\n"
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(told + cluster.read_text())
     quick, _ = simulated(*QUIET)
     assert simulated("--attention-dropout", "0")[0] > quick
     unfused, _ = simulated(*QUIET, "--attention-backend", "unfused")
@@ -146,7 +153,8 @@ def test_gradients_in_16_bits_are_half_as_large(simulated):
 def test_flash_attention_that_a_gpu_lacks_is_told(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     said = run("simulate", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS).stdout
-    assert re.search(r"V100-16: Transformer Engine has neither flash nor fused", said)
+    assert re.search(r"V100-16: unfused attention, as Transformer Engine has neither", said)
+    assert "flash attention on A6000, unfused attention on V100-16 and dropout" in said
     named = run(
         *("simulate", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS),
         *("--attention-backend", "unfused"),

@@ -151,6 +151,7 @@ class AnalyticCompute:
                 self.model,
                 width,
                 has_dropout=computing.attention_dropout,
+                softmax_in_fp32=computing.softmax_in_fp32,
                 tensor_parallel=self.tensor_parallel,
             )
         if computing.hidden_dropout:

@@ -7,6 +7,8 @@ are counted for the causal half only: flash kernels skip the other one.
 
 from zorse_megatron.schema.model.model_shape import ModelShape
 
+_FLOAT32_BYTES = 4
+
 
 def attention_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Scores and their product with the values, forward, one layer."""
@@ -40,17 +42,30 @@ def elementwise_bytes(shape: ModelShape, element_bytes: int, tensor_parallel: in
 
 
 def score_bytes(
-    shape: ModelShape, element_bytes: int, *, has_dropout: bool, tensor_parallel: int = 1
+    shape: ModelShape,
+    element_bytes: int,
+    *,
+    has_dropout: bool,
+    softmax_in_fp32: bool = False,
+    tensor_parallel: int = 1,
 ) -> tuple[float, float]:
     """What unfused attention of one layer moves beyond flash attention, forward and backward.
 
     Forward the scores are written, read and written by the softmax and read by the product with
     the values; backward their gradient is written, read with the softmax and written, read twice,
     and the probabilities are read. Dropout reads and writes them once more, with a mask of a byte.
+
+    A softmax that is not one kernel with its mask, and in fp32, is a row of them: 16 bits to fp32,
+    mask, softmax, and back to 16 bits; and the same from the other end.
     """
     elements = shape.num_attention_heads * shape.seq_length**2 / tensor_parallel
     again = 2 * element_bytes + 1 if has_dropout else 0
-    return elements * (4 * element_bytes + again), elements * (7 * element_bytes + again)
+    forward, backward = 4 * element_bytes + again, 7 * element_bytes + again
+    if softmax_in_fp32 and element_bytes < _FLOAT32_BYTES:
+        convert, rewrite = element_bytes + _FLOAT32_BYTES, 2 * _FLOAT32_BYTES
+        forward += 2 * convert + 2 * rewrite - 2 * element_bytes
+        backward += 2 * convert + 2 * rewrite + _FLOAT32_BYTES - 3 * element_bytes
+    return elements * forward, elements * backward
 
 
 def mask_bytes(shape: ModelShape, element_bytes: int) -> tuple[float, float]:

@@ -58,8 +58,13 @@ class MemoryCost(Protocol):
     def state_bytes(self, num_parameters: int) -> int:
         """Main parameters and optimizer moments of a shard."""
 
-    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
-        """What one layer keeps from forward to backward."""
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
+        """What one layer keeps from forward to backward.
+
+        `kind`: of the GPU, as kinds run different attention; None: what the model's usual GPU does.
+        """
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as it is sent."""

@@ -66,8 +66,10 @@ class MeasuredMemory(BytesByPrecision):
             )
         return self.head.parameters
 
-    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
-        """What one layer allocated and kept. Raises LookupError for recomputation."""
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
+        """What one layer allocated and kept, on any kind. Raises LookupError for recomputation."""
         if mode != "none":
             raise LookupError(f"found recomputation {mode!r}; measured was only what is kept whole")
         return micro_batch_size * self.layer.activation_elements * self.element_bytes

@@ -5,7 +5,8 @@ are sharded. Beside what is counted here a process holds its CUDA context, commu
 fragmentation: the planner's margin is for those.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.costs.efficiency import element_bytes, is_sixteen_bit
@@ -13,7 +14,7 @@ from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.schema.gpus.gpu import Attention, Dtype
 from zorse_megatron.schema.model.computing import USUAL, Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.profile.profile import Part, Profile
+from zorse_megatron.schema.profile.profile import Part, PartMemory, Profile
 
 _FLOAT32_BYTES = 4
 _MOMENTS_BYTES = 8
@@ -74,12 +75,19 @@ class TransformerMemory(BytesByPrecision):
     dtype: Dtype
     precision: Precision
     attention: Attention = "flash"
+    """On kinds that `attention_by_kind` does not have."""
+    attention_by_kind: Mapping[str, Attention] = field(default_factory=dict)
+    """Kind of GPU -> what core attention runs there."""
     computing: Computing = USUAL
     """Dropout, and what is recomputed; its attention is not looked at here."""
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     measured_layer_elements: int | None = None
     """What a layer keeps of one sample with nothing recomputed, its input included."""
+    measured_attention: Attention | None = None
+    """What it was measured with; None: that was not said, and counts as what every kind runs."""
+    measured_by_kind: Mapping[str, int] = field(default_factory=dict)
+    """The same elements, of kinds that were measured each."""
     measured_head_elements: int | None = None
     """What the head keeps of one sample."""
 
@@ -101,20 +109,42 @@ class TransformerMemory(BytesByPrecision):
             return own + self.model.table_parameters(self.tensor_parallel)
         return own
 
-    def activation_bytes(self, micro_batch_size: int, mode: RecomputeMode) -> int:
-        """What one layer keeps from forward to backward, its input included."""
-        if mode == "none" and self.measured_layer_elements is not None:
-            return micro_batch_size * self.measured_layer_elements * element_bytes(self.dtype)
+    def activation_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> int:
+        """What one layer keeps from forward to backward, its input included.
+
+        What was measured with other attention than the kind runs differs by what the formula says
+        that the two keep.
+        """
+        attention = self.attention_on(kind)
+        if mode != "none" or self.measured_layer_elements is None:
+            return micro_batch_size * self._computed_bytes(mode, attention)
+        width = element_bytes(self.dtype)
+        if kind is not None and kind in self.measured_by_kind:
+            return micro_batch_size * self.measured_by_kind[kind] * width
+        other = 0
+        if self.measured_attention not in (None, attention):
+            other = self._computed_bytes(mode, attention)
+            other -= self._computed_bytes(mode, self.measured_attention or attention)
+        return micro_batch_size * (self.measured_layer_elements * width + other)
+
+    def attention_on(self, kind: str | None) -> Attention:
+        """Return what core attention runs on a kind of GPU."""
+        return self.attention if kind is None else self.attention_by_kind.get(kind, self.attention)
+
+    def _computed_bytes(self, mode: RecomputeMode, attention: Attention) -> int:
+        """The formula, for one sample."""
         layer = LayerActivations(
             model=self.model,
             element_bytes=element_bytes(self.dtype),
-            attention=self.attention,
+            attention=attention,
             hidden_dropout=self.computing.hidden_dropout,
             attention_dropout=self.computing.attention_dropout,
             softmax_in_fp32=self.computing.softmax_in_fp32,
             modules=self.computing.modules,
         )
-        return micro_batch_size * layer.bytes_per_sample(
+        return layer.bytes_per_sample(
             mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
         )
 
@@ -147,6 +177,7 @@ def memory_from_profile(
     precision: Precision,
     tensor_parallel: int = 1,
     attention: Attention = "unfused",
+    attention_by_kind: Mapping[str, Attention] | None = None,
     computing: Computing = USUAL,
 ) -> TransformerMemory:
     """Return the memory of a model with what a profile measured of its layers and its head.
@@ -154,22 +185,38 @@ def memory_from_profile(
     The profile counts the input of a layer as output of the layer before, so it is added. Raises
     LookupError where the profile has nothing of this model, sequence length and split.
     """
-    layer = _measured(profile, "layer", model, tensor_parallel)
-    head = _measured(profile, "head", model, tensor_parallel)
+    layers = _measured(profile, "layer", model, tensor_parallel)
+    heads = _measured(profile, "head", model, tensor_parallel)
+    boundary = model.seq_length * model.hidden_size
+    layer, head = map(_for_all_kinds, (layers, heads))
     return TransformerMemory(
         model=model,
         dtype=dtype,
         precision=precision,
         attention=attention,
+        attention_by_kind=attention_by_kind or {},
         computing=computing,
         tensor_parallel=tensor_parallel,
-        measured_layer_elements=layer,
-        measured_head_elements=head,
+        measured_layer_elements=layer.activation_elements + boundary,
+        measured_attention=layer.attention,
+        measured_by_kind={
+            each.gpu_kind: each.activation_elements + boundary for each in layers if each.gpu_kind
+        },
+        measured_head_elements=head.activation_elements + boundary,
     )
 
 
-def _measured(profile: Profile, part: Part, model: ModelShape, tensor_parallel: int) -> int:
-    boundary = model.seq_length * model.hidden_size
+def _for_all_kinds(entries: Sequence[PartMemory]) -> PartMemory:
+    """Return the first that does not say its kind, or else the largest."""
+    plain = next((each for each in entries if each.gpu_kind is None), None)
+    return plain or max(entries, key=lambda each: each.activation_elements)
+
+
+def _measured(
+    profile: Profile, part: Part, model: ModelShape, tensor_parallel: int
+) -> list[PartMemory]:
+    """Return every entry of a part; at least one."""
+    found = []
     for entry in profile.memory:
         shape = profile.model_named(entry.model)
         is_same = (shape.hidden_size, shape.ffn_hidden_size, entry.seq_length) == (
@@ -178,7 +225,9 @@ def _measured(profile: Profile, part: Part, model: ModelShape, tensor_parallel: 
             model.seq_length,
         )
         if is_same and (entry.part, entry.tensor_parallel) == (part, tensor_parallel):
-            return entry.activation_elements + boundary
+            found.append(entry)
+    if found:
+        return found
     raise LookupError(
         f"found no memory of the {part} of {model.name} at sequence length {model.seq_length} with "
         f"tensor parallel {tensor_parallel} in the profile; expected one entry. Import a table "

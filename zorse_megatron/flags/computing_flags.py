@@ -7,16 +7,22 @@ from zorse_megatron.flags.rules import RECOMPUTED_MODULES, recompute_argument
 from zorse_megatron.schema.gpus.gpu import Attention
 from zorse_megatron.schema.model.computing import Computing, JobRecompute, Module
 
+# Longest samples that the kernels of scaling, mask and softmax in one take: Megatron's
+# (`FusedScaleMaskSoftmax.is_kernel_available`), and Transformer Engine's of the same name.
+_LONGEST_FUSED_LOCAL, _LONGEST_FUSED = 4096, 16384
+_FLASH_BACKENDS = ("flash", "fused")
+_UNFUSED_BACKENDS = ("unfused", "local")
+
 
 def computing_from_flags(args: Namespace) -> Computing:
     """Return it. `args`: of a command that `flags.rules` finds nothing wrong with."""
     is_local = args.transformer_impl == "local"
-    in_fp32 = args.attention_softmax_in_fp32 or args.apply_query_key_layer_scaling
     is_narrow = args.fp16 and not args.accumulate_allreduce_grads_in_fp32
     return Computing(
         attention=_attention(args, is_local=is_local),
+        names_attention=not is_local and args.attention_backend in _FLASH_BACKENDS,
         is_local=is_local,
-        softmax_in_fp32=in_fp32 and not args.masked_softmax_fusion,
+        softmax_in_fp32=_softmax_in_fp32(args, is_local=is_local),
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         narrow_gradients=bool(is_narrow or (args.bf16 and args.grad_reduce_in_bf16)),
@@ -26,11 +32,26 @@ def computing_from_flags(args: Namespace) -> Computing:
 
 
 def _attention(args: Namespace, *, is_local: bool) -> Attention | None:
-    """Megatron's own layers have unfused attention; of Transformer Engine, what it is told."""
-    if is_local or args.attention_backend == "unfused":
+    """Megatron's own layers have unfused attention; of Transformer Engine, what it is told.
+
+    `--use-flash-attn` is parsed, but nothing in megatron-core 0.19 reads it.
+    """
+    if is_local or args.attention_backend in _UNFUSED_BACKENDS:
         return "unfused"
-    asked = args.use_flash_attn or args.attention_backend in ("flash", "fused")
-    return "flash" if asked else None
+    return "flash" if args.attention_backend in _FLASH_BACKENDS else None
+
+
+def _softmax_in_fp32(args: Namespace, *, is_local: bool) -> bool:
+    """Whether unfused attention has its softmax in fp32 beside 16-bit probabilities.
+
+    Where one kernel does it all, it has not. Transformer Engine asks for fp32 whatever the flags
+    say, and fuses whatever they say (`NVTE_MASKED_SOFTMAX_FUSION`).
+    """
+    tokens = getattr(args, "seq_length", None) or 0
+    if not is_local:
+        return tokens > _LONGEST_FUSED
+    in_fp32 = args.attention_softmax_in_fp32 or args.apply_query_key_layer_scaling
+    return bool(in_fp32 and not (args.masked_softmax_fusion and tokens <= _LONGEST_FUSED_LOCAL))
 
 
 def _recompute(args: Namespace) -> JobRecompute | None:

@@ -18,7 +18,12 @@ from zorse_megatron.flags.flags_against_plan import (
 )
 from zorse_megatron.flags.refused import DECIDED
 from zorse_megatron.flags.table import defaults, spelling_of
-from zorse_megatron.flags.types import communication_dtype_problems, device_problems, dtype_problems
+from zorse_megatron.flags.types import (
+    attention_problems,
+    communication_dtype_problems,
+    device_problems,
+    dtype_problems,
+)
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan
@@ -57,6 +62,7 @@ def command_problems(
         *communication_dtype_problems(args, plan),
         *dtype_problems(args, plan),
         *device_problems(args, plan, kinds),
+        *attention_problems(args, plan, kinds),
         *layout_problems(args, plan),
         *batch_problems(args, plan),
         *model_flag_problems(args, plan),

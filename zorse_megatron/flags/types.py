@@ -64,6 +64,30 @@ def device_problems(
             )
 
 
+def attention_problems(
+    args: Namespace, plan: Plan, kinds: Mapping[str, GpuKind] | None = None
+) -> Iterator[Problem]:
+    """Flash attention asked of GPUs for which Transformer Engine has none: it would stop there.
+
+    `kinds`: the figures of the cluster's; without them nobody said what its builds can do.
+    """
+    backend = getattr(args, "attention_backend", None)
+    backend = getattr(backend, "name", backend)
+    if backend not in ("flash", "fused") or kinds is None:
+        return
+    names = () if plan.cluster is None else plan.cluster.gpu_kinds or ()
+    lacking = {n for n in names if n in kinds and not kinds[n].runs_flash_attention}
+    if lacking:
+        yield Problem(
+            where="--attention-backend",
+            found=f"{backend} for a plan with {' and '.join(sorted(lacking))}",
+            expected="auto or unfused: Transformer Engine has flash and fused attention from "
+            "compute capability 8.0 on",
+            remedy="Leave the flag out: each GPU then takes the best that it has. If your build "
+            "has it for these, say attention: flash under gpu_kinds of the cluster file.",
+        )
+
+
 def communication_dtype_problems(args: Namespace, plan: Plan) -> list[Problem]:
     """16-bit messages need fp32 sums, and in fp16 a loss scale whose overflow skips the step."""
     problems, job = [], job_dtype(args)

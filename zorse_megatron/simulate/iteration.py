@@ -65,7 +65,7 @@ def simulate(
     sets = RankSets.of(plan)
     by_dtype = by_dtype or {}
     memories = {dtype: costs.memory for dtype, costs in by_dtype.items()}
-    sizes = RankSizes(plan, memory, framework, memories, recompute)
+    sizes = RankSizes(plan, memory, framework, memories, recompute, kinds=kinds)
     equal = None
     may_merge = sets.size == 1 and framework == RUNTIME and perturbation.treats_kinds_alike
     if merge_equal_ranks and lists is None and may_merge:

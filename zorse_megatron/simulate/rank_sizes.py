@@ -1,6 +1,6 @@
 """How many parameters and bytes of a plan each rank holds, asked of the memory model once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -31,11 +31,15 @@ class RankSizes:
         framework: Framework = RUNTIME,
         memories: Mapping[ComputeDtype, MemoryCost] | None = None,
         recompute: JobRecompute | None = None,
+        *,
+        kinds: Sequence[str] | None = None,
     ) -> None:
         """`memories`: of groups with these compute types; of others `memory`.
 
-        `recompute`: what is recomputed in groups that do not say; None: nothing.
+        `recompute`: what is recomputed in groups that do not say; None: nothing. `kinds`: of the
+        GPU of each global rank; None: all run the attention that the memory model has.
         """
+        self._kinds = kinds
         self._job_recompute = recompute
         self.plan = plan
         self.framework = framework
@@ -53,8 +57,8 @@ class RankSizes:
         """Chunk -> first rank of each replica -> number of the parameters that it owns."""
         self._boundary: dict[tuple[int, ComputeDtype | None], int] = {}
         self._crossing: dict[tuple[int, int, int], int] = {}
-        self._kept: dict[tuple[int, int], int] = {}
-        self._working: dict[tuple[int, int], int] = {}
+        self._kept: dict[tuple[int, int, str | None], int] = {}
+        self._working: dict[tuple[int, int, str | None], int] = {}
 
     def memory_of(self, chunk: int) -> MemoryCost:
         """The memory model of the chunk's compute type."""
@@ -165,16 +169,20 @@ class RankSizes:
 
     def kept_bytes(self, rank: int, chunk: int) -> int:
         """What the chunk's layers keep of one micro-batch from its forward to its backward."""
-        size = self.micro_batch_size(rank)
-        if (chunk, size) not in self._kept:
+        size, kind = self.micro_batch_size(rank), self._kind(rank)
+        key = chunk, size, kind
+        if key not in self._kept:
             mode, recomputed = self.recompute(chunk)
             whole = self.num_layers(chunk) - recomputed
             memory = self.memory_of(chunk)
-            self._kept[chunk, size] = whole * memory.activation_bytes(size, "none")
+            self._kept[key] = whole * memory.activation_bytes(size, "none", kind)
             if recomputed:
                 inputs = -(-recomputed // self._layers_at_once(chunk))
-                self._kept[chunk, size] += inputs * memory.activation_bytes(size, mode)
-        return self._kept[chunk, size]
+                self._kept[key] += inputs * memory.activation_bytes(size, mode, kind)
+        return self._kept[key]
+
+    def _kind(self, rank: int) -> str | None:
+        return None if self._kinds is None else self._kinds[rank]
 
     def working_bytes(self, rank: int, chunk: int, *, forward_only: bool) -> int:
         """What one layer needs for a moment beyond what is kept.
@@ -182,15 +190,16 @@ class RankSizes:
         In a backward: what is recomputed, so many layers at a time as have one input. In an
         evaluation, which keeps nothing: a whole layer, at most.
         """
-        size, memory = self.micro_batch_size(rank), self.memory_of(chunk)
+        size, memory, kind = self.micro_batch_size(rank), self.memory_of(chunk), self._kind(rank)
         if forward_only:
-            return memory.activation_bytes(size, "none")
-        if (chunk, size) not in self._working:
+            return memory.activation_bytes(size, "none", kind)
+        key = chunk, size, kind
+        if key not in self._working:
             mode, recomputed = self.recompute(chunk)
-            whole, kept = (memory.activation_bytes(size, m) for m in ("none", mode))
+            whole, kept = (memory.activation_bytes(size, m, kind) for m in ("none", mode))
             again = self._layers_at_once(chunk) * whole
-            self._working[chunk, size] = max(0, again - kept) if recomputed else 0
-        return self._working[chunk, size]
+            self._working[key] = max(0, again - kept) if recomputed else 0
+        return self._working[key]
 
     def head_bytes(self, rank: int, chunk: int) -> int:
         """Logits of one micro-batch; 0 where the chunk has no head."""

@@ -26,9 +26,16 @@ class MemoryCap:
     """What one emulated GPU holds."""
 
     def __init__(
-        self, memory: MemoryCost, sizes: "ModelSizes", *, capacity_bytes: int, rank: int
+        self,
+        memory: MemoryCost,
+        sizes: "ModelSizes",
+        *,
+        capacity_bytes: int,
+        rank: int,
+        kind: str | None = None,
     ) -> None:
-        """`capacity_bytes`: what it may hold."""
+        """`capacity_bytes`: what it may hold; `kind`: of GPU."""
+        self.kind = kind
         self.memory = memory
         self.sizes = sizes
         self.capacity_bytes = capacity_bytes
@@ -91,11 +98,15 @@ class MemoryCap:
 
     def keep_layer(self, size: int, how: RecomputeMode) -> None:
         """Hold what a layer's forward keeps of `size` samples. Raises torch.OutOfMemoryError."""
-        self.keep(self.memory.activation_bytes(size, how))
+        self.keep(self.layer_bytes(size, how))
+
+    def layer_bytes(self, size: int, how: RecomputeMode) -> int:
+        """What a layer's forward keeps of `size` samples."""
+        return self.memory.activation_bytes(size, how, self.kind)
 
     def drop_layer(self, size: int, how: RecomputeMode) -> None:
         """Let it go with the next change, after having all of it there if it is recomputed."""
-        whole, kept = (self.memory.activation_bytes(size, mode) for mode in ("none", how))
+        whole, kept = (self.layer_bytes(size, mode) for mode in ("none", how))
         self.keep(whole - kept)
         self.drop(whole)
 

@@ -139,7 +139,7 @@ class Pacer:
             self._take("F", times.forward_s)
             if layer.training:
                 self.cap.keep_layer(size, how)
-                self.forward_bytes += self.cap.memory.activation_bytes(size, how)
+                self.forward_bytes += self.cap.layer_bytes(size, how)
         backward_s = times.backward_s
         if how == "selective":
             backward_s += self.compute.recompute_s(self.kind, size, how)

@@ -168,10 +168,15 @@ def series_of(profile: Profile, series: MeasuredSeries, part: Part) -> Times | N
 def _with_memory(
     memory: tuple[PartMemory, ...], series: MeasuredSeries, found: MeasuredPass
 ) -> tuple[PartMemory, ...]:
-    """The most of what kinds of GPU hold: entries do not say of which kind they are."""
+    """The most of what the kind of GPU held of a sample."""
     model = series.model
     key = (found.part, model.name, model.seq_length, 1)
-    old = [m for m in memory if (m.part, m.model, m.seq_length, m.tensor_parallel) == key]
+    old = [
+        m
+        for m in memory
+        if (m.part, m.model, m.seq_length, m.tensor_parallel) == key
+        and m.gpu_kind == series.gpu_kind
+    ]
     # Layers keep their activations until their backward; of the head there is one at a time.
     held_bytes = found.peak_bytes if found.part == "head" else found.kept_bytes
     elements = -(-held_bytes // found.micro_batch_size // element_bytes(series.dtype))
@@ -183,6 +188,7 @@ def _with_memory(
         parameters=found.parameters,
         activation_elements=max([elements, *(m.activation_elements for m in old)]),
         output_elements=model.seq_length * (1 if found.part == "head" else model.hidden_size),
+        gpu_kind=series.gpu_kind,
     )
     return (*(each for each in memory if each not in old), entry)
 

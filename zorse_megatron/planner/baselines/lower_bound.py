@@ -134,7 +134,7 @@ def _sizes(inputs: Inputs, kind: str) -> tuple[int, ...]:
         if each == kind
     )
     memories = [inputs.memory, *(costs.memory for costs in inputs.by_dtype.values())]
-    least = min(memory.activation_bytes(1, "none") for memory in memories)
+    least = min(memory.activation_bytes(1, "none", kind) for memory in memories)
     held = int(capacity / (1 - inputs.memory_margin)) // max(1, least)
     most = max(1, min(inputs.global_batch_size, held))
     sizes = set(range(1, min(most, _EVERY_SIZE_UP_TO) + 1)) | {most}

@@ -173,10 +173,14 @@ class GridCosts:
             )
             stage = self._stage(device_group, grid, at)
             share = self.cost_model.memory.shared_bytes(stage, settings) / width
-            need = share + self.cost_model.memory.local_bytes(stage, settings, size, count)
+            local_bytes = self.cost_model.memory.local_bytes
             fullest = max(
                 fullest,
-                need / min(gpu_class.capacity_bytes for gpu_class in device_group.gpu_classes),
+                *(
+                    (share + local_bytes(stage, settings, size, count, each.kind))
+                    / each.capacity_bytes
+                    for each in device_group.gpu_classes
+                ),
             )
             both_s = max(passes.both_s for passes in self.cost_model.passes(stage, settings))
             busy_s = max(busy_s, count * both_s)

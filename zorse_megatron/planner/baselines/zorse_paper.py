@@ -176,7 +176,11 @@ def _fitting(
         if shares is not None and all(
             share
             + cost_model.memory.local_bytes(
-                stage, settings, shares[rank].micro_batch_size, shares[rank].num_microbatches
+                stage,
+                settings,
+                shares[rank].micro_batch_size,
+                shares[rank].num_microbatches,
+                gpu_class.kind,
             )
             <= gpu_class.capacity_bytes
             for gpu_class in stage.device_group.gpu_classes

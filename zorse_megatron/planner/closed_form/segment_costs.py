@@ -154,16 +154,15 @@ class SegmentCosts:
         """
         sizes, counts = self.sizes[:, None, None], self.counts[..., None]
         memory, batch = self.cost_model.memory, self.inputs.global_batch_size
-        spared = memory.spared["full"]
+        spared = self._per_class([memory.spared(kind, "full") for kind, _ in self.classes])
+        kept = self._per_class([memory.kept(kind) for kind, _ in self.classes])
         number = np.stack(micro_batches_per_replica(batch, counts, sizes, both_s))
         whole = np.ceil(number - 1e-9)
         in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
         free = self._capacities() - replica_bytes(
             self._fixed(layers),
             sizes,
-            activations=activation_bytes(
-                in_flight * layers, layers, kept=memory.kept["none"], spared=spared
-            ),
+            activations=activation_bytes(in_flight * layers, layers, kept=kept, spared=spared),
             working=BUFFERS * memory.boundary + self._head(),
         )
         # Per sample a recomputed layer spares what it keeps, and needs all of it for a moment.

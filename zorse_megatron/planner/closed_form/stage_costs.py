@@ -181,17 +181,23 @@ class StageCostModel:
         space = self.inputs.space
         if "none" in space.recompute:
             yield host
-        if "selective" in space.recompute and self.memory.spared["selective"] > 0:
+        kinds = {gpu_class.kind for gpu_class in stage.device_group.gpu_classes}
+        spares = any(self.memory.spared(kind, "selective") > 0 for kind in kinds)
+        if "selective" in space.recompute and spares:
             yield replace(host, mode="selective", recomputed=stage.num_layers)
         if "full" in space.recompute:
             yield from self._full(stage, counts, host)
 
     def _copies_in_time(self, stage: Stage, settings: MemorySettings) -> bool:
         """Whether the host link takes what a forward keeps in no more than the forward's time."""
-        memory, spared = self.memory, self.memory.spared[settings.mode]
-        kept = stage.num_layers * memory.kept["none"] - settings.recomputed * spared
+        memory = self.memory
+
+        def kept(kind: str) -> int:
+            spared = memory.spared(kind, settings.mode)
+            return stage.num_layers * memory.kept(kind) - settings.recomputed * spared
+
         return all(
-            passes.size * kept / gpu_class.host_link_bytes_per_s <= passes.forward_s
+            passes.size * kept(gpu_class.kind) / gpu_class.host_link_bytes_per_s <= passes.forward_s
             for gpu_class, passes in zip(
                 stage.device_group.gpu_classes, self.passes(stage, settings), strict=True
             )

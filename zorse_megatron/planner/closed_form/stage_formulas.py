@@ -62,7 +62,7 @@ def stage_parameters(layers: Value, layer: int, first: Value, last: Value) -> Va
 
 
 def activation_bytes(
-    layers_in_flight: Value, layers: Value, kept: int, spared: int, recomputed: Value = 0
+    layers_in_flight: Value, layers: Value, kept: Value, spared: Value, recomputed: Value = 0
 ) -> Value:
     """What a sample keeps between forward and backward, in all layers and micro-batches in flight.
 

@@ -9,7 +9,9 @@ during the step, when activations are not: what has to fit then is looked at apa
 import math
 from collections.abc import Sequence
 
+from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
+from zorse_megatron.planner.closed_form.device_groups import GpuClass
 from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
 from zorse_megatron.planner.closed_form.stage_formulas import (
     activation_bytes,
@@ -32,13 +34,20 @@ class StageMemory:
         self.inputs = inputs
         self.costs = costs = inputs.memory
         self.boundary = costs.boundary_bytes(1)
-        self.kept: dict[str, int] = {
-            mode: costs.activation_bytes(1, mode) for mode in ("none", "selective", "full")
-        }
-        self.spared = {mode: self.kept["none"] - kept for mode, kept in self.kept.items()}
-        """What a recomputed layer does not keep."""
+        self._kept: dict[tuple[str, RecomputeMode], int] = {}
         self.head = costs.head_bytes(1)
         self.layer_parameters = costs.layer_parameters()
+
+    def kept(self, kind: str, mode: RecomputeMode = "none") -> int:
+        """What a layer keeps of a sample on a kind of GPU."""
+        found = self._kept.get((kind, mode))
+        if found is None:
+            found = self._kept[kind, mode] = self.costs.activation_bytes(1, mode, kind)
+        return found
+
+    def spared(self, kind: str, mode: RecomputeMode) -> int:
+        """What a recomputed layer does not keep."""
+        return self.kept(kind) - self.kept(kind, mode)
 
     def parameters(self, num_layers: int, position: StagePosition) -> int:
         """Parameters of a stage."""
@@ -60,13 +69,14 @@ class StageMemory:
         return total
 
     def gpu_free_bytes(
-        self, stage: Stage, settings: MemorySettings, size: int, count: float, capacity_bytes: int
+        self, stage: Stage, settings: MemorySettings, size: int, count: float, gpu_class: GpuClass
     ) -> float:
         """What a GPU has free for its part of `shared_bytes`; `size`, `count`: its micro-batches.
 
         During the passes, or during the step if state in the host passes through then.
         """
-        in_passes = capacity_bytes - self.local_bytes(stage, settings, size, count)
+        capacity_bytes, kind = gpu_class.capacity_bytes, gpu_class.kind
+        in_passes = capacity_bytes - self.local_bytes(stage, settings, size, count, kind)
         if not settings.offload_state:
             return in_passes
         resident = 0 if stage.position.schedule == "breadth_first" else self._unsharded_bytes(stage)
@@ -74,15 +84,17 @@ class StageMemory:
         resident += self.costs.state_bytes(passing) + stage.reserve_bytes
         return min(in_passes, capacity_bytes - resident)
 
-    def local_bytes(self, stage: Stage, settings: MemorySettings, size: int, count: float) -> float:
+    def local_bytes(
+        self, stage: Stage, settings: MemorySettings, size: int, count: float, kind: str
+    ) -> float:
         """What a replica has beside its share, if it runs `count` micro-batches of a size."""
-        position, spared = stage.position, self.spared[settings.mode]
+        position, spared = stage.position, self.spared(kind, settings.mode)
         layers = self.layers_in_flight(stage, count)
         if settings.offload_activations:
             # One on its way out, one on its way in, one in use, each of one chunk.
             layers = min(layers, 3 * stage.num_layers / stage.num_chunks)
         activations = activation_bytes(
-            layers, stage.num_layers, self.kept["none"], spared, settings.recomputed
+            layers, stage.num_layers, self.kept(kind), spared, settings.recomputed
         )
         alone = position.is_first and position.is_last and stage.num_chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary
@@ -139,7 +151,7 @@ class StageMemory:
         ):
             # Whole micro-batches: some replicas run one more than others.
             whole = math.ceil(count - 1e-9)
-            one = self.gpu_free_bytes(stage, settings, size, whole, gpu_class.capacity_bytes)
+            one = self.gpu_free_bytes(stage, settings, size, whole, gpu_class)
             least = min(least, one)
             free += len(gpu_class.ranks) * one
         return least if least < 0 else free - self.shared_bytes(stage, settings)
@@ -152,8 +164,6 @@ class StageMemory:
         parameters = self.parameters(stage.num_layers, stage.position)
         owned = -(-parameters // (len(stage.device_group.ranks) * stage.num_chunks))
         state = stage.num_chunks * pinned_state_bytes(self.costs.state_bytes(owned), owned)
-        spared = self.spared[settings.mode]
-        kept = self.kept["none"] - spared * settings.recomputed / stage.num_layers
         for gpu_class, size, count in zip(
             stage.device_group.gpu_classes, stage.sizes, counts, strict=True
         ):
@@ -161,6 +171,8 @@ class StageMemory:
                 continue
             needed: float = state
             if settings.offload_activations:
+                spared = self.spared(gpu_class.kind, settings.mode)
+                kept = self.kept(gpu_class.kind) - spared * settings.recomputed / stage.num_layers
                 block = pinned_bytes(math.ceil(size * kept))
                 needed += block * self.layers_in_flight(stage, count)
             if needed > gpu_class.host_bytes:

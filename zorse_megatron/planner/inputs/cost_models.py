@@ -1,9 +1,13 @@
-"""The cost models of a search: computation, memory, and notes on their sources."""
+"""The cost models of a search: computation, memory, and notes on their sources.
+
+Kinds of GPU may compute in different types and run different attention, so each has its costs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from zorse_megatron.costs.attention_kinds import attention_by_kind, attention_on, attention_phrase
 from zorse_megatron.costs.by_kind import ByKind
 from zorse_megatron.costs.efficiency import is_sixteen_bit
 from zorse_megatron.costs.interface import ComputeCost, DtypeCosts
@@ -18,6 +22,8 @@ from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Attention, Dtype, DtypeChoi
 from zorse_megatron.schema.model.computing import Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Profile
+
+_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +43,20 @@ class CostModels:
 
     @cached_property
     def computes(self) -> dict[str, ProfiledCompute]:
-        """Kind -> its costs; all the same but with types of their own."""
+        """Kind -> its costs; the same for kinds with one type and one attention."""
         return _computes(self.profile, self.model, self.cluster, self.dtype, self.computing)
 
-    @property
+    @cached_property
     def compute(self) -> ComputeCost:
-        """Costs each kind in the type that it computes in."""
-        if self.has_own_types:
-            return ByKind(computes=self.computes)
-        return next(iter(self.computes.values()))
+        """Costs each kind in the type that it computes in, with the attention that it runs."""
+        return _joined(self.computes)
 
     @cached_property
     def memory(self) -> tuple[TransformerMemory, str]:
         """In the type that all kinds have, and what it rests on."""
         kinds = self.cluster.kinds.values()
         common = DTYPE_OF[common_dtype(kinds)] if self.dtype == "auto" else self.dtype
-        return _memory(self.profile, self.model, common, self.computing)
+        return _memory(self.profile, self.model, common, self.cluster, self.computing)
 
     def costs_in(self, dtype: Dtype) -> DtypeCosts:
         """Costs of a group that a plan lets compute in a type."""
@@ -65,8 +69,8 @@ class CostModels:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What they leave out."""
-        return _flash_notes(self.cluster, self.computing, self.memory[0])
+        """What many do not expect of them."""
+        return _attention_notes(self.cluster, self.computing, self.memory[0])
 
     @property
     def best_sizes(self) -> dict[str, tuple[int, ...]]:
@@ -81,32 +85,35 @@ def _computes(
     dtype: DtypeChoice,
     computing: Computing,
 ) -> dict[str, ProfiledCompute]:
-    """Kind -> its costs; all the same but with auto."""
-    types: dict[str, Dtype] = {
-        kind: DTYPE_OF[common_dtype([gpu])] if dtype == "auto" else dtype
-        for kind, gpu in cluster.kinds.items()
-    }
-    of_type = {
-        each: ProfiledCompute(
-            profile, model, dtype=each, kinds=cluster.kinds, computing=_in_type(computing, each)
-        )
-        for each in dict.fromkeys(types.values())
-    }
-    return {kind: of_type[each] for kind, each in types.items()}
+    """Kind -> its costs; the same for kinds with one type and one attention."""
+    made: dict[tuple[Dtype, Attention], ProfiledCompute] = {}
+    result = {}
+    for kind, gpu in cluster.kinds.items():
+        own: Dtype = DTYPE_OF[common_dtype([gpu])] if dtype == "auto" else dtype
+        attention = attention_on(gpu, computing, own)
+        if (own, attention) not in made:
+            made[own, attention] = ProfiledCompute(
+                profile,
+                model,
+                dtype=own,
+                kinds=cluster.kinds,
+                computing=replace(computing, attention=attention),
+            )
+        result[kind] = made[own, attention]
+    return result
 
 
-def _in_type(computing: Computing, dtype: Dtype) -> Computing:
-    """With its attention named: Transformer Engine has none without scores in fp32."""
-    if computing.attention is not None:
-        return computing
-    chosen: Attention = "flash" if is_sixteen_bit(dtype) else "unfused"
-    return replace(computing, attention=chosen)
+def _joined(computes: Mapping[str, ProfiledCompute]) -> ComputeCost:
+    """Costs of all kinds in one."""
+    first, *others = dict.fromkeys(computes.values())
+    return ByKind(computes=computes) if others else first
 
 
 def _memory(
     profile: Profile,
     model: ModelShape,
     dtype: Dtype,
+    cluster: Cluster,
     computing: Computing,
     *,
     in_own_type: bool = False,
@@ -115,21 +122,29 @@ def _memory(
     # Where groups compute in types of their own, gradients are kept in fp32.
     is_narrow = computing.narrow_gradients and not in_own_type and is_sixteen_bit(dtype)
     precision = precision_of(dtype, gradient_bytes=2) if is_narrow else precision_of(dtype)
-    known = _in_type(computing, dtype)
-    assert known.attention is not None
+    by_kind = attention_by_kind(cluster.kinds, computing, dtype)
+    usual: Attention = "flash" if "flash" in by_kind.values() else "unfused"
     try:
         measured = memory_from_profile(
-            profile, model, dtype=dtype, precision=precision, computing=known
+            profile,
+            model,
+            dtype=dtype,
+            precision=precision,
+            attention=usual,
+            attention_by_kind=by_kind,
+            computing=computing,
         )
     except LookupError:
         formula = TransformerMemory(
             model=model,
             dtype=dtype,
             precision=precision,
-            attention=known.attention,
-            computing=known,
+            attention=usual,
+            attention_by_kind=by_kind,
+            computing=computing,
         )
-        return formula, f"memory: by formula, with {known.attention} attention{_dropout(known)}"
+        said = attention_phrase(by_kind)
+        return formula, f"memory: by formula, with {said}{_dropout(computing)}"
     return measured, "memory: activations of layer and head as measured"
 
 
@@ -141,10 +156,8 @@ def _costs_in(
     dtype: Dtype, profile: Profile, model: ModelShape, cluster: Cluster, computing: Computing
 ) -> DtypeCosts:
     return DtypeCosts(
-        compute=ProfiledCompute(
-            profile, model, dtype=dtype, kinds=cluster.kinds, computing=_in_type(computing, dtype)
-        ),
-        memory=_memory(profile, model, dtype, computing, in_own_type=True)[0],
+        compute=_joined(_computes(profile, model, cluster, dtype, computing)),
+        memory=_memory(profile, model, dtype, cluster, computing, in_own_type=True)[0],
     )
 
 
@@ -155,19 +168,29 @@ def _price_notes(computes: Mapping[str, ProfiledCompute], *, says_types: bool) -
     )
 
 
-def _flash_notes(
+def _attention_notes(
     cluster: Cluster, computing: Computing, memory: TransformerMemory
 ) -> tuple[str, ...]:
-    """Kinds for which Transformer Engine has no attention that keeps no scores."""
-    if computing.attention is not None or memory.attention != "flash":
+    """Kinds that keep all scores because Transformer Engine has no other attention for them."""
+    if computing.attention == "unfused":
         return ()
-    without = [name for name, kind in cluster.kinds.items() if not kind.computes_in("bf16")]
+    without = [name for name, kind in cluster.kinds.items() if not kind.runs_flash_attention]
     if not without:
         return ()
+    kept = memory.activation_bytes(1, "none", without[0])
+    flash = replace(memory, attention="flash", attention_by_kind={}).activation_bytes(1, "none")
+    names = " and ".join(without)
+    asked = (
+        f" --attention-backend asks for what {names} cannot run, and Transformer Engine would "
+        "stop there: leave it out."
+        if computing.names_attention
+        else ""
+    )
     return (
-        f"{' and '.join(without)}: Transformer Engine has neither flash nor fused attention for "
-        "GPUs before Ampere, so scores will take memory that is not counted; "
-        "--attention-backend unfused counts it, for all GPUs",
+        f"{names}: unfused attention, as Transformer Engine has neither flash nor fused attention "
+        "below compute capability 8.0; a layer keeps "
+        f"{kept / _GIB:.3g} GiB of a sample in place of {flash / _GIB:.3g} GiB, and all scores "
+        f"pass through memory. A build that has it: attention under gpu_kinds.{asked}",
     )
 
 

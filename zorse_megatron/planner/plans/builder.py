@@ -121,15 +121,15 @@ class Builder:
 
     def _free_bytes(self, stage: Stage, settings: MemorySettings, group: Group) -> list[float]:
         """What is free on each GPU beside its shard."""
-        capacity = {
-            rank: gpu_class.capacity_bytes
+        class_of = {
+            rank: gpu_class
             for gpu_class in stage.device_group.gpu_classes
             for rank in gpu_class.ranks
         }
         free_bytes = []
         for replica in group.replicas:
             size, count = replica.micro_batch_size, replica.num_microbatches
-            one = capacity[replica.ranks[0]]
+            one = class_of[replica.ranks[0]]
             free_bytes.append(
                 self.cost_model.memory.gpu_free_bytes(stage, settings, size, count, one)
             )

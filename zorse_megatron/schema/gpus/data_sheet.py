@@ -1,10 +1,10 @@
 """From the figures of data sheets to kinds of GPU, and what is behind these figures.
 
 Bandwidth and peak rates are those of the vendors' data sheets; rates are dense (half of the figure
-with sparsity). Memory is what CUDA gives a program, where somebody reported it (`on_device.py`), and
-the advertised size in decimal GB elsewhere. `source` names the document, by its title; figures that
-none of NVIDIA's was found for are `unconfirmed`. A test compares what is printed, and rates with
-units x clock x operations a cycle.
+with sparsity). Memory is what CUDA gives a program, where somebody reported it (`on_device.py`),
+and the advertised size in decimal GB elsewhere. `source` names the document, by its title; figures
+that none of NVIDIA's was found for are `unconfirmed`. A test compares what is printed, and rates
+with units x clock x operations a cycle.
 
 Link rates are what transfers reach, not what is printed on the box. Measured where a public figure
 exists (Sailor, SOSP 2025: A100 243 GB/s, V100 68 GB/s, GH200 250 GB/s with four GPUs sharing; the

@@ -1,10 +1,11 @@
 """What CUDA says of each well-known kind of GPU once it is there: memory, capability, processors.
 
-A data sheet prints memory in decimal GB; a driver gives programs another number, more for most kinds
-and less for some (a T4 of "16 GB", 16.0e9 bytes, has 15.6e9), as firmware, page tables and ECC take
-their part first. `memory_mib` is `total_memory` of `torch.cuda.get_device_properties`, which an
-out-of-memory message calls "total capacity": the smallest of those found in public reports of current
-drivers, which differ by up to 0.3 GiB. Kinds without a report count as the advertised size.
+A data sheet prints memory in decimal GB; a driver gives programs another number, more for most
+kinds and less for some (a T4 of "16 GB", 16.0e9 bytes, has 15.6e9), as firmware, page tables and
+ECC take their part first. `memory_mib` is `total_memory` of `torch.cuda.get_device_properties`,
+which an out-of-memory message calls "total capacity": the smallest of those found in public reports
+of current drivers, which differ by up to 0.3 GiB. Kinds without a report count as the advertised
+size.
 
 Capabilities are those of NVIDIA's "CUDA GPU Compute Capability" list, multiprocessors those of its
 white papers and data sheets.
@@ -41,7 +42,7 @@ ON_DEVICE: dict[str, OnDevice] = {
         capability=(9, 0),
         multiprocessors=132,
         memory_mib=143_156,
-        source="get_device_properties of an H200, torch's printed form, in public scripts for Modal",
+        source="get_device_properties of an H200, torch's printed form, in public scripts",
     ),
     "GH200-96": OnDevice(capability=(9, 0), multiprocessors=132),
     "H100-80": OnDevice(
@@ -159,12 +160,13 @@ ON_DEVICE: dict[str, OnDevice] = {
         memory_mib=16_130,
         source="as the V100 (16 GB SXM2)",
     ),
-    # Drivers before CUDA 13 give 14.75 GiB of the 15,360 MiB that nvidia-smi shows.
+    # Of the 15,360 MiB that nvidia-smi shows older drivers give 14.75 GiB: hpcaitech/Open-Sora
+    # issue 697.
     "T4": OnDevice(
         capability=(7, 5),
         multiprocessors=40,
         memory_mib=_gib(14.56),
-        source="Zheng-Chong/CatVTON issue 133; older drivers: 14.75 GiB, hpcaitech/Open-Sora issue 697",
+        source="Zheng-Chong/CatVTON issue 133",
     ),
     "P100": OnDevice(
         capability=(6, 0),

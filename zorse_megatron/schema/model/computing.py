@@ -25,6 +25,8 @@ class Computing:
 
     attention: Attention | None = None
     """flash: scores are never whole in memory. None: as the implementation chooses on each GPU."""
+    names_attention: bool = False
+    """Whether the command asks for flash or fused attention on all GPUs."""
     is_local: bool = False
     """Whether layers are Megatron's own, with unfused attention, and not Transformer Engine's."""
     softmax_in_fp32: bool = False

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.gpus.gpu import Attention, Dtype
 from zorse_megatron.schema.model.model_shape import Activation, ModelShape, Norm, PositionEmbedding
 from zorse_megatron.schema.plan.plan import (
     Count,
@@ -145,6 +145,10 @@ class PartMemory:
     """Kept from forward to backward."""
     output_elements: Count
     """Handed to the next part."""
+    gpu_kind: Text | None = None
+    """On which kind of GPU; null: it counts for all kinds."""
+    attention: Attention | None = None
+    """What core attention ran; null: it counts as what each kind runs."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
