@@ -137,7 +137,7 @@ def test_plan_that_does_not_fit_into_memory(run, tmp_path):
     assert result.exit_code == 1
     assert "plan.json does not fit into memory (1 problem):" in result.stdout
     assert "groups[1], ranks 4 to 7: found " in result.stdout
-    assert "expected at most 14.9 GiB, the memory of V100-16" in result.stdout
+    assert "expected at most 15.8 GiB, the memory of V100-16" in result.stdout
 
 
 def test_flags_of_the_training_command(run):

@@ -18,6 +18,7 @@ the T4, TensorRT's support matrix has float16 but no bfloat16), and tensor cores
 7.0 on (V100 and T4 data sheets). The W6800's data sheet has a rate for float16, none for bfloat16.
 """
 
+from zorse_megatron.schema.gpus.compute_capability import CAPABILITIES
 from zorse_megatron.schema.gpus.gpu import GpuKind, LinkType, PeakFlops
 from zorse_megatron.schema.gpus.on_device import ON_DEVICE
 
@@ -64,7 +65,7 @@ def gpu(
         unconfirmed=unconfirmed,
         advertised_gb=memory_gb,
         memory_source=seen.source if seen is not None and reported is not None else None,
-        capability=seen.capability if seen is not None else None,
+        capability=CAPABILITIES.get(name),
         multiprocessors=seen.multiprocessors if seen is not None else None,
     )
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from zorse_megatron.schema.gpus.compute_capability import FLASH_FROM, Capability
+
 ComputeDtype = Literal["fp16", "bf16", "fp32"]
 """What a group of a plan computes in, by the names of Megatron's flags."""
 Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
@@ -68,7 +70,7 @@ class GpuKind:
     """Memory as its name and its data sheet have it, in decimal GB."""
     memory_source: str | None = None
     """Who saw `memory_bytes` on one; None: it is the advertised size, or somebody's own word."""
-    capability: tuple[int, int] | None = None
+    capability: Capability | None = None
     """CUDA's compute capability."""
     multiprocessors: int | None = None
     """Streaming multiprocessors."""
@@ -87,7 +89,7 @@ class GpuKind:
         if self.attention is not None:
             return self.attention == "flash"
         if self.capability is not None:
-            return self.capability >= (8, 0)
+            return self.capability >= FLASH_FROM
         return self.computes_in("bf16")
 
     def computes_in(self, dtype: ComputeDtype | None) -> bool:
