@@ -40,6 +40,9 @@ NAMES_OF_OTHERS = {
     "pinned_max_round_threshold_mb",
     # transformers, Slurm, Linux, Sailor and the DeepSpeed that it brings
     *("LlamaConfig", "JobRequeue", "ip_local_port_range", "PipelineEngine", "reconstruct_tensor"),
+    # Transformer Engine, and cuBLAS in torch
+    *("NVTE_MASKED_SOFTMAX_FUSION", "get_attention_backend", "get_cublas_workspace_size_bytes"),
+    "parseChosenWorkspaceSize",
     # Megatron-LM's files that are not in the package
     *("SPIKY_LOSS_FACTOR", "gpt_builders"),
 }

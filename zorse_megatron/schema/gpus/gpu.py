@@ -81,9 +81,9 @@ class GpuKind:
     def runs_flash_attention(self) -> bool:
         """Whether Transformer Engine has flash or fused attention for it.
 
-        It turns both off below compute capability 8.0 (`get_attention_backend` in
-        `pytorch/attention/dot_product_attention/utils.py`), as flash-attention 2 and cuDNN's fused
-        attention have no kernels there. bfloat16 came with the same capability, for kinds whose own
+        It turns both off below compute capability 8.0 (`get_attention_backend` of its
+        dot-product attention), as flash-attention 2 and cuDNN's fused attention have no kernels
+        there. bfloat16 came with the same capability, for kinds whose own
         is not known.
         """
         if self.attention is not None:
