@@ -44,6 +44,13 @@ def test_misspelt_flags_of_ours_are_ours():
     assert [each.flag for each in found] == ["--zorse-plna"] and rest == ("--lr", "1")
 
 
+def test_a_flag_of_ours_quoted_together_with_its_value_is_ours():
+    """So that its misspelling is told, instead of stock training without the plan."""
+    found, rest = split_ours(["--lr", "1", "--zorse-plan p.json", "--bf16"])
+    assert [each.flag for each in found] == ["--zorse-plan p.json"]
+    assert rest == ("--lr", "1", "--bf16")
+
+
 def test_a_switch_with_a_value_is_refused():
     with pytest.raises(FlagError, match="--bf16"):
         find_flags(["--bf16=1"], {"--bf16": 0})

@@ -48,8 +48,9 @@ def find_flags(
     Raises FlagError for a value after the "=" of a flag that takes none.
     """
     found: list[Given] = []
+    wanted = tuple((flag.replace(" ", _SPACE), nargs) for flag, nargs in flags.items())
     try:
-        _, rest = _parser(tuple(flags.items())).parse_known_args(
+        _, rest = _parser(wanted).parse_known_args(
             [word.replace(" ", _SPACE) if word.startswith("--") else word for word in words],
             argparse.Namespace(found=found),
         )
@@ -112,7 +113,8 @@ class _Keep(argparse.Action):
     ) -> None:
         texts = values if isinstance(values, list) else [] if values is None else [values]
         found = tuple(text.replace(_SPACE, " ") for text in texts)
-        namespace.found.append(Given(flag=str(option_string), values=found))
+        flag = str(option_string).replace(_SPACE, " ")
+        namespace.found.append(Given(flag=flag, values=found))
 
 
 @lru_cache(maxsize=64)
