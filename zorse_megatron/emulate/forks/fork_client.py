@@ -1,5 +1,6 @@
 """Starts a server that forks ranks (`fork_server`), and gives it jobs."""
 
+import contextlib
 import json
 import os
 import select
@@ -19,6 +20,8 @@ GRACE_AFTER_FAILURE_S = 5.0
 _START_TIMEOUT_S = 180.0
 # What the server needs beyond a job's own timeout to end the ranks and answer.
 _ANSWER_MARGIN_S = 30.0
+# From the end of its output to the end of the server.
+_END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,8 @@ class ForkClient:
     def run(self, job: ForkedJob) -> ForkedEnd:
         """Run a job to its end. Raises RankFailure where the server has gone."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # the lack of an answer tells why
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         answer = self._answer(job.timeout_s + _ANSWER_MARGIN_S)
         return ForkedEnd(
             statuses=tuple(answer["statuses"]),
@@ -95,28 +99,33 @@ class ForkClient:
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            try:
-                self._process.wait(timeout=_ANSWER_MARGIN_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._end(_ANSWER_MARGIN_S)
         self._log.close()
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
-        if select.select([stdout], [], [], timeout_s)[0] and (line := stdout.readline()):
+        in_time = bool(select.select([stdout], [], [], timeout_s)[0])
+        if in_time and (line := stdout.readline()):
             return dict(json.loads(line))
-        self._process.kill()
-        self._process.wait()
+        # No line in time: its output has ended.
+        status = self._end(_END_TIMEOUT_S if in_time else 0.0)
+        found = f"exit status {status}" if in_time else f"no answer within {timeout_s:.0f} s"
         self._log.seek(0)
         problem = Problem(
             where=self.module,
-            found=f"no answer within {timeout_s:.0f} s",
+            found=found,
             expected="one line of JSON",
             remedy="Its last lines:\n" + tail_of(self._log.read()),
         )
         raise RankFailure("The process that forks the ranks is gone", [problem])
+
+    def _end(self, timeout_s: float) -> int:
+        """Exit status of the server, which is killed if it does not end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        self._process.kill()
+        return self._process.wait()
 
 
 def server_environment() -> dict[str, str]:
