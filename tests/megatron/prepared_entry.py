@@ -1,8 +1,12 @@
-"""A forked rank: it builds the parser without reading a source, and saves without spawning."""
+"""A forked rank: it builds the parser without reading a source, and saves without spawning.
+
+Its arguments are those that stock would build here.
+"""
 
 import argparse
 import inspect
 import multiprocessing
+import os
 from typing import Any, NoReturn
 
 
@@ -14,9 +18,13 @@ def main() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import arguments
 
+    stock = arguments.add_megatron_arguments.__wrapped__  # type: ignore[attr-defined]
+    words = ["--num-layers", "3"]
+    expected = stock(argparse.ArgumentParser(allow_abbrev=False)).parse_args(words)
     inspect.getsource = inspect.getsourcelines = fail  # type: ignore[assignment]
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    assert parser.parse_args(["--num-layers", "3"]).num_layers == 3
+    assert parser.parse_args(words) == expected
+    assert expected.local_rank == int(os.environ["RANK"]), "of this rank, not of its parent"
     multiprocessing.set_executable("/nowhere")  # what would be spawned
     queue = filesystem_async.get_write_results_queue()
     queue.put(3)

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.command_findings import findings_of
 from zorse_megatron.flags.unknown import unknown_problems
+
+# Argument -> the variable that its default is of, and what it is without that one.
+_OF_LAUNCHER = {"local_rank": ("LOCAL_RANK", 0), "inprocess_active_world_size": ("WORLD_SIZE", 1)}
 
 
 def import_late_modules_of_stock() -> None:
@@ -37,12 +41,18 @@ def hooks_of_forked_ranks() -> Replacements:
 
 
 def _from_parent(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """As argparse's `parents` do: no one changes a parser's arguments."""
+    """As argparse's `parents` do: what differs by rank aside, no one changes its arguments."""
     parent = stock(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
 
     @functools.wraps(stock)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser._add_container_actions(parent)
+        parser.set_defaults(
+            **{
+                name: int(os.environ.get(variable, otherwise))
+                for name, (variable, otherwise) in _OF_LAUNCHER.items()
+            }
+        )
         return parser
 
     return add_megatron_arguments
