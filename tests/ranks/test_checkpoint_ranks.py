@@ -157,13 +157,11 @@ def test_only_the_folder_of_save_is_set_back(tmp_path: Path) -> None:
     given = {
         "pretrained_checkpoint": None,
         "ckpt_step": None,
-        "non_persistent_global_ckpt_dir": None,
-        "non_persistent_ckpt_type": "global",
         "exit_on_missing_checkpoint": False,
     }
     args = Namespace(load=f"{tmp_path}/a/../a", save=f"{tmp_path}/a", **given)
     load = load_of(args, skips_damaged=True)
-    assert load is not None and load.non_persistent == Path(f"{args.load}/non_persistent")
+    assert load is not None and load.root == Path(args.load) and load.skips_damaged
     args.save = f"{tmp_path}/b"
     with pytest.raises(FlagError, match="one folder for both"):
         load_of(args, skips_damaged=True)

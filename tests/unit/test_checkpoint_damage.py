@@ -17,7 +17,6 @@ from tests.unit.checkpoint_folders import flip, save, shards, steps_of_save
 from zorse_megatron.checkpoints.check import Look, State, look_at, shares
 from zorse_megatron.checkpoints.choice import Chooser, Load
 from zorse_megatron.checkpoints.folder import (
-    NON_PERSISTENT,
     TRACKER,
     Checkpoint,
     checkpoints_in,
@@ -296,24 +295,6 @@ def test_a_manifest_of_an_earlier_save_is_told_from_damage(
         manifest.unlink()
         look, _ = load(tmp_path)
         assert look is not None and look.state is State.UNVERIFIED
-
-
-def test_checkpoints_that_are_not_kept(tmp_path: Path) -> None:
-    """`--non-persistent-save-interval`: the newer of two folders; either makes up for the other."""
-    other = tmp_path / NON_PERSISTENT
-    save(tmp_path, 4)
-    spoil(save(tmp_path, 6), "flipped")
-    save(other, 5)
-    look, _ = load(tmp_path, non_persistent=other, skips_damaged=True)
-    assert look is not None and look.checkpoint == Checkpoint(root=other, iteration=5)
-    spoil(look.checkpoint, "flipped")
-    look, notes = load(tmp_path, non_persistent=other, skips_damaged=True)
-    assert look is not None and look.checkpoint == Checkpoint(root=tmp_path, iteration=4)
-    assert not read_tracker(other).exists, "stock would follow it"
-    assert any(str(other) in note for note in notes)
-    spoil(look.checkpoint, "flipped")
-    with pytest.raises(CheckpointError):
-        load(tmp_path, non_persistent=other, skips_damaged=True)
 
 
 def test_pretrained_weights(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ NAMES_OF_OTHERS = {
     *("CPUOffloadPolicy", "PYTORCH_ALLOC_CONF", "PowerOf2Ceil", "Schedule1F1B"),
     *("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ZeroRedundancyOptimizer", "_StorageInfo"),
     *("_assign_worker_ranks", "_single_tensor_adam", "n_microbatches", "reduce_dtype"),
-    "pinned_max_round_threshold_mb",
+    *("compute_XY", "pinned_max_round_threshold_mb", "sm_XY"),
     # transformers, Slurm, Linux, Sailor and the DeepSpeed that it brings
     *("LlamaConfig", "JobRequeue", "ip_local_port_range", "PipelineEngine", "reconstruct_tensor"),
     # Transformer Engine, and cuBLAS in torch

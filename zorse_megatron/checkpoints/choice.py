@@ -1,7 +1,7 @@
 """Which checkpoint training goes on from, by the rules of stock; and from which other one if it is
 not whole.
 
-Sources of the rules: `load_checkpoint`, `_load_base_checkpoint` and `_get_non_persistent_iteration`
+Sources of the rules: `load_checkpoint` and `_load_base_checkpoint`
 in `megatron.training.checkpointing`. Stock reads the tracker files itself, so that going back to an
 older checkpoint is to set the tracker back to it. No checkpoint is deleted or changed.
 """
@@ -23,7 +23,6 @@ from zorse_megatron.errors import CheckpointError, Problem
 
 TITLE = "The checkpoint cannot be loaded"
 SKIP = "--zorse-damaged-checkpoint skip"
-_ASIDE = ".damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,6 @@ class Load:
     """`--ckpt-step`."""
     pretrained: Path | None = None
     """`--pretrained-checkpoint`, used where `root` has no checkpoint."""
-    non_persistent: Path | None = None
-    """Where newer checkpoints of `--non-persistent-save-interval` may be."""
     is_needed: bool = False
     """`--exit-on-missing-checkpoint`."""
     skips_damaged: bool = False
@@ -65,9 +62,6 @@ class Chooser:
         """
         load = self.load
         found = None if load.root is None else self._in_root(load.root, step=load.step)
-        if load.non_persistent is not None and self._may_be_newer(load.non_persistent, found):
-            newer = self._in_root(load.non_persistent, step=None)
-            found = self._one_of(found, newer)
         if isinstance(found, Lost):
             raise CheckpointError(TITLE, found.problems)
         if found is None and load.pretrained is not None:
@@ -120,7 +114,7 @@ class Chooser:
             raise CheckpointError(TITLE, _with_way_out(problems, root, other, self.load))
         problems = (*problems, *passed)
         if other is None:
-            return Lost(root=root, problems=_with_way_out(problems, root, None, self.load))
+            return Lost(problems=_with_way_out(problems, root, None, self.load))
         set_tracker(other.checkpoint)
         self.notes += [f"skips a damaged checkpoint: {problem}" for problem in problems]
         self.notes.append(
@@ -150,27 +144,6 @@ class Chooser:
             )
         return look_at(checkpoint)
 
-    def _may_be_newer(self, root: Path, found: "Look | Lost | None") -> bool:
-        """Whether stock would look at it: ties go to the non-persistent one."""
-        tracker = read_tracker(root)
-        if tracker.names is None or not isinstance(found, Look):
-            return True
-        return tracker.names.iteration >= found.checkpoint.iteration
-
-    def _one_of(
-        self, found: "Look | Lost | None", newer: "Look | Lost | None"
-    ) -> "Look | Lost | None":
-        """Where one of two folders has lost all of its checkpoints, the other one's will do."""
-        for lost, other in ((found, newer), (newer, found)):
-            if isinstance(lost, Lost) and isinstance(other, Look):
-                lost.set_aside()
-                self.notes += [f"skips a damaged checkpoint: {each}" for each in lost.problems]
-                return other
-        if isinstance(found, Look) and isinstance(newer, Look):
-            is_newer = newer.checkpoint.iteration >= found.checkpoint.iteration
-            return newer if is_newer else found
-        return found if newer is None or isinstance(found, Lost) else newer
-
     def _pretrained(self, root: Path) -> Look:
         """Where stock fine-tunes from; never one that it would not have taken."""
         tracker = read_tracker(root)
@@ -187,14 +160,7 @@ class Chooser:
 class Lost:
     """A folder that had checkpoints, and has no whole one any more."""
 
-    root: Path
     problems: tuple[Problem, ...]
-
-    def set_aside(self) -> None:
-        """Rename its tracker file, so that nobody follows it."""
-        path = read_tracker(self.root).path
-        if path.exists():
-            path.replace(path.with_name(path.name + _ASIDE))
 
 
 def bad_tracker(tracker: Tracker) -> Problem:

@@ -11,7 +11,6 @@ from pathlib import Path
 from zorse_megatron.files.write import write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
-NON_PERSISTENT = "non_persistent"
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _NUMBER = re.compile(r"[0-9]{1,18}")

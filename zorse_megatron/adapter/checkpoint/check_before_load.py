@@ -27,7 +27,7 @@ from zorse_megatron.checkpoints.check import (
     with_cause,
 )
 from zorse_megatron.checkpoints.choice import SKIP, TITLE, Chooser, Load
-from zorse_megatron.checkpoints.folder import NON_PERSISTENT, Checkpoint
+from zorse_megatron.checkpoints.folder import Checkpoint
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
 from zorse_megatron.log import say
 from zorse_megatron.watch.processes.watched_rank import is_communication_error
@@ -50,14 +50,10 @@ def load_of(args: Namespace, *, skips_damaged: bool) -> Load | None:
         or os.path.realpath(args.load) != os.path.realpath(args.save)
     ):
         raise FlagError("The command cannot be used", [_not_the_folder_of_save(args)])
-    kept = args.non_persistent_global_ckpt_dir
-    if kept is None and args.load is not None:
-        kept = os.path.join(args.load, NON_PERSISTENT)
     return Load(
         root=None if args.load is None else Path(args.load),
         step=args.ckpt_step,
         pretrained=None if args.pretrained_checkpoint is None else Path(args.pretrained_checkpoint),
-        non_persistent=Path(kept) if args.non_persistent_ckpt_type == "global" else None,
         is_needed=args.exit_on_missing_checkpoint,
         skips_damaged=skips_damaged,
     )
@@ -153,7 +149,6 @@ def check_at_a_look(load: Load) -> None:
             root=load.root,
             step=load.step,
             pretrained=load.pretrained,
-            non_persistent=load.non_persistent,
             is_needed=load.is_needed,
         )
     ).choose()

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from zorse_megatron.adapter.patches import checkpoints
-from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
+from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.checkpoints.choice import Load
 from zorse_megatron.checkpoints.folder import Checkpoint
 
@@ -23,15 +23,10 @@ def same_on_all(args: Namespace, load: Load | None, chosen: Checkpoint | None) -
     """
     if load is None or chosen is None:
         return {}
-    is_persistent = chosen.root != load.non_persistent
-    if is_persistent and not chosen.is_release and args.ckpt_step is None:
+    if not chosen.is_release and args.ckpt_step is None:
         args.ckpt_step = chosen.iteration  # also where this rank sees no tracker file
     tracker = chosen.iteration, chosen.is_release
-    hooks: dict[Rebinding, Make] = {checkpoints.READ_TRACKER: partial(_always, tracker)}
-    if load.non_persistent is not None:
-        iteration = -1 if is_persistent else chosen.iteration  # -1: it is none of these
-        hooks[checkpoints.NON_PERSISTENT_ITERATION] = partial(_always, iteration)
-    return hooks
+    return {checkpoints.READ_TRACKER: partial(_always, tracker)}
 
 
 def _always(answer: Any, _stock: Callable[..., Any]) -> Callable[..., Any]:

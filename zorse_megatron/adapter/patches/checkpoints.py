@@ -110,13 +110,6 @@ READ_TRACKER = _record(
     "tracker file as it was would have all ranks load a damaged checkpoint",
     delete_when="rank 0 reads the tracker file for all",
 )
-NON_PERSISTENT_ITERATION = _record(
-    target="megatron.training.checkpointing:_get_non_persistent_iteration",
-    parameters=("non_persistent_global_dir", "args", "checkpointing_context"),
-    becomes="The same, with `--non-persistent-ckpt-type global`.",
-    why="ranks read the folder of --non-persistent-save-interval themselves, too",
-    delete_when="rank 0 reads the tracker file for all",
-)
 
 CHECKPOINTS = (
     SAVE_CHECKPOINT,
@@ -125,5 +118,4 @@ CHECKPOINTS = (
     LOAD_CHECKPOINT,
     LOAD_IN_PARALLEL,
     READ_TRACKER,
-    NON_PERSISTENT_ITERATION,
 )
