@@ -1,7 +1,8 @@
-"""The registry of rebound names is whole, the documents show it, and its tests exist."""
+"""The registry of rebound names is complete, the documents show it, and its tests exist."""
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,21 @@ from zorse_megatron.adapter.patches.rebind import Rebinding
 from zorse_megatron.adapter.patches.registry import REGISTRY
 
 ROOT = Path(__file__).parents[2]
-ROOM = Path(patches.__file__).parent
+FOLDER = Path(patches.__file__).parent
 DISTRIBUTIONS = {"megatron-core"}  # our own code takes what it needs as arguments
 
 
-def files_with(text):
-    """Of the package."""
+def files_with(pattern):
+    """Files of the package that a regular expression matches."""
     files = (ROOT / "zorse_megatron").rglob("*.py")
-    return {path for path in files if text in path.read_text(encoding="utf-8")}
+    return {path for path in files if re.search(pattern, path.read_text(encoding="utf-8"))}
 
 
 def test_records_are_made_in_one_place_and_all_listed():
-    assert {path.parent for path in files_with("Rebinding(")} == {ROOM}
+    assert {path.parent for path in files_with(r"\bRebinding\(|partial\(\s*Rebinding\b")} == {FOLDER}
     defined = [
         value
-        for path in ROOM.glob("*.py")
+        for path in FOLDER.glob("*.py")
         for value in vars(importlib.import_module(f"{patches.__name__}.{path.stem}")).values()
         if isinstance(value, Rebinding)
     ]
@@ -35,7 +36,7 @@ def test_records_are_made_in_one_place_and_all_listed():
 
 
 def test_there_is_one_registry():
-    assert files_with(" Registry(") == {ROOM / "registry.py"}
+    assert files_with(r" Registry\(") == {FOLDER / "registry.py"}
 
 
 @pytest.mark.parametrize("name", SHOWN_IN)

@@ -11,7 +11,12 @@ from zorse_megatron.adapter.patches import signatures
 from zorse_megatron.adapter.patches.rebind import Rebinding
 from zorse_megatron.adapter.patches.versions import MEGATRON_VERSIONS
 
-_record = partial(Rebinding, versions=MEGATRON_VERSIONS, test="tests/megatron/test_emulation.py")
+_EMULATION = "tests/megatron/test_emulation.py"
+_record = partial(
+    Rebinding,
+    versions=MEGATRON_VERSIONS,
+    test=f"{_EMULATION}::test_stock_on_one_gpu_takes_the_sum_of_its_computations",
+)
 
 WRAP_MODEL = _record(
     target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
@@ -29,7 +34,7 @@ PACE_STEP = _record(
     delete_when="pretrain takes a callback for each step",
 )
 
-_of_parent = partial(_record, test="tests/megatron/test_emulation.py::test_ranks_start_fast")
+_of_parent = partial(_record, test=f"{_EMULATION}::test_ranks_start_fast")
 ADD_ARGUMENTS = _of_parent(
     target="megatron.training.arguments:add_megatron_arguments",
     parameters=("parser",),

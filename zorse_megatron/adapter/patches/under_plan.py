@@ -132,7 +132,7 @@ OPTIMIZER_CLASS = _record(
     becomes="Stock's class with shards of unequal size, while the optimizer is built.",
     why="get_megatron_optimizer names the optimizer's class instead of taking it; bound only "
     "while it builds",
-    test="tests/megatron/test_uneven_optimizer.py",
+    test="tests/megatron/test_uneven_optimizer.py::test_steps_equal_stock",
     delete_when="get_megatron_optimizer takes the class of the distributed optimizer",
 )
 GET_SCHEDULE = _training(
