@@ -24,7 +24,8 @@ def files_with(pattern):
 
 
 def test_records_are_made_in_one_place_and_all_listed():
-    assert {path.parent for path in files_with(r"\bRebinding\(|partial\(\s*Rebinding\b")} == {FOLDER}
+    making = files_with(r"\bRebinding\(|partial\(\s*Rebinding\b")
+    assert {path.parent for path in making} == {FOLDER}
     defined = [
         value
         for path in FOLDER.glob("*.py")
