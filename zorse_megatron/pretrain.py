@@ -13,7 +13,7 @@ which node each rank is to be on; tasks of srun take their rank from it.
 `--zorse-trace DIR` writes what each rank executed, and when; `--zorse-memory DIR` what its memory
 held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-host-memory-limit GB` says what all ranks of a node together may keep in host memory.
-`--zorse-damaged-checkpoint skip` goes on from an older checkpoint where the latest is not whole.
+`--zorse-damaged-checkpoint skip` resumes from an older checkpoint if the latest is damaged.
 `--zorse-metrics FILE` appends one line of JSON per iteration, with loss and gradient norm in full
 precision; it needs no plan.
 

@@ -141,7 +141,7 @@ def _skips(text: str | None, problems: list[Problem]) -> bool:
                 where="--zorse-damaged-checkpoint",
                 found=f"{text!r}",
                 expected=f"{_STOP} or {_SKIP}",
-                remedy=f"{_SKIP} goes on from the newest checkpoint that is whole; without it, the "
+                remedy=f"{_SKIP} resumes from the newest complete checkpoint; without it, the "
                 "job stops and says which one that is.",
             )
         )

@@ -1,6 +1,6 @@
 """Too little memory: every rank ends in time, one line says who, what and what would help.
 
-The last checkpoint stays: training goes on from it.
+The last checkpoint stays: training resumes from it.
 """
 
 import json

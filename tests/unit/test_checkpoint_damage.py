@@ -1,4 +1,4 @@
-"""No damage to a checkpoint goes unseen, and training goes on from the newest that is whole."""
+"""No damage to a checkpoint goes unseen, and training resumes from the newest that is whole."""
 
 import json
 import os

@@ -123,7 +123,7 @@ def lists_of(*words: str) -> ActionLists:
 
 def test_collectives_in_different_orders_are_stuck() -> None:
     broken = lists_of("0GATHER 1GATHER", "1GATHER 0GATHER")
-    with pytest.raises(ScheduleError, match=r"no rank can go on[\s\S]*»0GATHER«[\s\S]*»1GATHER«"):
+    with pytest.raises(ScheduleError, match=r"no rank can proceed[\s\S]*»0GATHER«[\s\S]*»1GATHER«"):
         check_executable(broken)
 
 
@@ -132,7 +132,7 @@ def test_a_collective_that_holds_back_a_transfer_is_found() -> None:
     words = ("0GATHER 0F0 0SA0>2[0:1]", "0GATHER", "1RA0<0[0:1] 1F0")
     check_executable(lists_of(*words))
     waiting = (words[0], "1RA0<2[1:2] 1F0 0GATHER", "1RA0<0[0:1] 1F0 1SA0>1[1:2]")
-    with pytest.raises(ScheduleError, match="no rank can go on"):
+    with pytest.raises(ScheduleError, match="no rank can proceed"):
         check_executable(lists_of(*waiting))
 
 

@@ -223,7 +223,7 @@ def test_in_flight_micro_batches_stay_bounded() -> None:
 
 def test_a_stuck_list_is_reported_with_every_rank() -> None:
     broken = parse_action_lists("rank 0: 0F0 0RG0<1[0:1] 0B0\nrank 1: 1RA0<0[0:1] 1F0 1B0")
-    with pytest.raises(ScheduleError, match=r"no rank can go on[\s\S]*»0RG0[\s\S]*»1RA0"):
+    with pytest.raises(ScheduleError, match=r"no rank can proceed[\s\S]*»0RG0[\s\S]*»1RA0"):
         check_executable(broken)
 
 

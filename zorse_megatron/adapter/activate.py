@@ -45,7 +45,7 @@ class PlanRun:
     memory_limit_bytes: int | None = None
     host_memory_limit_bytes: int | None = None
     skips_damaged: bool = False
-    """Go on from an older checkpoint where the latest is damaged."""
+    """Resume from an older checkpoint if the latest is damaged."""
     enter: Callable[[str], None] = _unheard
     """Told in which phase this rank is from now on."""
     make_host_link: "Callable[[torch.device], HostLink] | None" = None

@@ -49,7 +49,7 @@ class Look:
 
     @property
     def is_usable(self) -> bool:
-        """Whether training could go on from it."""
+        """Whether training could resume from it."""
         return self.state in (State.WHOLE, State.UNVERIFIED)
 
     @property

@@ -1,4 +1,4 @@
-"""Which checkpoint training goes on from, by the rules of stock; and from which other one if it is
+"""Which checkpoint training resumes from, by the rules of stock; and from which other one if it is
 not whole.
 
 Sources of the rules: `load_checkpoint` and `_load_base_checkpoint`
@@ -125,7 +125,7 @@ class Chooser:
     def _newest_usable(
         self, root: Path, *, below: int | None
     ) -> tuple[Look | None, tuple[Problem, ...]]:
-        """The newest checkpoint that training could go on from; and why not a newer one."""
+        """The newest checkpoint that training could resume from; and why not a newer one."""
         passed: list[Problem] = []
         for checkpoint in checkpoints_in(root):
             if below is None or checkpoint.iteration < below:
@@ -176,7 +176,7 @@ def bad_tracker(tracker: Tracker) -> Problem:
 def _with_way_out(
     problems: Sequence[Problem], root: Path, other: Look | None, load: Load
 ) -> tuple[Problem, ...]:
-    """The problems, the last of which says what else training can go on from."""
+    """The problems, the last of which says what else training can resume from."""
     if other is None:
         way_out = (
             f"No other checkpoint in {root} is whole: restore one from a copy, or train from the "
@@ -186,7 +186,7 @@ def _with_way_out(
         number = other.checkpoint.iteration
         how = f"echo {number} > {root / TRACKER}, or start with {SKIP}"
         way_out = (
-            f"The newest other one that has all of its bytes is iteration {number}; to go on from "
+            f"The newest other one that has all of its bytes is iteration {number}; to resume from "
             f"there: {f'--ckpt-step {number}' if load.step else how}."
         )
     *others, last = problems

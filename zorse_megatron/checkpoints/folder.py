@@ -84,5 +84,5 @@ def read_tracker(root: Path) -> Tracker:
 
 
 def set_tracker(checkpoint: Checkpoint) -> None:
-    """Make a checkpoint the one from which training goes on. Raises NotWritten."""
+    """Make a checkpoint the one from which training resumes. Raises NotWritten."""
     write_text(checkpoint.root / TRACKER, str(checkpoint.iteration))

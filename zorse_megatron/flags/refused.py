@@ -24,7 +24,7 @@ class FlagFamily:
 
 DECIDED = "The plan decides this; remove the flag."
 NOT_YET = "This does not work under a plan yet; remove the flag, or train without --zorse-plan."
-UNTRIED = "Nobody has tried this under a plan; remove the flag, or train without --zorse-plan."
+UNTRIED = "Untested under a plan; remove the flag, or train without --zorse-plan."
 _NOT_GPT = "A plan trains dense GPT models; remove the flag."
 _NO_PART = "It has no part in pretraining under a plan; remove the flag."
 _STOCK = "Stock does it, from any plan's checkpoint: train without --zorse-plan for it."

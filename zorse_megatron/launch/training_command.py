@@ -20,7 +20,7 @@ class TrainingCommand:
 
     words: tuple[str, ...]
     resumes: bool
-    """Whether it goes on from its own checkpoint when it is started again."""
+    """Whether it resumes from its own checkpoint when it is started again."""
     save: str | None = None
     """The folder of its checkpoints."""
 

@@ -64,7 +64,7 @@ class _DryRun:
             while self._advance(rank):
                 pass
         if any(self.position[r] < len(actions) for r, actions in enumerate(self.lists)):
-            raise ScheduleError(f"no rank can go on:\n{self._grid()}")
+            raise ScheduleError(f"no rank can proceed:\n{self._grid()}")
 
     def _advance(self, rank: int) -> bool:
         action = self._standing(rank)

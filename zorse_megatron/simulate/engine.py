@@ -36,7 +36,7 @@ def run_program(program: Program) -> TaskTimes:
     execution = _Execution(program)
     execution.run()
     if execution.num_done < len(execution.start_s):
-        raise SimulationError(f"no rank can go on:\n{_where(program, execution)}")
+        raise SimulationError(f"no rank can proceed:\n{_where(program, execution)}")
     return TaskTimes(start_s=execution.start_s, end_s=execution.end_s, cause=execution.cause)
 
 

@@ -193,7 +193,7 @@ def _unreadable(error: BaseException) -> Problem:
         found=f"{type(error).__name__}: {line}",
         expected="a checkpoint that Megatron can load with this command",
         remedy="The traceback above says where. If the model is another one, correct the flags; "
-        "else go on from an older checkpoint: zorse checkpoint verify lists them.",
+        "else resume from an older checkpoint: zorse checkpoint verify lists them.",
     )
 
 

@@ -68,7 +68,7 @@ def verify_checkpoints(
 
 
 def _problems(folder: Path, tracker: Tracker, looks: Sequence[Look]) -> list[Problem]:
-    """What keeps training from going on from the latest checkpoint."""
+    """What keeps training from resuming from the latest checkpoint."""
     if tracker.names is None:
         if tracker.exists or any(look.is_usable for look in looks):
             return [bad_tracker(tracker)]

@@ -82,6 +82,6 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """In place of an answer: the emulation cannot go on."""
+    """In place of an answer: the emulation cannot proceed."""
 
     reason: str

@@ -26,7 +26,7 @@ _TIMER_SLACK_NS = 1000
 
 
 class EmulationFailed(RuntimeError):
-    """The emulated cluster cannot go on; the message says why."""
+    """The emulated cluster cannot proceed; the message says why."""
 
 
 class Pace:

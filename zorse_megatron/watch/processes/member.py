@@ -12,7 +12,7 @@ _CONNECT_S = 2.0
 _RETRY_S = 0.5
 _CONNECTING_S = 10.0
 _REFUSED_S = 1.5
-"""Nobody has listened there for so long: the hub listens before its address is known."""
+"""No hub listens there after this long: it listens before its address is known."""
 _BYE_S = 45.0
 """How much longer than any rank may take to its end this process waits for the hub's leave."""
 
