@@ -20,9 +20,9 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from kernel_cases import CASES, Case, Work, copy_case
 from torch.utils.benchmark import Timer
 
+from zorse_megatron.kernels.bench_cases import CASES, Case, Work, copy_case
 from zorse_megatron.kernels.dispatch import why_not_triton
 
 MIN_SHARE_OF_COPY, MIN_OVER_EAGER, MIN_OVER_COMPILED = 0.85, 1.5, 1.0

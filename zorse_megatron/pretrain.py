@@ -35,6 +35,7 @@ from zorse_megatron.errors import ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.cluster_ranks import node_called, torch_environment
 from zorse_megatron.launch.rank_environment import launched_rank, node_name
+from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.log import complain
 from zorse_megatron.pretrain_command import PretrainCommand, split_command
 from zorse_megatron.schema.cluster.cluster import Cluster
@@ -66,6 +67,7 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
     launched = None if "RANK" in environment else launched_rank(environment, socket.gethostname())
     if launched is not None:  # before anything can go wrong, so that not every rank complains
         os.environ.update(torch_environment(launched, environment, None))
+    share_gpus(os.environ)
     command = split_command(argv)
     cluster = None
     if command.cluster is not None:

@@ -55,7 +55,7 @@ def test_without_a_gpu_it_says_so(
 
 
 def test_the_alternatives_agree_with_the_kernels() -> None:
-    cases = import_module("kernel_cases")
+    cases = import_module("zorse_megatron.kernels.bench_cases")
     cpu = torch.device("cpu")
     for make in cases.CASES:
         names = list(make(40_000, cpu).plain)

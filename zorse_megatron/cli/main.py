@@ -16,6 +16,7 @@ from zorse_megatron.cli.commands.zorse_checkpoint import checkpoint
 from zorse_megatron.cli.commands.zorse_compare import compare
 from zorse_megatron.cli.commands.zorse_compare_plans import compare_plans
 from zorse_megatron.cli.commands.zorse_discover import discover
+from zorse_megatron.cli.commands.zorse_doctor import doctor
 from zorse_megatron.cli.commands.zorse_emulate import emulate
 from zorse_megatron.cli.commands.zorse_explain import explain
 from zorse_megatron.cli.commands.zorse_launch import launch
@@ -27,6 +28,7 @@ from zorse_megatron.cli.commands.zorse_simulate import simulate
 # What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(discover)
+app.command()(doctor)
 app.command(cls=TakesTrainingFlags)(plan)
 app.command(cls=TakesTrainingFlags)(explain)
 app.command(cls=TakesTrainingFlags)(simulate)

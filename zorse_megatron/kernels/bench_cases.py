@@ -1,4 +1,4 @@
-"""What `bench_kernels.py` times: each kernel, and ways to do the same in plain torch.
+"""What kernels are timed with: each of them, and ways to do the same in plain torch.
 
 A case moves a given number of bytes, read and written together, as the kernel needs them.
 """

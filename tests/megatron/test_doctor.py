@@ -1,0 +1,63 @@
+"""The dry run of `zorse doctor`: what needs no GPU runs, the rest says why it does not."""
+
+import json
+import time
+from pathlib import Path
+
+from tests.megatron.launch import run_ranks
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.doctor.check_list import CHECKS
+from zorse_megatron.doctor.examine import examine
+from zorse_megatron.doctor.finding import CheckResult, Status
+from zorse_megatron.doctor.machine import machine_here
+from zorse_megatron.doctor.plans import CASES
+from zorse_megatron.doctor.rank_jobs import RankJob
+from zorse_megatron.doctor.report import Report
+from zorse_megatron.doctor.workshop import Workshop
+
+
+class OnTestServer:
+    """Runs jobs as the tests do; `zorse doctor` starts a process of its own that forks."""
+
+    def run(self, job: RankJob) -> None:
+        run_ranks(
+            job.arguments,
+            job.world_size,
+            entry=job.entry,
+            timeout_s=job.limit_s,
+            env=job.environment,
+        ).check()
+
+
+def test_dry_run(corpus_prefix: Path, tmp_path: Path) -> None:
+    machine = machine_here(OnTestServer(), tmp_path)
+    assert not machine.has_gpu
+    workshop = Workshop(
+        machine=machine,
+        runner=OnTestServer(),
+        directory=tmp_path,
+        ends_s=time.monotonic() + 300,
+        data=("--data-path", str(corpus_prefix), "--split", "1,0,0", *TOKENIZER_FLAGS),
+    )
+    told: list[CheckResult] = []
+    results = examine(workshop, CHECKS, told.append)
+    assert results == told and len(results) == len(CHECKS)
+    by_status = {
+        status: [r.title for r in results if r.finding.status == status] for status in Status
+    }
+    assert by_status[Status.FAIL] == [], [r.finding.said for r in results]
+    assert by_status[Status.PASS] == [
+        *(f"Plan {case.name} against stock, CUDA_DEVICE_MAX_CONNECTIONS=1" for case in CASES),
+        "Another plan resumes from a checkpoint",
+    ]
+    for result in results:
+        if result.finding.status == Status.NOT_POSSIBLE:
+            assert result.finding.said.startswith("no CUDA device")
+    # The mixed plan is not stock's own training, so a comparison can tell runs apart.
+    mixed = next(r for r in results if "bf16" in r.title)
+    assert mixed.finding.figures["relative_grad_norm"] > 1e-4
+    report = Report(machine=machine, results=tuple(results), version="0")
+    values, page = report.save(tmp_path / "out")
+    found = json.loads(values.read_text())
+    assert found["ok"] and len(found["checks"]) == len(CHECKS)
+    assert page.read_text().count("<tr>") == 1 + len(CHECKS)

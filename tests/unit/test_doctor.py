@@ -1,0 +1,301 @@
+"""What `zorse doctor` concludes from jobs that went well, badly, or not at all."""
+
+import dataclasses
+import json
+import os
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from zorse_megatron.cli.main import app
+from zorse_megatron.doctor import check_list
+from zorse_megatron.doctor.check_list import CHECKS, Check
+from zorse_megatron.doctor.checks.against_stock import compared
+from zorse_megatron.doctor.examine import examine
+from zorse_megatron.doctor.finding import CheckResult, Status, failed, not_possible, passed
+from zorse_megatron.doctor.machine import Gpu, Machine
+from zorse_megatron.doctor.one_gpu import OneGpuCase, cluster_of
+from zorse_megatron.doctor.plans import CASES, EXACT, WITHIN_ROUNDING
+from zorse_megatron.doctor.rank_jobs import RankJob, SpawnedRanks
+from zorse_megatron.doctor.report import Report
+from zorse_megatron.doctor.workshop import Trained, Workshop
+from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.launch.shared_gpus import share_gpus
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+
+A100 = Gpu(
+    name="NVIDIA A100-SXM4-40GB",
+    capability=(8, 0),
+    total_bytes=42 * 10**9,
+    host_to_gpu_bytes_per_s=25e9,
+    gpu_to_host_bytes_per_s=20e9,
+)
+T4 = dataclasses.replace(A100, name="Tesla T4", capability=(7, 5))
+
+
+def machine(*gpus, **changes):
+    return Machine(
+        gpus=gpus, torch="2.13.0", nccl="2.29", transformer_engine=None, apex=False, **changes
+    )
+
+
+class Answering:
+    """A runner whose ranks have done nothing but write these answers, or fail."""
+
+    def __init__(self, answers=None, failure=None):
+        self.answers, self.failure, self.jobs = answers or {}, failure or {}, []
+
+    def run(self, job: RankJob) -> None:
+        self.jobs.append(job)
+        if job.name in self.failure:
+            problem = Problem(where="", found="", expected="", remedy=self.failure[job.name])
+            raise RankFailure("The job failed", [problem])
+        answer = self.answers.get(job.name, self.answers.get("training"))
+        if "--zorse-metrics" in job.arguments:
+            path = job.arguments[job.arguments.index("--zorse-metrics") + 1]
+            with open(path, "w") as metrics:
+                for step, (loss, norm) in enumerate(answer, start=1):
+                    line = {"iteration": step, "lm loss": loss, "grad_norm": norm, "elapsed_s": 1}
+                    metrics.write(json.dumps(line) + "\n")
+        else:
+            (job.directory / "answer.json").write_text(json.dumps(answer))
+
+
+def workshop(there, runner, tmp_path, left_s=100.0):
+    data = ("--data-path", "text", "--split", "1,0,0", "--tokenizer-type", "NullTokenizer")
+    return Workshop(
+        machine=there,
+        runner=runner,
+        directory=tmp_path,
+        ends_s=time.monotonic() + left_s,
+        data=data,
+    )
+
+
+def results_of(names, there, runner, tmp_path, **options):
+    chosen = [check for check in CHECKS if check.name in names]
+    return examine(workshop(there, runner, tmp_path, **options), chosen, lambda _result: None)
+
+
+def run_of(*losses, norm=1.0):
+    steps = range(1, len(losses) + 1)
+    return Trained(
+        losses=dict(zip(steps, losses, strict=True)),
+        grad_norms=dict.fromkeys(steps, norm),
+        elapsed_s={},
+        directory=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "tolerance", "status"),
+    [
+        (run_of(5.0, 4.0), run_of(5.0, 4.0), EXACT, Status.PASS),
+        (run_of(5.0, 4.00001), run_of(5.0, 4.0), EXACT, Status.PASS),
+        (run_of(5.0, 4.001), run_of(5.0, 4.0), EXACT, Status.FAIL),
+        (run_of(5.0, 4.001), run_of(5.0, 4.0), WITHIN_ROUNDING, Status.PASS),
+        (run_of(5.0, 4.1), run_of(5.0, 4.0), WITHIN_ROUNDING, Status.FAIL),
+        (run_of(5.0, norm=1.001), run_of(5.0), EXACT, Status.FAIL),
+        (run_of(float("nan"), 4.0), run_of(5.0, 4.0), WITHIN_ROUNDING, Status.FAIL),
+        (run_of(), run_of(5.0), EXACT, Status.FAIL),
+        (run_of(5.0, 4.0, 3.0), run_of(5.0, 4.0), EXACT, Status.FAIL),
+    ],
+)
+def test_what_is_as_close_as_stock(mine, theirs, tolerance, status):
+    assert compared(mine, theirs, tolerance).status == status
+
+
+def test_all_plans_can_be_executed():
+    for case in CASES:
+        refuse_unsupported(case.plan)
+    for case in (
+        OneGpuCase(layers=3, micro_batches=2, in_host=True),
+        OneGpuCase(layers=3, micro_batches=2),
+    ):
+        refuse_unsupported(case.plan)
+
+
+def test_no_check_stops_the_others():
+    def raises(error):
+        def run(_workshop):
+            raise error
+
+        return run
+
+    checks = [
+        Check(name="a", title="A", run=raises(KeyError("peaks"))),
+        Check(
+            name="b",
+            title="B",
+            run=raises(
+                RankFailure("No", [Problem(where="w", found="f", expected="e", remedy="r")])
+            ),
+        ),
+        Check(name="c", title="C", run=lambda _workshop: passed("well", seconds=1.5)),
+    ]
+    results = examine(workshop(machine(), Answering(), None), checks, lambda _result: None)
+    assert [r.finding.status for r in results] == [Status.FAIL, Status.FAIL, Status.PASS]
+    assert "KeyError: 'peaks'" in results[0].finding.said
+    assert "found f; expected e" in results[1].finding.said
+
+
+def test_a_check_without_time_fails(tmp_path):
+    runner = Answering({"training": [(5.0, 1.0)]})
+    (*_, last) = results_of(["plans"], machine(A100), runner, tmp_path, left_s=0.5)
+    assert last.finding.status == Status.FAIL
+    assert "no time left" in last.finding.said and runner.jobs == []
+
+
+def test_ranks_that_share_a_gpu_are_told_so(tmp_path):
+    runner = Answering({"communicators": [["world", 100]], "training": [(5.0, 1.0)] * 4})
+    for gpus, shared in (((A100,), True), ((A100,) * 8, False)):
+        runner.jobs.clear()
+        (first, *plans) = results_of(
+            ["communicators", "plans"], machine(*gpus), runner, tmp_path / str(len(gpus))
+        )
+        assert first.finding.status == Status.PASS and first.finding.figures["world_bytes"] == 100
+        assert ("which share a GPU" in first.finding.said) == shared
+        assert all(result.finding.status == Status.PASS for result in plans)
+        asked = {
+            job.environment.get("ZORSE_SHARE_GPUS") for job in runner.jobs if job.world_size > 1
+        }
+        assert asked == ({"1"} if shared else {None})
+        queues = [job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for job in runner.jobs]
+        assert queues.count("1") == queues.count("8") == len(CASES)
+
+
+def test_each_rank_that_shares_is_another_host_to_nccl():
+    environments = [{"RANK": str(rank), "ZORSE_SHARE_GPUS": "1"} for rank in range(3)]
+    for each in environments:
+        share_gpus(each)
+    assert len({each["NCCL_HOSTID"] for each in environments}) == 3
+    untouched = {"RANK": "1"}
+    share_gpus(untouched)
+    assert untouched == {"RANK": "1"}
+
+
+def test_where_nccl_refuses_to_share_plans_are_not_possible(tmp_path):
+    words = "Traceback\nncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0\nbye"
+    runner = Answering({"training": [(5.0, 1.0)] * 4}, {"communicators": words})
+    (first, *plans) = results_of(["communicators", "plans"], machine(A100), runner, tmp_path)
+    assert first.finding.status == Status.NOT_POSSIBLE
+    assert all("Duplicate GPU detected" in result.finding.said for result in plans)
+    assert {result.finding.status for result in plans} == {Status.NOT_POSSIBLE}
+    # With a GPU for each it is a failure.
+    (first,) = results_of(["communicators"], machine(A100, A100), runner, tmp_path / "two")
+    assert first.finding.status == Status.FAIL
+
+
+def kernel_answer(share=0.9, reason=None, disagrees=None):
+    row = {
+        "kernel": "pack",
+        "num_bytes": 64_000_000,
+        "share_of_copy": share,
+        "copy_bytes_per_s": 1e12,
+        "disagrees": disagrees,
+    }
+    return {"in_plain_torch_because": reason, "rows": [row]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "gpu", "status", "said"),
+    [
+        (kernel_answer(), A100, Status.PASS, "at least 90%"),
+        (kernel_answer(share=0.5), A100, Status.FAIL, "pack (64 MB) 50%"),
+        (kernel_answer(disagrees="off by one"), A100, Status.FAIL, "off by one"),
+        (kernel_answer(reason="no module triton"), T4, Status.FAIL, "no module triton"),
+        (
+            kernel_answer(reason="compute capability 6.0"),
+            dataclasses.replace(A100, capability=(6, 0)),
+            Status.NOT_POSSIBLE,
+            "compute capability 6.0",
+        ),
+    ],
+)
+def test_kernels(answer, gpu, status, said, tmp_path):
+    (result,) = results_of(["kernels"], machine(gpu), Answering({"kernels": answer}), tmp_path)
+    assert result.finding.status == status and said in result.finding.said
+
+
+def test_kinds_that_are_not_well_known_are_described():
+    assert parse_cluster(cluster_of(A100).encode()).gpu_kinds == ("A100-40",)
+    other = dataclasses.replace(A100, name="NVIDIA Z100")
+    cluster = parse_cluster(cluster_of(other).encode())
+    assert cluster.gpu_kinds == ("NVIDIA Z100",)
+    assert cluster.kinds["NVIDIA Z100"].memory_bytes == 42 * 10**9
+
+
+def test_what_is_over_its_time_is_ended(tmp_path):
+    """With everything in its session: a server would wait forever."""
+    job = RankJob(name="x", entry="http.server", arguments=("0",), world_size=2,
+                  directory=tmp_path, limit_s=1.0)  # fmt: skip
+    started_s = time.monotonic()
+    with pytest.raises(RankFailure) as raised:
+        SpawnedRanks().run(job)
+    assert time.monotonic() - started_s < 5
+    assert [problem.found for problem in raised.value.problems] == ["no end in 1 s"] * 2
+    mine = [pid for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, tmp_path)]
+    assert mine == []
+
+
+def _runs_in(pid, directory):
+    try:
+        return os.readlink(f"/proc/{pid}/cwd") == str(directory)
+    except OSError:
+        return False
+
+
+def test_what_fails_says_its_last_lines(tmp_path):
+    job = RankJob(name="x", entry="no_such_module", arguments=(), world_size=1,
+                  directory=tmp_path, limit_s=20.0)  # fmt: skip
+    with pytest.raises(RankFailure, match="No module named no_such_module"):
+        SpawnedRanks().run(job)
+    SpawnedRanks().run(dataclasses.replace(job, entry="this"))
+    assert "Beautiful is better than ugly" in (tmp_path / "rank_0.txt").read_text()
+
+
+def report_of(*findings):
+    results = tuple(
+        CheckResult(name="c", title="<A & B>", finding=finding, duration_s=1.0)
+        for finding in findings
+    )
+    return Report(machine=machine(A100, T4), results=results, version="1")
+
+
+def test_the_report(tmp_path):
+    report = report_of(passed("well", bytes=3), failed("no <tag>"), not_possible("no CUDA device"))
+    assert report.has_failed and report.summary == "1 pass, 1 fail, 1 not possible here"
+    values, page = report.save(tmp_path / "there")
+    found = json.loads(values.read_text())
+    assert not found["ok"]
+    assert [check["status"] for check in found["checks"]] == ["pass", "fail", "not possible here"]
+    assert found["checks"][0]["figures"] == {"bytes": 3}
+    text = page.read_text()
+    assert "&lt;A &amp; B&gt;" in text and "no &lt;tag&gt;" in text and "NVIDIA A100" in text
+    assert not report_of(passed("well"), not_possible("no CUDA device")).has_failed
+
+
+@pytest.mark.parametrize(("finding", "status"), [(passed("well"), 0), (failed("badly"), 1)])
+def test_the_command_ends_with_the_status_of_its_checks(finding, status, tmp_path, monkeypatch):
+    from zorse_megatron.cli.commands import zorse_doctor
+
+    asked = []
+
+    def report(checks, ends_s, *, quiet):
+        asked.append(checks)
+        return report_of(finding)
+
+    monkeypatch.setattr(zorse_doctor, "_report", report)
+    words = ["doctor", "--out", str(tmp_path), "--check", "plans", "--check", "resume"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == status
+    assert {check.name for check in asked[0]} == {"plans", "resume"}
+    assert (tmp_path / "doctor.json").is_file() and (tmp_path / "doctor.html").is_file()
+
+
+def test_an_unknown_check_is_named():
+    result = CliRunner().invoke(app, ["doctor", "--check", "plan"])
+    assert result.exit_code == 1
+    assert f"expected one of {', '.join(check_list.NAMES)}" in result.output

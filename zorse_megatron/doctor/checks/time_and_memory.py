@@ -1,0 +1,144 @@
+"""On one GPU: what offload costs, and how close the simulator comes for a model that fills it."""
+
+import json
+from collections.abc import Callable
+from statistics import median
+
+from zorse_megatron.doctor.checks.against_stock import compared
+from zorse_megatron.doctor.finding import Finding, failed, not_possible, passed
+from zorse_megatron.doctor.machine import NO_CUDA
+from zorse_megatron.doctor.one_gpu import (
+    MICRO_BATCH_SIZE,
+    PARAMETERS_PER_LAYER,
+    WARM_UP,
+    OneGpuCase,
+    cluster_of,
+    model_flags,
+    predicted,
+)
+from zorse_megatron.doctor.plans import WITHIN_ROUNDING
+from zorse_megatron.doctor.rank_jobs import RankJob
+from zorse_megatron.doctor.workshop import Trained, Workshop
+
+MAX_SLOWDOWN = 0.05
+"""Beyond the copies of optimizer state, which nothing hides (docs/performance.md)."""
+MAX_TIME_ERROR, MAX_PEAK_ERROR = 0.10, 0.08
+_FILLED = 0.85
+"""Of a GPU's memory, as predicted: the rest is for CUDA's context and fragmentation."""
+_STATE_BYTES = 12
+"""Per parameter: fp32 weight and both moments, copied to the GPU and back in each step."""
+_MAX_LAYERS = 96
+
+
+def offload(workshop: Workshop) -> Finding:
+    """The same small model with everything on the GPU, and with everything in host memory."""
+    if not workshop.machine.has_gpu:
+        return not_possible(NO_CUDA)
+    dtype_flag, gpu = workshop.machine.dtype_flag, workshop.machine.gpus[0]
+    resident = OneGpuCase(layers=4, micro_batches=64)
+    in_host = OneGpuCase(layers=4, micro_batches=64, in_host=True)
+    runs = [
+        workshop.trained(name, case.plan, base=case.flags(dtype_flag))
+        for name, case in (("resident", resident), ("offloaded", in_host))
+    ]
+    times_s = [_iteration_s(run) for run in runs]
+    same = compared(runs[1], runs[0], WITHIN_ROUNDING)
+    slowest = min(gpu.host_to_gpu_bytes_per_s, gpu.gpu_to_host_bytes_per_s)
+    copies_s = resident.layers * PARAMETERS_PER_LAYER * _STATE_BYTES / slowest
+    beyond = (times_s[1] - copies_s) / times_s[0] - 1
+    figures = {
+        "resident_s": times_s[0],
+        "offloaded_s": times_s[1],
+        "state_copies_s": copies_s,
+        "slowdown": times_s[1] / times_s[0] - 1,
+        "slowdown_beyond_state_copies": beyond,
+    }
+    if same.status != "pass":
+        return failed(f"offloaded: {same.said}", **figures)
+    said = (
+        f"resident {times_s[0]:.3g} s, offloaded {times_s[1]:.3g} s, of which copies of optimizer "
+        f"state {copies_s:.3g} s"
+    )
+    if beyond > MAX_SLOWDOWN:
+        return failed(f"{said}; expected at most {MAX_SLOWDOWN:.0%} more beside it", **figures)
+    return passed(said, **figures)
+
+
+def prediction(workshop: Workshop) -> Finding:
+    """Measure this GPU's layers, choose a model that fills it, simulate it, and train it."""
+    if not workshop.machine.has_gpu:
+        return not_possible(NO_CUDA)
+    dtype_flag, gpu = workshop.machine.dtype_flag, workshop.machine.gpus[0]
+    directory = workshop.directory / "prediction"
+    directory.mkdir(parents=True, exist_ok=True)
+    cluster, profile = directory / "cluster.yaml", directory / "profile.json"
+    cluster.write_text(cluster_of(gpu))
+    _measure_layers(workshop, cluster_name=str(cluster), profile_name=str(profile))
+
+    def peak_bytes(layers: int) -> int:
+        case = OneGpuCase(layers=layers, micro_batches=8)
+        return predicted(case, dtype_flag, cluster, profile)[1]
+
+    layers = largest(_MAX_LAYERS, lambda each: peak_bytes(each) <= _FILLED * gpu.total_bytes)
+    case = OneGpuCase(layers=layers, micro_batches=8)
+    iteration_s, expected_bytes = predicted(case, dtype_flag, cluster, profile)
+    run = workshop.trained(
+        "filled",
+        case.plan,
+        ("--zorse-memory", str(directory)),
+        base=case.flags(dtype_flag),
+    )
+    peaks = json.loads((directory / "memory-rank0.json").read_text())["peaks"]
+    found_bytes = peaks.get("allocated", peaks["total"])["num_bytes"]
+    figures = {
+        "layers": layers,
+        "iteration_s": _iteration_s(run),
+        "simulated_iteration_s": iteration_s,
+        "time_error": iteration_s / _iteration_s(run) - 1,
+        "peak_bytes": found_bytes,
+        "simulated_peak_bytes": expected_bytes,
+        "peak_error": expected_bytes / found_bytes - 1,
+    }
+    said = (
+        f"{layers} layers: {figures['iteration_s']:.3g} s, simulated {figures['time_error']:+.1%}; "
+        f"peak {found_bytes / 2**30:.1f} GiB, simulated {figures['peak_error']:+.1%}"
+    )
+    close = abs(iteration_s / _iteration_s(run) - 1) <= MAX_TIME_ERROR
+    if close and abs(expected_bytes / found_bytes - 1) <= MAX_PEAK_ERROR:
+        return passed(said, **figures)
+    allowed = f"{MAX_TIME_ERROR:.0%} in time and {MAX_PEAK_ERROR:.0%} in memory"
+    return failed(f"{said}; expected within {allowed}", **figures)
+
+
+def largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `limit` that fits, if one does; fewer always fit if more do.
+
+    >>> largest(96, lambda layers: layers <= 37), largest(96, lambda layers: False)
+    (37, 1)
+    """
+    low, high = 1, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _measure_layers(workshop: Workshop, *, cluster_name: str, profile_name: str) -> None:
+    flags = model_flags(OneGpuCase(layers=1, micro_batches=1), workshop.machine.dtype_flag)
+    words = ["--cluster", cluster_name, "--out", profile_name]
+    words += ["--max-micro-batch", str(MICRO_BATCH_SIZE), "--", *flags, "--vocab-size", "256"]
+    workshop.run(
+        RankJob(
+            name="profile",
+            entry="zorse_megatron",
+            arguments=("profile", "measure", *words),
+            world_size=1,
+            directory=workshop.directory / "profile",
+            limit_s=workshop.limit_s(),
+        )
+    )
+
+
+def _iteration_s(run: Trained) -> float:
+    """Median after the warm-up."""
+    return median(value for step, value in run.elapsed_s.items() if step > WARM_UP)

@@ -1,0 +1,141 @@
+"""Training runs of one rank, about time and memory: flags, plans, the simulator's answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zorse_megatron.doctor.machine import Gpu
+from zorse_megatron.flags.shape import shape_from_flags
+from zorse_megatron.planner.inputs.search_inputs import make_inputs
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.gpus.compute_capability import BF16_FROM
+from zorse_megatron.schema.gpus.device_names import kind_of_device
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.plan.plan import (
+    Chunk,
+    Group,
+    ModelFingerprint,
+    Offload,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
+from zorse_megatron.schema.profile.profile_json import load_profile
+from zorse_megatron.simulate.iteration import simulate
+
+HIDDEN, HEADS, SEQUENCE, VOCABULARY = 2048, 16, 1024, 256
+PARAMETERS_PER_LAYER = 12 * HIDDEN**2
+MICRO_BATCH_SIZE = 2
+ITERATIONS, WARM_UP = 5, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneGpuCase:
+    """One run."""
+
+    layers: int
+    micro_batches: int
+    in_host: bool = False
+    """A chunk per layer, and all that can wait in host memory; else one chunk, everything here."""
+
+    @property
+    def plan(self) -> Plan:
+        """One group of one rank, which recomputes its layers."""
+        samples = MICRO_BATCH_SIZE * self.micro_batches
+        replica = Replica(
+            ranks=(0,),
+            micro_batch_size=MICRO_BATCH_SIZE,
+            num_microbatches=self.micro_batches,
+            shard_weight=1.0,
+        )
+        offload = Offload(parameters=True, optimizer_state=True, activations=True)
+        group = Group(
+            replicas=(replica,),
+            recompute=Recompute(mode="full"),
+            offload=offload if self.in_host else None,
+        )
+        steps = range(self.layers) if self.in_host else range(1)
+        size = 1 if self.in_host else self.layers
+        return Plan(
+            schema_version=1,
+            global_batch_size=samples,
+            model=ModelFingerprint(num_layers=self.layers),
+            groups=(group,),
+            chunks=tuple(Chunk(group=0, layers=(at, at + size)) for at in steps),
+            schedule=Schedule(name="breadth_first", parameters={"parameters": "per_pass"})
+            if self.in_host
+            else Schedule(name="1f1b"),
+        )
+
+    def flags(self, dtype_flag: str) -> Callable[[Path, list[str]], list[str]]:
+        """Megatron's flags, once the corpus is known."""
+
+        def base(prefix: Path, tokenizer: list[str]) -> list[str]:
+            return [*model_flags(self, dtype_flag), "--data-path", str(prefix), *tokenizer]
+
+        return base
+
+
+def model_flags(case: OneGpuCase, dtype_flag: str) -> list[str]:
+    """Without those of the data."""
+    values = {
+        "--num-layers": case.layers,
+        "--hidden-size": HIDDEN,
+        "--num-attention-heads": HEADS,
+        "--seq-length": SEQUENCE,
+        "--max-position-embeddings": SEQUENCE,
+        "--attention-dropout": 0,
+        "--hidden-dropout": 0,
+        "--micro-batch-size": MICRO_BATCH_SIZE,
+        "--global-batch-size": MICRO_BATCH_SIZE * case.micro_batches,
+        "--train-iters": ITERATIONS,
+        "--lr": 1e-4,
+        "--lr-decay-style": "constant",
+        "--split": "100,0,0",
+        "--num-workers": 0,
+        "--eval-iters": 0,
+        "--eval-interval": 1000,
+        "--log-interval": 1,
+        "--initial-loss-scale": 16,
+        "--distributed-timeout-minutes": 5,
+    }
+    words = [str(word) for pair in values.items() for word in pair]
+    return [*words, "--untie-embeddings-and-output-weights", dtype_flag]
+
+
+def cluster_of(gpu: Gpu) -> str:
+    """A cluster file with this GPU alone.
+
+    Of a kind that is not well known, all but the memory is another one's; times are measured.
+    """
+    kind = kind_of_device(gpu.name)
+    if kind in GPU_KINDS:
+        return f"nodes:\n  - gpus: 1 x {kind}\n"
+    like = "A100-40" if gpu.capability >= BF16_FROM else "T4"
+    memory = f"{gpu.total_bytes / 1e9:.1f}GB"
+    return (
+        f'gpu_kinds:\n  - {{name: "{kind}", like: {like}, memory: {memory}}}\n'
+        f'nodes:\n  - gpus: [{{kind: "{kind}"}}]\n'
+    )
+
+
+def predicted(case: OneGpuCase, dtype_flag: str, cluster: Path, profile: Path) -> tuple[float, int]:
+    """The simulator's iteration (s) and peak (bytes). Raises ZorseError."""
+    words = [*model_flags(case, dtype_flag), "--vocab-size", str(VOCABULARY)]
+    inputs = make_inputs(
+        load_cluster(cluster),
+        shape_from_flags(words),
+        load_profile(profile),
+        global_batch_size=case.plan.global_batch_size,
+        dtype="bfloat16" if dtype_flag == "--bf16" else "float16",
+    )
+    result = simulate(
+        case.plan,
+        inputs.compute,
+        inputs.memory,
+        inputs.comm,
+        inputs.kinds,
+        sequence_length=SEQUENCE,
+    )
+    return result.iteration_s, result.peak_memory_bytes[0]

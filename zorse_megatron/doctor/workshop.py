@@ -1,0 +1,172 @@
+"""Where checks train: jobs that several of them look at are run once."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zorse_megatron.demo.model import training_flags
+from zorse_megatron.doctor.finding import Figure
+from zorse_megatron.doctor.machine import Machine
+from zorse_megatron.doctor.rank_jobs import RankJob, Runner
+from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.launch.shared_gpus import SHARE_GPUS
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import save_plan
+
+ITERATIONS = 4
+SAVE_EVERY = 2
+CORPUS_BYTES = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run wrote: iteration -> value."""
+
+    losses: Mapping[int, float]
+    grad_norms: Mapping[int, float]
+    elapsed_s: Mapping[int, float]
+    directory: Path
+
+
+class NotPossible(Exception):
+    """A check cannot be made here; the message says why."""
+
+
+@dataclass(kw_only=True)
+class Workshop:
+    """Runs jobs in one directory, on one machine, until one deadline."""
+
+    machine: Machine
+    runner: Runner
+    directory: Path
+    ends_s: float
+    """Of `time.monotonic`: no job goes on after that."""
+    data: tuple[str, ...] | None = None
+    """Flags of the corpus, once it is written."""
+    sharing_refused: str | None = None
+    """Why ranks cannot share a GPU here; None as far as is known."""
+    facts: dict[str, Figure] = field(default_factory=dict)
+    """What one check has measured and another one needs."""
+    _runs: dict[str, Trained] = field(default_factory=dict)
+    _check_ends_s: float = float("inf")
+
+    def limit_s(self) -> float:
+        """How long a job may still take. Raises RankFailure once the time is up."""
+        left_s = min(self.ends_s, self._check_ends_s) - time.monotonic()
+        if left_s <= 1:
+            raise RankFailure("The time is up", [_TIME_IS_UP])
+        return left_s
+
+    def allow(self, limit_s: float) -> None:
+        """Let the next check take so long."""
+        self._check_ends_s = time.monotonic() + limit_s
+
+    def run(self, job: RankJob) -> None:
+        """Run a job, in a directory that is made for it. Raises NotPossible, RankFailure."""
+        shares = self.machine.shares_gpus(job.world_size)
+        if shares and self.sharing_refused is not None:
+            raise NotPossible(f"{job.world_size} ranks: {self.sharing_refused}")
+        job.directory.mkdir(parents=True, exist_ok=True)
+        self.runner.run(job)
+
+    def environment(self, world_size: int) -> dict[str, str]:
+        """What ranks need to share GPUs, where they have to."""
+        return {SHARE_GPUS: "1"} if self.machine.shares_gpus(world_size) else {}
+
+    def trained(
+        self,
+        name: str,
+        plan: Plan | None,
+        flags: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
+        base: Callable[[Path, list[str]], list[str]] | None = None,
+    ) -> Trained:
+        """Train, or look at what was trained under that name; stock on one rank without a plan.
+
+        `base`: gets prefix and tokenizer flags of the corpus, returns the model's flags (default:
+        the demo's). Raises NotPossible, RankFailure.
+        """
+        if name not in self._runs:
+            self._runs[name] = self._train(name, plan, flags, environment or {}, base or _demo)
+        return self._runs[name]
+
+    def _train(
+        self,
+        name: str,
+        plan: Plan | None,
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        base: Callable[[Path, list[str]], list[str]],
+    ) -> Trained:
+        directory = self.directory / "".join(c if c.isalnum() else "-" for c in name)
+        directory.mkdir(parents=True, exist_ok=True)
+        metrics = directory / "metrics.jsonl"
+        words = [*self._model(base), *flags, "--zorse-metrics", str(metrics)]
+        world_size = 1
+        if plan is not None:
+            save_plan(plan, directory / "plan.json")
+            words += ["--zorse-plan", str(directory / "plan.json")]
+            world_size = plan.world_size
+        self.run(
+            RankJob(
+                name=name,
+                arguments=tuple(words),
+                world_size=world_size,
+                directory=directory,
+                limit_s=self.limit_s(),
+                environment={**self.environment(world_size), **environment},
+            )
+        )
+        return read_metrics(metrics)
+
+    def _model(self, base: Callable[[Path, list[str]], list[str]]) -> list[str]:
+        if self.data is None:
+            self.data = self._write_corpus()
+        prefix, tokenizer = Path(self.data[1]), list(self.data[4:])
+        return base(prefix, tokenizer)
+
+    def _write_corpus(self) -> tuple[str, ...]:
+        prefix = self.directory / "corpus" / "text"
+        self.run(
+            RankJob(
+                name="corpus",
+                entry="zorse_megatron.emulate.on_ranks.corpus_main",
+                arguments=(str(prefix), str(CORPUS_BYTES)),
+                world_size=1,
+                directory=prefix.parent,
+                limit_s=self.limit_s(),
+            )
+        )
+        return tuple(json.loads(prefix.with_suffix(".json").read_text()))
+
+
+def _demo(prefix: Path, tokenizer: list[str]) -> list[str]:
+    """The demo's model and flags, without its evaluations."""
+    flags = training_flags(prefix, tokenizer=tokenizer, num_iterations=ITERATIONS)
+    return [*flags, "--eval-iters", "0", "--eval-interval", "1000"]
+
+
+def read_metrics(path: Path) -> Trained:
+    """Read what `--zorse-metrics` wrote."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return Trained(
+        losses={r["iteration"]: _number(r["lm loss"]) for r in records},
+        grad_norms={r["iteration"]: _number(r["grad_norm"]) for r in records},
+        elapsed_s={r["iteration"]: r["elapsed_s"] for r in records if r["elapsed_s"] is not None},
+        directory=path.parent,
+    )
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+_TIME_IS_UP = Problem(
+    where="zorse doctor",
+    found="no time left for this check",
+    expected="all checks to be done by then",
+    remedy="Give it more with --time-limit, or select fewer with --check.",
+)
