@@ -2,6 +2,8 @@
 
 # The interpreter that makes the environment; Megatron's wheel is tested on 3.12 only.
 PYTHON312 ?= python3.12
+# Where `make demo` trains: cpu or cuda.
+DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -30,7 +32,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and compare (2 to 5 minutes)
-	@$(BIN)/python -m zorse_megatron.demo
+	@$(BIN)/python -m zorse_megatron.demo --device $(DEVICE)
 
 test: lint ## Run the linters and all tests
 	@$(PYTEST) --durations 20

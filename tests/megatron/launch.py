@@ -9,11 +9,14 @@ A `MegatronServer` (see `server.py`) imports Megatron once and forks the ranks o
 
 import atexit
 import functools
+import os
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zorse_megatron.doctor.rank_jobs import RankJob, spawned_statuses
 from zorse_megatron.emulate.forks.fork_client import (
     GRACE_AFTER_FAILURE_S,
     ForkClient,
@@ -22,8 +25,13 @@ from zorse_megatron.emulate.forks.fork_client import (
     tail_of,
 )
 from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.launch.shared_gpus import SHARE_GPUS
 
 REPOSITORY = Path(__file__).parents[2]
+ON_GPU = os.environ.get("ZORSE_TEST_DEVICE", "cpu") == "cuda"
+"""Whether ranks run on the machine's GPUs. Not verified: see docs/limits.md."""
+GPU_START_FACTOR = 4.0
+"""Ranks that are not forked import everything themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +89,8 @@ class MegatronServer:
         Raises RankFailure when they have not all ended after `timeout_s`. When one rank fails the
         others are ended after `grace_after_failure_s`, and the result tells.
         """
+        if ON_GPU:
+            return _on_gpu(argv, world_size, entry, timeout_s, dict(env or {}))
         with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as output_dir:
             end = self._client.run(
                 ForkedJob(
@@ -106,6 +116,29 @@ class MegatronServer:
     def close(self) -> None:
         """End the server, and with it whatever it still runs."""
         self._client.close()
+
+
+def _on_gpu(
+    argv: Sequence[str], world_size: int, entry: str, timeout_s: float, env: dict[str, str]
+) -> RunResult:
+    """Each rank a process of its own, as no fork survives with CUDA; ranks may share a GPU."""
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as directory:
+        job = RankJob(
+            name=entry,
+            entry=entry,
+            arguments=tuple(map(str, argv)),
+            world_size=world_size,
+            directory=Path(directory),
+            limit_s=timeout_s * GPU_START_FACTOR,
+            environment={"PYTHONPATH": str(REPOSITORY), SHARE_GPUS: "1", **env},
+        )
+        statuses = spawned_statuses(job)
+        return RunResult(
+            returncodes=tuple(-9 if status is None else status for status in statuses),
+            outputs=tuple(output_of(directory, rank) for rank in range(world_size)),
+            wall_s=time.monotonic() - started_s,
+        )
 
 
 @functools.cache

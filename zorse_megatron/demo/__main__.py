@@ -1,8 +1,8 @@
 """`python -m zorse_megatron.demo`: stock Megatron and an uneven plan, trained side by side.
 
-Writes a corpus, runs both jobs one after the other on the CPU, compares loss and gradient norm of
-every iteration, and leaves figures, logs and numbers in the output folder. The exit status is 0 if
-the two runs are the same, 1 if not or if a job failed.
+Writes a corpus, runs both jobs one after the other, by default on the CPU, compares loss and
+gradient norm of every iteration, and leaves figures, logs and numbers in the output folder. The
+exit status is 0 if the two runs are the same, 1 if not or if a job failed.
 """
 
 import shutil
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from zorse_megatron.demo.devices import Device, count_gpus
 from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
 from zorse_megatron.demo.loss_comparison import Comparison, Run, read_run
 from zorse_megatron.demo.model import MIN_ITERATIONS, TRAIN_ITERATIONS, demo_plan, training_flags
@@ -44,33 +45,40 @@ def main(
     iterations: Annotated[
         int, typer.Option(min=MIN_ITERATIONS, help="Training iterations of each job.")
     ] = TRAIN_ITERATIONS,
+    device: Annotated[
+        Device, typer.Option(help="Where to train; with fewer GPUs than ranks, they share them.")
+    ] = Device.CPU,
 ) -> None:
     """Train with stock Megatron and under an uneven plan, and compare."""
     console = Console(highlight=False)
     started_s = time.monotonic()
     try:
         refuse_without("train", "plots", what="the demo")
-        _demo(output.resolve(), console, iterations)
+        _demo(output.resolve(), console, iterations, device)
     except ZorseError as error:
         console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(f"Done in {time.monotonic() - started_s:.0f} s.")
 
 
-def _demo(output: Path, console: Console, num_iterations: int) -> None:
+def _demo(output: Path, console: Console, num_iterations: int, device: Device) -> None:
     plan = demo_plan()
+    num_gpus = 0 if device == Device.CPU else count_gpus()
     _empty(output)
     plan_path = output / "plan.json"
     save_plan(plan, plan_path)
     flags = _flags(output, console, num_iterations)
+    if num_gpus:  # Transformer Engine rounds the products of fp32 to tf32
+        flags += ["--transformer-impl", "local"]
     traces = output / "traces"
     jobs = {
-        "stock": _job(output, "stock", 1, flags),
+        "stock": _job(output, "stock", 1, flags, num_gpus),
         "plan": _job(
             output,
             "plan",
             plan.world_size,
             [*flags, "--zorse-plan", str(plan_path), "--zorse-trace", str(traces)],
+            num_gpus,
         ),
     }
     console.print(f"two jobs, one after the other: {STOCK_LABEL}; {plan_label(plan)}")
@@ -121,10 +129,15 @@ def _read(output: Path, job: DemoJob, num_iterations: int) -> Run:
     return read_run(_metrics(output, job.name), job.log, num_iterations=num_iterations)
 
 
-def _job(output: Path, name: str, num_ranks: int, arguments: list[str]) -> DemoJob:
+def _job(output: Path, name: str, num_ranks: int, arguments: list[str], num_gpus: int) -> DemoJob:
     metrics = ("--zorse-metrics", str(_metrics(output, name)))
     return DemoJob(
-        name=name, num_ranks=num_ranks, arguments=(*arguments, *metrics), directory=output
+        name=name,
+        num_ranks=num_ranks,
+        arguments=(*arguments, *metrics),
+        directory=output,
+        on_gpu=num_gpus > 0,
+        shares_gpus=0 < num_gpus < num_ranks,
     )
 
 

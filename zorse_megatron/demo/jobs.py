@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.launch.shared_gpus import SHARE_GPUS
 
 # Many times what the slower of the two jobs takes on two cores; it ends a job that hangs.
 TIME_LIMIT_S = 420.0
@@ -37,6 +38,8 @@ class DemoJob:
     """Where it runs, so that whatever Megatron leaves behind lies there."""
     on_gpu: bool = False
     """Whether it may use the machine's GPUs."""
+    shares_gpus: bool = False
+    """Whether there may be fewer of them than ranks."""
     time_limit_s: float = TIME_LIMIT_S
 
     @property
@@ -81,7 +84,7 @@ def run_job(job: DemoJob, tell: Callable[[DemoProgress], None]) -> float:
     process = subprocess.Popen(
         job.command,
         cwd=job.directory,
-        env=_environment(on_gpu=job.on_gpu),
+        env=_environment(job),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -115,14 +118,16 @@ def _follow(
                 tell(progress)
 
 
-def _environment(*, on_gpu: bool) -> dict[str, str]:
-    # The demo is the same on every machine: on the CPU.
-    hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+def _environment(job: DemoJob) -> dict[str, str]:
+    # Unless it is told otherwise, the demo is the same on every machine: on the CPU.
+    hidden = {} if job.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    shared = {SHARE_GPUS: "1"} if job.shares_gpus else {}
     return {
         **os.environ,
         # The processes share few cores: one thread each.
         "OMP_NUM_THREADS": "1",
         **hidden,
+        **shared,
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
     }

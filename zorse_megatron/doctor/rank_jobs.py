@@ -48,10 +48,8 @@ class SpawnedRanks:
 
     def run(self, job: RankJob) -> None:
         """Run it to its end. Raises RankFailure unless all ranks end with status 0 in time."""
-        started_s, port = time.monotonic(), _free_port()
-        with contextlib.ExitStack() as stack:
-            ranks = [stack.enter_context(_spawned(job, n, port)) for n in range(job.world_size)]
-            statuses = _wait(ranks, started_s + job.limit_s)
+        started_s = time.monotonic()
+        statuses = spawned_statuses(job)
         if any(status != 0 for status in statuses):
             raise job_failure(job, statuses, time.monotonic() - started_s)
 
@@ -85,6 +83,14 @@ class ForkedRanks:
     def close(self) -> None:
         """End the process that forks."""
         self._client.close()
+
+
+def spawned_statuses(job: RankJob) -> list[int | None]:
+    """Run each rank as a process; exit statuses, None of those that had to be ended."""
+    until_s, port = time.monotonic() + job.limit_s, _free_port()
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(_spawned(job, n, port)) for n in range(job.world_size)]
+        return _wait(ranks, until_s)
 
 
 @contextlib.contextmanager
