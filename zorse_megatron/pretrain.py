@@ -57,8 +57,8 @@ class RankSetup:
 
     init_process_group: Callable[[], None]
     """Called once this process is the rank; Megatron trains on the default group that it finds."""
-    make_host_link: "Callable[[torch.device], HostLink]"
-    """Gets the rank's device, returns its link to host memory."""
+    make_host_link: "Callable[[torch.device], HostLink] | None" = None
+    """Gets the rank's device, returns its link to host memory; None: `HostLink` itself."""
 
 
 def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
@@ -155,19 +155,19 @@ def _train(
 ) -> None:
     """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
     from zorse_megatron.adapter.cpu import cpu_mode
+    from zorse_megatron.adapter.found_software import take_gpu
+    from zorse_megatron.adapter.start_checks import checked_gpu_flags
     from zorse_megatron.watch.hub_address import exchange
 
     store = exchange(watch, hub)
-    megatron_flags = list(command.megatron)
-    if setup is None:
-        from zorse_megatron.adapter.start_checks import checked_gpu_flags
-
-        node = _own_node(cluster)
-        megatron_flags = checked_gpu_flags(megatron_flags, node=node, store=store, dtypes=dtypes)
+    megatron_flags = checked_gpu_flags(
+        command.megatron, node=_own_node(cluster), store=store, dtypes=dtypes
+    )
     if cpu_mode.needed():
         cpu_mode.enable()
         megatron_flags = cpu_mode.with_cpu_flags(megatron_flags)
     if setup is not None:
+        take_gpu()
         setup.init_process_group()
     from zorse_megatron.adapter.activate import activate
 

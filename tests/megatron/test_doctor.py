@@ -1,5 +1,6 @@
 """The dry run of `zorse doctor`: what needs no GPU runs, the rest says why it does not."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -9,8 +10,8 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.doctor.check_list import CHECKS
 from zorse_megatron.doctor.examine import examine
 from zorse_megatron.doctor.finding import CheckResult, Status
-from zorse_megatron.doctor.machine import machine_here
-from zorse_megatron.doctor.plans import CASES
+from zorse_megatron.doctor.machine import Gpu, machine_here
+from zorse_megatron.doctor.plans import BREADTH_FIRST, CASES, FP32_FLAGS
 from zorse_megatron.doctor.rank_jobs import RankJob
 from zorse_megatron.doctor.report import Report
 from zorse_megatron.doctor.workshop import Workshop
@@ -56,8 +57,28 @@ def test_dry_run(corpus_prefix: Path, tmp_path: Path) -> None:
     # The mixed plan is not stock's own training, so a comparison can tell runs apart.
     mixed = next(r for r in results if "bf16" in r.title)
     assert mixed.finding.figures["relative_grad_norm"] > 1e-4
+    assert_staged_is_gloo(workshop, tmp_path / "staged")
     report = Report(machine=machine, results=tuple(results), version="0")
     values, page = report.save(tmp_path / "out")
     found = json.loads(values.read_text())
     assert found["ok"] and len(found["checks"]) == len(CHECKS)
     assert page.read_text().count("<tr>") == 1 + len(CHECKS)
+
+
+def assert_staged_is_gloo(workshop: Workshop, directory: Path) -> None:
+    """What takes NCCL's place where it lets no ranks share a GPU: gathers, sums, messages."""
+    one_gpu = Gpu(
+        name="",
+        capability=(8, 0),
+        total_bytes=0,
+        host_to_gpu_bytes_per_s=1,
+        gpu_to_host_bytes_per_s=1,
+    )
+    machine = dataclasses.replace(workshop.machine, gpus=(one_gpu,))
+    on_one_gpu = dataclasses.replace(
+        workshop, machine=machine, directory=directory, is_staged=True, _runs={}
+    )
+    staged = on_one_gpu.trained("staged", BREADTH_FIRST, FP32_FLAGS)
+    gloo = workshop.trained("breadth-first, all offloaded, 1 queues", BREADTH_FIRST)
+    assert staged.directory != gloo.directory
+    assert (staged.losses, staged.grad_norms) == (gloo.losses, gloo.grad_norms)

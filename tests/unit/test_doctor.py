@@ -19,7 +19,7 @@ from zorse_megatron.doctor.one_gpu import OneGpuCase, cluster_of
 from zorse_megatron.doctor.plans import CASES, EXACT, WITHIN_ROUNDING
 from zorse_megatron.doctor.rank_jobs import RankJob, SpawnedRanks
 from zorse_megatron.doctor.report import Report
-from zorse_megatron.doctor.workshop import Trained, Workshop
+from zorse_megatron.doctor.workshop import STAGED, Trained, Workshop
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.schedules.refusals import refuse_unsupported
@@ -176,13 +176,16 @@ def test_each_rank_that_shares_is_another_host_to_nccl():
     assert untouched == {"RANK": "1"}
 
 
-def test_where_nccl_refuses_to_share_plans_are_not_possible(tmp_path):
+def test_where_nccl_refuses_to_share_ranks_talk_through_host_memory(tmp_path):
     words = "Traceback\nncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0\nbye"
     runner = Answering({"training": [(5.0, 1.0)] * 4}, {"communicators": words})
     (first, *plans) = results_of(["communicators", "plans"], machine(A100), runner, tmp_path)
     assert first.finding.status == Status.NOT_POSSIBLE
-    assert all("Duplicate GPU detected" in result.finding.said for result in plans)
-    assert {result.finding.status for result in plans} == {Status.NOT_POSSIBLE}
+    assert "Duplicate GPU detected" in first.finding.said and "gloo" in first.finding.said
+    assert {result.finding.status for result in plans} == {Status.PASS}
+    trained = [job for job in runner.jobs if "--zorse-metrics" in job.arguments]
+    assert {job.world_size > 1 for job in trained} == {True, False}
+    assert all((job.entry == STAGED) == (job.world_size > 1) for job in trained)
     # With a GPU for each it is a failure.
     (first,) = results_of(["communicators"], machine(A100, A100), runner, tmp_path / "two")
     assert first.finding.status == Status.FAIL

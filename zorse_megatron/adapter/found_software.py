@@ -19,6 +19,12 @@ def gpu_of(local_rank: int) -> int:
     return local_rank % torch.cuda.device_count()
 
 
+def take_gpu() -> None:
+    """Let this process compute on the GPU of its rank, if there is one."""
+    if torch.cuda.device_count():
+        torch.cuda.set_device(gpu_of(int(os.environ.get("LOCAL_RANK", "0"))))
+
+
 def found_software(rank: int, local_rank: int, node: str) -> RankSoftware:
     """Look at this process's GPU and at what is installed."""
     gpu = _gpu(gpu_of(local_rank)) if torch.cuda.device_count() else None

@@ -43,6 +43,6 @@ def _found(node: str) -> RankLocation:
     declared = os.environ.get(GPU_KIND)
     if declared:
         return RankLocation(node=node, gpu_kind=canonical_kind(declared), is_declared=True)
-    if dist.get_backend() != "nccl":
+    if not torch.cuda.is_available():  # as in CPU mode
         return RankLocation(node=node, gpu_kind=None)
     return RankLocation(node=node, gpu_kind=kind_of_device(torch.cuda.get_device_name()))

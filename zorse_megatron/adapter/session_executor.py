@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.training import get_args
 
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
@@ -68,7 +67,7 @@ def _neighbours(session: "PlanSession") -> dict[int, torch.dtype]:
 
 def rank_device() -> torch.device:
     """Where this rank computes."""
-    if dist.get_backend() == "nccl":
+    if torch.cuda.is_available():  # in CPU mode it is not
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

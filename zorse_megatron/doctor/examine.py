@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from zorse_megatron.doctor.check_list import Check
-from zorse_megatron.doctor.finding import CheckResult, Finding, failed, not_possible
-from zorse_megatron.doctor.workshop import NotPossible, Workshop
+from zorse_megatron.doctor.finding import CheckResult, Finding, failed
+from zorse_megatron.doctor.workshop import Workshop
 from zorse_megatron.errors import ZorseError
 
 
@@ -31,8 +31,6 @@ def examine(
 def _made(check: Check, workshop: Workshop) -> Finding:
     try:
         return check.run(workshop)
-    except NotPossible as reason:
-        return not_possible(str(reason))
     except ZorseError as error:
         return failed(str(error))
     except Exception as error:  # a file that a job should have left, a key that it should have

@@ -18,6 +18,7 @@ from zorse_megatron.schema.plan.plan_json import save_plan
 ITERATIONS = 4
 SAVE_EVERY = 2
 CORPUS_BYTES = 200_000
+STAGED = "zorse_megatron.doctor.on_ranks.staged_main"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +29,6 @@ class Trained:
     grad_norms: Mapping[int, float]
     elapsed_s: Mapping[int, float]
     directory: Path
-
-
-class NotPossible(Exception):
-    """A check cannot be made here; the message says why."""
 
 
 @dataclass(kw_only=True)
@@ -45,8 +42,8 @@ class Workshop:
     """Of `time.monotonic`: no job goes on after that."""
     data: tuple[str, ...] | None = None
     """Flags of the corpus, once it is written."""
-    sharing_refused: str | None = None
-    """Why ranks cannot share a GPU here; None as far as is known."""
+    is_staged: bool = False
+    """Whether ranks that share a GPU talk through host memory, as NCCL refuses them."""
     facts: dict[str, Figure] = field(default_factory=dict)
     """What one check has measured and another one needs."""
     _runs: dict[str, Trained] = field(default_factory=dict)
@@ -64,12 +61,14 @@ class Workshop:
         self._check_ends_s = time.monotonic() + limit_s
 
     def run(self, job: RankJob) -> None:
-        """Run a job, in a directory that is made for it. Raises NotPossible, RankFailure."""
-        shares = self.machine.shares_gpus(job.world_size)
-        if shares and self.sharing_refused is not None:
-            raise NotPossible(f"{job.world_size} ranks: {self.sharing_refused}")
+        """Run a job, in a directory that is made for it. Raises RankFailure."""
         job.directory.mkdir(parents=True, exist_ok=True)
         self.runner.run(job)
+
+    def entry(self, world_size: int) -> str:
+        """The module that trains."""
+        is_staged = self.is_staged and self.machine.shares_gpus(world_size)
+        return STAGED if is_staged else "zorse_megatron.pretrain"
 
     def environment(self, world_size: int) -> dict[str, str]:
         """What ranks need to share GPUs, where they have to."""
@@ -87,7 +86,7 @@ class Workshop:
         """Train, or look at what was trained under that name; stock on one rank without a plan.
 
         `base`: gets prefix and tokenizer flags of the corpus, returns the model's flags (default:
-        the demo's). Raises NotPossible, RankFailure.
+        the demo's). Raises RankFailure.
         """
         if name not in self._runs:
             self._runs[name] = self._train(name, plan, flags, environment or {}, base or _demo)
@@ -113,6 +112,7 @@ class Workshop:
         self.run(
             RankJob(
                 name=name,
+                entry=self.entry(world_size),
                 arguments=tuple(words),
                 world_size=world_size,
                 directory=directory,

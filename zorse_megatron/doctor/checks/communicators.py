@@ -29,8 +29,11 @@ def communicators(workshop: Workshop) -> Finding:
     except RankFailure as failure:
         if not workshop.machine.shares_gpus(world_size):
             raise
-        workshop.sharing_refused = f"NCCL runs no two ranks on one GPU here ({_reason(failure)})"
-        return not_possible(f"{workshop.sharing_refused}; use a machine with more GPUs")
+        workshop.is_staged = True
+        return not_possible(
+            f"NCCL runs no two ranks on one GPU here ({_reason(failure)}); plans with more ranks "
+            "than GPUs are trained over host memory and gloo instead"
+        )
     notes = json.loads((directory / "answer.json").read_text())
     figures = {f"{name.replace(', ', '_').replace(' ', '_')}_bytes": size for name, size in notes}
     listed = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in notes)
