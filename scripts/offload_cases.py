@@ -123,7 +123,7 @@ def predicted_bytes(case: Case, options: argparse.Namespace, work: Path) -> int:
 
 
 def flags_of(case: Case, options: argparse.Namespace, data: Sequence[object]) -> list[str]:
-    """Megatron's flags; without Transformer Engine and Apex where they are absent."""
+    """Megatron's flags; what it lacks without Transformer Engine and Apex is added at its start."""
     batch = plan_of(case, options).global_batch_size
     flags: dict[str, object] = {
         "--num-layers": case.layers,
@@ -147,9 +147,4 @@ def flags_of(case: Case, options: argparse.Namespace, data: Sequence[object]) ->
     }
     words = [str(word) for pair in flags.items() for word in pair]
     words += ["--untie-embeddings-and-output-weights", *map(str, data)]
-    if options.dry_run:
-        return words
-    if not HAS_ENGINE:
-        words += ["--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion"]
-        words += ["--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"]
-    return [*words, "--bf16"]
+    return words if options.dry_run else [*words, "--bf16"]

@@ -21,7 +21,7 @@ class StagedWork:
 
     def __init__(self, payload: Any, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """`results`: (tensor of the caller, its copy in host memory)."""
-        self._payload, self._results = payload, list(results)
+        self._payload, self._results = payload, results
         self._is_done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -80,7 +80,7 @@ class StagedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
         copies = list(map(_staged, tensors))
         work = self.payload.recv(copies, source, tag)
-        return StagedWork(work, zip(tensors, copies, strict=True))
+        return StagedWork(work, list(zip(tensors, copies, strict=True)))
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         return self.payload.barrier()
