@@ -148,6 +148,16 @@ def test_a_check_without_time_fails(tmp_path):
     assert "no time left" in last.finding.said and runner.jobs == []
 
 
+def test_a_reference_that_fails_is_not_trained_again(tmp_path):
+    name = f"stock {' '.join(CASES[0].flags)}"
+    runner = Answering({"training": [(5.0, 1.0)] * 4}, {name: "no memory"})
+    plans = results_of(["plans"], machine(A100), runner, tmp_path)
+    assert [job.name for job in runner.jobs].count(name) == 1
+    failures = [result for result in plans if "no memory" in result.finding.said]
+    assert len(failures) == 2 * sum(case.flags == CASES[0].flags for case in CASES)
+    assert {result.finding.status for result in failures} == {Status.FAIL}
+
+
 def test_ranks_that_share_a_gpu_are_told_so(tmp_path):
     runner = Answering({"communicators": [["world", 100]], "training": [(5.0, 1.0)] * 4})
     for gpus, shared in (((A100,), True), ((A100,) * 8, False)):

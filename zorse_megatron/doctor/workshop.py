@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zorse_megatron.demo.model import training_flags
-from zorse_megatron.doctor.finding import Figure
 from zorse_megatron.doctor.machine import Machine
 from zorse_megatron.doctor.rank_jobs import RankJob, Runner
 from zorse_megatron.errors import Problem, RankFailure
@@ -44,9 +43,7 @@ class Workshop:
     """Flags of the corpus, once it is written."""
     is_staged: bool = False
     """Whether ranks that share a GPU talk through host memory, as NCCL refuses them."""
-    facts: dict[str, Figure] = field(default_factory=dict)
-    """What one check has measured and another one needs."""
-    _runs: dict[str, Trained] = field(default_factory=dict)
+    _runs: dict[str, Trained | RankFailure] = field(default_factory=dict)
     _check_ends_s: float = float("inf")
 
     def limit_s(self) -> float:
@@ -89,8 +86,16 @@ class Workshop:
         the demo's). Raises RankFailure.
         """
         if name not in self._runs:
-            self._runs[name] = self._train(name, plan, flags, environment or {}, base or _demo)
-        return self._runs[name]
+            try:
+                found = self._train(name, plan, flags, environment or {}, base or _demo)
+            except RankFailure as failure:
+                self._runs[name] = failure  # it would fail again
+                raise
+            self._runs[name] = found
+        known = self._runs[name]
+        if isinstance(known, RankFailure):
+            raise known
+        return known
 
     def _train(
         self,
