@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +17,12 @@ from zorse_megatron.doctor.checks.against_stock import compared
 from zorse_megatron.doctor.examine import examine
 from zorse_megatron.doctor.finding import CheckResult, Status, failed, not_possible, passed
 from zorse_megatron.doctor.machine import Gpu, Machine
-from zorse_megatron.doctor.one_gpu import OneGpuCase, cluster_of
+from zorse_megatron.doctor.one_gpu import (
+    PARAMETERS_PER_LAYER,
+    OneGpuCase,
+    cluster_of,
+    predicted,
+)
 from zorse_megatron.doctor.plans import CASES, EXACT, WITHIN_ROUNDING
 from zorse_megatron.doctor.rank_jobs import RankJob, SpawnedRanks
 from zorse_megatron.doctor.report import Report
@@ -25,6 +32,8 @@ from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 
+# Of other models: times of this one come from published figures.
+PROFILE = Path(__file__).parents[2] / "examples" / "mini-profile.json"
 A100 = Gpu(
     name="NVIDIA A100-SXM4-40GB",
     capability=(8, 0),
@@ -44,8 +53,9 @@ def machine(*gpus, **changes):
 class Answering:
     """A runner whose ranks have done nothing but write these answers, or fail."""
 
-    def __init__(self, answers=None, failure=None):
+    def __init__(self, answers=None, failure=None, times_s=None, peak_bytes=0):
         self.answers, self.failure, self.jobs = answers or {}, failure or {}, []
+        self.times_s, self.peak_bytes = times_s or {}, peak_bytes
 
     def run(self, job: RankJob) -> None:
         self.jobs.append(job)
@@ -53,11 +63,20 @@ class Answering:
             problem = Problem(where="", found="", expected="", remedy=self.failure[job.name])
             raise RankFailure("The job failed", [problem])
         answer = self.answers.get(job.name, self.answers.get("training"))
+        if job.name == "profile":
+            shutil.copy(PROFILE, job.arguments[job.arguments.index("--out") + 1])
+            return
+        if "--zorse-memory" in job.arguments:
+            peaks = {"peaks": {"total": {"num_bytes": self.peak_bytes}}}
+            directory = Path(job.arguments[job.arguments.index("--zorse-memory") + 1])
+            (directory / "memory-rank0.json").write_text(json.dumps(peaks))
         if "--zorse-metrics" in job.arguments:
             path = job.arguments[job.arguments.index("--zorse-metrics") + 1]
             with open(path, "w") as metrics:
                 for step, (loss, norm) in enumerate(answer, start=1):
-                    line = {"iteration": step, "lm loss": loss, "grad_norm": norm, "elapsed_s": 1}
+                    took_s = self.times_s.get(job.name, 1.0)
+                    line = {"iteration": step, "lm loss": loss, "grad_norm": norm}
+                    line["elapsed_s"] = took_s if step > 1 else None
                     metrics.write(json.dumps(line) + "\n")
         else:
             (job.directory / "answer.json").write_text(json.dumps(answer))
@@ -230,6 +249,67 @@ def kernel_answer(share=0.9, reason=None, disagrees=None):
 def test_kernels(answer, gpu, status, said, tmp_path):
     (result,) = results_of(["kernels"], machine(gpu), Answering({"kernels": answer}), tmp_path)
     assert result.finding.status == status and said in result.finding.said
+
+
+FIVE_STEPS = {"training": [(5.0, 1.0)] * 5}
+
+
+@pytest.mark.parametrize(
+    ("offloaded_s", "status"), [(2.0, Status.PASS), (2.19, Status.PASS), (2.4, Status.FAIL)]
+)
+def test_offload_may_cost_its_copies_and_a_little_more(offloaded_s, status, tmp_path):
+    """201 million parameters, 12 bytes each, at 20 GB/s: 0.12 s; and 5 % of 2 s."""
+    times_s = {"resident": 2.0, "offloaded": offloaded_s}
+    runner = Answering(FIVE_STEPS, times_s=times_s)
+    (result,) = results_of(["offload"], machine(A100), runner, tmp_path)
+    assert result.finding.status == status
+    assert result.finding.figures["state_copies_s"] == pytest.approx(0.1208, rel=1e-3)
+
+
+def test_offload_that_trains_something_else_fails(tmp_path):
+    runner = Answering({**FIVE_STEPS, "offloaded": [(5.1, 1.0)] * 5})
+    (result,) = results_of(["offload"], machine(A100), runner, tmp_path)
+    assert result.finding.status == Status.FAIL and "offloaded:" in result.finding.said
+
+
+@pytest.mark.parametrize(
+    ("time_off", "peak_off", "status"),
+    [(1.05, 1.05, Status.PASS), (1.2, 1.0, Status.FAIL), (1.0, 1.1, Status.FAIL)],
+)
+def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
+    time_off, peak_off, status, tmp_path
+):
+    (tmp_path / "cluster.yaml").write_text(cluster_of(A100))
+    expected = {
+        layers: predicted(
+            OneGpuCase(layers=layers, micro_batches=8), "--bf16", tmp_path / "cluster.yaml", PROFILE
+        )
+        for layers in (4, 5)
+    }
+    # fp32 weight, gradient and moments, and the 16-bit weight, of each layer.
+    added = expected[5][1] - expected[4][1]
+    assert 18 * PARAMETERS_PER_LAYER < added < 1.2 * 18 * PARAMETERS_PER_LAYER
+    filled = next(
+        layers
+        for layers in range(40, 1, -1)
+        if peak_of(layers, tmp_path) <= 0.85 * A100.total_bytes
+    )
+    iteration_s, peak_bytes = predicted(
+        OneGpuCase(layers=filled, micro_batches=8), "--bf16", tmp_path / "cluster.yaml", PROFILE
+    )
+    runner = Answering(
+        FIVE_STEPS,
+        times_s={"filled": iteration_s * time_off},
+        peak_bytes=round(peak_bytes * peak_off),
+    )
+    (result,) = results_of(["prediction"], machine(A100), runner, tmp_path)
+    assert result.finding.status == status, result.finding.said
+    assert result.finding.figures["layers"] == filled
+
+
+def peak_of(layers, directory):
+    case = OneGpuCase(layers=layers, micro_batches=8)
+    return predicted(case, "--bf16", directory / "cluster.yaml", PROFILE)[1]
 
 
 def test_kinds_that_are_not_well_known_are_described():
