@@ -195,6 +195,13 @@ def test_ranks_that_share_a_gpu_are_told_so(tmp_path):
         assert queues.count("1") == queues.count("8") == len(CASES)
 
 
+def test_groups_in_bf16_need_units_for_it(tmp_path):
+    plans = results_of(["plans"], machine(T4), Answering(FIVE_STEPS), tmp_path)
+    reasons = [r.finding.said for r in plans if r.finding.status == Status.NOT_POSSIBLE]
+    assert reasons == ["no units for bf16 on Tesla T4"] * 2
+    assert [r.finding.status for r in plans].count(Status.PASS) == 2 * (len(CASES) - 1)
+
+
 def test_each_rank_that_shares_is_another_host_to_nccl():
     environments = [{"RANK": str(rank), "ZORSE_SHARE_GPUS": "1"} for rank in range(3)]
     for each in environments:

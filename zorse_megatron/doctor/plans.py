@@ -97,8 +97,8 @@ BREADTH_FIRST = dataclasses.replace(
 )
 MIXED = _plan(
     (
-        Group(replicas=_ALONE, compute_dtype="bf16"),
-        Group(replicas=(_replica(0, 1, 14, 1.0), _replica(1, 2, 5, 2.0)), compute_dtype="fp16"),
+        Group(replicas=(_replica(1, 3, 8, 1.0),), compute_dtype="bf16"),
+        Group(replicas=(_replica(0, 2, 12, 1.0),), compute_dtype="fp16"),
     ),
     ((0, 4), (1, 2)),
     Schedule(name="1f1b"),

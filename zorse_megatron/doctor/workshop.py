@@ -14,7 +14,7 @@ from zorse_megatron.launch.shared_gpus import SHARE_GPUS
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
 
-ITERATIONS = 4
+ITERATIONS = 3
 SAVE_EVERY = 2
 CORPUS_BYTES = 200_000
 STAGED = "zorse_megatron.doctor.on_ranks.staged_main"

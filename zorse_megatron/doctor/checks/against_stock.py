@@ -15,6 +15,7 @@ from zorse_megatron.doctor.plans import (
     Tolerance,
 )
 from zorse_megatron.doctor.workshop import ITERATIONS, SAVE_EVERY, Trained, Workshop
+from zorse_megatron.schema.gpus.compute_capability import BF16_FROM
 
 CONNECTIONS = (1, 8)
 """Values of CUDA_DEVICE_MAX_CONNECTIONS: in how many queues a GPU takes its work."""
@@ -25,6 +26,9 @@ def follows_stock(workshop: Workshop, case: PlanCase, connections: int) -> Findi
     """Train a plan and its reference, and compare every iteration."""
     if not workshop.machine.has_gpu and connections != CONNECTIONS[0]:
         return not_possible(f"{NO_CUDA}: the variable means nothing on a CPU")
+    without = [gpu.name for gpu in workshop.machine.gpus if gpu.capability < BF16_FROM]
+    if without and "--bf16" in case.flags:
+        return not_possible(f"no units for bf16 on {' and '.join(dict.fromkeys(without))}")
     stock = workshop.trained(f"stock {' '.join(case.flags)}", None, case.flags)
     plan = _of_plan(workshop, case, connections)
     return compared(plan, stock, case.tolerance)
