@@ -289,7 +289,10 @@ def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
     (tmp_path / "cluster.yaml").write_text(cluster_of(A100))
     expected = {
         layers: predicted(
-            OneGpuCase(layers=layers, micro_batches=8), "--bf16", tmp_path / "cluster.yaml", PROFILE
+            OneGpuCase(layers=layers, micro_batches=8),
+            machine(A100).layer_flags,
+            tmp_path / "cluster.yaml",
+            PROFILE,
         )
         for layers in (4, 5)
     }
@@ -302,7 +305,10 @@ def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
         if peak_of(layers, tmp_path) <= 0.85 * A100.total_bytes
     )
     iteration_s, peak_bytes = predicted(
-        OneGpuCase(layers=filled, micro_batches=8), "--bf16", tmp_path / "cluster.yaml", PROFILE
+        OneGpuCase(layers=filled, micro_batches=8),
+        machine(A100).layer_flags,
+        tmp_path / "cluster.yaml",
+        PROFILE,
     )
     runner = Answering(
         FIVE_STEPS,
@@ -316,7 +322,7 @@ def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
 
 def peak_of(layers, directory):
     case = OneGpuCase(layers=layers, micro_batches=8)
-    return predicted(case, "--bf16", directory / "cluster.yaml", PROFILE)[1]
+    return predicted(case, machine(A100).layer_flags, directory / "cluster.yaml", PROFILE)[1]
 
 
 def test_kinds_that_are_not_well_known_are_described():

@@ -47,6 +47,12 @@ class Machine:
         """Of Megatron: the 16-bit type that all GPUs have units for."""
         return "--bf16" if all(gpu.capability >= BF16_FROM for gpu in self.gpus) else "--fp16"
 
+    @property
+    def layer_flags(self) -> tuple[str, ...]:
+        """Of Megatron: 16 bits, and its own layers where Transformer Engine is not installed."""
+        local = ("--transformer-impl", "local", "--no-masked-softmax-fusion")
+        return (self.dtype_flag, *(() if self.transformer_engine else local))
+
     def shares_gpus(self, world_size: int) -> bool:
         """Whether so many ranks are more than there are GPUs."""
         return self.has_gpu and world_size > len(self.gpus)

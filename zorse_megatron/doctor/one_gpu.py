@@ -1,10 +1,12 @@
 """Training runs of one rank, about time and memory: flags, plans, the simulator's answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.doctor.machine import Gpu
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.computing_flags import computing_from_flags
 from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
@@ -68,16 +70,16 @@ class OneGpuCase:
             else Schedule(name="1f1b"),
         )
 
-    def flags(self, dtype_flag: str) -> Callable[[Path, list[str]], list[str]]:
-        """Megatron's flags, once the corpus is known."""
+    def flags(self, layers: Sequence[str]) -> Callable[[Path, list[str]], list[str]]:
+        """Megatron's flags, once the corpus is known. `layers`: `Machine.layer_flags`."""
 
         def base(prefix: Path, tokenizer: list[str]) -> list[str]:
-            return [*model_flags(self, dtype_flag), "--data-path", str(prefix), *tokenizer]
+            return [*model_flags(self, layers), "--data-path", str(prefix), *tokenizer]
 
         return base
 
 
-def model_flags(case: OneGpuCase, dtype_flag: str) -> list[str]:
+def model_flags(case: OneGpuCase, layers: Sequence[str]) -> list[str]:
     """Without those of the data."""
     values = {
         "--num-layers": case.layers,
@@ -101,7 +103,7 @@ def model_flags(case: OneGpuCase, dtype_flag: str) -> list[str]:
         "--distributed-timeout-minutes": 5,
     }
     words = [str(word) for pair in values.items() for word in pair]
-    return [*words, "--untie-embeddings-and-output-weights", dtype_flag]
+    return [*words, "--untie-embeddings-and-output-weights", *layers]
 
 
 def cluster_of(gpu: Gpu) -> str:
@@ -120,15 +122,18 @@ def cluster_of(gpu: Gpu) -> str:
     )
 
 
-def predicted(case: OneGpuCase, dtype_flag: str, cluster: Path, profile: Path) -> tuple[float, int]:
+def predicted(
+    case: OneGpuCase, layers: Sequence[str], cluster: Path, profile: Path
+) -> tuple[float, int]:
     """The simulator's iteration (s) and peak (bytes). Raises ZorseError."""
-    words = [*model_flags(case, dtype_flag), "--vocab-size", str(VOCABULARY)]
+    words = [*model_flags(case, layers), "--vocab-size", str(VOCABULARY)]
     inputs = make_inputs(
         load_cluster(cluster),
         shape_from_flags(words),
         load_profile(profile),
         global_batch_size=case.plan.global_batch_size,
-        dtype="bfloat16" if dtype_flag == "--bf16" else "float16",
+        dtype="bfloat16" if "--bf16" in layers else "float16",
+        computing=computing_from_flags(read_command(words).args),
     )
     result = simulate(
         case.plan,

@@ -34,11 +34,11 @@ def offload(workshop: Workshop) -> Finding:
     """The same small model with everything on the GPU, and with everything in host memory."""
     if not workshop.machine.has_gpu:
         return not_possible(NO_CUDA)
-    dtype_flag, gpu = workshop.machine.dtype_flag, workshop.machine.gpus[0]
+    flags, gpu = workshop.machine.layer_flags, workshop.machine.gpus[0]
     resident = OneGpuCase(layers=4, micro_batches=64)
     in_host = OneGpuCase(layers=4, micro_batches=64, in_host=True)
     runs = [
-        workshop.trained(name, case.plan, base=case.flags(dtype_flag))
+        workshop.trained(name, case.plan, base=case.flags(flags))
         for name, case in (("resident", resident), ("offloaded", in_host))
     ]
     times_s = [_iteration_s(run) for run in runs]
@@ -68,7 +68,7 @@ def prediction(workshop: Workshop) -> Finding:
     """Measure this GPU's layers, choose a model that fills it, simulate it, and train it."""
     if not workshop.machine.has_gpu:
         return not_possible(NO_CUDA)
-    dtype_flag, gpu = workshop.machine.dtype_flag, workshop.machine.gpus[0]
+    flags, gpu = workshop.machine.layer_flags, workshop.machine.gpus[0]
     directory = workshop.directory / "prediction"
     directory.mkdir(parents=True, exist_ok=True)
     cluster, profile = directory / "cluster.yaml", directory / "profile.json"
@@ -77,16 +77,16 @@ def prediction(workshop: Workshop) -> Finding:
 
     def peak_bytes(layers: int) -> int:
         case = OneGpuCase(layers=layers, micro_batches=8)
-        return predicted(case, dtype_flag, cluster, profile)[1]
+        return predicted(case, flags, cluster, profile)[1]
 
     layers = largest(_MAX_LAYERS, lambda each: peak_bytes(each) <= _FILLED * gpu.total_bytes)
     case = OneGpuCase(layers=layers, micro_batches=8)
-    iteration_s, expected_bytes = predicted(case, dtype_flag, cluster, profile)
+    iteration_s, expected_bytes = predicted(case, flags, cluster, profile)
     run = workshop.trained(
         "filled",
         case.plan,
         ("--zorse-memory", str(directory)),
-        base=case.flags(dtype_flag),
+        base=case.flags(flags),
     )
     peaks = json.loads((directory / "memory-rank0.json").read_text())["peaks"]
     found_bytes = peaks.get("allocated", peaks["total"])["num_bytes"]
@@ -124,7 +124,7 @@ def largest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def _measure_layers(workshop: Workshop, *, cluster_name: str, profile_name: str) -> None:
-    flags = model_flags(OneGpuCase(layers=1, micro_batches=1), workshop.machine.dtype_flag)
+    flags = model_flags(OneGpuCase(layers=1, micro_batches=1), workshop.machine.layer_flags)
     words = ["--cluster", cluster_name, "--out", profile_name]
     words += ["--max-micro-batch", str(MICRO_BATCH_SIZE), "--", *flags, "--vocab-size", "256"]
     workshop.run(
