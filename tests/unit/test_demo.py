@@ -4,9 +4,11 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
-from zorse_megatron.demo.jobs import DemoProgress, progress_in
+from zorse_megatron.demo.devices import count_gpus
+from zorse_megatron.demo.jobs import DemoJob, DemoProgress, _environment, progress_in
 from zorse_megatron.demo.loss_comparison import (
     MAX_ABS_LOSS_DIFFERENCE,
     Comparison,
@@ -18,6 +20,7 @@ from zorse_megatron.demo.loss_comparison import (
 )
 from zorse_megatron.demo.model import demo_plan, training_flags
 from zorse_megatron.demo.report import loss_table, write_json
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
 
@@ -162,3 +165,32 @@ def test_table_shows_both_losses():
     with console.capture() as captured:
         console.print(loss_table(Comparison(stock=run_of([5.25]), plan=run_of([5.25]))))
     assert captured.get().count("5.25000000") == 2
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "shares", "visible", "shared"),
+    [(False, False, "", None), (True, False, "0,1", None), (True, True, "0,1", "1")],
+)
+def test_gpus_are_hidden_unless_they_are_asked_for(
+    *, on_gpu, shares, visible, shared, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    job = DemoJob(
+        name="x",
+        num_ranks=5,
+        arguments=(),
+        directory=tmp_path,
+        on_gpu=on_gpu,
+        shares_gpus=shares,
+    )
+    environment = _environment(job)
+    assert environment["CUDA_VISIBLE_DEVICES"] == visible
+    assert environment.get("ZORSE_SHARE_GPUS") == shared
+
+
+def test_a_demo_on_gpus_that_are_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ZorseError, match="--device: found cuda, while torch sees no GPU"):
+        count_gpus()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert count_gpus() == 3
