@@ -48,19 +48,19 @@ LOG_STEP = _record(
     ),
     becomes="The same, after writing a line of JSON to the metrics file.",
     why="stock's log lines are rounded and averaged over the logging interval",
-    test="tests/megatron/test_metrics.py",
+    test="tests/megatron/test_metrics.py::test_agrees_with_what_stock_prints",
     delete_when="Megatron writes its scalars in full precision without TensorBoard",
 )
 SETUP_WHEN_RECORDING = _building(
     becomes="The same, once every rank can write its file; under a plan that is asked before.",
     why="ranks can tell each other what they cannot write here, and nothing is built yet",
-    test="tests/megatron/test_record_files.py",
+    test="tests/megatron/test_record_files.py::test_a_stock_run_checks_its_metrics",
     delete_when="--zorse-metrics goes",
 )
 SETUP_WHEN_MEASURING = _building(
     becomes="The same; the model is measured, and the command ends.",
     why="the user's own flags, and script, build the layers that are measured",
-    test="tests/megatron/test_measure_layers.py",
+    test="tests/megatron/test_measure_layers.py::test_parameters_are_those_of_the_shape",
     delete_when="Megatron can build model and optimizer from a command line without training",
 )
 
