@@ -31,9 +31,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.errors import FlagError, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.cluster_ranks import node_called, torch_environment
+from zorse_megatron.launch.hardware_queues import queue_environment, queue_problems
 from zorse_megatron.launch.rank_environment import launched_rank, node_name
 from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.log import complain
@@ -82,6 +83,7 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
     if command.plan is not None:
         checked = _checked_plan(command, command.plan, cluster)
         plan, dtypes = checked.plan, checked.dtypes
+        os.environ.update(queue_environment(os.environ))
         limits = replace(limits, exit_s=checked.timeout_s)
     refuse_without("train", what="training")
     watch, hub_address = WatchedRank(None, limits), ""
@@ -123,6 +125,10 @@ def _checked_plan(command: PretrainCommand, path: Path, cluster: Cluster | None)
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         kinds=None if cluster is None else cluster.kinds,
     )
+    overlaps = training.args.overlap_grad_reduce
+    problems = queue_problems(plan, os.environ, overlaps_reductions=overlaps)
+    if problems:
+        raise FlagError("Reductions could hang", problems)
     of_group = compute_dtypes(plan, job_dtype(training.args))
     return _CheckedPlan(
         plan=plan,

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.megatron.small_pieces import use_small_pieces
 from zorse_megatron.adapter.cpu import cpu_mode
-from zorse_megatron.pretrain import main
+from zorse_megatron.pretrain import RankSetup, main
 
 RECORD = Path(os.environ.get("ZORSE_TEST_RECORD", "/nowhere"))
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.")
@@ -76,7 +76,7 @@ def weights_of_chunk(chunk: Any) -> dict[str, Any]:
     }
 
 
-def record() -> None:
+def record(setup: RankSetup | None = None) -> None:
     use_small_pieces()
     if cpu_mode.needed():
         cpu_mode.enable()
@@ -86,7 +86,7 @@ def record() -> None:
     RECORD.mkdir(parents=True, exist_ok=True)
     training.training_log = recording_log(training.training_log, steps)
     training.train = recording_train(training.train, steps)
-    main()
+    main(setup=setup)
 
 
 if __name__ == "__main__":

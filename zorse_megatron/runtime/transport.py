@@ -8,7 +8,7 @@ has two moments: where its buffer is opened, and its place in the list (see
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +109,16 @@ class CudaStreams:
         return torch.cuda.stream(self._side)
 
 
+class NoStreams:
+    """For devices without streams: what is launched begins."""
+
+    def mark(self) -> None:
+        """There is no other point than this one."""
+
+    def after(self, mark: object) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
 class NcclTransport:
     """One two-rank communicator, hence one stream, for each direction of each pair of ranks.
 
@@ -191,4 +201,5 @@ def make_transport(*, rank: int, edges: list[tuple[int, int]], device: torch.dev
     mine = {edge: group for edge, group in groups.items() if rank in edge}
     for group in mine.values():
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return NcclTransport(mine, rank=rank, streams=CudaStreams(device))
+    streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
+    return NcclTransport(mine, rank=rank, streams=streams)

@@ -1,0 +1,1 @@
+"""Whether what GPU ranks launch can hang."""

@@ -1,0 +1,147 @@
+"""Look for hangs in what GPU ranks would launch for random plans and for the planner's.
+
+    python -m scripts.launch_order.check --plans 2000
+
+For each plan, and each number of hardware queues and of NCCL kernels for which a GPU has room: how
+many plans hang. "fit": room for one kernel of each communicator, as `schedules.communicators` sees
+to. The rows beside "as they are launched" are what the project does not do, to show that such hangs
+are found.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from scripts.launch_order.hardware_queues import find_hang
+from scripts.launch_order.launches import Launch, launches_of
+from scripts.receives_ahead import EXAMPLES, inputs_of
+from tests.strategies import lowerable_plans, plans
+from zorse_megatron.planner.find_plan import STRATEGIES, NoPlanError, find_plan
+from zorse_megatron.schedules.actions import Action, ActionLists
+from zorse_megatron.schedules.communicators import communicators_of, resident_kernels
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.receive_openings import receive_openings
+from zorse_megatron.schema.plan.plan import Plan
+
+Room = int | Literal["fit"] | None
+LIMITS: tuple[tuple[int | None, Room], ...] = (
+    *((queues, "fit") for queues in (None, 32, 8, 1)),
+    *((None, room) for room in (4, 2, 1)),
+)
+"""(hardware queues, room for NCCL kernels) of each column."""
+WAYS = ("as they are launched", "with --overlap-grad-reduce", "receives launched when opened")
+SEEDS = 2
+
+
+def launched_when_opened(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The list with its receives where their buffers are opened."""
+    places = {at: (at, 1) for at in range(len(actions))}
+    places |= {at: (opening, 0) for at, opening in receive_openings(actions).items()}
+    return tuple(actions[at] for at in sorted(places, key=lambda at: (places[at], at)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """What the ranks of a plan launch, and for how many kernels their GPUs must have room."""
+
+    launches: Sequence[Sequence[Launch]]
+    resident: Sequence[int]
+
+    @classmethod
+    def of(cls, plan: Plan, way: str, *, forward_only: bool = False) -> "Launched":
+        """In one of the `WAYS`."""
+        lists = lower_plan(plan, forward_only=forward_only)
+        resident = resident_kernels(communicators_of(plan, [lists]))
+        if way == WAYS[2]:
+            lists = ActionLists(ranks=tuple(map(launched_when_opened, lists.ranks)))
+        return cls(
+            launches=launches_of(plan, lists, overlaps_reductions=way == WAYS[1]),
+            resident=[resident[rank] for rank in range(plan.world_size)],
+        )
+
+    def hang(self, queues: int | None, room: Room) -> str | None:
+        """Where the ranks stand if they hang, in any of several ways to share queues and room."""
+        limit = self.resident if room == "fit" else room
+        seeds = range(1 if queues is None and room in ("fit", None) else SEEDS)
+        found = (
+            find_hang(self.launches, num_queues=queues, num_resident=limit, seed=seed)
+            for seed in seeds
+        )
+        return next((hang for hang in found if hang is not None), None)
+
+
+def random_plans(count: int, max_world: int) -> list[Plan]:
+    """As many plans of every schedule, the same in every run."""
+    found: list[Plan] = []
+
+    @seed(1)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        st.one_of(
+            plans(max_world, 5),
+            lowerable_plans(max_world, 5, schedule_names=("breadth_first",)),
+            lowerable_plans(max_world, 4, schedule_names=("interleaved",)),
+        )
+    )
+    def draw(plan: Plan) -> None:
+        found.append(plan)
+
+    draw()
+    return found
+
+
+def planned() -> Iterator[Plan]:
+    """What every strategy plans for llama-3b on the example clusters."""
+    for path in sorted(EXAMPLES.glob("*.yaml")):
+        inputs = inputs_of(path.stem, batch=128, length=512)
+        for strategy in STRATEGIES:
+            try:
+                yield find_plan(inputs, strategy=strategy).plan
+            except NoPlanError:
+                continue
+
+
+def count_hangs(each: Iterable[Plan], way: str) -> Counter[tuple[int | None, Room]]:
+    """Limits -> how many plans hang in a training or an evaluation step."""
+    found: Counter[tuple[int | None, Room]] = Counter()
+    for plan in each:
+        both = [Launched.of(plan, way, forward_only=only) for only in (False, True)]
+        for limits in LIMITS:
+            found[limits] += any(one.hang(*limits) for one in both)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plans", type=int, default=2000, help="random plans")
+    parser.add_argument("--world", type=int, default=8, help="ranks of these at most")
+    parser.add_argument("--planned", action="store_true", help="the planner's plans, too")
+    arguments = parser.parse_args()
+    sets = {"random": random_plans(arguments.plans, arguments.world)}
+    if arguments.planned:
+        sets["planned"] = list(planned())
+    names = [
+        f"{queues or 'unlimited'} queues, room for {'all' if room == 'fit' else room}"
+        for queues, room in LIMITS
+    ]
+    print(f"| | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|")
+    for name, each in sets.items():
+        for way in WAYS:
+            found = count_hangs(each, way)
+            cells = " | ".join(str(found[limits]) for limits in LIMITS)
+            print(f"| {len(each)} {name} plans, {way} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

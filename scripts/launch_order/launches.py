@@ -1,0 +1,223 @@
+"""What a rank on a GPU launches for its list: on which stream, and what each launch waits for.
+
+The rules are those of `runtime.executor`, `runtime.transport` and `adapter.model.chunk_runner`; a
+test compares them with the calls of torch.distributed that a training run makes. A communicator
+runs its kernels on a stream of its own. A receive is launched at its place in the list, on the side
+stream, which waits for the main stream to come to where its buffer was opened.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, SENDS, Action, ActionLists, Kind
+from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
+from zorse_megatron.schedules.communicators import Communicator, communicators_of
+from zorse_megatron.schedules.receive_openings import receive_openings
+from zorse_megatron.schema.plan.plan import Plan
+
+MAIN, SIDE, TO_HOST, FROM_HOST = "main", "side", "to host", "from host"
+# Of reductions that overlap with the backward that they follow.
+_BUCKETS = 2
+Operation = tuple[Communicator, int]
+"""A communicator, and how many of its operations come before."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Launch:
+    """One kernel, copy, or wait for events."""
+
+    rank: int
+    stream: Hashable
+    """A stream's name, or the communicator that it belongs to."""
+    word: str
+    after: tuple["Launch", ...] = ()
+    """What it waits for beside the launch before it on its stream."""
+    operation: Operation | None = None
+    """Of a communicator's kernel: which one."""
+    kind: str = ""
+    """Of a communicator's kernel: send, receive, or what the collective is."""
+    holds_host: bool = False
+    """Whether the host launches nothing more until it is done."""
+
+
+def launches_of(
+    plan: Plan, lists: ActionLists, *, overlaps_reductions: bool = False
+) -> list[list[Launch]]:
+    """For each rank what its list launches, in order.
+
+    `overlaps_reductions`: as with --overlap-grad-reduce.
+    """
+    communicators = communicators_of(plan, [lists])
+    return [
+        _Launches(plan, rank, actions, communicators, overlaps_reductions).all()
+        for rank, actions in enumerate(lists.ranks)
+    ]
+
+
+@dataclass
+class _Launches:
+    plan: Plan
+    rank: int
+    actions: Sequence[Action]
+    communicators: Sequence[Communicator]
+    overlaps_reductions: bool
+    found: list[Launch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        mine = [c for c in self.communicators if self.rank in c.ranks]
+        self.of_use = {(c.use, c.ranks if c.use == "link" else None): c for c in mine}
+        self.is_resident = parameters_setting(self.plan) == RESIDENT
+        self.numbers: Counter[Communicator] = Counter()
+        self.tail: Launch | None = None
+        """The last launch on the main stream."""
+        self.opened: dict[int, Launch | None] = {}
+        """Position of a receive -> the main stream's last launch when its buffer was opened."""
+        self.received: dict[tuple[bool, int | None, int | None], list[Launch]] = defaultdict(list)
+        self.sent: list[Launch] = []
+        self.gathers: dict[int | None, Launch] = {}
+        self.copies: dict[int | None, Launch] = {}
+        self.reducing: list[Launch] = []
+        self.reduced_early: dict[int | None, list[Launch]] = {}
+        self.last_backward = {
+            a.chunk: at for at, a in enumerate(self.actions) if a.kind is Kind.BACKWARD
+        }
+
+    def all(self) -> list[Launch]:
+        opens_at: dict[int, list[int]] = defaultdict(list)
+        for receive, opening in receive_openings(self.actions).items():
+            opens_at[opening].append(receive)
+        for at, action in enumerate(self.actions):
+            self.opened.update(dict.fromkeys(opens_at[at], self.tail))
+            if action.kind in RECEIVES:
+                self._receive(at, action)
+            elif action.kind in SENDS:
+                self._send(action)
+            elif action.kind in COMPUTE:
+                self._compute(at, action)
+            else:
+                self._on_state(action)
+        if not any(action.kind is Kind.STEP for action in self.actions):
+            self._flush()
+        return self.found
+
+    def _add(self, stream: Hashable, word: str, *after: Launch | None, **more: object) -> Launch:
+        waits = tuple(launch for launch in after if launch is not None)
+        launch = Launch(rank=self.rank, stream=stream, word=word, after=waits, **more)  # type: ignore[arg-type]
+        self.found.append(launch)
+        return launch
+
+    def _on_main(self, word: str, *after: Launch | None, **more: object) -> Launch:
+        self.tail = self._add(MAIN, word, *after, **more)
+        return self.tail
+
+    def _start(
+        self, communicator: Communicator | None, kind: str, word: str, *after: Launch | None
+    ) -> Launch | None:
+        """A kernel of a communicator; nothing where there is none, as the rank is alone."""
+        if communicator is None:
+            return None
+        operation = communicator, self.numbers[communicator]
+        self.numbers[communicator] += 1
+        return self._add(communicator, word, *after, operation=operation, kind=kind)
+
+    def _receive(self, at: int, action: Action) -> None:
+        word = str(action)
+        link = self.of_use["link", (action.peer, self.rank)]  # type: ignore[index]
+        opened = self._add(SIDE, f"{word} opened", self.opened[at])
+        received = self._start(link, "receive", word, opened)
+        assert received is not None
+        forward = action.kind is Kind.RECEIVE_ACTIVATION
+        self.received[forward, action.chunk, action.micro_batch].append(received)
+
+    def _send(self, action: Action) -> None:
+        link = self.of_use["link", (self.rank, action.peer)]  # type: ignore[index]
+        sent = self._start(link, "send", str(action), self.tail)
+        assert sent is not None
+        self.sent.append(sent)
+
+    def _compute(self, at: int, action: Action) -> None:
+        forward = action.kind is Kind.FORWARD
+        inputs = self.received.pop((forward, action.chunk, action.micro_batch), [])
+        self._on_main(str(action), *inputs, self.gathers.pop(action.chunk, None))
+        is_last = not forward and self.last_backward[action.chunk] == at
+        if self.overlaps_reductions and self.is_resident and is_last:
+            # The buckets of its last layers leave while its first ones are computed.
+            reduced = self.reduced_early[action.chunk] = []
+            for _ in range(_BUCKETS):
+                reduced += self._reduce(action.chunk)
+                self._on_main(f"{action}, other layers")
+
+    def _reduce(self, chunk: int | None) -> list[Launch]:
+        word, group = f"{chunk}REDUCE", self.of_use.get(("group", None))
+        reduced = self._start(group, word, word, self.tail)
+        return [] if reduced is None else [reduced]
+
+    def _on_state(self, action: Action) -> None:
+        {
+            Kind.REDUCE: self._reduction,
+            Kind.GATHER: self._gather,
+            Kind.RELEASE: self._release,
+            Kind.FETCH: self._fetch,
+            Kind.OFFLOAD: self._offload,
+            Kind.TIE: self._finish_reductions,
+            Kind.SCALE: self._sum,
+            Kind.STEP: self._sum,
+        }[action.kind](action)
+
+    def _reduction(self, action: Action) -> None:
+        if not self.is_resident:
+            self._finish_reductions(action)
+            self.reducing += self._reduce(action.chunk)
+            return
+        reduced = self.reduced_early.pop(action.chunk, [])
+        if not reduced:
+            buckets = range(_BUCKETS if self.overlaps_reductions else 1)
+            reduced = [each for _ in buckets for each in self._reduce(action.chunk)]
+        self._on_main(f"after {action}", *reduced)
+
+    def _finish_reductions(self, action: Action) -> None:
+        reducing, self.reducing = self.reducing, []
+        if reducing:
+            self._on_main(f"{action} waits", *reducing)
+
+    def _gather(self, action: Action) -> None:
+        word = str(action)
+        if action.chunk in self.copies:
+            self._on_main(f"{word} waits", self.copies.pop(action.chunk))
+        gathered = self._start(self.of_use.get(("group", None)), word, word, self.tail)
+        if gathered is None:
+            return
+        if self.is_resident:
+            self._on_main(f"after {word}", gathered)
+        else:
+            self.gathers[action.chunk] = gathered
+
+    def _release(self, action: Action) -> None:
+        if action.chunk in self.gathers:
+            self._on_main(f"{action} waits", self.gathers.pop(action.chunk))
+
+    def _fetch(self, action: Action) -> None:
+        self.copies[action.chunk] = self._add(FROM_HOST, str(action), self.tail)
+
+    def _offload(self, action: Action) -> None:
+        left = self._add(TO_HOST, str(action), self.tail, self.copies.pop(action.chunk, None))
+        self._on_main(f"after {action}", left)
+
+    def _sum(self, action: Action) -> None:
+        """Numbers of all ranks; the host reads what comes of a STEP."""
+        self._finish_reductions(action)
+        if action.kind is Kind.SCALE:
+            summed = self._start(
+                self.of_use.get(("world", None)), str(action), str(action), self.tail
+            )
+            self._on_main(f"after {action}", summed)
+            return
+        self._flush()
+        summed = self._start(self.of_use.get(("world", None)), str(action), str(action), self.tail)
+        self._on_main(f"after {action}", summed, holds_host=True)
+
+    def _flush(self) -> None:
+        sent, self.sent = self.sent, []
+        if sent:
+            self._on_main("flush", *sent)

@@ -1,0 +1,108 @@
+"""The branches of NCCL, on the CPU: what ranks launch fits, and trains the same to the bit."""
+
+import json
+from collections import defaultdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.launch_order.launches import launches_of
+from tests.megatron.comparison import LAYOUTS
+from tests.megatron.launch import run_ranks
+from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host, with_settings
+from tests.megatron.test_exactness import flags_for
+from tests.megatron.upstream import SCRIPT
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan.plan import Schedule
+from zorse_megatron.schema.plan.plan_json import save_plan
+
+STEPS = 2
+PLANS = {
+    "2|1|2": LAYOUTS["2|1|2"],
+    "interleaved": with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
+    "breadth first, offloaded, one rank idle and one without a shard": in_the_host(BOTH_ENDS),
+}
+Launch = dict[str, Any]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_nccl_branches_train_the_same_and_their_launches_fit(
+    name: str, corpus: Path, tmp_path: Path
+) -> None:
+    plan = PLANS[name]
+    save_plan(plan, tmp_path / "plan.json")
+    flags = [*SCRIPT, *flags_for(corpus, steps=STEPS), "--zorse-plan", str(tmp_path / "plan.json")]
+    steps = {}
+    for entry in ("recording_entry", "nccl_over_gloo_entry"):
+        record = tmp_path / entry
+        run_ranks(
+            flags,
+            plan.world_size,
+            entry=f"tests.megatron.{entry}",
+            timeout_s=60,
+            env={"ZORSE_TEST_RECORD": str(record)},
+        ).check()
+        steps[entry] = json.loads((record / f"steps-rank{plan.world_size - 1}.json").read_text())
+    assert steps["nccl_over_gloo_entry"] == steps["recording_entry"]
+    launched = [
+        json.loads((tmp_path / "nccl_over_gloo_entry" / f"launches-rank{rank}.json").read_text())
+        for rank in range(plan.world_size)
+    ]
+    assert_both_ends_fit(launched)
+    modelled = launches_of(plan, lower_plan(plan))
+    for rank in range(plan.world_size):
+        group = sorted(plan.groups[plan.group_of_rank(rank)].ranks)
+        found = [place for launch in launched[rank] if (place := place_of(launch, group))]
+        expected = [
+            ("group",) if each.operation[0].use == "group" else link_place(each)
+            for each in modelled[rank]
+            if each.operation is not None and each.operation[0].use != "world"
+        ]
+        assert one_after_another(found) == one_after_another(expected * STEPS)
+
+
+def assert_both_ends_fit(launched: list[list[Launch]]) -> None:
+    """Each communicator has the same operations of the same sizes on all of its ranks, in order."""
+    collectives: dict[str, dict[int, list[Any]]] = defaultdict(dict)
+    messages: dict[tuple[str, int, int], dict[bool, list[Any]]] = defaultdict(dict)
+    for rank, launches in enumerate(launched):
+        for launch in launches:
+            group = launch["group"]
+            if launch["peer"] is None:
+                of_rank = collectives[group].setdefault(rank, [])
+                of_rank.append((launch["kind"], launch["numel"]))
+                continue
+            sends = launch["kind"] == "send"
+            ends = (rank, launch["peer"]) if sends else (launch["peer"], rank)
+            messages[group, *ends].setdefault(sends, []).append(launch["numel"])
+    assert messages
+    for each in collectives.values():
+        first, *others = each.values()
+        assert all(other == first for other in others)
+    for ends in messages.values():
+        assert ends[True] == ends[False]
+
+
+def place_of(launch: Launch, group: list[int]) -> tuple[Any, ...]:
+    """What the launch is to the model; nothing where that has none: sums of the world, start-up."""
+    if launch["peer"] is not None:
+        return (launch["kind"], launch["peer"]) if len(launch["ranks"]) == 2 else ()
+    is_own = launch["ranks"] == group and launch["kind"] in ("reduce_scatter", "all_gather")
+    return ("group",) if is_own else ()
+
+
+def link_place(launch: Any) -> tuple[str, int]:
+    source, target = launch.operation[0].ranks
+    return launch.kind, target if launch.kind == "send" else source
+
+
+def one_after_another(places: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Without repetitions, as an action is one operation for each bucket; from message to message.
+
+    Weights are gathered before and after training, too, to be written down.
+    """
+    found = [place for place, _ in groupby(places)]
+    messages = [at for at, place in enumerate(found) if place != ("group",)]
+    return found[messages[0] : messages[-1] + 1] if messages else []

@@ -1,0 +1,103 @@
+"""What ranks on GPUs launch cannot hang; and the checker finds what can."""
+
+import pytest
+
+from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
+from scripts.launch_order.hardware_queues import find_hang
+from scripts.launch_order.launches import MAIN, Launch
+from tests.unit.test_schedules import even_plan
+from zorse_megatron.schedules.communicators import Communicator
+
+AS_LAUNCHED, _, WHEN_OPENED = WAYS
+LINKS = [Communicator(use="link", ranks=edge) for edge in ((0, 1), (1, 0))]
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return random_plans(30, 6)
+
+
+def kernel(rank: int, link: Communicator, *after: Launch, number: int = 0) -> Launch:
+    kind = "send" if link.ranks[0] == rank else "receive"
+    return Launch(
+        rank=rank,
+        stream=link,
+        word=f"{kind} {link.ranks}",
+        after=after,
+        operation=(link, number),
+        kind=kind,
+    )
+
+
+def there_and_back(rank: int) -> list[Launch]:
+    """Rank 0 launches its receive of the answer before its question; rank 1 answers."""
+    if rank == 0:
+        return [kernel(0, LINKS[1]), kernel(0, LINKS[0])]
+    question = kernel(1, LINKS[0])
+    answer = Launch(rank=1, stream=MAIN, word="answer", after=(question,))
+    return [question, answer, kernel(1, LINKS[1], answer)]
+
+
+def test_a_kernel_that_waits_for_the_others_holds_its_place():
+    """The question starts beside the receive of its answer, if there is room for both."""
+    both = [there_and_back(0), there_and_back(1)]
+    assert find_hang(both) is None
+    assert find_hang(both, num_resident=2) is None
+    hangs = [find_hang(both, num_resident=1, seed=seed) for seed in range(20)]
+    assert None in hangs, "rank 0 may start the question first"
+    stuck = next(hang for hang in hangs if hang is not None)
+    assert "rank 0: next send (0, 1); resident receive (1, 0)" in stuck
+
+
+def test_the_first_of_a_hardware_queue_holds_back_the_others():
+    """A receive that cannot start, because what it waits for is behind it."""
+    work = Launch(rank=0, stream=MAIN, word="work")
+    receive = kernel(0, LINKS[1], work)
+    other = [kernel(1, LINKS[1])]
+    assert find_hang([[work, receive], other], num_queues=1) is None
+    assert find_hang([[receive, work], other], num_queues=2) is None
+    stuck = find_hang([[receive, work], other], num_queues=1)
+    assert stuck is not None and "rank 0: next receive (1, 0)" in stuck
+
+
+def test_different_operations_are_not_one():
+    group = Communicator(use="group", ranks=(0, 1))
+    ends = [
+        [Launch(rank=r, stream=group, word=word, operation=(group, 0), kind=word)]
+        for r, word in enumerate(("0GATHER", "0REDUCE"))
+    ]
+    assert find_hang(ends) is not None
+    assert find_hang([ends[0]]) is not None
+
+
+def hanging(plans, way, *limits):
+    return sum(
+        any(
+            Launched.of(plan, way, forward_only=forward_only).hang(*limits) is not None
+            for forward_only in (False, True)
+        )
+        for plan in plans
+    )
+
+
+@pytest.mark.parametrize("limits", [limits for limits in LIMITS if limits[1] == "fit"])
+def test_what_is_launched_ends_if_all_communicators_fit(plans, limits):
+    assert hanging(plans, AS_LAUNCHED, *limits) == 0
+
+
+def test_without_room_for_all_communicators_it_hangs(plans):
+    assert hanging(plans, AS_LAUNCHED, None, 1) > 5
+
+
+def test_receives_that_are_launched_when_they_are_opened_hang(plans):
+    assert hanging(plans, WHEN_OPENED, None, "fit") == 0
+    assert hanging(plans, WHEN_OPENED, 8, "fit") > 0
+    assert hanging(plans, WHEN_OPENED, 1, "fit") > 5
+
+
+def test_a_rank_has_as_many_kernels_at_once_as_communicators():
+    launched = Launched.of(even_plan(3, 2, 4), AS_LAUNCHED)
+    middle = launched.launches[2]
+    assert len({each.operation[0] for each in middle if each.operation}) == launched.resident[2]
+    assert launched.resident == [4, 4, 6, 6, 4, 4]
+    assert {each.rank for each in middle} == {2}
