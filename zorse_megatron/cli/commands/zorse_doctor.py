@@ -33,7 +33,7 @@ def doctor(
     ] = Path("doctor"),
     check: Annotated[
         list[str] | None,
-        typer.Option(help="Make only these checks; repeat it for several.."),
+        typer.Option(help="Make only these checks; repeat it for several."),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Leave the GPUs alone: a dry run.")] = False,
     time_limit: Annotated[
