@@ -2,8 +2,8 @@
 
 The reference is a stock single-process run of the same command. Tolerances are the project's:
 loss 2e-5 absolute, gradient norm 1e-4 relative, each parameter 1e-4 relative (norm-wise), in fp32:
-after 20 steps for canonical plans, and after four, in which the learning rate rises and falls,
-for all others.
+after 20 steps for canonical plans with a tied embedding, and after four, in which the learning rate
+rises and falls, for all others.
 """
 
 import re
@@ -80,7 +80,7 @@ def assert_equal_weights(
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_follows_stock(layout: str, tied: bool, corpus: Path) -> None:
     """Unequal micro-batches, shards, layers and token counts, with clipping at work."""
-    steps = MANY_STEPS if layout in CANONICAL else STEPS
+    steps = MANY_STEPS if tied and layout in CANONICAL else STEPS
     more = () if tied else UNTIED
     flags = flags_for(corpus, *more, *MASKED, "--clip-grad", "0.5", steps=steps)
     reference = stock_run(flags)

@@ -89,8 +89,9 @@ def test_not_one_layer_is_unsharded_in_a_checkpoint(
     checkpoint = str(tmp_path / "checkpoint")
     saving = ("--save", checkpoint, "--save-interval", "1")
     saved = counted(plan, corpus, tmp_path, *saving, steps=2)
-    loading = ("--load", checkpoint, "--ckpt-step", "1")
-    loaded = counted(plan, corpus, tmp_path, *loading, steps=2)
+    # Trained no further: the schedule of the learning rate is that of fewer steps.
+    loading = ("--load", checkpoint, "--ckpt-step", "1", "--override-opt-param-scheduler")
+    loaded = counted(plan, corpus, tmp_path, *loading)
     for found in (*(each["save"] for each in saved), *(each["load"] for each in loaded)):
         assert 3 * shards <= found < 3 * shards + (1 - SHARE) * ELEMENT_BYTES * LAYER
     if where == "in the host":
