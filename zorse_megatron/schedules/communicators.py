@@ -14,6 +14,7 @@ from typing import Literal
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schedules.actions import ActionLists
+from zorse_megatron.schedules.links import links_of
 from zorse_megatron.schedules.list_queries import edges_of
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -43,9 +44,18 @@ class Communicator:
 
 def communicators_of(plan: Plan, each: Iterable[ActionLists]) -> tuple[Communicator, ...]:
     """All that the lists need, in one order that every rank derives. One rank needs none."""
+    return _communicators(plan, edges_of(each))
+
+
+def planned_communicators(plan: Plan) -> tuple[Communicator, ...]:
+    """The same for a plan's lists of training, without lowering it."""
+    return _communicators(plan, links_of(plan))
+
+
+def _communicators(plan: Plan, edges: Iterable[tuple[int, int]]) -> tuple[Communicator, ...]:
     world = Communicator(use="world", ranks=tuple(range(plan.world_size)))
     groups = [Communicator(use="group", ranks=tuple(sorted(g.ranks))) for g in plan.groups]
-    links = [Communicator(use="link", ranks=edge) for edge in edges_of(each)]
+    links = [Communicator(use="link", ranks=edge) for edge in edges]
     return tuple(found for found in (world, *groups, *links) if len(found.ranks) > 1)
 
 
@@ -63,10 +73,7 @@ def max_ctas(
     a rank would not fit beside its computations.
     """
     resident = resident_kernels(communicators)
-    budgets = {
-        rank: max(1, int(_PART_FOR_COMMUNICATION * num_sms[rank]) // count)
-        for rank, count in resident.items()
-    }
+    budgets = {rank: max(1, most_ctas(num_sms[rank]) // count) for rank, count in resident.items()}
     problems = [
         Problem(
             where=f"rank {rank}",
@@ -85,6 +92,11 @@ def max_ctas(
         communicator: min(_MOST_CTAS, *(budgets[rank] for rank in communicator.ranks))
         for communicator in communicators
     }
+
+
+def most_ctas(num_sms: int) -> int:
+    """What all communicators of a GPU may use together, unless that is less than one each."""
+    return int(_PART_FOR_COMMUNICATION * num_sms)
 
 
 def _room(num_sms: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zorse_megatron.costs.interface import DtypeCosts
+from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate.clock.conductor_connections import conducted
 from zorse_megatron.emulate.clock.link_model import LinkModel
 from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob
@@ -177,7 +178,7 @@ class Emulator:
                 address=address,
                 gpus=tuple(gpus),
                 kinds=tuple(self.inputs.kinds[gpu] for gpu in gpus),
-                capacities_bytes=tuple(self.inputs.capacities_bytes[gpu] for gpu in gpus),
+                capacities_bytes=self._tensor_bytes(gpus, plan),
                 host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
                 costs=self._costs(len(gpus), plan),
                 perturbation=self.perturbation,
@@ -187,6 +188,16 @@ class Emulator:
                 directory=directory,
             )
             shutil.rmtree(directory)
+
+    def _tensor_bytes(self, gpus: Sequence[int], plan: Plan | None) -> tuple[int, ...]:
+        """Rank -> what its tensors may fill; of stock, which has other communicators, the least."""
+        inputs = self.inputs
+        if plan is None or inputs.gpus is None:
+            return tuple(inputs.tensor_capacities_bytes[gpu] for gpu in gpus)
+        fixed = fixed_bytes(plan, [inputs.gpus[inputs.kinds[gpu]] for gpu in gpus])
+        return tuple(
+            inputs.capacities_bytes[gpu] - beside for gpu, beside in zip(gpus, fixed, strict=True)
+        )
 
     def _costs(self, world_size: int, plan: Plan | None) -> tuple[DtypeCosts, ...]:
         """Each rank's costs in its group's dtype; without a plan, in the job's."""

@@ -13,6 +13,7 @@ class GpuClass:
 
     kind: str
     capacity_bytes: int
+    """What tensors may fill."""
     host_bytes: int | None
     """Each one's part of host memory; None where the cluster does not say."""
     host_link_bytes_per_s: float
@@ -79,7 +80,7 @@ class DeviceGroups:
         self._keys = [
             (
                 inputs.kinds[rank],
-                inputs.capacities_bytes[rank],
+                inputs.tensor_capacities_bytes[rank],
                 -1 if (host := inputs.host_bytes[rank]) is None else host,
                 links[rank],
             )

@@ -9,7 +9,7 @@ MemoryClass = tuple[str, int]
 
 def memory_classes_of(inputs: Inputs) -> list[MemoryClass]:
     """All classes of GPUs of the cluster."""
-    return sorted(set(zip(inputs.kinds, inputs.capacities_bytes, strict=True)))
+    return sorted(set(zip(inputs.kinds, inputs.tensor_capacities_bytes, strict=True)))
 
 
 def best_sizes(inputs: Inputs, cost_model: StageCostModel, level: int) -> dict[MemoryClass, int]:

@@ -78,7 +78,7 @@ class SegmentCosts:
         self._find_costs()
 
     def _class(self, rank: int) -> MemoryClass:
-        return self.inputs.kinds[rank], self.inputs.capacities_bytes[rank]
+        return self.inputs.kinds[rank], self.inputs.tensor_capacities_bytes[rank]
 
     def sizes_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Micro-batch size of each GPU class of the device group of these ranks."""

@@ -26,6 +26,7 @@ def simulate_plan(
         sequence_length=inputs.sequence_length,
         by_dtype=inputs.by_dtype,
         recompute=inputs.recompute,
+        fixed_bytes=inputs.fixed_bytes(plan),
         perturbation=perturbation,
         framework=framework,
         merge_equal_ranks=merge_equal_ranks,

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
+from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.inputs.cost_models import CostModels
@@ -19,7 +21,12 @@ from zorse_megatron.schema.gpus.gpu import (
 )
 from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import ClusterFingerprint, GradientCommDtype, ModelFingerprint
+from zorse_megatron.schema.plan.plan import (
+    ClusterFingerprint,
+    GradientCommDtype,
+    ModelFingerprint,
+    Plan,
+)
 from zorse_megatron.schema.profile.profile import Profile, Source
 from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.from_cluster import topology_of
@@ -58,7 +65,7 @@ class Inputs:
     kinds: tuple[str, ...]
     """Rank -> kind of GPU."""
     capacities_bytes: tuple[int, ...]
-    """Rank -> what a plan may fill: the GPU's memory less the margin."""
+    """Rank -> what a process may fill: the GPU's memory less the margin."""
     host_bytes: tuple[int | None, ...]
     """Rank -> its part of its node's host memory; None where the cluster does not say."""
     global_batch_size: int
@@ -84,12 +91,32 @@ class Inputs:
     notes: tuple[str, ...] = ()
     """For people: what the costs rest on."""
     warnings: tuple[str, ...] = ()
-    """The notes that say what is not counted."""
+    """Of the notes those that many do not expect."""
+    gpus: Mapping[str, GpuKind] | None = None
+    """Kind -> its figures; None: processes take no memory beside their tensors."""
 
     @property
     def world_size(self) -> int:
         """Number of GPUs."""
         return len(self.kinds)
+
+    @cached_property
+    def tensor_capacities_bytes(self) -> tuple[int, ...]:
+        """Rank -> what tensors may fill, before a plan says which communicators there are."""
+        beside = {kind: most_bytes(gpu) for kind, gpu in (self.gpus or {}).items()}
+        return tuple(
+            capacity - beside.get(kind, 0)
+            for capacity, kind in zip(self.capacities_bytes, self.kinds, strict=True)
+        )
+
+    def fixed_bytes(self, plan: Plan) -> tuple[int, ...] | None:
+        """Rank -> what its process takes beside tensors under a plan of these GPUs.
+
+        Raises TooManyCommunicators.
+        """
+        if self.gpus is None:
+            return None
+        return fixed_bytes(plan, [self.gpus[kind] for kind in self.kinds])
 
     def dtype_of(self, ranks: Iterable[int]) -> ComputeDtype | None:
         """What a group of these ranks computes in; None: what the training command says."""
@@ -114,8 +141,7 @@ def make_inputs(
     `dtype`: what all groups compute in; auto: each in the first of bf16, fp16 and fp32 that all of
     its GPUs have units for.
     `computing`: what the training command says of how layers are computed.
-    `memory_margin`: share of every GPU's memory reserved for the CUDA context, communication
-    buffers and fragmentation.
+    `memory_margin`: share of every GPU's memory reserved for fragmentation and what is not counted.
 
     Raises PlannerInputError with every problem: kinds of GPU without units for the type or that can
     be costed neither by the profile nor by published figures, and numbers out of range.
@@ -162,7 +188,8 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         best_sizes=models.best_sizes,
         recompute=models.computing.recompute,
         own_types=cluster.kinds if models.has_own_types else None,
-        notes=(*models.notes, memory_note, *models.warnings),
+        gpus=cluster.kinds,
+        notes=(*models.notes, memory_note, *models.warnings, *_process_notes(cluster)),
         warnings=models.warnings,
     )
 
@@ -170,6 +197,16 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
 def _capacities(cluster: Cluster, memory_margin: float) -> tuple[int, ...]:
     ranks = range(cluster.world_size)
     return tuple(int(cluster.gpu_of_rank(r).memory_bytes * (1 - memory_margin)) for r in ranks)
+
+
+def _process_notes(cluster: Cluster) -> Iterator[str]:
+    """What is there beside tensors, alike for many kinds."""
+    alike: dict[tuple[MemoryItem, ...], list[str]] = {}
+    for name, gpu in cluster.kinds.items():
+        alike.setdefault(process_items(gpu), []).append(name)
+    for items, names in alike.items():
+        said = ", ".join(f"{item.name} {item.num_bytes / 2**20:.0f} MiB" for item in items)
+        yield f"beside tensors on {' and '.join(names)}: {said}, and NCCL's buffers"
 
 
 def _host_parts(cluster: Cluster) -> tuple[int | None, ...]:
