@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.actions import COMPUTE, ActionLists
+from zorse_megatron.schedules.communicators import Communicator
 from zorse_megatron.schedules.list_queries import chunks_left_in_host, released_chunks
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
@@ -71,6 +73,10 @@ class PlanSession:
     samples: SampleKind
     dtypes: tuple[ComputeDtype, ...]
     """Group -> the type that it computes in."""
+    timeout: timedelta | None = None
+    """Of transfers; None: torch's own."""
+    channels: Mapping[Communicator, int] = field(default_factory=dict)
+    """Communicator -> what NCCL may use for it."""
     loss_divisor: float = 1.0
     """See the module of that name."""
     update: Update = "auto"

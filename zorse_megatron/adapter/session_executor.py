@@ -45,7 +45,17 @@ def make_executor(session: "PlanSession", config: Any, models: Mapping[int, Any]
 def _mailbox(session: "PlanSession", config: Any) -> Mailbox:
     edges = edges_of((session.training, session.evaluation))
     return Mailbox(
-        transport=make_transport(rank=session.rank, edges=edges, device=rank_device()),
+        transport=make_transport(
+            rank=session.rank,
+            edges=edges,
+            device=rank_device(),
+            timeout=session.timeout,
+            channels={
+                (each.ranks[0], each.ranks[1]): number
+                for each, number in session.channels.items()
+                if each.use == "link"
+            },
+        ),
         spec=ActivationSpec(
             sequence_length=session.sequence_length,
             hidden_size=config.hidden_size,

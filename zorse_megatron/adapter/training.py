@@ -1,7 +1,7 @@
 """Stock's `pretrain`, called with the plan's groups and with the plan's hooks in place."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -25,7 +25,11 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.data.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.data.sample_readers import counting_each_chunk, sample_kind
 from zorse_megatron.adapter.groups import global_groups
-from zorse_megatron.adapter.groups.process_groups import PlanGroups, create_groups
+from zorse_megatron.adapter.groups.process_groups import (
+    PlanGroups,
+    create_groups,
+    nccl_channels,
+)
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss.loss_report import tell_last_rank
 from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
@@ -43,6 +47,7 @@ from zorse_megatron.flags.flags_against_plan import model_flag_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_link import HostLink
+from zorse_megatron.schedules.communicators import Communicator
 from zorse_megatron.schema.plan.plan_json import fingerprint
 
 
@@ -63,10 +68,11 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     )
     check_placement(run)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    groups = create_groups(run.plan, rank=args.rank, timeout=timeout)
+    channels = nccl_channels(run.plan)
+    groups = create_groups(run.plan, rank=args.rank, timeout=timeout, channels=channels)
     group_ranks = sorted(run.plan.groups[run.plan.group_of_rank(args.rank)].ranks)
     global_groups.fill(groups, rank=args.rank, group_ranks=group_ranks)
-    session = _session(run, args, groups)
+    session = _session(run, args, groups, channels)
     _configure(cfg, session)
     load = load_of(args, skips_damaged=run.skips_damaged)
     run.enter("while it sets up the model and the data")
@@ -83,12 +89,16 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
         _save_records(session, training_ended=sys.exception() is None)
 
 
-def _session(run: PlanRun, args: Any, groups: PlanGroups) -> PlanSession:
+def _session(
+    run: PlanRun, args: Any, groups: PlanGroups, channels: Mapping[Communicator, int]
+) -> PlanSession:
     dtypes = compute_dtypes(run.plan, args.zorse_job_dtype)
     return PlanSession(
         plan=run.plan,
         rank=args.rank,
         groups=groups,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        channels=channels,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_length=args.seq_length,
         samples=sample_kind(args),

@@ -10,10 +10,13 @@ has two moments: where its buffer is opened, and its place in the list (see
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+from zorse_megatron.runtime.communicator_groups import connect, link_groups
 
 
 class Work(Protocol):
@@ -185,11 +188,19 @@ def _start(
     return work
 
 
-def make_transport(*, rank: int, edges: list[tuple[int, int]], device: torch.device) -> Transport:
+def make_transport(
+    *,
+    rank: int,
+    edges: list[tuple[int, int]],
+    device: torch.device,
+    timeout: timedelta | None = None,
+    channels: Mapping[tuple[int, int], int] | None = None,
+) -> Transport:
     """Create the transport of the job's backend; a collective call for NCCL (all ranks).
 
-    `edges`: every (source, target) pair of the job, in one global order. Raises ValueError for
-    another backend than gloo and NCCL. A group that wraps another one counts as that.
+    `edges`: every (source, target) pair of the job, in one global order. `timeout`: of a transfer;
+    None: torch's own. `channels`: what NCCL may use for each. Raises ValueError for another backend
+    than gloo and NCCL. A group that wraps another one counts as that.
     """
     assert dist.group.WORLD is not None
     backend = dist.group.WORLD._get_backend(device).name()
@@ -197,9 +208,7 @@ def make_transport(*, rank: int, edges: list[tuple[int, int]], device: torch.dev
         return GlooTransport(dist.group.WORLD)
     if backend != "nccl":
         raise ValueError(f"found backend {backend!r}; expected 'gloo' or 'nccl'")
-    groups = {edge: dist.new_group(list(edge)) for edge in edges}
-    mine = {edge: group for edge, group in groups.items() if rank in edge}
-    for group in mine.values():
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    mine = link_groups(edges, rank=rank, timeout=timeout, channels=channels or {})
+    connect(mine, all_links=edges, rank=rank, device=device)
     streams = CudaStreams(device) if device.type == "cuda" else NoStreams()
     return NcclTransport(mine, rank=rank, streams=streams)

@@ -12,13 +12,21 @@ pipeline group for a position only (`PipelinePosition`).
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from zorse_megatron.runtime.communicator_groups import nccl_options
+from zorse_megatron.schedules.communicators import (
+    Communicator,
+    max_ctas,
+    planned_communicators,
+)
 from zorse_megatron.schema.plan.plan import Plan
 
 
@@ -85,24 +93,50 @@ def stages_of(plan: Plan) -> tuple[int, ...]:
     return tuple(order.index(group) for group in range(len(plan.groups)))
 
 
-def create_groups(plan: Plan, *, rank: int, timeout: timedelta) -> PlanGroups:
+def create_groups(
+    plan: Plan,
+    *,
+    rank: int,
+    timeout: timedelta,
+    channels: Mapping[Communicator, int] | None = None,
+) -> PlanGroups:
     """Create the groups of `rank`; a collective call, after `init_process_group`.
 
     `new_group` sorts its ranks, so a rank's place in `group` is its place among the group's sorted
-    ranks (see `shard_weights_by_group_rank`).
+    ranks (see `shard_weights_by_group_rank`). `channels`: what NCCL may use for each communicator;
+    none is made for a group before its first sum, and a rank that is a group makes none.
     """
     number = plan.group_of_rank(rank)
-    # Every group is created by all ranks, in one order: the form that all backends support.
-    groups = [dist.new_group(sorted(g.ranks), timeout=timeout) for g in plan.groups]
+    limits = {each.ranks: n for each, n in (channels or {}).items() if each.use == "group"}
     alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+    # Every group is created by all ranks, in one order: see `runtime.communicator_groups`.
+    groups = {}
+    for index, each in enumerate(plan.groups):
+        ranks = tuple(sorted(each.ranks))
+        if len(ranks) > 1:
+            options = nccl_options(limits.get(ranks))
+            groups[index] = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
     assert dist.group.WORLD is not None
     return PlanGroups(
-        group=groups[number],
+        group=groups.get(number, alone),
         alone=alone,
         world=dist.group.WORLD,
         stage=stages_of(plan)[number],
         num_stages=len(plan.groups),
     )
+
+
+def nccl_channels(plan: Plan) -> dict[Communicator, int]:
+    """Communicator -> how many channels NCCL may use; nothing of another backend.
+
+    A collective call. Raises TooManyCommunicators, on all ranks, where their kernels do not fit.
+    """
+    if dist.get_backend() != "nccl":
+        return {}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, properties.multi_processor_count)
+    return max_ctas(planned_communicators(plan), counts)
 
 
 def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:
