@@ -117,7 +117,7 @@ def test_what_would_fit_fits_and_the_asked_does_not():
     asked = dataclasses.replace(MODEL, seq_length=32768)
 
     def make(model, batch):
-        return small(memory="6GB", host="1GiB", model=model, batch=batch)
+        return small(memory="7GB", host="1GiB", model=model, batch=batch)
 
     assert fitting(make(asked, 4)) is None
     found = what_fits(make, asked, 4)

@@ -63,7 +63,7 @@ Iterations = Annotated[
 Margin = Annotated[
     float,
     typer.Option(
-        help="Share of each GPU's memory reserved for CUDA context, NCCL buffers and fragmentation."
+        help="Share of each GPU's memory reserved for fragmentation and what is not counted."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

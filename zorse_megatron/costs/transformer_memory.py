@@ -1,8 +1,8 @@
 """Bytes of a transformer on a GPU, as Megatron-Core trains it.
 
 Parameters and gradients are unsharded on every rank of a group; main parameters and Adam's moments
-are sharded. Beside what is counted here a process holds its CUDA context, communication buffers and
-fragmentation: the planner's margin is for those.
+are sharded. What a process has beside tensors is in `process_memory`; the planner's margin is for
+fragmentation.
 """
 
 from collections.abc import Mapping, Sequence

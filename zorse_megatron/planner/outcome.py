@@ -71,7 +71,7 @@ class Outcome:
     plan_time_s: float
     """How long the search took, by the clock; nothing else depends on it."""
     margin: float
-    """Share of every GPU's memory reserved for CUDA context, NCCL buffers and fragmentation."""
+    """Share of every GPU's memory reserved for fragmentation and what is not counted."""
     notes: tuple[str, ...]
     """For people: assumptions, and what the costs rest on."""
 
