@@ -1,5 +1,7 @@
 """What measured layers become in a profile: series that grow, and what is still missing of them."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,6 +120,15 @@ def test_memory_is_in_elements_of_one_sample_and_the_most_of_each_kind() -> None
     assert found["layer", "L4"].activation_elements == 256
     assert found["layer", "T4"].output_elements == 32 * 64
     assert found["head", "L4"].activation_elements == 451  # the peak, rounded up
+
+
+def test_what_a_process_has_beside_tensors_is_the_newest_of_each_kind() -> None:
+    profile = with_step(started(), T4, dataclasses.replace(STEP, context_bytes=400))
+    profile = with_step(profile, L4, dataclasses.replace(STEP, context_bytes=500))
+    profile = with_step(profile, T4, dataclasses.replace(STEP, context_bytes=300))
+    profile = with_step(profile, L4, STEP)  # without a GPU nothing is known of it
+    found = {each.gpu_kind: each.context_bytes for each in profile.processes}
+    assert found == {"T4": 300, "L4": 500}
 
 
 def test_an_existing_file_is_added_to_and_keeps_the_rest(tmp_path) -> None:

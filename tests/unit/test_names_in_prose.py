@@ -34,6 +34,7 @@ MODULES_OF_OTHERS = {
 }
 NAMES_OF_OTHERS = {
     # torch
+    *("TORCH_DIST_INIT_BARRIER", "_hash_ranks_to_str"),
     *("CPUOffloadPolicy", "PYTORCH_ALLOC_CONF", "PowerOf2Ceil", "Schedule1F1B"),
     *("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ZeroRedundancyOptimizer", "_StorageInfo"),
     *("_assign_worker_ranks", "_single_tensor_adam", "n_microbatches", "reduce_dtype"),

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.unit.cli_samples import runner_in
+from tests.unit.profile_samples import good as good_profile
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.costs.process_memory import (
     communicator_bytes,
@@ -14,8 +15,12 @@ from zorse_megatron.costs.process_memory import (
     most_bytes,
     process_items,
 )
+from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schedules.communicators import Communicator, TooManyCommunicators
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.profile.profile_json import parse_profile
 
 MIB = 2**20
 CONTEXT, WORKSPACES = 484 * MIB, 8_519_680 + 4 * MIB
@@ -66,6 +71,25 @@ def test_a_gpu_without_room_for_their_kernels_is_refused():
     small = dataclasses.replace(GPU_KINDS["T4"], multiprocessors=4)
     with pytest.raises(TooManyCommunicators):
         fixed_bytes(plan, [small] * 24)
+
+
+def test_what_a_profile_measured_of_a_kind_takes_the_place_of_the_constant():
+    value = good_profile()
+    source = value["sources"][0]["name"]
+    value["processes"] = [{"gpu_kind": "T4", "context_bytes": 300 * MIB, "source": source}]
+    inputs = make_inputs(
+        parse_cluster(b"nodes: [{gpus: [2 x T4, 1 x A100-40]}]"),
+        MODELS["llama-1b"],
+        parse_profile(json.dumps(value).encode()),
+        global_batch_size=4,
+        dtype="float16",
+    )
+    plain = [GPU_KINDS[kind] for kind in inputs.kinds]
+    spared = [
+        most_bytes(gpu) - most_bytes(inputs.gpus[kind])
+        for gpu, kind in zip(plain, inputs.kinds, strict=True)
+    ]
+    assert spared == [184 * MIB, 184 * MIB, 0]
 
 
 def test_simulated_peaks_have_them(tmp_path, monkeypatch):

@@ -63,8 +63,9 @@ def process_items(gpu: GpuKind) -> tuple[MemoryItem, ...]:
     is_hopper = gpu.capability is not None and gpu.capability >= _HOPPER
     torch_bytes = _TORCH_CUBLAS_HOPPER_BYTES if is_hopper else _TORCH_CUBLAS_BYTES
     te_bytes = _TE_CUBLAS_HOPPER_BYTES if is_hopper else _TE_CUBLAS_BYTES
+    context = CONTEXT_BYTES if gpu.context_bytes is None else gpu.context_bytes
     return (
-        MemoryItem(name="CUDA context", num_bytes=CONTEXT_BYTES),
+        MemoryItem(name="CUDA context", num_bytes=context),
         MemoryItem(name="cuBLAS workspaces", num_bytes=torch_bytes + te_bytes),
     )
 

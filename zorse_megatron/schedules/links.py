@@ -1,6 +1,6 @@
 """Which ranks of a plan send to which, and in which order their connections are made.
 
-A link is one direction between two ranks. `schedules.facts.edges_of` finds the same in lowered
+A link is one direction between two ranks. `list_queries.edges_of` finds the same in lowered
 lists; this asks the plan alone, so that a plan's communicators can be priced without its lists.
 """
 

@@ -67,7 +67,19 @@ def answers(passes: Passes, step: Callable[[], object], request: LayerRequest) -
     yield MeasuredStep(
         num_parameters=sum(map(passes.num_parameters, parts)),
         update_s=median_s(step, passes.device),
+        context_bytes=_context_bytes(passes.device),
     )
+
+
+def _context_bytes(device: torch.device) -> int | None:
+    """What is used of a GPU but not by torch's allocator: that of this process, if it is alone.
+
+    Not run on a GPU yet.
+    """
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return max(0, total_bytes - free_bytes - torch.cuda.memory_reserved(device))
 
 
 def _grown(

@@ -15,6 +15,7 @@ from zorse_megatron.schema.profile.profile import (
     LinkCurve,
     Part,
     PartMemory,
+    ProcessMemory,
     Profile,
     ProfiledModel,
     Source,
@@ -124,7 +125,22 @@ def with_step(profile: Profile, series: MeasuredSeries, found: MeasuredStep) -> 
         source=series.source,
     )
     others = tuple(each for each in profile.updates if not _is_step_of(each, series))
-    return replace(profile, updates=(*others, step))
+    return replace(
+        profile, updates=(*others, step), processes=_with_process(profile, series, found)
+    )
+
+
+def _with_process(
+    profile: Profile, series: MeasuredSeries, found: MeasuredStep
+) -> tuple[ProcessMemory, ...]:
+    """One entry for each kind of GPU, the newest."""
+    if found.context_bytes is None:
+        return profile.processes
+    others = tuple(each for each in profile.processes if each.gpu_kind != series.gpu_kind)
+    new = ProcessMemory(
+        gpu_kind=series.gpu_kind, context_bytes=found.context_bytes, source=series.source
+    )
+    return (*others, new)
 
 
 def with_model(profile: Profile, model: ProfiledModel) -> Profile:

@@ -52,6 +52,8 @@ class MeasuredStep:
 
     num_parameters: int
     update_s: float
+    context_bytes: int | None = None
+    """What the process then has on its GPU beside torch's allocator; None: not on a GPU."""
 
 
 Answer = MeasuredPass | MeasuredStep

@@ -18,7 +18,14 @@ from zorse_megatron.costs.transformer_memory import (
     precision_of,
 )
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Attention, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.gpus.gpu import (
+    DTYPE_OF,
+    Attention,
+    Dtype,
+    DtypeChoice,
+    GpuKind,
+    common_dtype,
+)
 from zorse_megatron.schema.model.computing import Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Profile
@@ -40,6 +47,15 @@ class CostModels:
     def has_own_types(self) -> bool:
         """Whether each group computes in a type of its own."""
         return self.dtype == "auto"
+
+    @property
+    def gpus(self) -> dict[str, GpuKind]:
+        """Kind -> its figures, with what the profile measured of processes there."""
+        measured = {each.gpu_kind: each.context_bytes for each in self.profile.processes}
+        return {
+            name: replace(gpu, context_bytes=measured.get(name, gpu.context_bytes))
+            for name, gpu in self.cluster.kinds.items()
+        }
 
     @cached_property
     def computes(self) -> dict[str, ProfiledCompute]:

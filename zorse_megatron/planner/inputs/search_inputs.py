@@ -188,8 +188,8 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         best_sizes=models.best_sizes,
         recompute=models.computing.recompute,
         own_types=cluster.kinds if models.has_own_types else None,
-        gpus=cluster.kinds,
-        notes=(*models.notes, memory_note, *models.warnings, *_process_notes(cluster)),
+        gpus=models.gpus,
+        notes=(*models.notes, memory_note, *models.warnings, *_process_notes(models.gpus)),
         warnings=models.warnings,
     )
 
@@ -199,10 +199,10 @@ def _capacities(cluster: Cluster, memory_margin: float) -> tuple[int, ...]:
     return tuple(int(cluster.gpu_of_rank(r).memory_bytes * (1 - memory_margin)) for r in ranks)
 
 
-def _process_notes(cluster: Cluster) -> Iterator[str]:
+def _process_notes(gpus: Mapping[str, GpuKind]) -> Iterator[str]:
     """What is there beside tensors, alike for many kinds."""
     alike: dict[tuple[MemoryItem, ...], list[str]] = {}
-    for name, gpu in cluster.kinds.items():
+    for name, gpu in gpus.items():
         alike.setdefault(process_items(gpu), []).append(name)
     for items, names in alike.items():
         said = ", ".join(f"{item.name} {item.num_bytes / 2**20:.0f} MiB" for item in items)

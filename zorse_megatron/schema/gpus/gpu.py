@@ -74,6 +74,8 @@ class GpuKind:
     """CUDA's compute capability."""
     multiprocessors: int | None = None
     """Streaming multiprocessors."""
+    context_bytes: int | None = None
+    """What a process was measured to have there beside torch's allocator."""
     attention: Attention | None = None
     """What somebody said that Transformer Engine runs on it; None: see `runs_flash_attention`."""
 

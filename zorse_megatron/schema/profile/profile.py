@@ -152,6 +152,18 @@ class PartMemory:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class ProcessMemory:
+    """What a process has on its GPU beside torch's allocator."""
+
+    gpu_kind: Text
+    """On which kind of GPU."""
+    context_bytes: Count
+    """CUDA context and loaded kernels, without communicators."""
+    source: Text
+    """A name in sources."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class LinkCurve:
     """Bandwidth of a link by message size.
 
@@ -224,6 +236,8 @@ class Profile:
     """Links."""
     transfers: tuple[Transfers, ...] = ()
     """Times of messages, as measured."""
+    processes: tuple[ProcessMemory, ...] = ()
+    """Memory beside tensors."""
 
     def gpu_kinds(self) -> tuple[str, ...]:
         """Return the kinds that have times, in order of appearance."""
