@@ -87,6 +87,8 @@ def assert_both_ends_fit(launched: list[list[Launch]]) -> None:
 
 def place_of(launch: Launch, group: list[int]) -> tuple[Any, ...]:
     """What the launch is to the model; nothing where that has none: sums of the world, start-up."""
+    if launch["numel"] == [1]:  # the message by which the ends of a link meet
+        return ()
     if launch["peer"] is not None:
         return (launch["kind"], launch["peer"]) if len(launch["ranks"]) == 2 else ()
     is_own = launch["ranks"] == group and launch["kind"] in ("reduce_scatter", "all_gather")
