@@ -107,8 +107,9 @@ def whole_group_losses(
     unequal parts. From this entry it makes the mean over all tokens.
     """
     sums = {name: torch.stack([each[name] for each in losses]).sum(dim=0) for name in losses[0]}
-    for total in sums.values():
-        dist.all_reduce(total, group=group)
+    if group.size() > 1:  # a rank alone needs no communicator for it
+        for total in sums.values():
+            dist.all_reduce(total, group=group)
     return [sums]
 
 
