@@ -11,7 +11,6 @@ from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import Builder
-from zorse_megatron.schedules.communicators import TooManyCommunicators
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.simulate.result import SimulationResult
@@ -155,7 +154,7 @@ class Evaluator:
         with gc_paused():
             try:
                 return simulate_plan(inputs, plan, merge_equal_ranks=True)
-            except (PlanError, SimulationError, TooManyCommunicators):
+            except (PlanError, SimulationError):
                 return None
 
     def _extrapolated(self, plan: Plan, estimate: Estimate) -> Evaluation | None:
