@@ -10,7 +10,8 @@ INSTALLED := $(VENV)/.installed
 # Tests of a file share what is slow to make, so they stay in one process.
 PYTEST := $(BIN)/python -m pytest --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # One more than there are processors: ranks wait for one another, a seventh of the time.
-PROCESSES := $$(($$(getconf _NPROCESSORS_ONLN) + 1))
+PROCESSES := $$($(BIN)/python -c \
+	"from zorse_megatron.processors import num_processors as n; print(n() + 1)")
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
