@@ -168,13 +168,12 @@ class _Launches:
     def _reduction(self, action: Action) -> None:
         if not self.is_resident:
             self._finish_reductions(action)
-            self.reducing += self._reduce(action.chunk)
-            return
         reduced = self.reduced_early.pop(action.chunk, [])
         if not reduced:
-            buckets = range(_BUCKETS if self.overlaps_reductions else 1)
+            early = self.overlaps_reductions and self.is_resident
+            buckets = range(_BUCKETS if early else 1)
             reduced = [each for _ in buckets for each in self._reduce(action.chunk)]
-        self._on_main(f"after {action}", *reduced)
+        self.reducing += reduced
 
     def _finish_reductions(self, action: Action) -> None:
         reducing, self.reducing = self.reducing, []

@@ -142,10 +142,13 @@ def wrap(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=setup.grad_reduce_in_fp32,
         overlap_grad_reduce=setup.overlap,
-        overlap_param_gather=setup.overlap and weights is not None,
         bucket_size=setup.bucket_size,
         check_for_nan_in_grad=setup.dtype is not torch.float16,
-        **{"use_distributed_optimizer": weights is not None, **options},
+        **{
+            "use_distributed_optimizer": weights is not None,
+            "overlap_param_gather": setup.overlap and weights is not None,
+            **options,
+        },
     )
     arguments = {
         "config": get_model_config(model),

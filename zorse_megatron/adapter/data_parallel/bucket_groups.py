@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+from zorse_megatron.adapter.data_parallel import gradient_check
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
@@ -27,6 +28,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
 
     order: "BucketOrder"
     param_gather_handle: Any
+    grad_reduce_handle: Any
 
     def __init__(
         self,
@@ -41,6 +43,10 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         self.comm_dtype = comm_dtype
         self.grad_sync_requested = False
         self.grad_sync_dispatched = False
+        self.began = False
+        """Whether the list has started the reduction, which nobody has waited for."""
+        self.noted_norms: list[torch.Tensor] = []
+        """Of each bucket's own gradients, before they were reduced; see `gradient_check`."""
 
     def reset(self) -> None:
         """Prepare for the next step."""
@@ -66,11 +72,40 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         self.grad_sync_requested = True
         self.order.dispatch_requested(force_all_reduce=bool(force_all_reduce))
 
-    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for the reduction; start it first where no backward has.
+    def begin_grad_sync(self) -> None:
+        """Start the reduction, unless a backward has; `finish_grad_sync` waits for it.
 
         Raises RuntimeError when a backward ran but left gradients out, as stock does.
         """
+        if not self.ddp_config.overlap_grad_reduce:
+            self._dispatch(force_all_reduce=False, async_op=True)
+            self.began = True
+        elif not self.grad_sync_dispatched and not self.grad_reduce_finished:
+            self._refuse_partial_backward()
+            self.order.dispatch_through(self, force_all_reduce=False)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the sums have arrived, or none are under way; never waits."""
+        return self.grad_reduce_handle is None or self.grad_reduce_handle.is_completed()
+
+    @property
+    def reduction_bytes(self) -> int:
+        """What the reduction under way holds beside the gradients."""
+        return 0 if self.grad_reduce_handle is None else self.grad_reduce_handle.buffer_bytes
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the reduction; start it first where nobody has.
+
+        Raises RuntimeError when a backward ran but left gradients out, as stock does.
+        """
+        if self.began:
+            self.began = False
+            self.param_gather_dispatched = False
+            self.grad_reduce_handle.wait()
+            self.grad_reduce_handle = None
+            self._copy_back_extra_main_grads()
+            return
         overlap = self.ddp_config.overlap_grad_reduce
         if overlap and not self.grad_sync_dispatched and not self.grad_reduce_finished:
             self._refuse_partial_backward()
@@ -88,12 +123,22 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
 
     def dispatch_grad_sync(self, *, force_all_reduce: bool) -> None:
         """Start the reduction, out of `order`'s or stock's hands; waits unless it overlaps."""
-        self.prepare_gradients()
         async_op = self.ddp_config.overlap_grad_reduce
+        self._dispatch(force_all_reduce=force_all_reduce, async_op=async_op)
+
+    def _dispatch(self, *, force_all_reduce: bool, async_op: bool) -> None:
+        self.prepare_gradients()
         reduce = self._all_reduce if force_all_reduce else self.reduce_bucket
         works = [reduce(bucket, async_op=async_op) for bucket in self.buckets]
         self.grad_reduce_handle = Works([w for w in works if w is not None]) if async_op else None
-        self.grad_sync_dispatched = async_op
+        self.grad_sync_dispatched = self.ddp_config.overlap_grad_reduce
+
+    def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
+        """Note what stock checks here, which waits for the device, to be checked once per step."""
+        if gradient_check.is_at_once(check_for_large=check_for_large):
+            super().check_grads(check_for_nan_or_inf, check_for_large)
+        else:
+            self.noted_norms = [bucket.grad_data.norm(p=2) for bucket in self.buckets]
 
     def _all_reduce(self, bucket: Any, *, async_op: bool) -> Any:
         return dist.all_reduce(bucket.grad_data, group=self.group, async_op=async_op)

@@ -129,6 +129,28 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             if pending or force_sync:
                 self._start_bucket_group_param_sync(group, force_sync=force_sync)
 
+    def begin_grad_sync(self) -> None:
+        """Start the reduction of gradients, unless a backward has; `finish_grad_sync` waits."""
+        if self.shards is not None:
+            self.shards.start_reduction()
+            return
+        for group in self.bucket_groups:
+            group.begin_grad_sync()
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the sums have arrived, or none are under way; never waits."""
+        if self.shards is not None:
+            return self.shards.is_reduced
+        return all(group.is_reduced for group in self.bucket_groups)
+
+    @property
+    def reduction_bytes(self) -> int:
+        """What a reduction under way holds beside the gradients."""
+        if self.shards is not None:
+            return self.shards.reduction_bytes
+        return sum(group.reduction_bytes for group in self.bucket_groups)
+
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Wait for the reduction of gradients, after starting it if nobody has."""
         if self.shards is None:

@@ -34,8 +34,7 @@ def gradient_bytes(models: Mapping[int, Any]) -> int:
 
 def reduction_bytes(models: Mapping[int, Any]) -> int:
     """What reductions under way hold beside the gradients: 16-bit messages."""
-    chunks = [model.shards for model in models.values() if model.shards is not None]
-    return sum(shards.reduction_bytes for shards in chunks)
+    return sum(model.reduction_bytes for model in models.values())
 
 
 def state_bytes(optimizers: list[Any]) -> int:

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from zorse_megatron.adapter.data.sample_readers import by_samples, one_sequence
+from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
 from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.groups.stock_stages import StockStages
 from zorse_megatron.adapter.loss.loss_report import with_token_counts
@@ -89,7 +90,7 @@ class MegatronChunkRunner:
         self.backwards_left = dict.fromkeys(self.inputs.models, self.num_micro_batches)
         self.without_sync: dict[int, AbstractContextManager[Any]] = {}
         self.reducing: list[int] = []
-        """Sharded chunks whose gradients are on their way, in list order."""
+        """Chunks whose gradients are on their way, in list order."""
         self.num_computed = 0
 
     def forward(
@@ -143,7 +144,7 @@ class MegatronChunkRunner:
         if self.backwards_left[chunk] == 0:
             self._let_gradients_sync(chunk)
         shards = self.inputs.models[chunk].shards
-        if self.reducing and all(self.inputs.models[c].shards.is_reduced for c in self.reducing):
+        if self.reducing and all(self.inputs.models[c].is_reduced for c in self.reducing):
             self._finish_reductions()  # gives memory back
         if shards is not None:
             shards.open_gradients()
@@ -163,16 +164,15 @@ class MegatronChunkRunner:
     def reduce(self, chunk: int) -> None:
         """Sum gradients over the group: the DDP wrapper's reduce-scatter into uneven shards.
 
-        Of a sharded chunk this only starts the sum; whatever needs it next waits for it.
+        This only starts the sum; whatever needs it next waits for it.
         """
-        shards = self.inputs.models[chunk].shards
-        if shards is None:
+        model = self.inputs.models[chunk]
+        if model.shards is None:
             self._let_gradients_sync(chunk)
-            self._finalize(chunk)
-            return
-        # At most two chunks have unsharded gradients: the one before must have left.
-        self._finish_reductions()
-        shards.start_reduction()
+        else:
+            # At most two chunks have unsharded gradients: the one before must have left.
+            self._finish_reductions()
+        model.begin_grad_sync()
         self.reducing.append(chunk)
 
     def tie(self) -> None:
@@ -188,9 +188,11 @@ class MegatronChunkRunner:
         is the number of tokens of the global batch whatever the split.
         """
         self._finish_reductions()
+        models = self.inputs.models.values()
+        check_noted(group for model in models for group in model.bucket_groups)
         dist.all_reduce(self.num_tokens, group=self.collection.intra_dist_opt)
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
-        for model in self.inputs.models.values():
+        for model in models:
             model.scale_gradients(factor)
 
     def step(self) -> None:

@@ -1,0 +1,101 @@
+"""A REDUCE only starts the sum; and inf and nan are looked for once per step."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.megatron import tiny_gpt
+from tests.megatron.preloaded import run_megatron_ranks
+from tests.megatron.tiny_gpt import Setup
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts how often the host asks for a number that the device computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        name = function.overloadpacket.__name__
+        self.found[name] += name == "_local_scalar_dense"
+        return function(*args, **(kwargs or {}))
+
+
+def _chunk(setup: Setup) -> Any:
+    tiny_gpt.start()
+    collection = tiny_gpt.groups_of([[0, 1]], setup)
+    model = tiny_gpt.build_gpt(setup, collection)
+    # As under a plan, which turns --overlap-param-gather off.
+    return tiny_gpt.wrap(model, setup, collection, (3, 1), overlap_param_gather=False)
+
+
+def _begin_one_after_the_other(setup: Setup) -> list[float]:
+    """Rank 1 starts only when rank 0 has told it that it goes on; returns the shard's gradients."""
+    chunk = _chunk(setup)
+    rank, told = dist.get_rank(), torch.zeros(1)
+    tiny_gpt.set_gradients(chunk, setup, step=0, contributors=[rank])
+    if rank == 1:
+        dist.recv(told, 0)
+    chunk.begin_grad_sync()
+    if rank == 0:
+        assert not chunk.is_reduced
+        dist.send(told, 1)
+    chunk.finish_grad_sync()
+    assert chunk.is_reduced and not chunk.reduction_bytes
+    mine = [p for p in chunk.parameters() if chunk.owned_part(p) != (0, 0)]
+    return [chunk.gradient_piece(p, *chunk.owned_part(p)).sum().item() for p in mine]
+
+
+def _reduce_at_once(setup: Setup) -> list[float]:
+    chunk = _chunk(setup)
+    tiny_gpt.set_gradients(chunk, setup, step=0, contributors=[dist.get_rank()])
+    chunk.finish_grad_sync()
+    mine = [p for p in chunk.parameters() if chunk.owned_part(p) != (0, 0)]
+    return [chunk.gradient_piece(p, *chunk.owned_part(p)).sum().item() for p in mine]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_reduction_that_has_begun_lets_the_rank_go_on(overlap: bool) -> None:
+    setup = Setup(overlap=overlap, bucket_size=5000 if overlap else None)
+    expected = run_megatron_ranks(2, _reduce_at_once, setup)
+    assert run_megatron_ranks(2, _begin_one_after_the_other, setup) == expected
+
+
+def _check(setup: Setup) -> tuple[list[int], list[str]]:
+    """How often the host waits with so many buckets, and what is raised for which gradients."""
+    from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
+
+    chunk = _chunk(setup)
+    assert len(chunk.bucket_groups) > 2
+    waits, said = [], []
+    for scale in (1.0, float("nan"), float("inf")):
+        chunk.zero_grad_buffer()
+        rank = dist.get_rank()
+        tiny_gpt.set_gradients(chunk, setup, step=0, contributors=[rank], scale=scale**rank)
+        with HostWaits() as host:
+            chunk.begin_grad_sync()
+            begun = host.found.total()
+            try:
+                check_noted(chunk.bucket_groups)
+            except RuntimeError as error:
+                said.append(str(error))
+            else:
+                waits += [begun, host.found.total()]
+        check_noted(chunk.bucket_groups)  # what has been told is not told again
+        chunk.finish_grad_sync()
+    return waits, said
+
+
+def test_inf_and_nan_are_told_by_the_rank_that_has_them_after_one_wait() -> None:
+    (waits, said), (other_waits, told) = run_megatron_ranks(
+        2, _check, Setup(overlap=True, bucket_size=3000)
+    )
+    assert waits == [0, 1] * 3 and not said, "rank 0's own gradients are numbers"
+    assert other_waits == [0, 1]
+    assert "found NaN in local grad norm for bucket #0" in told[0]
+    assert "Inf in local grad norm" in told[1] or "NaN" in told[1]
