@@ -55,7 +55,11 @@ class MemoryCap:
         return sum(map(self._chunk_bytes, self.chunks))
 
     def check(self) -> None:
-        """Raise torch.OutOfMemoryError if more is held than there is."""
+        """Between passes. Raises torch.OutOfMemoryError if more is held than there is."""
+        self._leave()
+        self._look()
+
+    def _look(self) -> None:
         away_bytes = self.host.activation_bytes if self.host is not None else 0
         total = self.state_bytes() + self.kept_bytes - away_bytes
         self.peak_bytes = max(self.peak_bytes, total)
@@ -94,11 +98,15 @@ class MemoryCap:
         """Hold activations. Raises torch.OutOfMemoryError."""
         self._leave()
         self.kept_bytes += num_bytes
-        self.check()
+        self._look()
 
     def drop(self, num_bytes: int) -> None:
-        """Let activations go with the next change: until then their backward runs."""
+        """Let activations go with the next change: until then their backward runs.
+
+        Raises torch.OutOfMemoryError, as there are gradients now.
+        """
         self._leave()
+        self._look()
         self._leaving_bytes = num_bytes
 
     def keep_layer(self, size: int, how: RecomputeMode) -> None:
