@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
+from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate.jobs import emulator as jobs_emulator
 from zorse_megatron.emulate.jobs.emulator import System, emulator
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
@@ -183,7 +184,8 @@ def test_a_gpu_that_is_too_small_runs_out_of_memory(lab):
     assert found.iterations_s == ()
     assert found.out_of_memory is not None
     assert found.out_of_memory.startswith("CUDA out of memory. The emulated GPU of rank 0 would")
-    assert found.out_of_memory.endswith("it has 4.00 GiB.")
+    beside = fixed_bytes(UNEVEN, [INPUTS.gpus[INPUTS.kinds[gpu]] for gpu in GPUS])[0]
+    assert found.out_of_memory.endswith(f"it has {4 - beside / 2**30:.2f} GiB for tensors.")
 
 
 def test_ranks_start_fast(lab):

@@ -90,7 +90,7 @@ class MemoryCap:
             f"CUDA out of memory. The emulated GPU of rank {self.rank} would hold "
             f"{total / 2**30:.2f} GiB (activations {self.kept_bytes / 2**30:.2f} GiB, parameters, "
             f"gradients and optimizer state {(total - self.kept_bytes) / 2**30:.2f} GiB); it has "
-            f"{self.capacity_bytes / 2**30:.2f} GiB."
+            f"{self.capacity_bytes / 2**30:.2f} GiB for tensors."
         )
         raise torch.OutOfMemoryError(self.overflow)
 
