@@ -65,11 +65,6 @@ class MemoryCap:
         self.peak_bytes = max(self.peak_bytes, total)
         self._refuse_beyond(total)
 
-    def check_step(self) -> None:
-        """The same where no backward runs any more: what the last one had is gone."""
-        self._leave()
-        self.check()
-
     def check_start(self) -> None:
         """The same before the first step, which is no peak of it.
 

@@ -94,7 +94,7 @@ class Pacer:
             if is_first:
                 self.cap.check_start()
             yield
-            self.cap.check_step()
+            self.cap.check()
             self.step_ends_s.append(self.clock.measured_s)
         finally:
             self._write()
@@ -186,7 +186,7 @@ class Pacer:
         if not self._num_stepped:
             self._begin_pass()
         self._num_stepped = (self._num_stepped + count) % total
-        self.cap.check_step()
+        self.cap.check()
         whole_s = self.compute.step_s(self.kind, self.owned_parameters())
         self._take("STEP", whole_s * count / total)
 
