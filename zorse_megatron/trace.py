@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from zorse_megatron.files.write import write_text
 
@@ -29,14 +30,63 @@ def trace_name(rank: int) -> str:
     return f"trace-rank{rank}.json"
 
 
+class Clock(Protocol):
+    """Notes moments, and says later when they were."""
+
+    def mark(self) -> Any:
+        """Note this moment."""
+
+    def seconds(self, mark: Any) -> float:
+        """Return when it was, in seconds of the host's wall clock."""
+
+
+class HostClock:
+    """The host's wall clock, for devices that it waits for."""
+
+    def mark(self) -> float:
+        """Return the time."""
+        return time.time()
+
+    def seconds(self, mark: float) -> float:
+        """Return the time that was noted."""
+        return mark
+
+
 class Trace:
     """Collects spans, from `first_step` for `num_steps` steps (None: all)."""
 
-    def __init__(self, *, first_step: int = 0, num_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        first_step: int = 0,
+        num_steps: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`clock`: of the device that executes the actions; None: the host's."""
         self.first_step = first_step
         self.num_steps = num_steps
-        self.spans: list[Span] = []
-        self.waited_s = 0.0
+        self.clock: Clock = clock or HostClock()
+        self._spans: list[Span] = []
+        self._marked: list[tuple[int, str, tuple[Any, Any], list[tuple[Any, Any]]]] = []
+        """(step, action, its start and end, those of its waits)."""
+        self._waits: list[tuple[Any, Any]] | None = None
+        """Of the action under way; None where nobody wants to know."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """All spans so far, in the order in which they were recorded."""
+        marked, self._marked = self._marked, []
+        for step, action, both, waits in marked:
+            start_s, end_s = map(self.clock.seconds, both)
+            waited_s = sum(self.clock.seconds(b) - self.clock.seconds(a) for a, b in waits)
+            self._spans.append(
+                Span(step=step, action=action, start_s=start_s, end_s=end_s, waited_s=waited_s)
+            )
+        return self._spans
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Add spans that something else has timed."""
+        self._spans += spans
 
     def wanted(self, step: int) -> bool:
         """Whether this step is recorded."""
@@ -46,23 +96,25 @@ class Trace:
     @contextmanager
     def record(self, step: int, action: object) -> Iterator[None]:
         """Time the block as one action."""
-        self.waited_s = 0.0
-        start_s = time.time()
+        if not self.wanted(step):
+            self._waits = None
+            yield
+            return
+        self._waits = []
+        start = self.clock.mark()
         yield
-        if self.wanted(step):
-            self.spans.append(
-                Span(
-                    step=step,
-                    action=str(action),
-                    start_s=start_s,
-                    end_s=time.time(),
-                    waited_s=self.waited_s,
-                )
-            )
+        both = start, self.clock.mark()
+        self._marked.append((step, str(action), both, self._waits))
 
-    def waited(self, seconds_s: float) -> None:
-        """Add to the waiting time of the action under way."""
-        self.waited_s += seconds_s
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as waiting time of the action under way."""
+        if self._waits is None:
+            yield
+            return
+        start = self.clock.mark()
+        yield
+        self._waits.append((start, self.clock.mark()))
 
     def save(self, directory: Path, *, rank: int) -> Path:
         """Write `trace-rank<rank>.json` and return its path."""

@@ -45,6 +45,7 @@ from zorse_megatron.adapter.session_executor import (
 )
 from zorse_megatron.flags.types import is_mixed
 from zorse_megatron.runtime.activation_offload import ActivationOffload
+from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.actions import COMPUTE, ActionLists
@@ -120,7 +121,8 @@ class PlanSession:
             loss_divisor=self.loss_divisor,
         )
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
-        self.trace = Trace(num_steps=None if self.trace_directory else 0)
+        clock = CudaClock() if rank_device().type == "cuda" else None
+        self.trace = Trace(num_steps=None if self.trace_directory else 0, clock=clock)
         self.idle_losses = IdleReplicaLosses.of(self.plan, self.groups.group)
         self.executor: Executor | None = None
         self.runner: MegatronChunkRunner | None = None

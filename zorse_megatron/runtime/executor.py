@@ -91,7 +91,7 @@ class Executor:
         self.to_send: dict[tuple[Kind, int, int], torch.Tensor] = {}
         self.handed_over: dict[tuple[bool, int, int], torch.Tensor] = {}
         """What this rank's neighbouring chunk made: (is activation, consumer, micro-batch)."""
-        mailbox.on_wait = trace.waited
+        mailbox.waiting = trace.waiting
 
     def run_until_step(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
         """Start a new list and run it up to STEP, or to its end if it has none."""

@@ -1,7 +1,7 @@
 """Tensors sent between chunks: split and joined along the batch dimension."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +59,8 @@ class Mailbox:
     transport: Transport
     spec: ActivationSpec
     global_batch_size: int
-    on_wait: Callable[[float], None] = lambda _: None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Surrounds what waits for other ranks."""
     incoming: dict[tuple[bool, int, int], list[_Incoming]] = field(default_factory=dict)
     leaving: list[tuple[Work, torch.Tensor]] = field(default_factory=list)
     _to_open: dict[int, list[tuple[int, Action]]] = field(default_factory=dict)
@@ -110,10 +111,9 @@ class Mailbox:
         parts.sort(key=lambda piece: piece.samples)
         covered = [micro_batch.start, *(piece.samples[1] for piece in parts)]
         assert covered[-1] == micro_batch.stop and covered[:-1] == [p.samples[0] for p in parts]
-        before_s = time.perf_counter()
-        for piece in parts:
-            piece.receive.wait()
-        self.on_wait(time.perf_counter() - before_s)
+        with self.waiting():
+            for piece in parts:
+                piece.receive.wait()
         pieces = [piece.buffer for piece in parts]
         if len(pieces) == 1:
             return pieces[0].to(self.spec.dtype)

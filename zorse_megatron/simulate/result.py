@@ -66,7 +66,7 @@ class SimulationResult:
         paths = []
         for rank in self.simulated_ranks if ranks is None else ranks:
             trace = Trace()
-            trace.spans = list(self.spans(rank))
+            trace.add(self.spans(rank))
             paths.append(trace.save(directory, rank=rank))
         return paths
 
