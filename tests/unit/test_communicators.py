@@ -9,8 +9,9 @@ from tests.unit.test_schedules import even_plan
 from zorse_megatron.schedules.actions import SENDS
 from zorse_megatron.schedules.communicators import (
     Communicator,
-    TooManyCommunicators,
     communicators_of,
+    crowded_ranks,
+    crowding_note,
     max_ctas,
     resident_kernels,
 )
@@ -61,17 +62,17 @@ def test_all_kernels_fit_beside_the_computations(edges, num_sms):
     assert max_ctas(communicators[::-1], num_sms) == ctas
 
 
-def test_too_many_for_a_gpu_are_refused_for_all_ranks_at_once():
+def test_kernels_that_may_fill_a_gpu_are_told():
     links = [
         Communicator(use="link", ranks=(rank, peer)) for rank in (0, 1) for peer in range(2, 8)
     ]
-    with pytest.raises(TooManyCommunicators) as error:
-        max_ctas(links, [10, 8, *[100] * 6])
-    found = [(problem.where, problem.found) for problem in error.value.problems]
-    assert found == [
-        ("rank 0", "6 communicators on a GPU with 10 multiprocessors"),
-        ("rank 1", "6 communicators on a GPU with 8 multiprocessors"),
-    ]
-    shares = max_ctas(links, [12, 160, *[100] * 6])
+    few = [10, 8, *[100] * 6]
+    assert crowded_ranks(links, few) == {0: 6, 1: 6}
+    note = crowding_note(links, few)
+    assert note is not None and note.startswith("2 of 8 ranks") and "rank 1: 6 on 8." in note
+    assert set(max_ctas(links, few).values()) == {1}
+    enough = [12, 160, *[100] * 6]
+    assert crowding_note(links, enough) is None
+    shares = max_ctas(links, enough)
     assert set(shares.values()) == {1, 6}
     assert len(shares) == 12

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.schedules.communicators import (
     Communicator,
+    crowding_note,
     max_ctas,
     most_ctas,
     planned_communicators,
@@ -94,10 +95,7 @@ def most_bytes(gpu: GpuKind) -> int:
 
 
 def fixed_items(plan: Plan, gpus: Sequence[GpuKind]) -> tuple[tuple[MemoryItem, ...], ...]:
-    """Rank -> its items under a plan. `gpus`: of each rank.
-
-    Raises TooManyCommunicators where a GPU has not room for the kernels of all of its own.
-    """
+    """Rank -> its items under a plan. `gpus`: of each rank."""
     channels = planned_channels(plan, [_multiprocessors(gpu) for gpu in gpus])
     of_rank: list[dict[str, int]] = [{} for _ in gpus]
     counts: list[Counter[str]] = [Counter() for _ in gpus]
@@ -122,6 +120,11 @@ def fixed_items(plan: Plan, gpus: Sequence[GpuKind]) -> tuple[tuple[MemoryItem, 
 def fixed_bytes(plan: Plan, gpus: Sequence[GpuKind]) -> tuple[int, ...]:
     """Rank -> the sum of its items."""
     return tuple(sum(item.num_bytes for item in items) for items in fixed_items(plan, gpus))
+
+
+def crowding(plan: Plan, gpus: Sequence[GpuKind]) -> str | None:
+    """See `crowding_note`. `gpus`: of each rank."""
+    return crowding_note(planned_communicators(plan), [_multiprocessors(gpu) for gpu in gpus])
 
 
 def planned_channels(plan: Plan, num_sms: Sequence[int]) -> Mapping[Communicator, int]:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from zorse_megatron.costs.process_memory import crowding
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.baselines.cephalo import cephalo_inputs, cephalo_plans
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
@@ -179,6 +180,9 @@ def _notes(inputs: Inputs, best: Evaluation) -> Iterator[str]:
             "before the fp32 sum"
         )
     yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory is reserved (--margin)"
+    crowded = inputs.gpus and crowding(best.plan, [inputs.gpus[kind] for kind in inputs.kinds])
+    if crowded:
+        yield crowded
     if best.is_extrapolated:
         yield "the iteration was extrapolated from two shorter batches"
     offloads = any(group.offload for group in best.plan.groups)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.links import links_of
 from zorse_megatron.schedules.list_queries import edges_of
@@ -24,10 +23,6 @@ _PART_FOR_COMMUNICATION = 0.25
 _MOST_FOR_COMMUNICATION = 0.5
 # NCCL's own limit is 32; a link of 25 GB/s is full with far fewer.
 _MOST_CTAS = 16
-
-
-class TooManyCommunicators(ZorseError):
-    """A GPU has not room for one kernel of each of its communicators."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,35 +64,46 @@ def max_ctas(
 ) -> dict[Communicator, int]:
     """Communicator -> `max_ctas` of its NCCL configuration, the same on all of its ranks.
 
-    `num_sms`: rank -> multiprocessors of its GPU. Raises TooManyCommunicators where the kernels of
-    a rank would not fit beside its computations.
+    `num_sms`: rank -> multiprocessors of its GPU. See `crowded_ranks` for those that are too few.
     """
-    resident = resident_kernels(communicators)
-    budgets = {rank: max(1, most_ctas(num_sms[rank]) // count) for rank, count in resident.items()}
-    problems = [
-        Problem(
-            where=f"rank {rank}",
-            found=f"{count} communicators on a GPU with {num_sms[rank]} multiprocessors",
-            expected=f"{_room(num_sms[rank])} at most, as each may occupy one while it waits for "
-            "other ranks",
-            remedy="Give the rank's group and its neighbours fewer replicas, or micro-batch sizes "
-            "that divide each other, so that each sends to fewer ranks.",
-        )
-        for rank, count in sorted(resident.items())
-        if count > _room(num_sms[rank])
-    ]
-    if problems:
-        raise TooManyCommunicators("NCCL's kernels do not fit onto a GPU at once", problems)
+    budgets = {
+        rank: max(1, most_ctas(num_sms[rank]) // count)
+        for rank, count in resident_kernels(communicators).items()
+    }
     return {
         communicator: min(_MOST_CTAS, *(budgets[rank] for rank in communicator.ranks))
         for communicator in communicators
     }
 
 
+def crowded_ranks(
+    communicators: Iterable[Communicator], num_sms: Mapping[int, int] | Sequence[int]
+) -> dict[int, int]:
+    """Rank -> its communicators, where their kernels would hold more than half of its GPU."""
+    return {
+        rank: count
+        for rank, count in sorted(resident_kernels(communicators).items())
+        if count > _MOST_FOR_COMMUNICATION * num_sms[rank]
+    }
+
+
+def crowding_note(
+    communicators: Iterable[Communicator], num_sms: Mapping[int, int] | Sequence[int]
+) -> str | None:
+    """Say so of a plan under which kernels that wait for other ranks may fill a GPU."""
+    crowded = crowded_ranks(communicators, num_sms)
+    if not crowded:
+        return None
+    worst = max(crowded, key=lambda rank: crowded[rank] / num_sms[rank])
+    return (
+        f"{len(crowded)} of {len(num_sms)} ranks exchange data over more NCCL communicators than "
+        f"half of their GPU's multiprocessors, for example rank {worst}: {crowded[worst]} on "
+        f"{num_sms[worst]}. If the kernels of all of them waited at once, ranks could wait for "
+        "each other forever. Fewer replicas in neighbouring groups, or micro-batch sizes that "
+        "divide each other, need fewer."
+    )
+
+
 def most_ctas(num_sms: int) -> int:
     """What all communicators of a GPU may use together, unless that is less than one each."""
     return int(_PART_FOR_COMMUNICATION * num_sms)
-
-
-def _room(num_sms: int) -> int:
-    return int(_MOST_FOR_COMMUNICATION * num_sms)

@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from zorse_megatron.log import say
 from zorse_megatron.runtime.communicator_groups import nccl_options
 from zorse_megatron.schedules.communicators import (
     Communicator,
+    crowding_note,
     max_ctas,
     planned_communicators,
 )
@@ -129,14 +131,18 @@ def create_groups(
 def nccl_channels(plan: Plan) -> dict[Communicator, int]:
     """Communicator -> how many channels NCCL may use; nothing of another backend.
 
-    A collective call. Raises TooManyCommunicators, on all ranks, where their kernels do not fit.
+    A collective call. Rank 0 says so where their kernels may fill a GPU.
     """
     if dist.get_backend() != "nccl":
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, properties.multi_processor_count)
-    return max_ctas(planned_communicators(plan), counts)
+    communicators = planned_communicators(plan)
+    note = crowding_note(communicators, counts)
+    if note is not None:
+        say(f"warning: {note}")
+    return max_ctas(communicators, counts)
 
 
 def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:

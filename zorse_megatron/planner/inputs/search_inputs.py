@@ -110,10 +110,7 @@ class Inputs:
         )
 
     def fixed_bytes(self, plan: Plan) -> tuple[int, ...] | None:
-        """Rank -> what its process takes beside tensors under a plan of these GPUs.
-
-        Raises TooManyCommunicators.
-        """
+        """Rank -> what its process takes beside tensors under a plan of these GPUs."""
         if self.gpus is None:
             return None
         return fixed_bytes(plan, [self.gpus[kind] for kind in self.kinds])
