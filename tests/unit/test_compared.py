@@ -34,12 +34,6 @@ BATCHES = {
 }
 
 
-stale = pytest.mark.xfail(
-    strict=False,
-    reason="plans and tables were made before attention and memory were priced by kind of GPU",
-)
-
-
 @cache
 def rows():
     """{(cluster, model): {system: (layout, seconds, simulator's deviation)}} of the table."""
@@ -78,7 +72,6 @@ def assert_is_shown(simulated_s, row):
     assert simulated_s <= (shown_s + 0.005) * (1 + off + 0.0005)
 
 
-@stale
 @pytest.mark.parametrize(("cluster", "model"), BATCHES)
 def test_ours_is_the_shipped_plan_on_the_shipped_profile(cluster, model):
     inputs = inputs_of(cluster, model)
@@ -92,7 +85,6 @@ def test_ours_is_the_shipped_plan_on_the_shipped_profile(cluster, model):
     assert all(peak <= capacity for peak, capacity in pairs)
 
 
-@stale
 @pytest.mark.parametrize("system", ["stock, all GPUs", "stock, best GPUs"])
 @pytest.mark.parametrize(("cluster", "model"), BATCHES)
 def test_stock_is_the_layout_that_is_named(cluster, model, system):

@@ -1,0 +1,115 @@
+"""Write the tables of emulated comparisons into README.md and docs/emulation.md.
+
+    python scripts/write_comparison_tables.py DIR
+
+DIR holds `CLUSTER-MODEL/compare.json` of `zorse compare`, for example `mini-b-llama-3b`, from the
+commands that README.md gives. Rows of other clusters and models stay as they are.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATION_TABLE = "| Cluster, model, batch |"
+README_TABLE = "| Cluster | Model |"
+README_SYSTEMS = ("stock, all GPUs", "stock, best GPUs", "zorse")
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
+
+
+def main() -> int:
+    """Replace the rows of both tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    found = {
+        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(parser.parse_args().directory.glob("*/compare.json"))
+    }
+    _rewrite(ROOT / "docs" / "emulation.md", EMULATION_TABLE, found, _emulation_rows)
+    _rewrite(ROOT / "README.md", README_TABLE, found, _readme_rows)
+    return 0
+
+
+def _rewrite(path: Path, header: str, found: dict[str, list[dict[str, Any]]], make: Any) -> None:
+    text = path.read_text(encoding="utf-8")
+    before, after = text.split(header)
+    table, rest = after.split("\n\n", 1)
+    head, rule, *lines = table.splitlines()
+    rows = "\n".join((head, rule, *make(lines, found)))
+    path.write_text(f"{before}{header}{rows}\n\n{rest}", encoding="utf-8")
+
+
+def _emulation_rows(lines: list[str], found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Every row of a cluster and model that was run anew, and the others as they are."""
+    rows, key = [], ""
+    for line in lines:
+        what = line.strip("|").split("|")[0].strip()
+        if what:
+            cluster, model, _ = what.split(", ")
+            key = f"{cluster}-{model}"
+            rows += [_emulation_row(what, row) for row in found.get(key, ())][:1]
+            rows += [_emulation_row("", row) for row in found.get(key, ())][1:]
+        if key not in found:
+            rows.append(line)
+    return rows
+
+
+def _emulation_row(what: str, row: dict[str, Any]) -> str:
+    speedup, part, off = (
+        _shown(row[name], text)
+        for name, text in (
+            ("speedup_vs_stock", "{:.2f} x"),
+            ("efficiency_of_aggregate", "{:.2f}"),
+            ("prediction_error", "{:+.1%}"),
+        )
+    )
+    cells = (row["system"], _layout(row), _seconds(row, 2), speedup, part, off.replace("%", " %"))
+    return f"| {what} | " * bool(what) + "| | " * (not what) + " | ".join(cells) + " |"
+
+
+def _readme_rows(lines: list[str], found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    rows, cluster = [], ""
+    for line in lines:
+        where, size, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        named = re.search(r"mini-[abc]", where)
+        cluster = named[0] if named else cluster
+        systems = {row["system"]: row for row in found.get(f"{cluster}-llama-{size.lower()}", ())}
+        if systems:
+            cells = [_seconds(systems[name], 1) for name in README_SYSTEMS]
+            rows.append(" | ".join((f"| {where}", size, *cells)) + " |")
+        else:
+            rows.append(line)
+    return rows
+
+
+def _seconds(row: dict[str, Any], digits: int) -> str:
+    """Seconds to two digits first, as docs/emulation.md has them."""
+    if row.get("iteration_s_median") is None:
+        return "does not fit" if row["layout"] in (None, "", "-") else "out of memory"
+    return f"{round(row['iteration_s_median'], 2):.{digits}f} s"
+
+
+def _shown(value: float | None, text: str) -> str:
+    return "-" if value is None else text.format(value)
+
+
+def _layout(row: dict[str, Any]) -> str:
+    """As the command names it, in short."""
+    layout = str(row["layout"] or "-")
+    groups = re.fullmatch(r"groups of ([\d|]+), (\d+) chunks, (\w+)", layout)
+    if groups is None:
+        of_all = row["system"] == "stock, all GPUs"
+        return (layout.split(": ", 1)[-1] if of_all else layout).removesuffix(", recompute none")
+    number, chunks = len(groups[1].split("|")), int(groups[2])
+    said = f"{number} group{'s' * (number > 1)}"
+    if groups[3] == "interleaved":
+        each = chunks // number
+        said += ", one chunk each" if each == 1 else f" of {_NUMBERS[each]} chunks"
+    schedule = {"1f1b": "1F1B", "breadth_first": "breadth first"}.get(groups[3], groups[3])
+    return f"{said}, {schedule}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
