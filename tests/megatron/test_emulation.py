@@ -179,7 +179,7 @@ def test_a_gpu_that_is_too_small_runs_out_of_memory(lab):
     state = UNEVEN.groups[0].replicas[0]
     assert state.shard_weight == 3.0  # rank 0 owns most
     few = tuple(4 * 2**30 if gpu == GPUS[0] else 48 * 2**30 for gpu in range(8))
-    small = dataclasses.replace(INPUTS, capacities_bytes=few, gpus=None)
+    small = dataclasses.replace(INPUTS, capacities_bytes=few)
     found = run(lab, System(name="plan", gpus=GPUS, plan=UNEVEN), small)
     assert found.iterations_s == ()
     assert found.out_of_memory is not None
