@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
-from zorse_megatron.doctor import check_list
+from zorse_megatron.doctor import check_list, rank_jobs
 from zorse_megatron.doctor.check_list import CHECKS, Check
 from zorse_megatron.doctor.checks.against_stock import compared
 from zorse_megatron.doctor.examine import examine
@@ -24,9 +24,10 @@ from zorse_megatron.doctor.one_gpu import (
     predicted,
 )
 from zorse_megatron.doctor.plans import CASES, EXACT, WITHIN_ROUNDING
-from zorse_megatron.doctor.rank_jobs import RankJob, SpawnedRanks
+from zorse_megatron.doctor.rank_jobs import ForkedRanks, RankJob, SpawnedRanks
 from zorse_megatron.doctor.report import Report
 from zorse_megatron.doctor.workshop import STAGED, Trained, Workshop
+from zorse_megatron.emulate.forks.fork_client import ForkedEnd
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.schedules.refusals import refuse_unsupported
@@ -120,6 +121,7 @@ def run_of(*losses, norm=1.0):
         (run_of(float("nan"), 4.0), run_of(5.0, 4.0), WITHIN_ROUNDING, Status.FAIL),
         (run_of(), run_of(5.0), EXACT, Status.FAIL),
         (run_of(5.0, 4.0, 3.0), run_of(5.0, 4.0), EXACT, Status.FAIL),
+        (run_of(5.0), run_of(5.0, 4.0), EXACT, Status.FAIL),
     ],
 )
 def test_what_is_as_close_as_stock(mine, theirs, tolerance, status):
@@ -351,6 +353,25 @@ def _runs_in(pid, directory):
         return os.readlink(f"/proc/{pid}/cwd") == str(directory)
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("ended", [(0, 1), (1,)])
+def test_forked_ranks_that_had_to_be_ended_have_failed(ended, tmp_path, monkeypatch):
+    class Client:
+        def __init__(self, module):
+            pass
+
+        def run(self, job):
+            for rank in range(2):
+                (tmp_path / f"rank_{rank}.txt").write_text("waits")
+            statuses = tuple(-9 if rank in ended else 0 for rank in range(2))
+            return ForkedEnd(statuses=statuses, had_to_be_ended=ended, timed_out=True, wall_s=3.0)
+
+    monkeypatch.setattr(rank_jobs, "ForkClient", Client)
+    job = RankJob(name="x", arguments=(), world_size=2, directory=tmp_path, limit_s=3.0)
+    with pytest.raises(RankFailure) as raised:
+        ForkedRanks().run(job)
+    assert [problem.found for problem in raised.value.problems] == ["no end in 3 s"] * len(ended)
 
 
 def test_what_fails_says_its_last_lines(tmp_path):

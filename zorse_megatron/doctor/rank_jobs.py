@@ -77,7 +77,7 @@ class ForkedRanks:
             None if rank in end.had_to_be_ended else status
             for rank, status in enumerate(end.statuses)
         ]
-        if any(statuses):
+        if any(status != 0 for status in statuses):
             raise job_failure(job, statuses, end.wall_s)
 
     def close(self) -> None:

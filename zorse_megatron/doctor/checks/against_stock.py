@@ -60,9 +60,9 @@ def with_transformer_engine(workshop: Workshop) -> Finding:
 
 
 def compared(plan: Trained, stock: Trained, tolerance: Tolerance) -> Finding:
-    """Compare all iterations of `plan` with the same ones of `stock`."""
+    """Compare all iterations of `plan`, up to the last of `stock`, with the same ones of that."""
     steps = tuple(plan.losses)
-    if not steps or not set(steps) <= set(stock.losses):
+    if not steps or not set(steps) <= set(stock.losses) or max(steps) != max(stock.losses):
         return failed(f"iterations {list(steps)} and {list(stock.losses)} cannot be compared")
     losses = [(plan.losses[step], stock.losses[step]) for step in steps]
     norms = [(plan.grad_norms[step], stock.grad_norms[step]) for step in steps]
