@@ -135,7 +135,7 @@ def profile_with(**entry):
 
 def test_a_profile_that_says_its_attention_wins():
     """Without a word of it the measured number counts on every kind; with one the other kinds
-    differ by what the formula says; an entry of a kind is that kind's."""
+    differ by what the formula says; an entry of a kind is that kind's, with what that runs."""
     found = profile_with()
     model = found.models[0].shape()
     entry = next(each for each in found.memory if each.part == "layer")
@@ -161,6 +161,11 @@ def test_a_profile_that_says_its_attention_wins():
     assert (kept(flash, "A100-40"), kept(flash, "T4")) == (plain, plain + more)
     own = profile_with(attention="unfused", gpu_kind="T4")
     assert (kept(own, "A100-40"), kept(own, "T4")) == (plain - more, plain)
+    other = profile_with(attention="flash", gpu_kind="T4")
+    assert (kept(other, "A100-40"), kept(other, "T4")) == (plain, plain + more)
+    for kind in ("A100-40", "H100-80"):  # in the cluster or not, its own attention is known
+        there = profile_with(gpu_kind=kind)
+        assert (kept(there, "A100-40"), kept(there, "T4")) == (plain, plain + more)
 
 
 def test_what_a_search_knows_of_it_is_told():

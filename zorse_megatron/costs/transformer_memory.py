@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.costs.activations import LayerActivations
+from zorse_megatron.costs.attention_kinds import attention_on
 from zorse_megatron.costs.efficiency import element_bytes, is_sixteen_bit
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.schema.gpus.gpu import Attention, Dtype
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.computing import USUAL, Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Part, PartMemory, Profile
@@ -86,8 +88,8 @@ class TransformerMemory(BytesByPrecision):
     """What a layer keeps of one sample with nothing recomputed, its input included."""
     measured_attention: Attention | None = None
     """What it was measured with; None: that was not said, and counts as what every kind runs."""
-    measured_by_kind: Mapping[str, int] = field(default_factory=dict)
-    """The same elements, of kinds that were measured each."""
+    measured_by_kind: Mapping[str, tuple[int, Attention | None]] = field(default_factory=dict)
+    """Kind -> the same elements and attention, of kinds that were measured each."""
     measured_head_elements: int | None = None
     """What the head keeps of one sample."""
 
@@ -120,14 +122,13 @@ class TransformerMemory(BytesByPrecision):
         attention = self.attention_on(kind)
         if mode != "none" or self.measured_layer_elements is None:
             return micro_batch_size * self._computed_bytes(mode, attention)
-        width = element_bytes(self.dtype)
-        if kind is not None and kind in self.measured_by_kind:
-            return micro_batch_size * self.measured_by_kind[kind] * width
+        of_all_kinds = self.measured_layer_elements, self.measured_attention
+        elements, ran = self.measured_by_kind.get(kind or "", of_all_kinds)
         other = 0
-        if self.measured_attention not in (None, attention):
+        if ran not in (None, attention):
             other = self._computed_bytes(mode, attention)
-            other -= self._computed_bytes(mode, self.measured_attention or attention)
-        return micro_batch_size * (self.measured_layer_elements * width + other)
+            other -= self._computed_bytes(mode, ran or attention)
+        return micro_batch_size * (elements * element_bytes(self.dtype) + other)
 
     def attention_on(self, kind: str | None) -> Attention:
         """Return what core attention runs on a kind of GPU."""
@@ -189,6 +190,15 @@ def memory_from_profile(
     heads = _measured(profile, "head", model, tensor_parallel)
     boundary = model.seq_length * model.hidden_size
     layer, head = map(_for_all_kinds, (layers, heads))
+
+    def ran(entry: PartMemory) -> Attention | None:
+        """What core attention ran: what is said, or what the kind has."""
+        if entry.attention is not None or entry.gpu_kind is None:
+            return entry.attention
+        known = (attention_by_kind or {}).get(entry.gpu_kind)
+        gpu = GPU_KINDS.get(entry.gpu_kind)
+        return known or (None if gpu is None else attention_on(gpu, computing, dtype))
+
     return TransformerMemory(
         model=model,
         dtype=dtype,
@@ -198,9 +208,11 @@ def memory_from_profile(
         computing=computing,
         tensor_parallel=tensor_parallel,
         measured_layer_elements=layer.activation_elements + boundary,
-        measured_attention=layer.attention,
+        measured_attention=ran(layer),
         measured_by_kind={
-            each.gpu_kind: each.activation_elements + boundary for each in layers if each.gpu_kind
+            each.gpu_kind: (each.activation_elements + boundary, ran(each))
+            for each in layers
+            if each.gpu_kind
         },
         measured_head_elements=head.activation_elements + boundary,
     )

@@ -148,7 +148,7 @@ class PartMemory:
     gpu_kind: Text | None = None
     """On which kind of GPU; null: it counts for all kinds."""
     attention: Attention | None = None
-    """What core attention ran; null: it counts as what each kind runs."""
+    """What core attention ran; null: what its kind runs, or without a kind what each kind runs."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
