@@ -36,8 +36,11 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Note this moment."""
 
+    def has_come(self, mark: Any) -> bool:
+        """Whether it is in the past; never waits."""
+
     def seconds(self, mark: Any) -> float:
-        """Return when it was, in seconds of the host's wall clock."""
+        """Return when it was, in seconds of the host's wall clock; waits for it."""
 
 
 class HostClock:
@@ -46,6 +49,10 @@ class HostClock:
     def mark(self) -> float:
         """Return the time."""
         return time.time()
+
+    def has_come(self, mark: float) -> bool:
+        """It has."""
+        return True
 
     def seconds(self, mark: float) -> float:
         """Return the time that was noted."""
@@ -116,8 +123,14 @@ class Trace:
         yield
         self._waits.append((start, self.clock.mark()))
 
-    def save(self, directory: Path, *, rank: int) -> Path:
-        """Write `trace-rank<rank>.json` and return its path."""
+    def save(self, directory: Path, *, rank: int, waits: bool = True) -> Path:
+        """Write `trace-rank<rank>.json` and return its path.
+
+        `waits`: for what the device has still to do; False: that is left out, as it may wait for
+        ranks that are gone.
+        """
+        if not waits:
+            self._marked = [each for each in self._marked if self.clock.has_come(each[2][1])]
         path = directory / trace_name(rank)
         spans = [asdict(span) for span in self.spans]
         return write_text(path, json.dumps({"rank": rank, "spans": spans}), parents=True)

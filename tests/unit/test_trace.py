@@ -10,12 +10,17 @@ class LateClock:
 
     def __init__(self) -> None:
         self.num_marks = self.num_read = 0
+        self.now = 100
 
     def mark(self) -> int:
         self.num_marks += 1
         return self.num_marks
 
+    def has_come(self, mark: int) -> bool:
+        return mark <= self.now
+
     def seconds(self, mark: int) -> float:
+        assert self.has_come(mark), "a test would wait forever"
         self.num_read += 1
         return 10.0 * mark
 
@@ -39,6 +44,18 @@ def test_marks_are_read_when_spans_are_asked_for(tmp_path):
     path = trace.save(tmp_path, rank=3)
     assert load_trace(path) == (3, (*expected, Span(step=1, action="STEP", start_s=70, end_s=80)))
     assert json.loads(path.read_text())["rank"] == 3
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_device(tmp_path):
+    """It may wait for messages of ranks that wait for this one to end."""
+    clock = LateClock()
+    trace = Trace(clock=clock)
+    for action in ("1F0", "1B0", "STEP"):
+        with trace.record(0, action):
+            pass
+    clock.now = 3  # it has begun with the second
+    _, spans = load_trace(trace.save(tmp_path, rank=0, waits=False))
+    assert [span.action for span in spans] == ["1F0"]
 
 
 def test_nothing_is_marked_in_steps_that_nobody_asked_for():

@@ -256,10 +256,10 @@ class PlanSession:
         for model in sharded:
             model.zero_grad_buffer()
 
-    def save_records(self) -> None:
+    def save_records(self, *, training_ended: bool) -> None:
         """Write what was executed and what memory held, if asked for."""
         if self.trace_directory is not None:
-            self.trace.save(self.trace_directory, rank=self.rank)
+            self.trace.save(self.trace_directory, rank=self.rank, waits=training_ended)
         if self.memory_directory is not None and self.executor is not None:
             assert self.executor.ledger is not None
             self.executor.ledger.save(self.memory_directory)

@@ -122,7 +122,7 @@ def _session(
 def _save_records(session: PlanSession, *, training_ended: bool) -> None:
     """Write what the run recorded; where it failed itself, that stays what it ends with."""
     try:
-        session.save_records()
+        session.save_records(training_ended=training_ended)
     except OutputError as error:
         if training_ended:
             raise

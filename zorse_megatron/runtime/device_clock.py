@@ -15,7 +15,6 @@ class CudaClock:
     def __init__(self) -> None:
         self._first: Any = None
         self._first_s = 0.0
-        self._is_done = False
 
     def mark(self) -> Any:
         """Note this point of the current stream."""
@@ -23,14 +22,18 @@ class CudaClock:
             self._first = self._recorded()
             self._first.synchronize()
             self._first_s = time.time()
-        self._is_done = False
         return self._recorded()
 
+    def has_come(self, mark: Any) -> bool:
+        """Whether the device has come to a mark; it never will after an error of CUDA's."""
+        try:
+            return bool(mark.query())
+        except RuntimeError:
+            return False
+
     def seconds(self, mark: Any) -> float:
-        """When the device came to a mark; waits until it has."""
-        if not self._is_done:
-            torch.cuda.synchronize()
-            self._is_done = True
+        """When the device came to a mark; waits until it has, and for nothing else."""
+        mark.synchronize()
         return float(self._first_s + self._first.elapsed_time(mark) * 1e-3)
 
     @staticmethod
