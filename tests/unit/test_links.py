@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.strategies import lowerable_plans
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.runtime import communicator_groups
-from zorse_megatron.runtime.communicator_groups import connect, link_groups
+from zorse_megatron.runtime.communicator_groups import connect, link_groups, nccl_options
 from zorse_megatron.schedules.communicators import communicators_of, planned_communicators
 from zorse_megatron.schedules.links import in_rounds, links_of
 from zorse_megatron.schedules.list_queries import edges_of
@@ -83,3 +83,10 @@ def test_every_rank_makes_all_groups_and_connects_its_own_by_a_message(rank, mon
         if rank in link
     ]
     assert recorded.messages == expected and len(expected) == 2
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
+def test_options_have_the_timeout_of_the_group():
+    """Of another one `new_group` warns, that it would be overridden."""
+    options = nccl_options(4, timedelta(minutes=33))
+    assert options.config.max_ctas == 4 and options._timeout == timedelta(minutes=33)

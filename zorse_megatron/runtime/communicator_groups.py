@@ -18,14 +18,17 @@ import torch.distributed as dist
 from zorse_megatron.schedules.links import Link, in_rounds
 
 
-def nccl_options(channels: int | None) -> Any:
+def nccl_options(channels: int | None, timeout: timedelta | None) -> Any:
     """Return what limits a communicator to so many channels; None: NCCL decides.
 
     A channel is a CTA of each kernel and its own buffers (maxCTAs of NCCL's configuration).
+    `timeout`: as `new_group` gets it, which warns of any other one in the options.
     """
     if channels is None:
         return None
     options = dist.ProcessGroupNCCL.Options()
+    if timeout is not None:
+        options._timeout = timeout
     options.config.max_ctas = channels
     return options
 
@@ -39,7 +42,7 @@ def link_groups(
     """
     groups = {
         link: dist.new_group(
-            list(link), timeout=timeout, pg_options=nccl_options(channels.get(link))
+            list(link), timeout=timeout, pg_options=nccl_options(channels.get(link), timeout)
         )
         for link in links
     }

@@ -116,7 +116,7 @@ def create_groups(
     for index, each in enumerate(plan.groups):
         ranks = tuple(sorted(each.ranks))
         if len(ranks) > 1:
-            options = nccl_options(limits.get(ranks))
+            options = nccl_options(limits.get(ranks), timeout)
             groups[index] = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
     assert dist.group.WORLD is not None
     return PlanGroups(
