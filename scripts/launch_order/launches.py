@@ -67,6 +67,7 @@ class _Launches:
     def __post_init__(self) -> None:
         mine = [c for c in self.communicators if self.rank in c.ranks]
         self.of_use = {(c.use, c.ranks if c.use == "link" else None): c for c in mine}
+        self.group = self.plan.group_of_rank(self.rank)
         self.is_resident = parameters_setting(self.plan) == RESIDENT
         self.numbers: Counter[Communicator] = Counter()
         self.tail: Launch | None = None
@@ -166,7 +167,7 @@ class _Launches:
         }[action.kind](action)
 
     def _reduction(self, action: Action) -> None:
-        if not self.is_resident:
+        if not self.is_resident or self.plan.groups[self.group].gradient_wire is not None:
             self._finish_reductions(action)
         reduced = self.reduced_early.pop(action.chunk, [])
         if not reduced:

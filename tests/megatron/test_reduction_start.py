@@ -1,6 +1,8 @@
 """A REDUCE only starts the sum; and inf and nan are looked for once per step."""
 
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,3 +101,86 @@ def test_inf_and_nan_are_told_by_the_rank_that_has_them_after_one_wait() -> None
     assert other_waits == [0, 1]
     assert "found NaN in local grad norm for bucket #0" in told[0]
     assert "Inf in local grad norm" in told[1] or "NaN" in told[1]
+
+
+def _check_with_reruns(setup: Setup) -> list[tuple[int, bool]]:
+    """For finite gradients and for NaN of rank 1: waits of the host before all reductions have
+    begun, and whether stock has been asked to run the step again."""
+    from megatron.core import rerun_state_machine as stock
+
+    from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
+
+    chunk = _chunk(setup)
+    found = []
+    for scale in (1.0, float("nan")):
+        stock.initialize_rerun_state_machine(mode=stock.RerunMode.VALIDATE_RESULTS)
+        machine = stock.get_rerun_state_machine()
+        machine.state, machine.first_iteration_complete = stock.RerunState.INITIAL_RUN, True
+        chunk.zero_grad_buffer()
+        rank = dist.get_rank()
+        tiny_gpt.set_gradients(chunk, setup, step=0, contributors=[rank], scale=scale**rank)
+        with HostWaits() as host:
+            chunk.begin_grad_sync()
+        check_noted(chunk.bucket_groups)
+        # As often as stock looks, so that a second run finds the call that failed.
+        assert sum(machine.validation_counts.values()) == 2 * len(chunk.bucket_groups)
+        found.append((host.found.total(), machine.rerun_requested))
+        chunk.finish_grad_sync()
+    stock.destroy_rerun_state_machine()
+    return found
+
+
+def test_stock_may_run_a_step_again_and_the_host_need_not_wait_for_each_bucket() -> None:
+    first, second = run_megatron_ranks(2, _check_with_reruns, Setup(overlap=True, bucket_size=3000))
+    assert first == [(0, False), (0, False)]
+    assert second == [(0, False), (0, True)]
+
+
+def _reduce_two_chunks(low_precision: bool) -> list[str]:
+    """What a runner does with reductions that take long, and whether ranks would wait for all."""
+    from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner, StepInputs
+
+    tiny_gpt.start()
+    done: list[str] = []
+    config: Any = SimpleNamespace(barrier_with_L1_time=True)
+
+    def finalize(models: Any, *_: Any, **__: Any) -> None:
+        done.append(f"{models[0].name} ends, barriers {config.barrier_with_L1_time}")
+
+    config.finalize_model_grads_func = finalize
+    models = {
+        chunk: SimpleNamespace(
+            name=str(chunk),
+            shards=None,
+            config=config,
+            comm_dtype="bf16" if low_precision else None,
+            is_reduced=False,
+            begin_grad_sync=lambda chunk=chunk: done.append(f"{chunk} begins"),
+        )
+        for chunk in (0, 1)
+    }
+    inputs: Any = StepInputs(
+        forward_step_func=print, data_iterators={}, models=models, config=config,
+        forward_only=False, collect_non_loss_data=False, first_val_step=None,
+    )  # fmt: skip
+    stages: Any = SimpleNamespace(at_chunk=lambda _: nullcontext(), num_chunks=2)
+    runner = MegatronChunkRunner(
+        inputs=inputs, collection=SimpleNamespace(), num_micro_batches=1, stages=stages,  # type: ignore[arg-type]
+        tied=None,
+    )  # fmt: skip
+    for chunk in models:
+        runner.reduce(chunk)
+    runner._finish_reductions()
+    assert config.barrier_with_L1_time
+    return done
+
+
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_copies_of_one_chunk_s_gradients_are_exchanged_at_a_time(low_precision: bool) -> None:
+    """And what stock does after a reduction is not done by all ranks together."""
+    (done,) = run_megatron_ranks(1, _reduce_two_chunks, low_precision)
+    first, second = (f"{chunk} ends, barriers False" for chunk in (0, 1))
+    if low_precision:
+        assert done == ["0 begins", first, "1 begins", second]
+    else:
+        assert done == ["0 begins", "1 begins", first, second]

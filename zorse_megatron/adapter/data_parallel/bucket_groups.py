@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from zorse_megatron.adapter.data_parallel import gradient_check
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
@@ -135,7 +134,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
 
     def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
         """Note what stock checks here, which waits for the device, to be checked once per step."""
-        if gradient_check.is_at_once(check_for_large=check_for_large):
+        if check_for_large:
             super().check_grads(check_for_nan_or_inf, check_for_large)
         else:
             self.noted_norms = [bucket.grad_data.norm(p=2) for bucket in self.buckets]

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_step,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 
 from zorse_megatron.adapter.data.sample_readers import by_samples, one_sequence
 from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
@@ -169,8 +170,9 @@ class MegatronChunkRunner:
         model = self.inputs.models[chunk]
         if model.shards is None:
             self._let_gradients_sync(chunk)
-        else:
-            # At most two chunks have unsharded gradients: the one before must have left.
+        if model.shards is not None or model.comm_dtype is not None:
+            # At most two chunks have unsharded gradients, or copies of them that are exchanged: the
+            # one before must have left.
             self._finish_reductions()
         model.begin_grad_sync()
         self.reducing.append(chunk)
@@ -259,9 +261,10 @@ class MegatronChunkRunner:
 
         Stock would broadcast that along a pipeline group that a plan does not have (see `scale`).
         """
-        with self.stages.at_chunk(chunk):
+        model = self.inputs.models[chunk]
+        with self.stages.at_chunk(chunk), _without_barriers(get_model_config(model)):
             self.inputs.config.finalize_model_grads_func(
-                [self.inputs.models[chunk]],
+                [model],
                 None,
                 pg_collection=at_chunk(self.collection, chunk, self.stages.num_chunks),
             )
@@ -275,6 +278,17 @@ class MegatronChunkRunner:
     def _let_gradients_sync(self, chunk: int) -> None:
         if chunk in self.without_sync:
             self.without_sync.pop(chunk).__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _without_barriers(config: Any) -> Iterator[None]:
+    """Let no rank wait for all others there (--timing-log-level): each comes at a time of its own,
+    while others need what it sends later."""
+    with_barriers, config.barrier_with_L1_time = config.barrier_with_L1_time, False
+    try:
+        yield
+    finally:
+        config.barrier_with_L1_time = with_barriers
 
 
 def _key(action: Action) -> tuple[int, int]:
