@@ -113,6 +113,7 @@ def _check_with_reruns(setup: Setup) -> list[tuple[int, bool]]:
     chunk = _chunk(setup)
     found = []
     for scale in (1.0, float("nan")):
+        stock.destroy_rerun_state_machine()
         stock.initialize_rerun_state_machine(mode=stock.RerunMode.VALIDATE_RESULTS)
         machine = stock.get_rerun_state_machine()
         machine.state, machine.first_iteration_complete = stock.RerunState.INITIAL_RUN, True
