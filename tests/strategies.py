@@ -25,11 +25,13 @@ from zorse_megatron.schema.plan.plan import (
     Hop,
     ModelFingerprint,
     Offload,
+    ParameterValue,
     Plan,
     Predictions,
     Recompute,
     Replica,
     Schedule,
+    ScheduleName,
 )
 from zorse_megatron.schema.plan.plan_rules import SCHEDULE_PARAMETERS
 
@@ -65,7 +67,7 @@ def plans(
     min_groups: int = 1,
     max_chunks_per_group: int = 1,
     max_ranks_per_replica: int = 1,
-    schedule_names: tuple[str, ...] = ("1f1b",),
+    schedule_names: tuple[ScheduleName, ...] = ("1f1b",),
     with_schedule_parameters: bool = False,
     with_options: bool = False,
 ) -> Plan:
@@ -109,7 +111,7 @@ def lowerable_plans(
     num_layers: Integers | None = None,
     global_batch_size: Integers | None = None,
     max_chunks_per_group: int = 4,
-    schedule_names: tuple[str, ...] = ("breadth_first", "interleaved"),
+    schedule_names: tuple[ScheduleName, ...] = ("breadth_first", "interleaved"),
 ) -> Plan:
     """Draw plans with several chunks per group, which recompute and offload what they may."""
     plan = draw(
@@ -140,14 +142,14 @@ def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Gro
     return replace(group, recompute=recompute, offload=offload)
 
 
-def _schedule(draw: DrawFn, names: tuple[str, ...], with_parameters: bool) -> Schedule:
+def _schedule(draw: DrawFn, names: tuple[ScheduleName, ...], with_parameters: bool) -> Schedule:
     name = draw(st.sampled_from(names))
     known = SCHEDULE_PARAMETERS[name] if with_parameters else {}
     return Schedule(name=name, parameters=draw(_parameters(name)) if known else {})
 
 
 @cache
-def _parameters(schedule: str) -> SearchStrategy[dict[str, str]]:
+def _parameters(schedule: ScheduleName) -> SearchStrategy[dict[str, ParameterValue]]:
     known = SCHEDULE_PARAMETERS[schedule]
     return st.fixed_dictionaries(
         {}, optional={key: st.sampled_from(values) for key, values in known.items()}

@@ -24,6 +24,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GradientCommDtype = Literal["bf16", "fp16"]
+ScheduleName = Literal["1f1b", "interleaved", "breadth_first"]
 ParameterValue = int | FiniteFloat | bool | str
 
 
@@ -129,7 +130,7 @@ class Chunk:
 class Schedule:
     """The order in which micro-batches run through the chunks."""
 
-    name: Literal["1f1b", "interleaved", "breadth_first"]
+    name: ScheduleName
     """Which schedule."""
     # Left out of the hash because a dict has none; equality still compares it.
     parameters: dict[str, ParameterValue] = dataclasses.field(default_factory=dict, hash=False)
