@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
 from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, Action, ActionLists, Kind
@@ -24,7 +25,6 @@ from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.framework import Framework
-from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.result import SimulationResult
 
@@ -42,23 +42,6 @@ def inputs_of(cluster: str, *, batch: int, length: int) -> Inputs:
         None,
         global_batch_size=batch,
         dtype="float16",
-    )
-
-
-def simulated(
-    plan: Plan, inputs: Inputs, *, ahead: int, lists: ActionLists | None = None
-) -> SimulationResult:
-    """The plan's iteration; `ahead`: see `Framework.receives_ahead`."""
-    return simulate(
-        plan,
-        inputs.compute,
-        inputs.memory,
-        inputs.comm,
-        inputs.kinds,
-        sequence_length=inputs.sequence_length,
-        by_dtype=inputs.by_dtype,
-        lists=lists,
-        framework=Framework(receives_ahead=ahead),
     )
 
 
@@ -89,10 +72,14 @@ def with_ring(actions: Sequence[Action], depth: int) -> tuple[Action, ...]:
 def ways(plan: Plan, inputs: Inputs) -> Iterator[tuple[str, SimulationResult]]:
     """Each way to begin receives, and what comes of it."""
     for ahead in (0, 1, 2, 3):
-        yield f"{ahead} ahead", simulated(plan, inputs, ahead=ahead)
+        yield (
+            f"{ahead} ahead",
+            simulate_plan(inputs, plan, framework=Framework(receives_ahead=ahead)),
+        )
+    at_their_place = Framework(receives_ahead=0)
     for depth in (2, 3):
         lists = ActionLists(ranks=tuple(with_ring(a, depth) for a in lower_plan(plan).ranks))
-        yield f"ring of {depth}", simulated(plan, inputs, ahead=0, lists=lists)
+        yield f"ring of {depth}", simulate_plan(inputs, plan, framework=at_their_place, lists=lists)
 
 
 def buffer_mib(result: SimulationResult) -> float:

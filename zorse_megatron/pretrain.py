@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from zorse_megatron.errors import FlagError, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.cluster_ranks import node_called, torch_environment
-from zorse_megatron.launch.hardware_queues import queue_environment, queue_problems
+from zorse_megatron.launch.max_connections import queue_environment, queue_problems
 from zorse_megatron.launch.rank_environment import launched_rank, node_name
 from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.log import complain

@@ -6,10 +6,10 @@ import json
 import pytest
 
 from tests.unit.profile_samples import good as good_profile
-from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
+from zorse_megatron.planner.planner_errors import PlannerInputError
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.gpus.gpu import common_dtype
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS

@@ -19,9 +19,9 @@ from tests.unit.planner_cases import (
     simulated,
 )
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
-from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.outcome import Outcome
+from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.planner.plans.describe import describe_plan
 from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.unit.planner_cases import fits, random_case, simulated
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
-from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.explain.analysis import explain
 from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import Outcome
+from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS

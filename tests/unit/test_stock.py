@@ -18,10 +18,10 @@ from zorse_megatron.emulate.compare.compared_systems import (
 )
 from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best, subsets
 from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
-from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.simulate.framework import STOCK_1F1B

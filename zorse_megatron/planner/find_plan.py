@@ -13,7 +13,6 @@ from zorse_megatron.planner.baselines.stock_best import stock_on_all
 from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.limits import refuse_too_large
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -25,6 +24,7 @@ from zorse_megatron.planner.outcome import (
     SearchProgress,
     Strategy,
 )
+from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
 from zorse_megatron.planner.search.zorse import search as search_all

@@ -46,53 +46,37 @@ class TorchBuild:
         return f"cu{self.cuda.replace('.', '')}"
 
 
-_MATRIX = 'RELEASE.md of PyTorch, "PyTorch CUDA Support Matrix", for release'
+def _matrix(release: str, pull_request: int) -> str:
+    """Source: PyTorch's own table for a release."""
+    return (
+        f'RELEASE.md of PyTorch, "PyTorch CUDA Support Matrix", for release {release} '
+        f"(pytorch/pytorch#{pull_request})"
+    )
+
+
+def _release(
+    torch: str, *others: TorchBuild, source: str, source_of_older: str = ""
+) -> tuple[TorchBuild, ...]:
+    """The build for CUDA 13.0, which is the default, and the one for 12.6, for older GPUs too."""
+    older = TorchBuild(torch=torch, cuda="12.6", archs=_OLDER, source=source_of_older or source)
+    newer = TorchBuild(torch=torch, cuda="13.0", archs=_NEWER, source=source, is_default=True)
+    return newer, *others, older
+
+
+_WITHOUT_VOLTA = TorchBuild(
+    torch="2.11",
+    cuda="12.8",
+    archs=_NEWER,
+    source=f"{_matrix('2.11', 175253)}; Volta was dropped from it there",
+)
 BUILDS = (
-    TorchBuild(
-        torch="2.13",
-        cuda="13.0",
-        archs=_NEWER,
+    *_release(
+        "2.13",
         source="torch.cuda.get_arch_list() of 2.13.0+cu130",
-        is_default=True,
+        source_of_older="pytorch/pytorch#190355: ships 12.6 for older architectures, as 2.14 will",
     ),
-    TorchBuild(
-        torch="2.13",
-        cuda="12.6",
-        archs=_OLDER,
-        source="pytorch/pytorch#190355: ships 12.6 for older architectures, as 2.14 will",
-    ),
-    TorchBuild(
-        torch="2.12",
-        cuda="13.0",
-        archs=_NEWER,
-        source=f"{_MATRIX} 2.12 (pytorch/pytorch#182849)",
-        is_default=True,
-    ),
-    TorchBuild(
-        torch="2.12",
-        cuda="12.6",
-        archs=_OLDER,
-        source=f"{_MATRIX} 2.12 (pytorch/pytorch#182849)",
-    ),
-    TorchBuild(
-        torch="2.11",
-        cuda="13.0",
-        archs=_NEWER,
-        source=f"{_MATRIX} 2.11 (pytorch/pytorch#175253)",
-        is_default=True,
-    ),
-    TorchBuild(
-        torch="2.11",
-        cuda="12.8",
-        archs=_NEWER,
-        source=f"{_MATRIX} 2.11 (pytorch/pytorch#175253); Volta was dropped from it there",
-    ),
-    TorchBuild(
-        torch="2.11",
-        cuda="12.6",
-        archs=_OLDER,
-        source=f"{_MATRIX} 2.11 (pytorch/pytorch#175253)",
-    ),
+    *_release("2.12", source=_matrix("2.12", 182849)),
+    *_release("2.11", _WITHOUT_VOLTA, source=_matrix("2.11", 175253)),
 )
 """Of the releases that this package runs on, newest first and of each release the default first."""
 

@@ -76,8 +76,8 @@ def explain(  # noqa: PLR0917
 
 def _replans(costs: WorkloadCosts, *, shows_progress: bool) -> "Replans | None":
     """Search again; None where there is no plan, as a plan that does not fit is explained too."""
-    from zorse_megatron.planner.errors import NoPlanError
     from zorse_megatron.planner.explain.replan import replan
+    from zorse_megatron.planner.planner_errors import NoPlanError
 
     with progress_bar(wanted=shows_progress) as on_progress:
         try:

@@ -201,8 +201,8 @@ def _communication_dtype_named(name: str | None) -> GradientCommDtype | None:
 
 def _found(costs: WorkloadCosts, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
     """Search. Raises NoPlanError that also says what would fit."""
-    from zorse_megatron.planner.errors import NoPlanError
     from zorse_megatron.planner.find_plan import find_plan
+    from zorse_megatron.planner.planner_errors import NoPlanError
 
     with progress_bar(wanted=shows_progress) as on_progress:
         try:

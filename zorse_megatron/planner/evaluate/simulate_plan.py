@@ -1,6 +1,7 @@
 """Simulate one iteration of a plan with the costs of its search."""
 
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 from zorse_megatron.simulate.iteration import simulate
@@ -15,6 +16,7 @@ def simulate_plan(
     perturbation: Perturbation | None = None,
     framework: Framework = RUNTIME,
     merge_equal_ranks: bool = False,
+    lists: ActionLists | None = None,
 ) -> SimulationResult:
     """See `simulate`, also for what is raised."""
     return simulate(
@@ -30,4 +32,5 @@ def simulate_plan(
         perturbation=perturbation,
         framework=framework,
         merge_equal_ranks=merge_equal_ranks,
+        lists=lists,
     )

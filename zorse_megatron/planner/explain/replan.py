@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.other_gpus import with_one_more
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.planner_errors import NoPlanError
 
 MOST_GPUS = 256
 """Beyond it a search for each kind takes minutes."""

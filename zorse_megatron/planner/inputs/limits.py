@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from zorse_megatron.errors import Problem
-from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.planner_errors import PlannerInputError
 
 MAX_GPUS = 10_000
 """As many took 638 s on two cores with other work beside it (docs/planner.md)."""

@@ -8,9 +8,9 @@ from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
 from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
 from zorse_megatron.errors import Problem
-from zorse_megatron.planner.errors import PlannerInputError
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
+from zorse_megatron.planner.planner_errors import PlannerInputError
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.gpus.gpu import (
     DTYPE_OF,

@@ -9,11 +9,11 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.errors import NoPlanError
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
 from zorse_megatron.planner.groupings.grouping import Grouping
 from zorse_megatron.planner.groupings.proposals import propose_groupings
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.planner.shortage.node_host_memory import (
     host_needs,
     host_problems,

@@ -10,7 +10,7 @@ size.
 Multiprocessors are those of NVIDIA's white papers and data sheets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ def _gib(gib: float) -> float:
     return gib * 1024
 
 
-ON_DEVICE: dict[str, OnDevice] = {
+_REPORTED = {
     "B200": OnDevice(
         multiprocessors=148,
         memory_mib=182_631,
@@ -69,17 +69,6 @@ ON_DEVICE: dict[str, OnDevice] = {
         multiprocessors=108,
         memory_mib=42_298_834_944 / 2**20,
         source="deviceQuery in bottlerocket-os/bottlerocket pull request 3873",
-    ),
-    # The boards' memory; of the cards no report was found.
-    "A100-PCIE-80": OnDevice(
-        multiprocessors=108,
-        memory_mib=_gib(79.15),
-        source="as the A100 (80 GB SXM)",
-    ),
-    "A100-PCIE-40": OnDevice(
-        multiprocessors=108,
-        memory_mib=42_298_834_944 / 2**20,
-        source="as the A100 (40 GB SXM)",
     ),
     "A40": OnDevice(
         multiprocessors=84,
@@ -126,16 +115,6 @@ ON_DEVICE: dict[str, OnDevice] = {
         memory_mib=16_130,
         source="get_device_properties of a V100-SXM2-16GB, in public logs; also 16,151 and 16,160",
     ),
-    "V100-PCIE-32": OnDevice(
-        multiprocessors=80,
-        memory_mib=_gib(31.74),
-        source="as the V100 (32 GB SXM2)",
-    ),
-    "V100-PCIE-16": OnDevice(
-        multiprocessors=80,
-        memory_mib=16_130,
-        source="as the V100 (16 GB SXM2)",
-    ),
     # Of the 15,360 MiB that nvidia-smi shows older drivers give 14.75 GiB: hpcaitech/Open-Sora
     # issue 697.
     "T4": OnDevice(
@@ -171,4 +150,15 @@ ON_DEVICE: dict[str, OnDevice] = {
         memory_mib=_gib(9.78),
         source="zai-org/CogVideo issue 34",
     ),
+}
+# PCIe cards of which no report was found, and the boards with the same chip and memory.
+_AS_BOARDS = {
+    "A100-PCIE-80": "A100-80",
+    "A100-PCIE-40": "A100-40",
+    "V100-PCIE-32": "V100-32",
+    "V100-PCIE-16": "V100-16",
+}
+ON_DEVICE: dict[str, OnDevice] = _REPORTED | {
+    card: replace(_REPORTED[board], source=f"as the {board} with NVLink")
+    for card, board in _AS_BOARDS.items()
 }

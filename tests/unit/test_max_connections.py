@@ -5,7 +5,7 @@ import pytest
 from tests.unit.test_schedules import even_plan
 from zorse_megatron import pretrain
 from zorse_megatron.errors import FlagError
-from zorse_megatron.launch.hardware_queues import VARIABLE, queue_environment, queue_problems
+from zorse_megatron.launch.max_connections import VARIABLE, queue_environment, queue_problems
 from zorse_megatron.schema.plan.plan_json import save_plan
 
 

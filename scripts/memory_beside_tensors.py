@@ -1,6 +1,6 @@
 """Communicators and memory beside tensors of the paper's clusters, before and after.
 
-    python scripts/process_memory.py [--clusters a b c]
+    python scripts/memory_beside_tensors.py [--clusters a b c]
 
 For each cluster the planner's plan; for its ranks the communicators of NCCL, and what they take by
 `costs.process_memory`. *Before*: as many communicators, each with the channels that NCCL takes by
