@@ -8,13 +8,20 @@ from pathlib import Path
 from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.doctor.check_list import CHECKS
+from zorse_megatron.doctor.checks.gathers import gather_s
 from zorse_megatron.doctor.examine import examine
 from zorse_megatron.doctor.finding import CheckResult, Status
 from zorse_megatron.doctor.machine import Gpu, machine_here
 from zorse_megatron.doctor.plans import BREADTH_FIRST, CASES, FP32_FLAGS
 from zorse_megatron.doctor.rank_jobs import RankJob
 from zorse_megatron.doctor.report import Report
-from zorse_megatron.doctor.workshop import Workshop
+from zorse_megatron.doctor.workshop import CONNECTED, Workshop
+from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.schedules.communicators import planned_communicators
+
+REFUSED = RankFailure(
+    "No", [Problem(where="rank 1", found="Duplicate GPU", expected="", remedy="")]
+)
 
 
 class OnTestServer:
@@ -58,11 +65,23 @@ def test_dry_run(corpus_prefix: Path, tmp_path: Path) -> None:
     mixed = next(r for r in results if "bf16" in r.title)
     assert mixed.finding.figures["relative_grad_norm"] > 1e-4
     assert_staged_is_gloo(workshop, tmp_path / "staged")
+    assert_ranks_connect(workshop, tmp_path / "connected")
     report = Report(machine=machine, results=tuple(results), version="0")
     values, page = report.save(tmp_path / "out")
     found = json.loads(values.read_text())
     assert found["ok"] and len(found["checks"]) == len(CHECKS)
     assert page.read_text().count("<tr>") == 1 + len(CHECKS)
+
+
+def assert_ranks_connect(workshop: Workshop, directory: Path) -> None:
+    """What the ranks of the two checks that need NCCL do, over gloo."""
+    there = dataclasses.replace(workshop, directory=directory)
+    taken = there.connected()
+    assert there.connected() is taken
+    planned = planned_communicators(CONNECTED)
+    assert {(each.use, each.ranks) for each in taken} == {(p.use, p.ranks) for p in planned}
+    assert len(taken) == sum(len(communicator.ranks) for communicator in planned)
+    assert 0 < gather_s(there, ranks=2) < 10
 
 
 def assert_staged_is_gloo(workshop: Workshop, directory: Path) -> None:
@@ -76,7 +95,7 @@ def assert_staged_is_gloo(workshop: Workshop, directory: Path) -> None:
     )
     machine = dataclasses.replace(workshop.machine, gpus=(one_gpu,))
     on_one_gpu = dataclasses.replace(
-        workshop, machine=machine, directory=directory, is_staged=True, _runs={}
+        workshop, machine=machine, directory=directory, connection=REFUSED, _runs={}
     )
     staged = on_one_gpu.trained("staged", BREADTH_FIRST, FP32_FLAGS)
     gloo = workshop.trained("breadth-first, all offloaded, 1 queues", BREADTH_FIRST)

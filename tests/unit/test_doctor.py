@@ -4,6 +4,9 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,21 +20,22 @@ from zorse_megatron.doctor.checks.against_stock import compared
 from zorse_megatron.doctor.examine import examine
 from zorse_megatron.doctor.finding import CheckResult, Status, failed, not_possible, passed
 from zorse_megatron.doctor.machine import Gpu, Machine
-from zorse_megatron.doctor.one_gpu import (
-    PARAMETERS_PER_LAYER,
-    OneGpuCase,
-    cluster_of,
-    predicted,
-)
 from zorse_megatron.doctor.plans import CASES, EXACT, WITHIN_ROUNDING
 from zorse_megatron.doctor.rank_jobs import ForkedRanks, RankJob, SpawnedRanks
 from zorse_megatron.doctor.report import Report
+from zorse_megatron.doctor.timed_cases import (
+    PARAMETERS_PER_LAYER,
+    TimedCase,
+    cluster_of,
+    predicted,
+)
 from zorse_megatron.doctor.workshop import STAGED, Trained, Workshop
 from zorse_megatron.emulate.forks.fork_client import ForkedEnd
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.plan.plan_json import load_plan
 
 # Of other models: times of this one come from published figures.
 PROFILE = Path(__file__).parents[2] / "examples" / "mini-profile.json"
@@ -55,7 +59,8 @@ class Answering:
     """A runner whose ranks have done nothing but write these answers, or fail."""
 
     def __init__(self, answers=None, failure=None, times_s=None, peak_bytes=0):
-        self.answers, self.failure, self.jobs = answers or {}, failure or {}, []
+        self.answers = {"communicators": TAKEN} | (answers or {})
+        self.failure, self.jobs = failure or {}, []
         self.times_s, self.peak_bytes = times_s or {}, peak_bytes
 
     def run(self, job: RankJob) -> None:
@@ -132,8 +137,9 @@ def test_all_plans_can_be_executed():
     for case in CASES:
         refuse_unsupported(case.plan)
     for case in (
-        OneGpuCase(layers=3, micro_batches=2, in_host=True),
-        OneGpuCase(layers=3, micro_batches=2),
+        TimedCase(layers=3, micro_batches=2, parameters="per_pass", in_host=True),
+        TimedCase(layers=3, micro_batches=2, ranks=4, parameters="resident"),
+        TimedCase(layers=3, micro_batches=2),
     ):
         refuse_unsupported(case.plan)
 
@@ -180,14 +186,14 @@ def test_a_reference_that_fails_is_not_trained_again(tmp_path):
 
 
 def test_ranks_that_share_a_gpu_are_told_so(tmp_path):
-    runner = Answering({"communicators": [["world", 100]], "training": [(5.0, 1.0)] * 4})
+    runner = Answering({"training": [(5.0, 1.0)] * 4})
     for gpus, shared in (((A100,), True), ((A100,) * 8, False)):
         runner.jobs.clear()
         (first, *plans) = results_of(
             ["communicators", "plans"], machine(*gpus), runner, tmp_path / str(len(gpus))
         )
-        assert first.finding.status == Status.PASS and first.finding.figures["world_bytes"] == 100
-        assert ("which share a GPU" in first.finding.said) == shared
+        assert first.finding.status == Status.PASS, first.finding.said
+        assert ("that share GPUs" in first.finding.said) == shared
         assert all(result.finding.status == Status.PASS for result in plans)
         asked = {
             job.environment.get("ZORSE_SHARE_GPUS") for job in runner.jobs if job.world_size > 1
@@ -195,6 +201,28 @@ def test_ranks_that_share_a_gpu_are_told_so(tmp_path):
         assert asked == ({"1"} if shared else {None})
         queues = [job.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for job in runner.jobs]
         assert queues.count("1") == queues.count("8") == len(CASES)
+
+
+TAKEN = [
+    {"use": "world", "ranks": [0, 1, 2, 3, 4], "rank": 0, "channels": None, "num_bytes": 10**8},
+    {"use": "link", "ranks": [0, 2], "rank": 0, "channels": 3, "num_bytes": 7 * 10**6},
+    {"use": "link", "ranks": [2, 0], "rank": 0, "channels": 3, "num_bytes": 31 * 10**6},
+    {"use": "link", "ranks": [0, 2], "rank": 2, "channels": 3, "num_bytes": 33 * 10**6},
+]
+
+
+def test_communicators_are_those_of_a_plan_and_are_compared_with_what_the_planner_takes(tmp_path):
+    """A link takes 2 MiB a channel from who sends, 10 MiB from who receives."""
+    runner = Answering()
+    (result,) = results_of(["communicators"], machine(*[A100] * 8), runner, tmp_path)
+    (job,) = runner.jobs
+    plan = load_plan(job.arguments[1])
+    assert job.world_size == plan.world_size == 5 and plan == CASES[0].plan
+    figures = result.finding.figures
+    assert (figures["link_per_rank"], figures["world_per_rank"]) == (2, 1)
+    assert (figures["link_bytes"], figures["world_bytes"]) == (33 * 10**6, 10**8)
+    assert figures["link_priced_bytes"] == 3 * 10 * 2**20
+    assert "link 33 MB (priced 31)" in result.finding.said
 
 
 def test_groups_in_bf16_need_units_for_it(tmp_path):
@@ -224,8 +252,15 @@ def test_where_nccl_refuses_to_share_ranks_talk_through_host_memory(tmp_path):
     trained = [job for job in runner.jobs if "--zorse-metrics" in job.arguments]
     assert {job.world_size > 1 for job in trained} == {True, False}
     assert all((job.entry == STAGED) == (job.world_size > 1) for job in trained)
+    # So it is where nobody asked for the communicators: they are tried once, before the first plan.
+    runner.jobs.clear()
+    plans = results_of(["plans"], machine(A100), runner, tmp_path / "plans alone")
+    assert {result.finding.status for result in plans} == {Status.PASS}
+    assert [job.name for job in runner.jobs].count("communicators") == 1
+    trained = [job for job in runner.jobs if "--zorse-metrics" in job.arguments]
+    assert all((job.entry == STAGED) == (job.world_size > 1) for job in trained)
     # With a GPU for each it is a failure.
-    (first,) = results_of(["communicators"], machine(A100, A100), runner, tmp_path / "two")
+    (first,) = results_of(["communicators"], machine(*[A100] * 8), runner, tmp_path / "eight")
     assert first.finding.status == Status.FAIL
 
 
@@ -275,6 +310,36 @@ def test_offload_may_cost_its_copies_and_a_little_more(offloaded_s, status, tmp_
     assert result.finding.figures["state_copies_s"] == pytest.approx(0.1208, rel=1e-3)
 
 
+def test_what_is_offloaded_trains_in_less_memory_than_its_state_takes(tmp_path):
+    runner = Answering(FIVE_STEPS)
+    (result,) = results_of(["offload"], machine(A100), runner, tmp_path)
+    resident, offloaded = (job for job in runner.jobs if "--zorse-metrics" in job.arguments)
+    assert "--zorse-memory-limit" not in resident.arguments
+    limit_gb = offloaded.arguments[offloaded.arguments.index("--zorse-memory-limit") + 1]
+    (tmp_path / "cluster.yaml").write_text(cluster_of(A100))
+    case = TimedCase(layers=4, micro_batches=64, parameters="per_pass", in_host=True)
+    flags = machine(A100).layer_flags
+    _, peak_bytes = predicted(case, flags, tmp_path / "cluster.yaml", PROFILE)
+    state_bytes = 4 * PARAMETERS_PER_LAYER * (2 + 4 + 4 + 8)
+    assert 1.2 * peak_bytes < float(limit_gb) * 1e9 < 0.7 * state_bytes
+    assert result.finding.figures["offloaded_within_bytes"] == float(limit_gb) * 1e9
+
+
+@pytest.mark.parametrize(("gathered_s", "hidden"), [(1.0, 1.0), (1.75, 0.5), (2.5, 0.0)])
+def test_gathers_are_hidden_where_they_add_nothing(gathered_s, hidden, tmp_path):
+    """Each takes 0.25 s alone. Without its 4 after the step, what is unsharded takes 1 s; per pass
+    there are 6: the first and the last of 4 chunks are gathered once.
+    """
+    times_s = {"unsharded": 2.0, "gathered per pass": gathered_s}
+    runner = Answering(FIVE_STEPS | {"gather": 0.25}, times_s=times_s)
+    (result,) = results_of(["gathers"], machine(A100, A100), runner, tmp_path)
+    (gather,) = (job for job in runner.jobs if job.name == "gather")
+    assert gather.world_size == 2 and int(gather.arguments[1]) == 2 * PARAMETERS_PER_LAYER
+    assert result.finding.figures["hidden_share"] == pytest.approx(hidden)
+    (alone,) = results_of(["gathers"], machine(A100), runner, tmp_path / "one")
+    assert alone.finding.status == Status.NOT_POSSIBLE
+
+
 def test_offload_that_trains_something_else_fails(tmp_path):
     runner = Answering({**FIVE_STEPS, "offloaded": [(5.1, 1.0)] * 5})
     (result,) = results_of(["offload"], machine(A100), runner, tmp_path)
@@ -291,7 +356,7 @@ def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
     (tmp_path / "cluster.yaml").write_text(cluster_of(A100))
     expected = {
         layers: predicted(
-            OneGpuCase(layers=layers, micro_batches=8),
+            TimedCase(layers=layers, micro_batches=8),
             machine(A100).layer_flags,
             tmp_path / "cluster.yaml",
             PROFILE,
@@ -307,7 +372,7 @@ def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
         if peak_of(layers, tmp_path) <= 0.85 * A100.total_bytes
     )
     iteration_s, peak_bytes = predicted(
-        OneGpuCase(layers=filled, micro_batches=8),
+        TimedCase(layers=filled, micro_batches=8),
         machine(A100).layer_flags,
         tmp_path / "cluster.yaml",
         PROFILE,
@@ -323,7 +388,7 @@ def test_the_simulator_is_compared_with_a_model_that_fills_the_gpu(
 
 
 def peak_of(layers, directory):
-    case = OneGpuCase(layers=layers, micro_batches=8)
+    case = TimedCase(layers=layers, micro_batches=8)
     return predicted(case, machine(A100).layer_flags, directory / "cluster.yaml", PROFILE)[1]
 
 
@@ -344,8 +409,41 @@ def test_what_is_over_its_time_is_ended(tmp_path):
         SpawnedRanks().run(job)
     assert time.monotonic() - started_s < 5
     assert [problem.found for problem in raised.value.problems] == ["no end in 1 s"] * 2
-    mine = [pid for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, tmp_path)]
-    assert mine == []
+    assert _ranks_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_rank_survives_its_doctor(number, status, tmp_path):
+    """SIGINT is Python's own."""
+    code = (
+        "from pathlib import Path\n"
+        "from zorse_megatron.doctor.end_on_signal import exits_on_signals\n"
+        "from zorse_megatron.doctor.rank_jobs import RankJob, SpawnedRanks\n"
+        "job = RankJob(name='x', entry='http.server', arguments=('0',), world_size=2,\n"
+        f"    directory=Path({str(tmp_path)!r}), limit_s=60.0)\n"
+        "with exits_on_signals():\n"
+        "    SpawnedRanks().run(job)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as doctor:
+        _until(lambda: len(_ranks_in(tmp_path)) == 2)
+        doctor.send_signal(number)
+        assert doctor.wait(10) == status
+    try:
+        _until(lambda: not _ranks_in(tmp_path), 5.0)
+    finally:
+        for pid in _ranks_in(tmp_path):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _until(holds, limit_s=20.0):
+    until_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def _ranks_in(directory):
+    return [pid for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, directory)]
 
 
 def _runs_in(pid, directory):

@@ -11,6 +11,7 @@ from zorse_megatron.doctor.checks.against_stock import (
     with_transformer_engine,
 )
 from zorse_megatron.doctor.checks.communicators import communicators
+from zorse_megatron.doctor.checks.gathers import hidden_gathers
 from zorse_megatron.doctor.checks.kernels import kernels
 from zorse_megatron.doctor.checks.time_and_memory import offload, prediction
 from zorse_megatron.doctor.finding import Finding
@@ -32,7 +33,7 @@ class Check:
 CHECKS: tuple[Check, ...] = (
     Check(
         name="communicators",
-        title="NCCL connects ranks; memory of each communicator",
+        title="NCCL connects the ranks of a plan; memory of each communicator",
         run=communicators,
     ),
     Check(name="kernels", title="Shard kernels: right, and as fast as a copy", run=kernels),
@@ -52,6 +53,11 @@ CHECKS: tuple[Check, ...] = (
         run=with_transformer_engine,
     ),
     Check(name="offload", title="What offload costs on one GPU", run=offload, limit_s=180.0),
+    Check(
+        name="gathers",
+        title="Which share of all-gathers computation hides",
+        run=hidden_gathers,
+    ),
     Check(
         name="prediction",
         title="Simulated against measured, with a model that fills the GPU",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from zorse_megatron.emulate.forks.fork_client import ForkClient, ForkedJob, output_of, tail_of
+from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import Problem, RankFailure
 
 _POLL_S = 0.05
@@ -95,7 +96,10 @@ def spawned_statuses(job: RankJob) -> list[int | None]:
 
 @contextlib.contextmanager
 def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A rank in a session of its own, of which nothing is left at the end of the block."""
+    """A rank in a session of its own, of which nothing is left at the end of the block.
+
+    Nor after this process, if that is killed and does not come to the end of the block.
+    """
     with (job.directory / f"rank_{rank}.txt").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", job.entry, *job.arguments],
@@ -105,6 +109,7 @@ def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[by
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  (there are no threads)
         )
     try:
         yield process

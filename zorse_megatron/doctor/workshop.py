@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zorse_megatron.demo.model import training_flags
+from zorse_megatron.doctor.connection import Taken, read_taken
 from zorse_megatron.doctor.machine import Machine
+from zorse_megatron.doctor.plans import CASES
 from zorse_megatron.doctor.rank_jobs import RankJob, Runner
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.launch.shared_gpus import SHARE_GPUS
@@ -18,6 +20,9 @@ ITERATIONS = 3
 SAVE_EVERY = 2
 CORPUS_BYTES = 200_000
 STAGED = "zorse_megatron.doctor.on_ranks.staged_main"
+CONNECTED = CASES[0].plan
+"""The plan whose communicators are made to see whether NCCL connects ranks."""
+_CONNECTION_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +46,8 @@ class Workshop:
     """Of `time.monotonic`: no job goes on after that."""
     data: tuple[str, ...] | None = None
     """Flags of the corpus, once it is written."""
-    is_staged: bool = False
-    """Whether ranks that share a GPU talk through host memory, as NCCL refuses them."""
+    connection: tuple[Taken, ...] | RankFailure | None = None
+    """What came of connecting a plan's ranks over NCCL, once that was tried."""
     _runs: dict[str, Trained | RankFailure] = field(default_factory=dict)
     _check_ends_s: float = float("inf")
 
@@ -62,10 +67,52 @@ class Workshop:
         job.directory.mkdir(parents=True, exist_ok=True)
         self.runner.run(job)
 
+    def connected(self) -> tuple[Taken, ...]:
+        """Connect the ranks of `CONNECTED` over NCCL, or look at what came of it before.
+
+        Raises RankFailure where NCCL connects no such ranks here.
+        """
+        if self.connection is None:
+            limit_s = min(_CONNECTION_LIMIT_S, self.limit_s())
+            try:
+                self.connection = self._connect(limit_s)
+            except RankFailure as failure:
+                self.connection = failure  # it would fail again
+        if isinstance(self.connection, RankFailure):
+            raise self.connection
+        return self.connection
+
+    def _connect(self, limit_s: float) -> tuple[Taken, ...]:
+        directory = self.directory / "communicators"
+        directory.mkdir(parents=True, exist_ok=True)
+        answer, plan = directory / "answer.json", directory / "plan.json"
+        save_plan(CONNECTED, plan)
+        self.run(
+            RankJob(
+                name="communicators",
+                entry="zorse_megatron.doctor.on_ranks.communicators_main",
+                arguments=(str(answer), str(plan)),
+                world_size=CONNECTED.world_size,
+                directory=directory,
+                limit_s=limit_s,
+                environment=self.environment(CONNECTED.world_size),
+            )
+        )
+        return read_taken(answer)
+
+    def is_staged(self, world_size: int) -> bool:
+        """Whether so many ranks talk through host memory, as they share GPUs and NCCL refuses."""
+        if not self.machine.shares_gpus(world_size):
+            return False
+        try:
+            self.connected()
+        except RankFailure:
+            return True
+        return False
+
     def entry(self, world_size: int) -> str:
         """The module that trains."""
-        is_staged = self.is_staged and self.machine.shares_gpus(world_size)
-        return STAGED if is_staged else "zorse_megatron.pretrain"
+        return STAGED if self.is_staged(world_size) else "zorse_megatron.pretrain"
 
     def environment(self, world_size: int) -> dict[str, str]:
         """What ranks need to share GPUs, where they have to."""

@@ -82,6 +82,7 @@ def _checks(names: list[str], output: Path) -> "tuple[Check, ...]":
 
 
 def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Report":
+    from zorse_megatron.doctor.end_on_signal import exits_on_signals
     from zorse_megatron.doctor.examine import examine
     from zorse_megatron.doctor.machine import machine_here
     from zorse_megatron.doctor.rank_jobs import SpawnedRanks
@@ -92,7 +93,7 @@ def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Repo
         if not quiet:
             print_plain(f"{result.finding.status}: {result.title}: {result.finding.said}")
 
-    with tempfile.TemporaryDirectory(prefix="zorse-doctor-") as scratch:
+    with exits_on_signals(), tempfile.TemporaryDirectory(prefix="zorse-doctor-") as scratch:
         machine = machine_here(SpawnedRanks(), Path(scratch))
         with _runner(machine) as runner:
             workshop = Workshop(

@@ -1,44 +1,34 @@
-"""NCCL: do ranks find each other, and what memory does each communicator take?"""
+"""NCCL: do the ranks of a plan find each other, and what memory does each communicator take?"""
 
-import json
-
+from zorse_megatron.doctor.connection import figures_of
 from zorse_megatron.doctor.finding import Finding, not_possible, passed
 from zorse_megatron.doctor.machine import NO_CUDA
-from zorse_megatron.doctor.rank_jobs import RankJob
-from zorse_megatron.doctor.workshop import Workshop
+from zorse_megatron.doctor.workshop import CONNECTED, Workshop
 from zorse_megatron.errors import RankFailure
 
 
 def communicators(workshop: Workshop) -> Finding:
-    """Make the kinds of communicators of a plan; on a single GPU, of two ranks that share it."""
+    """Make the communicators of the first plan, as its training does."""
     if not workshop.machine.has_gpu:
         return not_possible(NO_CUDA)
-    world_size = max(2, len(workshop.machine.gpus))
-    directory = workshop.directory / "communicators"
-    job = RankJob(
-        name="communicators",
-        entry="zorse_megatron.doctor.on_ranks.communicators_main",
-        arguments=(str(directory / "answer.json"),),
-        world_size=world_size,
-        directory=directory,
-        limit_s=workshop.limit_s(),
-        environment=workshop.environment(world_size),
-    )
+    shares_gpus = workshop.machine.shares_gpus(CONNECTED.world_size)
     try:
-        workshop.run(job)
+        taken = workshop.connected()
     except RankFailure as failure:
-        if not workshop.machine.shares_gpus(world_size):
+        if not shares_gpus:
             raise
-        workshop.is_staged = True
         return not_possible(
             f"NCCL runs no two ranks on one GPU here ({_reason(failure)}); plans with more ranks "
             "than GPUs are trained over host memory and gloo instead"
         )
-    notes = json.loads((directory / "answer.json").read_text())
-    figures = {f"{name.replace(', ', '_').replace(' ', '_')}_bytes": size for name, size in notes}
-    listed = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in notes)
-    shared = ", which share a GPU" if workshop.machine.shares_gpus(world_size) else ""
-    return passed(f"{world_size} ranks{shared}: {listed}", **figures)
+    figures = figures_of(taken)
+    listed = ", ".join(
+        f"{each} {figures[f'{each}_bytes'] / 1e6:.0f} MB "
+        f"(priced {figures[f'{each}_priced_bytes'] / 1e6:.0f})"
+        for each in dict.fromkeys(each.use for each in taken)
+    )
+    shared = " that share GPUs, which show the sum of theirs" if shares_gpus else ""
+    return passed(f"{CONNECTED.world_size} ranks{shared}; at most {listed}", **figures)
 
 
 def _reason(failure: RankFailure) -> str:

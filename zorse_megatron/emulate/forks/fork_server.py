@@ -8,7 +8,6 @@ because a fork copies locks that other threads hold and not the threads.
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -26,13 +25,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zorse_megatron.cheap_forks import prepare_forks
+from zorse_megatron.ends_with_parent import end_with_parent
 
 _POLL_S = 0.01
 # Between the request for tracebacks and the end.
 _GRACE_FOR_TRACEBACKS_S = 1.0
 # Below those that Linux hands out (`ip_local_port_range`).
 _PORTS = range(12_000, 32_000)
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(preload: Callable[[], None]) -> None:
@@ -111,11 +110,6 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_as_main(module: str) -> int:

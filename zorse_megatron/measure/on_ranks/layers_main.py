@@ -7,26 +7,23 @@ model took, is gone when it ends. PIPE is the number of an open file; answers go
 Megatron prints goes to the standard output.
 """
 
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from zorse_megatron.adapter.measuring_run import run_until_built
+from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import complain
 from zorse_megatron.measure.on_ranks.layer_timing import answers
 from zorse_megatron.measure.tasks.layer_request import LayerRequest, answer_to_json
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Entry point; exits with status 2 and all problems on flags that cannot be used."""
     # A rank that is ended must not leave this process behind with its GPU.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     pipe, request, *command = sys.argv[1:]
     has_script = bool(command) and command[0].endswith(".py")
     script = Path(command[0]) if has_script else None

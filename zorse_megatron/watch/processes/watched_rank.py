@@ -1,14 +1,13 @@
 """The rank's own end of the watch: it says what it does, and how it ends."""
 
-import ctypes
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.watch.processes.rank_page import RankPage
 from zorse_megatron.watch.processes.root_cause import LastWord, Limits
@@ -20,7 +19,6 @@ BAD_INPUT = 2
 """Exit status for input that cannot be used, as for argparse."""
 _LOOK_S = 0.1
 _LONGEST_REASON = 600
-_PR_SET_PDEATHSIG = 1
 _LIBRARIES = ("gloo", "NCCL", "Connection closed by peer", "Broken pipe")
 
 
@@ -85,9 +83,7 @@ class WatchedRank:
 
 def watch_parent(page: RankPage, limits: Limits, parent: int) -> None:
     """In the new rank: end when the watcher says so, is gone, or stands still."""
-    if sys.platform == "linux":
-        # Also while Python cannot run, in a long call of C's.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(LOST_RANK)
     threading.Thread(target=_listen, args=(page, limits, parent), name="watch", daemon=True).start()

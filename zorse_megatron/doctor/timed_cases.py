@@ -1,10 +1,13 @@
-"""Training runs of one rank, about time and memory: flags, plans, the simulator's answer."""
+"""Training runs about time and memory: flags, plans, the simulator's answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Literal
 
 from zorse_megatron.doctor.machine import Gpu
+from zorse_megatron.doctor.workshop import Trained
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.computing_flags import computing_from_flags
 from zorse_megatron.flags.shape import shape_from_flags
@@ -28,45 +31,59 @@ from zorse_megatron.simulate.iteration import simulate
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 2048, 16, 1024, 256
 PARAMETERS_PER_LAYER = 12 * HIDDEN**2
+STATE_BYTES = 18
+"""Per parameter, with a 16-bit weight: that, and fp32 weight, gradient and both moments."""
 MICRO_BATCH_SIZE = 2
 ITERATIONS, WARM_UP = 5, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneGpuCase:
-    """One run."""
+class TimedCase:
+    """One run, of one group whose replicas are equal and which recomputes its layers."""
 
     layers: int
     micro_batches: int
+    """Of each rank."""
+    ranks: int = 1
+    parameters: Literal["per_pass", "resident"] | None = None
+    """Setting of the breadth-first schedule, with a chunk per layer; None: 1F1B with one chunk."""
     in_host: bool = False
-    """A chunk per layer, and all that can wait in host memory; else one chunk, everything here."""
+    """Whether all that can wait in host memory does; needs a chunk per layer."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.ranks * self.micro_batches * MICRO_BATCH_SIZE
 
     @property
     def plan(self) -> Plan:
-        """One group of one rank, which recomputes its layers."""
-        samples = MICRO_BATCH_SIZE * self.micro_batches
-        replica = Replica(
-            ranks=(0,),
-            micro_batch_size=MICRO_BATCH_SIZE,
-            num_microbatches=self.micro_batches,
-            shard_weight=1.0,
+        """For so many ranks."""
+        replicas = tuple(
+            Replica(
+                ranks=(rank,),
+                micro_batch_size=MICRO_BATCH_SIZE,
+                num_microbatches=self.micro_batches,
+                shard_weight=1.0,
+            )
+            for rank in range(self.ranks)
         )
         offload = Offload(parameters=True, optimizer_state=True, activations=True)
         group = Group(
-            replicas=(replica,),
+            replicas=replicas,
             recompute=Recompute(mode="full"),
             offload=offload if self.in_host else None,
         )
-        steps = range(self.layers) if self.in_host else range(1)
-        size = 1 if self.in_host else self.layers
+        size = 1 if self.parameters else self.layers
         return Plan(
             schema_version=1,
-            global_batch_size=samples,
+            global_batch_size=self.global_batch_size,
             model=ModelFingerprint(num_layers=self.layers),
             groups=(group,),
-            chunks=tuple(Chunk(group=0, layers=(at, at + size)) for at in steps),
-            schedule=Schedule(name="breadth_first", parameters={"parameters": "per_pass"})
-            if self.in_host
+            chunks=tuple(
+                Chunk(group=0, layers=(at, at + size)) for at in range(0, self.layers, size)
+            ),
+            schedule=Schedule(name="breadth_first", parameters={"parameters": self.parameters})
+            if self.parameters
             else Schedule(name="1f1b"),
         )
 
@@ -79,7 +96,7 @@ class OneGpuCase:
         return base
 
 
-def model_flags(case: OneGpuCase, layers: Sequence[str]) -> list[str]:
+def model_flags(case: TimedCase, layers: Sequence[str]) -> list[str]:
     """Without those of the data."""
     values = {
         "--num-layers": case.layers,
@@ -90,7 +107,7 @@ def model_flags(case: OneGpuCase, layers: Sequence[str]) -> list[str]:
         "--attention-dropout": 0,
         "--hidden-dropout": 0,
         "--micro-batch-size": MICRO_BATCH_SIZE,
-        "--global-batch-size": MICRO_BATCH_SIZE * case.micro_batches,
+        "--global-batch-size": case.global_batch_size,
         "--train-iters": ITERATIONS,
         "--lr": 1e-4,
         "--lr-decay-style": "constant",
@@ -123,7 +140,7 @@ def cluster_of(gpu: Gpu) -> str:
 
 
 def predicted(
-    case: OneGpuCase, layers: Sequence[str], cluster: Path, profile: Path
+    case: TimedCase, layers: Sequence[str], cluster: Path, profile: Path
 ) -> tuple[float, int]:
     """The simulator's iteration (s) and peak (bytes). Raises ZorseError."""
     words = [*model_flags(case, layers), "--vocab-size", str(VOCABULARY)]
@@ -144,3 +161,8 @@ def predicted(
         sequence_length=SEQUENCE,
     )
     return result.iteration_s, result.peak_memory_bytes[0]
+
+
+def iteration_s(run: Trained) -> float:
+    """Median of a run's iterations after the warm-up."""
+    return median(value for step, value in run.elapsed_s.items() if step > WARM_UP)
