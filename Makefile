@@ -13,6 +13,9 @@ PYTEST := $(BIN)/python -m pytest --maxprocesses 8 --dist loadfile --no-loadscop
 PROCESSES := $$($(BIN)/python -c \
 	"from zorse_megatron.processors import num_processors as n; print(n() + 1)")
 
+# Processes by the hundred import the same modules: compile them once, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test check lint clean

@@ -5,6 +5,7 @@ Started by `launch.MegatronServer`. It has more imported than one for a user's r
 
 import importlib
 import pkgutil
+import sys
 
 from zorse_megatron.emulate.forks.fork_server import serve
 
@@ -14,6 +15,8 @@ RUN_PACKAGES = ("schema", "schedules", "runtime", "adapter", "flags", "watch")
 
 def preload() -> None:
     """Import what every rank needs, and start no thread and no process group."""
+    # It wraps stdout, and no test logs to it.
+    sys.modules["wandb"] = None  # type: ignore[assignment]
     from zorse_megatron.adapter.cpu import cpu_mode
 
     if cpu_mode.needed():
@@ -33,6 +36,10 @@ def preload() -> None:
     import_late_modules_of_stock()
     REGISTRY.apply(hooks_of_forked_ranks())
     remember_flags()
+    # Each rank shuffles all documents three times, which takes longer than to train on some.
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 1000
 
 
 if __name__ == "__main__":

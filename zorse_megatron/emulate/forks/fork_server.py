@@ -9,6 +9,7 @@ because a fork copies locks that other threads hold and not the threads.
 import atexit
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -39,8 +40,10 @@ def serve(preload: Callable[[], None]) -> None:
     # Stock prints while it is imported; the answers need a channel of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    gc.disable()  # of what is imported nothing is garbage
     preload()
     prepare_forks()
+    gc.enable()
     print(json.dumps({"ready": True}), file=answers)
     while line := sys.stdin.readline():
         print(json.dumps(_run(json.loads(line))), file=answers)
