@@ -18,6 +18,7 @@ from zorse_megatron.watch.processes.watched_rank import LOST_RANK
 
 WORLD = 4
 KINDS = ("cpu-0", "cpu-0", "cpu-1", "cpu-1")
+NUM_TASKS = (1 + 5) + (1 + 5) + (2 + 5)
 ONE_CPU = """\
 gpu_kinds:
 - {name: cpu-0, memory: 8 GB, memory_bandwidth: 5 GB/s, peak: {float32: 0.1 TFLOP/s}}
@@ -89,21 +90,23 @@ def test_a_killed_rank_stops_all_and_what_was_measured_is_kept(work: Path) -> No
 def test_the_rest_is_measured_in_the_next_run(work: Path) -> None:
     kept = load_profile(work / "profile.json").transfers
     found = said(discover(work))
-    # Two devices again, as the cluster file was not written yet. Inside each node a send, a gather
-    # and a sum; between the nodes sends of one and of two pairs, a gather and a sum.
-    assert (found["measured"], found["known"]) == (2 + 10 - 2, 2)
+    # Two devices again, as the cluster file was not written yet. Inside each node a send, gathers
+    # and reductions over equal and unequal shards, and a sum; between nodes two sends and the rest.
+    assert (found["measured"], found["known"]) == (2 + NUM_TASKS - 2, 2)
     cluster = load_cluster(work / "cluster.yaml")
     assert cluster.gpu_kinds == KINDS
     assert [node.name for node in cluster.nodes] == ["node-0", "node-1"]
     transfers = load_profile(work / "profile.json").transfers
-    assert transfers[:2] == kept and len(transfers) == 10
+    assert transfers[:2] == kept and len(transfers) == NUM_TASKS
     assert all(time_s > 0 for each in transfers for time_s in each.time_s)
+    # Of gathers and reductions, inside each of two kinds of node and between them.
+    assert len(load_profile(work / "profile.json").unequal_shards) == 2 * 3
 
 
 def test_a_cluster_that_is_known_is_not_measured_again(work: Path) -> None:
     before = (work / "cluster.yaml").read_text(), (work / "profile.json").read_text()
     found = said(discover(work))
-    assert (found["measured"], found["known"]) == (0, 10)
+    assert (found["measured"], found["known"]) == (0, NUM_TASKS)
     assert before == ((work / "cluster.yaml").read_text(), (work / "profile.json").read_text())
 
 
@@ -128,7 +131,7 @@ def test_each_kind_is_measured_once_and_the_profile_is_what_the_planner_needs(wo
     resumed = next(t for t in profile.times if (t.part, t.gpu_kind) == ("layer", "cpu-0"))
     assert resumed == first, "what was there is not measured again"
     assert found["measured"] == 2 * (3 * 2 + 1) - 2
-    assert len(profile.transfers) == 10, "what discover found stays"
+    assert len(profile.transfers) == NUM_TASKS, "what discover found stays"
 
 
 def test_nothing_is_measured_twice(work: Path) -> None:

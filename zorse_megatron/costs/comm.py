@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from zorse_megatron.costs.direct_exchange import largest_load
 from zorse_megatron.costs.rank_set import RankSet, rank_set
-from zorse_megatron.costs.rings import Form, RingTraffic, Shards, ring_traffic
+from zorse_megatron.costs.rings import UNEVEN_PENALTY, Form, RingTraffic, Shards, ring_traffic
+from zorse_megatron.schema.profile.profile import Sharded
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.link_curves import curve_for
 from zorse_megatron.topology.routes import Routes
@@ -51,6 +52,7 @@ class GraphComm:
         self.routes = Routes(spec)
         self._forms: tuple[Form, ...] = ("equal", *uneven_forms)
         self._sets: dict[tuple[int, ...], RankSet] = {}
+        self._factors: dict[tuple[tuple[int, ...], Sharded], float] = {}
         self._transfers: dict[tuple[int, int, int], float] = {}
         self._links: dict[tuple[int, int], tuple[tuple[str, float], ...]] = {}
 
@@ -90,13 +92,42 @@ class GraphComm:
         return found
 
     def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """The same as the all-gather backwards."""
-        return self.all_gather_s(ranks, shard_bytes)
+        """As the all-gather backwards, but for what unequal shards cost."""
+        return self._fastest_s(ranks, shard_bytes, "reduce_scatter")
 
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """The cheapest option; 0 for one rank or no bytes."""
-        times = (option.time_s for option in self.options(ranks, shard_bytes))
-        return min(times, default=0.0)
+        return self._fastest_s(ranks, shard_bytes, "all_gather")
+
+    def _fastest_s(
+        self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...], operation: Sharded
+    ) -> float:
+        options = self.options(ranks, shard_bytes, operation)
+        fastest_s = min((option.time_s for option in options), default=0.0)
+        if not self.spec.unequal_shards or len(set(shard_bytes)) == 1:
+            return fastest_s
+        # No measured factor makes unequal shards faster than equal ones of the same total.
+        equal = (-(-sum(shard_bytes) // len(ranks)),) * len(ranks)
+        return max(fastest_s, self._fastest_s(ranks, equal, operation))
+
+    def _factor(self, ranks: tuple[int, ...], operation: Sharded) -> float:
+        """Of unequal shards: the largest that was measured with these kinds of GPU, or some."""
+        if not self.spec.unequal_shards:
+            return UNEVEN_PENALTY
+        key = ranks, operation
+        if key not in self._factors:
+            _make_room(self._factors)
+            nodes = {self.spec.node_of(rank) for rank in ranks}
+            link = "intra-node" if len(nodes) == 1 else "inter-node"
+            kinds = {self.spec.kind_of(rank) for rank in ranks}
+            measured = (
+                each.factor
+                for each in self.spec.unequal_shards
+                if (each.operation, each.link) == (operation, link)
+                and kinds.issuperset(each.gpu_kinds)
+            )
+            self._factors[key] = max(measured, default=UNEVEN_PENALTY)
+        return self._factors[key]
 
     def exchange_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """All messages at once: the busiest GPU, node or region, and the longest way."""
@@ -119,7 +150,7 @@ class GraphComm:
             return 0.0
         members = self._set(ranks)
         even = Shards.of((num_bytes / len(ranks),) * len(ranks))
-        ring_s = 2 * _ring_options(members, even)[0].time_s
+        ring_s = 2 * _ring_options(members, even, 1.0)[0].time_s
         return min(ring_s, _tree_s(members, num_bytes))
 
     def host_link_bytes_per_s(self, rank: int) -> float:
@@ -127,16 +158,20 @@ class GraphComm:
         return self.spec.nodes[self.spec.node_of(rank)].host_link_bytes_per_s
 
     def options(
-        self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]
+        self,
+        ranks: tuple[int, ...],
+        shard_bytes: tuple[int, ...],
+        operation: Sharded = "all_gather",
     ) -> tuple[CollectiveOption, ...]:
         """All ways to run an all-gather (or reduce-scatter), for explanations."""
         _check(ranks, shard_bytes)
         if len(ranks) == 1 or not any(shard_bytes):
             return ()
         members, shards = self._set(ranks), Shards.of(shard_bytes)
-        found = list(_ring_options(members, shards))
+        factor = 1.0 if shards.is_even else self._factor(ranks, operation)
+        found = list(_ring_options(members, shards, factor))
         if len(members.nodes) > 1 and members.inside:
-            found += _hierarchical_options(members, shards, shard_bytes)
+            found += _hierarchical_options(members, shards, shard_bytes, factor)
         return tuple(option for option in found if option.form in self._forms)
 
     def _set(self, ranks: tuple[int, ...]) -> RankSet:
@@ -165,15 +200,15 @@ def _leave_node_s(node: MeasuredNode, num_bytes: int) -> float:
     return num_bytes / min(node.host_link_bytes_per_s, node.port_bytes_per_s)
 
 
-def _ring_options(members: RankSet, shards: Shards) -> tuple[CollectiveOption, ...]:
+def _ring_options(members: RankSet, shards: Shards, factor: float) -> tuple[CollectiveOption, ...]:
     return tuple(
-        _option("ring", way, shards, members.ring_rate(way.message_bytes), members.ring_latency_s)
+        _option("ring", way, factor, members.ring_rate(way.message_bytes), members.ring_latency_s)
         for way in ring_traffic(shards)
     )
 
 
 def _hierarchical_options(
-    members: RankSet, shards: Shards, shard_bytes: tuple[int, ...]
+    members: RankSet, shards: Shards, shard_bytes: tuple[int, ...], factor: float
 ) -> tuple[CollectiveOption, ...]:
     on_node = [0.0] * len(members.nodes)
     for slot, size in zip(members.slots, shard_bytes, strict=True):
@@ -183,15 +218,15 @@ def _hierarchical_options(
     latency_s = members.crossing_latency_s + _inside_s(members, shards.total_bytes)
     rates = (members.between.at(way.message_bytes) for way in ways)
     return tuple(
-        _option("hierarchical", way, shards, rate, latency_s)
+        _option("hierarchical", way, factor, rate, latency_s)
         for way, rate in zip(ways, rates, strict=True)
     )
 
 
 def _option(
-    algorithm: Algorithm, way: RingTraffic, shards: Shards, bytes_per_s: float, latency_s: float
+    algorithm: Algorithm, way: RingTraffic, factor: float, bytes_per_s: float, latency_s: float
 ) -> CollectiveOption:
-    time_s = shards.penalty * (way.bytes_per_link / bytes_per_s + latency_s)
+    time_s = factor * (way.bytes_per_link / bytes_per_s + latency_s)
     return CollectiveOption(algorithm=algorithm, form=way.form, time_s=time_s)
 
 

@@ -16,9 +16,12 @@ from typing import Literal
 
 Form = Literal["equal", "padded", "grouped"]
 
-# Cephalo (ICS 2025, section 4: "x 1.25 on collectives when uneven") measured NCCL's collectives
-# over unequal shards to take a quarter longer than over equal ones of the same total.
 UNEVEN_PENALTY = 1.25
+"""Factor on the time of collectives over unequal shards where it was not measured.
+
+Cephalo (ICS 2025, section 4: "x 1.25 on collectives when uneven") measured NCCL's to take a quarter
+longer than over equal shards of the same total. `zorse discover` measures it on a cluster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +48,6 @@ class Shards:
     def mean_bytes(self) -> float:
         """Size of a message when the buffer is sent shard by shard."""
         return self.total_bytes / self.count
-
-    @property
-    def penalty(self) -> float:
-        """Factor on the time of a collective over these shards."""
-        return 1.0 if self.is_even else UNEVEN_PENALTY
 
 
 @dataclass(frozen=True, kw_only=True)

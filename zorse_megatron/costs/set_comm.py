@@ -28,8 +28,9 @@ class SetComm:
         return tuple((name, bytes_per_s / self.size) for name, bytes_per_s in links)
 
     def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """The same as the all-gather backwards."""
-        return self.all_gather_s(ranks, shard_bytes)
+        """As many reductions at once as a set has ranks."""
+        sizes = tuple(self.size * size for size in shard_bytes)
+        return self.comm.reduce_scatter_s(tuple(map(self._set, ranks)), sizes)
 
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """As many gathers at once as a set has ranks, each over one rank of each set."""

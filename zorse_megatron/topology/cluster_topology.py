@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from zorse_megatron.schema.cluster.cluster import Nics, Node, RegionLink, Switch
+from zorse_megatron.schema.profile.profile import UnequalShards
 from zorse_megatron.topology.link_curves import Curves, curve_for
 
 
@@ -85,6 +86,8 @@ class Topology:
     nodes: tuple[MeasuredNode, ...]
     switches: tuple[Switch, ...] = ()
     region_links: tuple[RegionLink, ...] = ()
+    unequal_shards: tuple[UnequalShards, ...] = ()
+    """What collectives over unequal shards were measured to cost."""
 
     @classmethod
     def of(
@@ -92,6 +95,7 @@ class Topology:
         nodes: Sequence[MeasuredNode],
         switches: Sequence[Switch] = (),
         region_links: Sequence[RegionLink] = (),
+        unequal_shards: Sequence[UnequalShards] = (),
     ) -> "Topology":
         """Deal out ranks in the order of the nodes: the first has ranks 0 to num_gpus - 1."""
         stops = accumulate(node.num_gpus for node in nodes)
@@ -102,6 +106,7 @@ class Topology:
             ),
             switches=tuple(switches),
             region_links=tuple(region_links),
+            unequal_shards=tuple(unequal_shards),
         )
 
     @property
@@ -119,6 +124,11 @@ class Topology:
         if not 0 <= rank < len(self._node_of):
             raise ValueError(f"found rank {rank}; expected one of 0 to {self.num_gpus - 1}")
         return self._node_of[rank]
+
+    def kind_of(self, rank: int) -> str:
+        """Kind of a rank's GPU."""
+        node = self.node_of(rank)
+        return self.nodes[node].gpu_kinds[rank - self.first_ranks[node]]
 
     @cached_property
     def _node_of(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ def as_devices(spec: Topology, gpus_each: int) -> Topology:
     if gpus_each == 1:
         return spec
     nodes = [_node(node, gpus_each) for node in spec.nodes]
-    return Topology.of(nodes, spec.switches, spec.region_links)
+    return Topology.of(nodes, spec.switches, spec.region_links, spec.unequal_shards)
 
 
 def _node(node: MeasuredNode, each: int) -> MeasuredNode:

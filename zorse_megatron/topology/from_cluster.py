@@ -12,7 +12,7 @@ def topology_of(cluster: Cluster, profile: Profile | None = None) -> Topology:
     """Take over nodes, switches and links; measured curves of a profile replace the file's rates.
 
     Curves were measured on nodes with one kind of GPU. A node with several kinds keeps the figures
-    of the file. Pass no profile, or one without `links`, to go by the file alone.
+    of the file. Pass no profile to go by the file alone.
     """
     intra_curves = _curves_by_kind(profile, "intra-node")
     nic_curves = _curves_by_kind(profile, "inter-node")
@@ -23,6 +23,7 @@ def topology_of(cluster: Cluster, profile: Profile | None = None) -> Topology:
         ),
         switches=cluster.switches,
         region_links=cluster.region_links,
+        unequal_shards=profile.unequal_shards if profile else (),
     )
 
 

@@ -20,8 +20,10 @@ from zorse_megatron.measure.results.profile_parts import (
     loaded_or_empty,
     with_links,
     with_transfers,
+    with_unequal_shards,
     without_transfers,
 )
+from zorse_megatron.measure.results.unequal_shards import unequal_factors
 from zorse_megatron.measure.tasks.link_tasks import LinkTask, link_tasks, missing_tasks
 from zorse_megatron.measure.tasks.progress import OnProgress, Progress
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
@@ -151,7 +153,13 @@ def _with_curves(profile: Profile, notes: list[str]) -> Profile:
         f"{len(curves)} of {len(ours)} series of messages fit a curve by message size, which is in "
         "the profile; the cluster file has latency and bandwidth"
     )
-    return with_links(profile, SOURCE, curves)
+    factors = unequal_factors(ours)
+    for each in factors:
+        notes.append(
+            f"{each.operation} over unequal shards, {each.link}, {' and '.join(each.gpu_kinds)}: "
+            f"{each.factor:.2f} times what their bytes tell"
+        )
+    return with_unequal_shards(with_links(profile, SOURCE, curves), SOURCE, factors)
 
 
 def _write(

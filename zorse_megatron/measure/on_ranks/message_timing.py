@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 
 from zorse_megatron.measure.tasks.link_tasks import LinkTask
-from zorse_megatron.runtime.collectives import all_gather_uneven
+from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.schedules.shards import shard_bounds
+from zorse_megatron.schema.profile.profile import unequal_parts
 
+_UNEQUAL = ("all_gather_unequal", "reduce_scatter_unequal")
+_GATHERS = ("all_gather", "all_gather_unequal")
 _WARM_UP = 2
 _REPEATS = 7
 
@@ -33,7 +36,7 @@ def timed_messages(
 
     `group`: of these ranks. The time of a message is that of the slowest rank, the median of
     several messages after warm-up. Stops after a size that took longer than `time_limit_s`.
-    Gathers are those of the runtime.
+    Gathers and reductions over shards are those of the runtime.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes, times = [], []
@@ -60,7 +63,8 @@ class _Message:
         self.task, self.group = task, group
         self.num_bytes = 4 * elements
         self.tensor = torch.zeros(elements, device=device)
-        self.bounds = shard_bounds(elements, (1,) * count)
+        weights = unequal_parts(count) if task.operation in _UNEQUAL else (1,) * count
+        self.bounds = shard_bounds(elements, weights)
         self.index = task.ranks.index(dist.get_rank())
 
     def once_s(self) -> float:
@@ -73,10 +77,12 @@ class _Message:
         start_s = time.perf_counter()
         if self.task.operation == "send":
             self._there_and_back()
-        elif self.task.operation == "all_gather":
+        elif self.task.operation == "all_reduce":
+            dist.all_reduce(self.tensor, group=self.group)
+        elif self.task.operation in _GATHERS:
             all_gather_uneven(self.tensor, self.bounds, self.group)
         else:
-            dist.all_reduce(self.tensor, group=self.group)
+            reduce_scatter_uneven(self.tensor, self.bounds, self.group)
         self._wait_for_device()
         took_s = time.perf_counter() - start_s
         return took_s / 2 if self.task.operation == "send" else took_s

@@ -21,6 +21,7 @@ from zorse_megatron.schema.profile.profile import (
     Source,
     Times,
     Transfers,
+    UnequalShards,
     UpdateTime,
 )
 from zorse_megatron.schema.profile.profile_json import load_profile
@@ -89,6 +90,12 @@ def with_links(profile: Profile, source: str, curves: Iterable[LinkCurve]) -> Pr
         each for each in profile.links if each.source != source and _link_key(each) not in new
     )
     return replace(profile, links=(*others, *new.values()))
+
+
+def with_unequal_shards(profile: Profile, source: str, factors: Iterable[UnequalShards]) -> Profile:
+    """Put factors in the place of all of this source."""
+    others = tuple(each for each in profile.unequal_shards if each.source != source)
+    return replace(profile, unequal_shards=(*others, *factors))
 
 
 def with_pass(profile: Profile, series: MeasuredSeries, found: MeasuredPass) -> Profile:

@@ -6,19 +6,24 @@ All pairs of nodes would take a time that grows with the square of the cluster, 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from typing import Literal
 
 from zorse_megatron.measure.machine.nodes import SeenNode
-from zorse_megatron.schema.profile.profile import Transfers
+from zorse_megatron.schema.profile.profile import TimedOperation, Transfers
 
-Operation = Literal["send", "all_gather", "all_reduce"]
+_AMONG_ALL: tuple[TimedOperation, ...] = (
+    "all_gather",
+    "all_gather_unequal",
+    "reduce_scatter",
+    "reduce_scatter_unequal",
+    "all_reduce",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTask:
     """Some ranks exchange messages of several sizes, while all others wait."""
 
-    operation: Operation
+    operation: TimedOperation
     nodes: tuple[str, ...]
     """Kinds of the nodes: one for inside a node, two for between nodes."""
     ranks: tuple[int, ...]
@@ -56,8 +61,8 @@ def _inside(nodes: Sequence[SeenNode]) -> Iterator[LinkTask]:
             continue
         for pair in _pairs_of_kinds(node):
             yield _task("send", (node,), pair)
-        yield _task("all_gather", (node,), node.ranks)
-        yield _task("all_reduce", (node,), node.ranks)
+        for operation in _AMONG_ALL:
+            yield _task(operation, (node,), node.ranks)
 
 
 def _between(nodes: Sequence[SeenNode]) -> Iterator[LinkTask]:
@@ -72,8 +77,8 @@ def _between(nodes: Sequence[SeenNode]) -> Iterator[LinkTask]:
         for sharing in sorted({1, count}):
             yield _task("send", (one, other), (*one.ranks[:sharing], *other.ranks[:sharing]))
         everyone = (*one.ranks, *other.ranks)
-        yield _task("all_gather", (one, other), everyone)
-        yield _task("all_reduce", (one, other), everyone)
+        for operation in _AMONG_ALL:
+            yield _task(operation, (one, other), everyone)
 
 
 def _first_of_each_kind(nodes: Sequence[SeenNode]) -> list[SeenNode]:
@@ -92,7 +97,9 @@ def _pairs_of_kinds(node: SeenNode) -> Iterator[tuple[int, ...]]:
             yield ranks_of[one][0], ranks_of[one][1]
 
 
-def _task(operation: Operation, nodes: tuple[SeenNode, ...], ranks: tuple[int, ...]) -> LinkTask:
+def _task(
+    operation: TimedOperation, nodes: tuple[SeenNode, ...], ranks: tuple[int, ...]
+) -> LinkTask:
     kind_of = {
         rank: kind for node in nodes for rank, kind in zip(node.ranks, node.gpu_kinds, strict=True)
     }

@@ -37,7 +37,7 @@ def on_nodes(inputs: Inputs, nodes: Sequence[NodeLike]) -> Inputs:
     )
     above = {s.name for node in made for s in spec.switches_above(node.switch)}
     switches = tuple(switch for switch in spec.switches if switch.name in above)
-    new = Topology.of(made, switches, spec.region_links)
+    new = Topology.of(made, switches, spec.region_links, spec.unequal_shards)
     origin = [rank for each in nodes for rank in each.ranks]
     kinds = tuple(inputs.kinds[rank] for rank in origin)
     return replace(

@@ -163,7 +163,7 @@ def make_inputs(
 
 def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchSpace) -> Inputs:
     cluster, model = models.cluster, models.model
-    spec = topology_of(cluster, models.profile if models.profile.links else None)
+    spec = topology_of(cluster, models.profile)
     memory, memory_note = models.memory
     return Inputs(
         spec=spec,

@@ -25,6 +25,20 @@ Text = Annotated[str, Field(min_length=1)]
 # A layer that takes longer than a day for one micro-batch was not measured.
 Duration = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
 Part = Literal["layer", "embedding", "head"]
+Sharded = Literal["all_gather", "reduce_scatter"]
+TimedOperation = Literal[
+    "send",
+    "all_gather",
+    "all_gather_unequal",
+    "reduce_scatter",
+    "reduce_scatter_unequal",
+    "all_reduce",
+]
+
+
+def unequal_parts(num_ranks: int) -> tuple[int, ...]:
+    """Return the parts that ranks own in what is timed over unequal shards: 3 and 1 by turns."""
+    return ((3, 1) * num_ranks)[:num_ranks]
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -190,15 +204,34 @@ class LinkCurve:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class UnequalShards:
+    """How much longer a collective takes over unequal shards than their bytes tell."""
+
+    operation: Sharded
+    """The collective."""
+    link: Literal["intra-node", "inter-node"]
+    """Among GPUs of one node, or of two nodes."""
+    gpu_kinds: Annotated[tuple[Text, ...], Field(min_length=1)]
+    """Kinds of the GPUs that took part, each once, sorted."""
+    factor: PositiveFloat
+    """On the time that the largest shard or the whole buffer takes around a ring."""
+    source: Text
+    """A name in sources."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Transfers:
     """Times of messages by size, as measured; the lists go together.
 
     A record of what `zorse discover` found: latencies and bandwidths of the cluster file, and
-    `links`, were fitted to it. No cost rests on it.
+    `links` and `unequal_shards`, were fitted to it. No cost rests on it.
     """
 
-    operation: Literal["send", "all_gather", "all_reduce"]
-    """send: from one GPU to another one; all_gather and all_reduce among all that took part."""
+    operation: TimedOperation
+    """send: from one GPU to another one; the others among all that took part.
+
+    Those that are called unequal over shards of 3 and 1 parts by turns, the others over equal ones.
+    """
     nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=2)]
     """Kinds of the nodes: one for inside a node, two for between nodes."""
     gpu_kinds: Annotated[tuple[Text, ...], Field(min_length=2)]
@@ -236,6 +269,8 @@ class Profile:
     """Links."""
     transfers: tuple[Transfers, ...] = ()
     """Times of messages, as measured."""
+    unequal_shards: tuple[UnequalShards, ...] = ()
+    """What unequal shards cost."""
     processes: tuple[ProcessMemory, ...] = ()
     """Memory beside tensors."""
 

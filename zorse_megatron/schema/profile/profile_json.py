@@ -71,6 +71,7 @@ def joined(profiles: Sequence[Profile]) -> Profile:
         memory=tuple(entry for profile in profiles for entry in profile.memory),
         links=tuple(entry for profile in profiles for entry in profile.links),
         transfers=tuple(entry for profile in profiles for entry in profile.transfers),
+        unequal_shards=tuple(entry for profile in profiles for entry in profile.unequal_shards),
         processes=tuple(entry for profile in profiles for entry in profile.processes),
     )
     problems = list(problems_of(result))
@@ -108,7 +109,8 @@ def _references(profile: Profile) -> Iterator[Problem]:
         "source": {source.name for source in profile.sources},
         "model": {model.name for model in profile.models},
     }
-    for section in ("times", "updates", "memory", "links", "transfers", "processes"):
+    entries = ("times", "updates", "memory", "links", "transfers", "unequal_shards", "processes")
+    for section in entries:
         for index, entry in enumerate(getattr(profile, section)):
             for key, names in known.items():
                 name = getattr(entry, key, None)
