@@ -106,6 +106,22 @@ def test_sharded_chunks_are_gathered_and_reduced_layer_by_layer(schedule, pieces
     assert run(plan, comm=comm).iteration_s == pytest.approx(3 * (F + B) + both_s)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "breadth_first"])
+def test_equal_weights_make_equal_shards(schedule):
+    """Also where their number does not divide the parameters: Megatron pads its buffers."""
+
+    class Seen(FakeComm):
+        def reduce_scatter_s(self, ranks, shard_bytes):
+            seen.append(shard_bytes)
+            return 1.0
+
+    seen = []
+    plan = one_group((1, 1), (1, 1), (1, 1), layers=2)
+    plan = dataclasses.replace(plan, schedule=Schedule(name=schedule))
+    run(plan, memory=FakeMemory(layer_count=1000), comm=Seen())
+    assert seen and all(len(set(shard_bytes)) == 1 for shard_bytes in seen)
+
+
 def test_the_loss_travels_to_the_last_rank():
     """The last chunk is on rank 0: after the step the number of rank 0 goes to rank 1."""
     plan = even_plan(2, 1, 1)

@@ -21,6 +21,17 @@ def low_precision_bytes(num_parameters: int) -> int:
     return _NARROW_BYTES * num_parameters
 
 
+def _padded_shards(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Elements of each shard of a buffer.
+
+    Megatron pads buffers to a multiple of the number of ranks
+    (`megatron.core.optimizer.param_layout`), so that equal weights make equal shards.
+    """
+    if len(set(weights)) == 1:
+        total = len(weights) * -(-total // len(weights))
+    return tuple(stop - start for start, stop in shard_bounds(total, weights))
+
+
 class RankSizes:
     """Sizes of the plan's chunks, and of each rank's part of them."""
 
@@ -115,7 +126,7 @@ class RankSizes:
         count = max(1, -(-total // max(1, layer)))
         weights = [replica.shard_weight for replica in self._replicas(chunk)]
         return tuple(
-            tuple(stop - start for start, stop in shard_bounds(size, weights))
+            _padded_shards(size, weights)
             for size in (total * (n + 1) // count - total * n // count for n in range(count))
         )
 
@@ -254,8 +265,5 @@ class RankSizes:
         replicas = self._replicas(chunk)
         if self.framework.state == "replicated":
             return {replica.ranks[0]: self.parameters[chunk] for replica in replicas}
-        bounds = shard_bounds(self.parameters[chunk], [r.shard_weight for r in replicas])
-        return {
-            replica.ranks[0]: stop - start
-            for replica, (start, stop) in zip(replicas, bounds, strict=True)
-        }
+        sizes = _padded_shards(self.parameters[chunk], [r.shard_weight for r in replicas])
+        return {replica.ranks[0]: size for replica, size in zip(replicas, sizes, strict=True)}
