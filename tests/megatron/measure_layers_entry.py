@@ -42,6 +42,7 @@ def compare(model: Any, size: int) -> dict[str, Any]:
         },
         "parameters": {p: f.parameters for p, f in found.items()},
         "kept_bytes": found["layer"].kept_bytes,
+        "attention": found["layer"].attention,
         "peak_bytes": {p: f.peak_bytes for p, f in found.items()},
         "saved_bytes": saved_bytes,
         "input_bytes": one.given[0].nbytes,

@@ -57,6 +57,7 @@ def test_a_layer_keeps_what_autograd_saves(found: tuple[ModelShape, dict[str, An
     """
     _, facts = found
     assert facts["kept_bytes"] == facts["saved_bytes"] - facts["input_bytes"]
+    assert facts["attention"] == "unfused", "these are Megatron's own layers"
 
 
 @pytest.mark.parametrize("found", [GPT], indirect=True, ids=["gpt"])

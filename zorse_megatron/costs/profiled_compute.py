@@ -21,7 +21,7 @@ from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.costs.series import Series, Wanted, closest
-from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.schema.gpus.gpu import Attention, Dtype, GpuKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.computing import USUAL, Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
@@ -118,6 +118,14 @@ class ProfiledCompute:
         source = next(each for each in self.profile.sources if each.name == times.source)
         basis = "scaled" if distance else source.kind
         return Provenance(basis=basis, detail=said)
+
+    def measured_attention(self, kind: str) -> Attention | None:
+        """Which core attention ran when the layers that a kind's times rest on were measured.
+
+        None: nothing was measured, or the profile does not say.
+        """
+        found = self._closest("layer", kind)
+        return None if found is None else found[0].times.attention
 
     def adjustments(self, kind: str) -> tuple[Adjustment, ...]:
         """Return the measured points behind the times of a kind that are not believed."""

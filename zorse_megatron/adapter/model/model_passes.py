@@ -47,6 +47,7 @@ class ModelPasses:
         self.model = get_attr_wrapped_model(wrapped, "decoder", return_model_obj=True)
         self.args = get_args()
         self.device = next(self.model.parameters()).device
+        self.seq_length: int = self.args.seq_length
 
     def num_parameters(self, part: Part) -> int:
         """Parameters of a part; a table that both ends share counts for the embedding."""

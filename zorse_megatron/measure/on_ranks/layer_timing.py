@@ -8,6 +8,7 @@ import torch
 
 from zorse_megatron.measure.on_ranks.clock import REPEATS, WARM_UP, median_s, timed_s
 from zorse_megatron.measure.on_ranks.live_memory import held_memory
+from zorse_megatron.measure.on_ranks.seen_attention import SeenAttention
 from zorse_megatron.measure.tasks.layer_request import (
     Answer,
     LayerRequest,
@@ -39,6 +40,11 @@ class Passes(Protocol):
     @property
     def device(self) -> torch.device:
         """The device of its tensors."""
+        ...
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens per sample."""
         ...
 
     def num_parameters(self, part: Part) -> int:
@@ -109,8 +115,12 @@ def _grown(
 def measured_pass(passes: Passes, part: Part, size: int) -> MeasuredPass:
     """Measure one micro-batch through one part. Raises what torch raises without memory."""
     one = passes.make(part, size)
-    # Megatron's buffers that all layers share come with the first run and stay.
-    one.backward(one.forward())
+    seen = SeenAttention(passes.seq_length)
+    with seen.looking():
+        # Megatron's buffers that all layers share come with the first run and stay.
+        output = one.forward()
+    one.backward(output)
+    del output
     memory = held_memory(one.forward, one.backward, passes.device)
     forward_s, backward_s = [], []
     outputs: list[torch.Tensor] = []  # one at a time
@@ -125,6 +135,7 @@ def measured_pass(passes: Passes, part: Part, size: int) -> MeasuredPass:
         parameters=passes.num_parameters(part),
         kept_bytes=max(0, memory.kept_bytes),
         peak_bytes=memory.peak_bytes,
+        attention=seen.attention if part == "layer" else None,
     )
 
 

@@ -114,6 +114,7 @@ def with_pass(profile: Profile, series: MeasuredSeries, found: MeasuredPass) -> 
         micro_batch_sizes=tuple(sizes),
         forward_s=tuple(points[size][0] for size in sizes),
         backward_s=tuple(points[size][1] for size in sizes),
+        attention=found.attention,
     )
     return replace(
         profile,
@@ -212,6 +213,7 @@ def _with_memory(
         activation_elements=max([elements, *(m.activation_elements for m in old)]),
         output_elements=model.seq_length * (1 if found.part == "head" else model.hidden_size),
         gpu_kind=series.gpu_kind,
+        attention=found.attention,
     )
     return (*(each for each in memory if each not in old), entry)
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
+from zorse_megatron.schema.gpus.gpu import Attention
 from zorse_megatron.schema.profile.profile import Part
 
 
@@ -44,6 +45,8 @@ class MeasuredPass:
     """From forward to backward, without input and output."""
     peak_bytes: int
     """While both run."""
+    attention: Attention | None = None
+    """What core attention ran; None: the part has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Kinds of GPU may compute in different types and run different attention, so each has its costs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,7 +86,10 @@ class CostModels:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What many do not expect of them."""
-        return _attention_notes(self.cluster, self.computing, self.memory[0])
+        return (
+            *_attention_notes(self.cluster, self.computing, self.memory[0]),
+            *_measured_attention_notes(self.computes),
+        )
 
     @property
     def best_sizes(self) -> dict[str, tuple[int, ...]]:
@@ -208,6 +211,21 @@ def _attention_notes(
         f"{kept / _GIB:.3g} GiB of a sample in place of {flash / _GIB:.3g} GiB, and all scores "
         f"pass through memory. A build that has it: attention under gpu_kinds.{asked}",
     )
+
+
+def _measured_attention_notes(computes: Mapping[str, ProfiledCompute]) -> Iterator[str]:
+    """Kinds whose layers were measured with another attention than the run would use."""
+    kinds_of: dict[tuple[Attention, Attention], list[str]] = {}
+    for kind, compute in computes.items():
+        measured, used = compute.measured_attention(kind), compute.computing.attention
+        if measured is not None and used is not None and measured != used:
+            kinds_of.setdefault((measured, used), []).append(kind)
+    for (measured, used), kinds in kinds_of.items():
+        yield (
+            f"{' and '.join(kinds)}: layer times were measured with {measured} attention, and this "
+            f"run uses {used} attention there, whose times are not known: measure with the run's "
+            "flags (zorse profile measure --again), or run with those of the measurement"
+        )
 
 
 def _measured_sizes(compute: ProfiledCompute, kind: str) -> tuple[int, ...]:

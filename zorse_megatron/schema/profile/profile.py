@@ -121,6 +121,8 @@ class Times:
     """One for each micro-batch size."""
     backward_s: Annotated[tuple[Duration, ...], Field(min_length=1)]
     """One for each micro-batch size."""
+    attention: Attention | None = None
+    """What core attention ran; null: it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -1,0 +1,81 @@
+"""Which core attention ran, seen from what it keeps; and where the run would use the other one."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.unit.test_attention_kinds import FOUR_KINDS, NOTHING, at, models
+from tests.unit.test_measure_profile import T4, one_pass, started
+from zorse_megatron.measure.on_ranks.seen_attention import SeenAttention
+from zorse_megatron.measure.results.profile_parts import with_pass
+from zorse_megatron.schema.model.computing import Computing
+from zorse_megatron.schema.profile.profile import ProfiledModel, Source, Times
+
+HEADS, TOKENS, CHANNELS = 3, 16, 16
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [(SDPBackend.MATH, "unfused"), (SDPBackend.FLASH_ATTENTION, "flash")],
+)
+def test_scores_that_are_kept_are_seen(backend, expected):
+    """As wide as long, so that weights and keys are square, too."""
+    weight = torch.randn(CHANNELS, TOKENS, requires_grad=True)
+    seen = SeenAttention(TOKENS)
+    with seen.looking(), sdpa_kernel(backend):
+        query, key, value = (torch.randn(2, HEADS, TOKENS, 8, requires_grad=True) for _ in "qkv")
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        loss = (torch.randn(4, CHANNELS) @ weight).tanh().sum() + output.sum()
+    loss.backward()
+    assert seen.attention == expected
+    assert query.grad is not None
+
+
+def test_it_is_written_to_the_profile():
+    found = dataclasses.replace(one_pass("layer", 2), attention="unfused")
+    profile = with_pass(with_pass(started(), T4, found), T4, one_pass("head", 2))
+    assert {times.part: times.attention for times in profile.times} == {
+        "layer": "unfused",
+        "head": None,
+    }
+    assert {entry.part: entry.attention for entry in profile.memory} == {
+        "layer": "unfused",
+        "head": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("measured", "computing", "warned"),
+    [
+        ("unfused", Computing(), ["A100-40: layer times were measured with unfused attention"]),
+        ("flash", Computing(), []),
+        ("flash", Computing(attention="unfused"), ["A100-40: layer times were measured with fla"]),
+        ("unfused", Computing(attention="unfused"), []),
+        (None, Computing(attention="unfused"), []),
+    ],
+)
+def test_a_run_with_another_attention_than_was_measured_is_told(measured, computing, warned):
+    model = at("llama-3b", 512)
+    times = Times(
+        part="layer",
+        model="m",
+        gpu_kind="A100-40",
+        seq_length=512,
+        dtype="float16",
+        source="s",
+        micro_batch_sizes=(1, 2),
+        forward_s=(0.001, 0.002),
+        backward_s=(0.002, 0.004),
+        attention=measured,
+    )
+    profile = dataclasses.replace(
+        NOTHING,
+        sources=(Source(name="s", kind="measured"),),
+        models=(ProfiledModel(**{**vars(model), "name": "m"}),),
+        times=(times,),
+    )
+    text = FOUR_KINDS.replace("1 x V100-16, 1 x T4, ", "").replace(", 1 x H100-80", "")
+    found = models(model, text=text, computing=computing, profile=profile).warnings
+    assert [note[: len(expected)] for note, expected in zip(found, warned, strict=True)] == warned
