@@ -29,7 +29,7 @@ from zorse_megatron.schema.plan.plan_json import save_plan
 
 NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8
-STEPS = 4
+STEPS = 3
 MANY_STEPS = 20
 """For some canonical plans: rounding would have added up by then, if it did."""
 
