@@ -1,4 +1,4 @@
-"""`zorse_megatron.pretrain`, whose last rank sees a V100 and a torch without code for it."""
+"""`zorse_megatron.pretrain`, whose last rank sees a V100, and neither code for it nor an engine."""
 
 import dataclasses
 import os
@@ -18,7 +18,9 @@ def found_software(rank: int, local_rank: int, node: str) -> RankSoftware:
         capability=(7, 0) if is_last else (8, 0),
     )
     archs = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-    return dataclasses.replace(look(rank, local_rank, node), gpu=gpu, archs=archs)
+    seen = look(rank, local_rank, node)
+    engine = None if is_last else "2.9"
+    return dataclasses.replace(seen, gpu=gpu, archs=archs, transformer_engine=engine)
 
 
 if __name__ == "__main__":

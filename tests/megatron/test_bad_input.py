@@ -224,15 +224,20 @@ def test_ranks_on_other_gpus_and_nodes(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_torch_has_no_code_for_and_bf16_on_it(tmp_path: Path) -> None:
-    """All ranks refuse before any of them computes; all that is wrong is said, once."""
+    """All ranks refuse before any of them computes; all that is wrong is said, once.
+
+    Also a flag that cannot work on one of them alone, for which the others waited 20 s.
+    """
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(good_plan()))
     result = run_ranks(
-        [*FLAGS, "--bf16", "--zorse-plan", str(path)],
+        [*FLAGS, "--bf16", "--attention-backend", "flash", "--zorse-plan", str(path)],
         3,
         entry="tests.megatron.old_gpu_entry",
         timeout_s=60,
     )
-    assert_refused(result, "(2 problems)", "compute capability 7.0", "cu126", "found bf16 on Tesla")
+    assert_refused(result, "(4 problems)", "compute capability 7.0", "cu126", "found bf16 on Tesla")
+    assert "--attention-backend (rank 2 on" in result.outputs[0]
     assert result.returncodes == (BAD_INPUT,) * 3
-    assert sum("2 problems" in output for output in result.outputs) == 1
+    assert sum("4 problems" in output for output in result.outputs) == 1
+    assert result.wall_s < 20

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from zorse_megatron.errors import FlagError
 from zorse_megatron.schema.gpus.compute_capability import BF16_FROM, CAPABILITIES
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.software.found_lines import found_lines
@@ -214,10 +213,20 @@ def test_only_what_is_missing_is_made_up_for(argv, found, added):
 
 def test_flags_that_need_transformer_engine_are_named_together():
     argv = ["--transformer-impl", "transformer_engine", "--attention-backend", "flash"]
-    with pytest.raises(FlagError) as raised:
-        with_gpu_flags(argv, without())
-    assert [problem.where for problem in raised.value.problems] == argv[::2]
-    assert with_gpu_flags(argv, without(engine="2.9")).added == ()
+    assert [problem.where for problem in with_gpu_flags(argv, without()).refused] == argv[::2]
+    there = with_gpu_flags(argv, without(engine="2.9"))
+    assert (there.added, there.refused) == ((), ())
+
+
+def test_flags_that_some_ranks_refuse_are_said_by_all_with_those_ranks():
+    argv = ["--attention-backend", "flash"]
+    refused = with_gpu_flags(argv, without()).refused
+    ranks = [rank(0), rank(1, T4, refused=refused), rank(2, T4, refused=refused)]
+    (problem,) = start_problems(ranks)
+    assert problem.where == "--attention-backend (ranks 1, 2 on node0 and node1)"
+    (problem,) = start_problems(ranks[1:])
+    assert problem == refused[0]
+    assert RankSoftware.from_json(ranks[1].to_json()) == ranks[1]
 
 
 def test_one_line_each_on_what_was_found():

@@ -6,6 +6,7 @@ code cannot take part in a collective call.
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -31,7 +32,7 @@ def checked_gpu_flags(
 
     On a rank without a GPU they come back as they are. `store`: where all ranks meet; None: only
     this rank is looked at. `dtypes`: rank -> what it computes in. Raises StartError on every rank
-    with what is wrong on any, FlagError for flags that need Transformer Engine where there is none.
+    with all that is wrong on any, also flags that need Transformer Engine where there is none.
     """
     mine = found_software(int(os.environ.get("RANK", "0")), _local_rank(), node)
     words = list(flags)
@@ -39,7 +40,8 @@ def checked_gpu_flags(
     if mine.gpu is not None:
         command = with_gpu_flags(flags, mine)
         words = list(command.words)
-        mine = mine.with_impl(command.transformer_impl)
+        # The others have to know of refused flags, or they would wait for this rank.
+        mine = replace(mine, transformer_impl=command.transformer_impl, refused=command.refused)
     ranks = [mine] if store is None else _exchanged(store, mine)
     refuse_start(ranks, () if store is None else dtypes, sees_all=store is not None)
     for line in found_lines(ranks):

@@ -9,7 +9,7 @@ and not installed (`core/transformer/torch_norm.py:WrappedTorchNorm`,
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import Problem
 from zorse_megatron.flags.scan import last_values
 from zorse_megatron.software.needed_flags import NeededFlag, lacking
 from zorse_megatron.software.rank_software import RankSoftware
@@ -34,23 +34,21 @@ class GpuCommand:
     added: tuple[NeededFlag, ...]
     transformer_impl: str | None
     """None: the command does not say."""
+    refused: tuple[Problem, ...] = ()
+    """Flags in it that need Transformer Engine where there is none."""
 
 
 def with_gpu_flags(argv: Sequence[str], found: RankSoftware) -> GpuCommand:
-    """Return `argv` followed by the flags without which it cannot run there.
-
-    Raises FlagError with every flag in it that needs Transformer Engine where there is none.
-    """
+    """Return `argv` followed by the flags without which it cannot run there."""
     words = (_IMPL, _ATTENTION, *(each.flag for each in _every()))
     given = {flag: value or "" for flag, value in last_values(argv, words).items()}
-    if found.transformer_engine is None and (problems := list(_problems(given))):
-        raise FlagError("These flags cannot work without Transformer Engine", problems)
     added = lacking(list(_needed(given, found)), given)
     impl = next((each.value for each in added if each.flag == _IMPL), given.get(_IMPL))
     return GpuCommand(
         words=(*argv, *(word for each in added for word in each.words)),
         added=tuple(added),
         transformer_impl=impl,
+        refused=() if found.transformer_engine is not None else tuple(_refused(given)),
     )
 
 
@@ -95,7 +93,7 @@ _NO_ACCUMULATION = NeededFlag(
 )
 
 
-def _problems(given: dict[str, str]) -> Iterator[Problem]:
+def _refused(given: dict[str, str]) -> Iterator[Problem]:
     remedy = "Install it (pip install 'zorse-megatron[gpu]'), or leave the flag out."
     for flag, harmless in ((_IMPL, (_LOCAL,)), (_ATTENTION, ("auto", "unfused"))):
         if flag in given and given[flag] not in harmless:

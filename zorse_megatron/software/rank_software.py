@@ -1,9 +1,10 @@
 """What one rank reports of its GPU and of what is installed on its node."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from zorse_megatron.errors import Problem
 from zorse_megatron.schema.gpus.compute_capability import Capability
 
 
@@ -38,10 +39,8 @@ class RankSoftware:
     """What NCCL takes for the name of the host, where that is set for this rank (NCCL_HOSTID)."""
     transformer_impl: str | None = None
     """What its command says or was given for --transformer-impl; None: stock's default."""
-
-    def with_impl(self, transformer_impl: str | None) -> "RankSoftware":
-        """The same, once its command is known."""
-        return replace(self, transformer_impl=transformer_impl)
+    refused: tuple[Problem, ...] = ()
+    """Flags of its command that cannot work there."""
 
     def to_json(self) -> str:
         """Write it for other ranks, in one line."""
@@ -60,5 +59,6 @@ class RankSoftware:
                 "gpu": gpu,
                 "archs": tuple(value["archs"]),
                 "extensions": tuple(value["extensions"]),
+                "refused": tuple(Problem(**problem) for problem in value["refused"]),
             }
         )

@@ -38,6 +38,7 @@ def start_problems(
 ) -> list[Problem]:
     """Everything that is wrong, ranks with the same problem together."""
     return [
+        *_refused(ranks),
         *_without_gpu(ranks),
         *_without_code(ranks),
         *_without_bf16(ranks, dtypes),
@@ -46,6 +47,15 @@ def start_problems(
         *_different(ranks, "NCCL", lambda rank: rank.nccl),
         *_different(ranks, "--transformer-impl", _impl),
     ]
+
+
+def _refused(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
+    """Flags; where they work on other ranks, with the ranks on which they do not."""
+    refusing = [rank for rank in ranks if rank.refused]
+    for same in _grouped(refusing, lambda rank: rank.refused):
+        on_some = f" ({_ranks(same)})" if len(same) < len(ranks) else ""
+        for problem in same[0].refused:
+            yield replace(problem, where=f"{problem.where}{on_some}")
 
 
 def _without_gpu(ranks: Sequence[RankSoftware]) -> Iterator[Problem]:
