@@ -27,9 +27,8 @@ from zorse_megatron.schema.plan.plan import Plan, Schedule
 SAVED, STEPS = 4, 6
 PER_TOKEN = "--calculate-per-token-loss"
 DEFAULT_FLAGS = tuple(flag for flag in BASE_FLAGS if flag != PER_TOKEN)
-# From this loss scale the first steps overflow; with sums in fp32 one after the first that does
-# not.
-DYNAMIC = ("--fp16", "--initial-loss-scale", "524288", "--hysteresis", "1")
+# From this loss scale the first steps overflow, and one after the first that does not.
+DYNAMIC = ("--fp16", "--initial-loss-scale", "1048576", "--hysteresis", "1")
 # From this one gradients of sums overflow, of means not.
 LOW = ("--fp16", "--initial-loss-scale", "2048", "--hysteresis", "1")
 CONSTANT = ("--fp16", "--loss-scale", "4096")
