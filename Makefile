@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check lint clean
+.PHONY: help install demo test check lint collect clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,7 +39,8 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and compare (2 to 5 minutes)
 	@$(BIN)/python -m zorse_megatron.demo --device $(DEVICE)
 
-test: lint ## Run the linters and all tests
+test: $(INSTALLED) ## Run the linters and all tests
+	@$(MAKE) --no-print-directory --jobs 2 lint collect
 	@$(PYTEST) --numprocesses $(PROCESSES) --durations 20
 
 check: lint ## Run the linters and the quick tests of tests/unit (a minute on two cores)
@@ -50,6 +51,11 @@ lint: $(INSTALLED) ## Run the linters alone: format, style, types, layers
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo >$(VENV)/lint-imports.txt || { cat $(VENV)/lint-imports.txt; exit 1; }
+
+# Compiles the tests, before each test process would; mypy takes as long.
+collect: $(INSTALLED)
+	@$(BIN)/python -m pytest --collect-only -qq >$(VENV)/collected.txt || { \
+		cat $(VENV)/collected.txt; exit 1; }
 
 clean: ## Remove what demo, tests and tools leave behind; .venv stays
 	@rm -rf demo-output build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache \

@@ -121,7 +121,7 @@ MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
     spine=st.sampled_from([None, 7.0]),
     forward_only=st.booleans(),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only):
     plan, kinds = case
     links = node_links(ranks_per_node, nic, spine_bytes_per_s=spine)
