@@ -62,8 +62,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.growth:
         rows = [growth_row(count, arguments.measured) for count in arguments.gpus]
+        _print_growth(rows)
     elif arguments.measured:
         rows = list(_rows(arguments.measured, arguments.cases, arguments.strategies))
+        _print_table(rows)
         _print_ratios(rows)
     else:
         parser.error("give --measured DIR or --growth")
@@ -209,6 +211,42 @@ def _print_row(row: dict[str, Any]) -> None:
     else:
         said += " no plan"
     print(f"{said}  planned in {row['plan_time_s']:.1f} s", flush=True)
+
+
+def _print_growth(rows: Sequence[dict[str, Any]]) -> None:
+    """The table of docs/planner.md, "How long it takes"."""
+    for row in rows:
+        counts = " | ".join(str(row[name]) for name in ("groupings", "estimated", "simulated"))
+        print(f"| {row['gpus']:,} | {row['plan_time_s']:.1f} | {counts} |")
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """The table of docs/planner.md, "How good it is", and how long our plans took to find."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["cluster"], row["model"]), {})[row["strategy"]] = row
+    for (cluster, model), by_strategy in found.items():
+        ours = by_strategy.get("zorse")
+        if ours is None or not ours["feasible"]:
+            continue
+        others = (
+            f"{row['iteration_s']:.1f}" if row and row["feasible"] else "\u2013"
+            for row in map(by_strategy.get, ("stock", "zorse-paper", "cephalo"))
+        )
+        print(
+            f"| {cluster.upper()} | {model.removeprefix('llama-').upper()} | "
+            f"{ours['bound_s']:.1f} | {ours['recomputed_work_s']:.1f} | "
+            f"**{ours['iteration_s']:.1f}** | "
+            f"{ours['iteration_s'] / ours['recomputed_work_s']:.3f} | {' | '.join(others)} |"
+        )
+    for cluster in CASES:
+        times_s = [
+            row["plan_time_s"]
+            for row in rows
+            if (row["cluster"], row["strategy"]) == (cluster, "zorse")
+        ]
+        if times_s:
+            print(f"{cluster}: planned in {min(times_s):.0f} to {max(times_s):.0f} s")
 
 
 def _print_ratios(rows: Sequence[dict[str, Any]]) -> None:
