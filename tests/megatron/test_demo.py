@@ -11,7 +11,7 @@ from tests.megatron.stock_log import iterations
 from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
 from zorse_megatron.errors import RankFailure
 
-ITERATIONS = 6
+ITERATIONS = 4
 
 
 def test_the_demo_runs(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_the_demo_runs(tmp_path: Path) -> None:
     assert result["steps"] == ITERATIONS
     assert result["max_abs_loss_diff"] <= 2e-5
     assert result["max_rel_grad_norm_diff"] <= 1e-4
-    assert set(result["validation_losses"]["plan"]) >= {"iteration 3", "iteration 6"}
+    assert set(result["validation_losses"]["plan"]) >= {"iteration 2", "iteration 4"}
     # Under a real torchrun: processes that import everything themselves, of which one says so.
     for log in ("stock.log", "plan.log"):
         said = (tmp_path / log).read_text()
