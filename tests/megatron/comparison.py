@@ -54,6 +54,8 @@ class Recorded:
     initial: dict[str, list[torch.Tensor]]
     """Name in the whole model -> the copies that ranks hold."""
     final: dict[str, list[torch.Tensor]]
+    of_ranks: tuple[dict[str, torch.Tensor], ...]
+    """Rank -> its own parameters after the last step."""
     outputs: tuple[str, ...]
 
 
@@ -83,6 +85,9 @@ def run_recorded(
             steps=tuple(steps),
             initial=_copies(record, "initial", world_size),
             final=_copies(record, "weights", world_size),
+            of_ranks=tuple(
+                torch.load(record / f"weights-rank{rank}.pt") for rank in range(world_size)
+            ),
             outputs=result.outputs,
         )
 

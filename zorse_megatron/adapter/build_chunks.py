@@ -17,6 +17,7 @@ from megatron.training.initialize import _set_random_seed, set_jit_fusion_option
 
 from zorse_megatron.adapter.checkpoint.saved_parameters import owned_entries
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
+from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition, at_chunk
 from zorse_megatron.adapter.model.initial_weights import copy_single_process_weights
 from zorse_megatron.adapter.session import PlanSession
@@ -63,6 +64,8 @@ def wrap_chunk(session: PlanSession, *, module: Any, pg_collection: Any, **kwarg
         link=session.host_link,
         comm_dtype=session.comm_dtype,
         is_mixed=session.is_mixed,
+        place=session.place,
+        unlike=UnlikeReplicas.of(session.plan.groups[session.plan.group_of_rank(session.rank)]),
         **kwargs,
     )
     if wrapped.shards is not None:

@@ -41,6 +41,7 @@ from zorse_megatron.adapter.session_executor import (
     make_executor,
     phase_of,
     rank_device,
+    set_place,
     timed,
 )
 from zorse_megatron.flags.types import is_mixed
@@ -55,6 +56,7 @@ from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan.plan import ComputeDtype, Offload, Plan
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 from zorse_megatron.trace import Trace
 
 
@@ -97,8 +99,9 @@ class PlanSession:
         self.collection = collection_of(self.groups)
         self.training = lower_plan(self.plan, tied=self.tied_embeddings)
         self.evaluation = lower_plan(self.plan, forward_only=True)
-        check_executable(self.training)
-        check_executable(self.evaluation)
+        sets = [replica.ranks for group in self.plan.groups for replica in group.replicas]
+        check_executable(self.training, sets)
+        check_executable(self.evaluation, sets)
         self.stages = stock_stages_of(self.plan)
         self.micro_batches = replica_micro_batches(self.plan, self.rank)
         self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))
@@ -120,10 +123,11 @@ class PlanSession:
             sequence_length=self.sequence_length,
             loss_divisor=self.loss_divisor,
         )
+        self.place = set_place(self.plan, self.rank, self.groups)
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
         clock = CudaClock() if rank_device().type == "cuda" else None
         self.trace = Trace(num_steps=None if self.trace_directory else 0, clock=clock)
-        self.idle_losses = IdleReplicaLosses.of(self.plan, self.groups.group)
+        self.idle_losses = IdleReplicaLosses.of(self.plan, self.rank, self.groups.group)
         self.executor: Executor | None = None
         self.runner: MegatronChunkRunner | None = None
 
@@ -199,9 +203,16 @@ class PlanSession:
         if not self.holds_last_chunk or collect_non_loss_data:
             return self.runner.losses
         losses = self.idle_losses.complete(self.runner.losses)
+        if self.place is not None and self.place.index and not self._has_twins:
+            losses = [_without_weight(each) for each in losses]
         if forward_only and self.samples.means_are_averaged:
             return whole_group_losses(losses, self.groups.group)
         return losses
+
+    @property
+    def _has_twins(self) -> bool:
+        """Whether the data-parallel group has one rank of each replica."""
+        return holds_equal_parts(self.plan.groups[self.plan.group_of_rank(self.rank)])
 
     def _new_runner(self, inputs: StepInputs) -> MegatronChunkRunner:
         return MegatronChunkRunner(
@@ -213,6 +224,7 @@ class PlanSession:
             loss_divisor=self.loss_divisor,
             activations=self.activations,
             kept=self.kept,
+            place=self.place,
             computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
         )
 
@@ -293,6 +305,9 @@ class PlanSession:
         self.settled = True
         if self.is_mixed:
             start_from_main(models, self.optimizers)
+        for model in models:
+            if model.parted and not model.shards.releases:
+                model.shards.gather()  # a checkpoint has been loaded into what ranks own
         of_models = partial(is_parameter, models)
         if self.offload.activations:
             assert self.host_link is not None
@@ -300,3 +315,8 @@ class PlanSession:
         if self.watches_memory:
             self.kept = KeptActivations(of_models, self.activations)
             watch_logits(models, self.kept)
+
+
+def _without_weight(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The losses of a replica that another rank of its set reports."""
+    return {name: torch.zeros_like(value) for name, value in losses.items()}

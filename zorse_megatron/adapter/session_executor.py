@@ -8,11 +8,15 @@ import torch
 from megatron.training import get_args
 
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.groups.process_groups import PlanGroups
 from zorse_megatron.adapter.memory.session_memory import make_ledger
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
+from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.runtime.transport import make_transport
 from zorse_megatron.schedules.list_queries import edges_of
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import set_of_rank
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.session import PlanSession
@@ -64,6 +68,20 @@ def _mailbox(session: "PlanSession", config: Any) -> Mailbox:
             neighbours=_neighbours(session),
         ),
         global_batch_size=session.plan.global_batch_size,
+        place=session.place,
+    )
+
+
+def set_place(plan: Plan, rank: int, groups: PlanGroups) -> SetPlace | None:
+    """Where this rank is in its tensor-parallel set; None where that is the rank alone."""
+    ranks = set_of_rank(plan, rank)
+    if len(ranks) == 1:
+        return None
+    return SetPlace(
+        index=ranks.index(rank),
+        degree=len(ranks),
+        group=groups.set,
+        is_split=bool(get_args().sequence_parallel),
     )
 
 

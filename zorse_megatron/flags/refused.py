@@ -63,8 +63,8 @@ DECIDED_BY_PLAN = (
 
 _PARALLEL = (
     _not_yet(
-        "Tensor parallelism",
-        "tensor_model_parallel_size tensor_parallel_num_weight_shards tp_comm_overlap "
+        "Tensor parallelism beyond Megatron's own",
+        "tensor_parallel_num_weight_shards tp_comm_overlap "
         "tp_comm_overlap_cfg tp_comm_bootstrap_backend distribute_saved_activations",
     ),
     _not_yet(

@@ -16,6 +16,7 @@ from zorse_megatron.flags.flags_against_plan import (
     model_flag_problems,
     stage_problems,
 )
+from zorse_megatron.flags.flags_against_sets import set_flag_problems
 from zorse_megatron.flags.refused import DECIDED
 from zorse_megatron.flags.table import defaults, spelling_of
 from zorse_megatron.flags.types import (
@@ -66,6 +67,7 @@ def command_problems(
         *layout_problems(args, plan),
         *batch_problems(args, plan),
         *model_flag_problems(args, plan),
+        *set_flag_problems(args, plan),
     ]
 
 
@@ -160,6 +162,7 @@ def _decided_problems(args: Namespace) -> Iterator[Problem]:
     """What a plan that is to be made decides."""
     for name, neutral in (
         ("pipeline_model_parallel_size", (None, 1)),
+        ("tensor_model_parallel_size", (None, 1)),
         ("pipeline_model_parallel_layout", (None,)),
         ("recompute_granularity", (None,)),
         ("recompute_activations", (None, False)),

@@ -1,4 +1,9 @@
-"""Tensors sent between chunks: split and joined along the batch dimension."""
+"""Tensors sent between chunks: split and joined along the batch dimension.
+
+Between tensor-parallel sets they are also split along the sequence (`schedules.sequence_parts`).
+A set whose ranks each need the whole gathers it inside itself when it is taken, right before the
+computation that all its ranks come to next.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,10 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zorse_megatron.runtime.collectives import all_gather_uneven
+from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.runtime.transport import Receive, Transport, Work
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.schedules.sequence_parts import part_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +33,12 @@ class ActivationSpec:
     device: torch.device
     neighbours: Mapping[int, torch.dtype] = field(default_factory=dict)
 
-    def empty(self, num_samples: int, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised activation of `num_samples` samples."""
-        shape = (self.sequence_length, num_samples, self.hidden_size)
+    def empty(
+        self, num_samples: int, dtype: torch.dtype, positions: tuple[int, int] | None = None
+    ) -> torch.Tensor:
+        """An uninitialised activation of `num_samples` samples; `positions`: None for all."""
+        start, stop = positions or (0, self.sequence_length)
+        shape = (stop - start, num_samples, self.hidden_size)
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def message_dtype(self, other: int, *, sends: bool) -> torch.dtype:
@@ -43,8 +54,14 @@ class ActivationSpec:
 @dataclass(frozen=True, kw_only=True)
 class _Incoming:
     samples: tuple[int, int]
+    positions: tuple[int, int]
     buffer: torch.Tensor
     receive: Receive
+
+    @property
+    def order(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """By samples, then by positions."""
+        return self.samples, self.positions
 
 
 @dataclass(kw_only=True)
@@ -59,6 +76,8 @@ class Mailbox:
     transport: Transport
     spec: ActivationSpec
     global_batch_size: int
+    place: SetPlace | None = None
+    """This rank's, in a set of several ranks."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds what waits for other ranks."""
     incoming: dict[tuple[bool, int, int], list[_Incoming]] = field(default_factory=dict)
@@ -81,9 +100,12 @@ class Mailbox:
             assert action.samples is not None and action.peer is not None
             start, stop = action.samples
             dtype = self.spec.message_dtype(action.other_chunk, sends=False)
-            buffer = self.spec.empty(stop - start, dtype)
+            positions = self._positions(action)
+            buffer = self.spec.empty(stop - start, dtype, positions)
             receive = self.transport.open(buffer, peer=action.peer, tag=self._tag(action))
-            piece = _Incoming(samples=(start, stop), buffer=buffer, receive=receive)
+            piece = _Incoming(
+                samples=(start, stop), positions=positions, buffer=buffer, receive=receive
+            )
             self.incoming.setdefault(self._key(action), []).append(piece)
             self._opened[at] = receive
 
@@ -99,6 +121,9 @@ class Mailbox:
         part = tensor
         if (start, stop) != (micro_batch.start, micro_batch.stop):
             part = tensor[:, start - micro_batch.start : stop - micro_batch.start]
+        if action.part is not None:
+            first, last = self._positions(action)
+            part = part[first - self._held[0] : last - self._held[0]]
         dtype = self.spec.message_dtype(action.other_chunk, sends=True)
         # One pass over the memory at most; `to` leaves what has the dtype as it is.
         part = part.to(dtype, memory_format=torch.contiguous_format).contiguous()
@@ -108,18 +133,54 @@ class Mailbox:
     def take(self, *, activation: bool, chunk: int, micro_batch: MicroBatch) -> torch.Tensor:
         """Wait for all pieces of a micro-batch; join them along the batch dimension."""
         parts = self.incoming.pop((activation, chunk, micro_batch.index))
-        parts.sort(key=lambda piece: piece.samples)
-        covered = [micro_batch.start, *(piece.samples[1] for piece in parts)]
-        assert covered[-1] == micro_batch.stop and covered[:-1] == [p.samples[0] for p in parts]
+        parts.sort(key=lambda piece: piece.order)
         with self.waiting():
             for piece in parts:
                 piece.receive.wait()
+        whole_sequence = 0, self.spec.sequence_length
+        if self.place is not None or any(piece.positions != whole_sequence for piece in parts):
+            return self._assembled(parts, micro_batch)
+        covered = [micro_batch.start, *(piece.samples[1] for piece in parts)]
+        assert covered[-1] == micro_batch.stop and covered[:-1] == [p.samples[0] for p in parts]
         pieces = [piece.buffer for piece in parts]
         if len(pieces) == 1:
             return pieces[0].to(self.spec.dtype)
         # One pass over the memory, also where the dtype changes.
         whole = self.spec.empty(micro_batch.stop - micro_batch.start, self.spec.dtype)
         return torch.cat(pieces, dim=1, out=whole)
+
+    def _assembled(self, parts: Sequence[_Incoming], micro_batch: MicroBatch) -> torch.Tensor:
+        """Put parts of sequences in their places; what other ranks of the set have is gathered."""
+        first, last = self._held
+        count = micro_batch.stop - micro_batch.start
+        whole = self.spec.empty(count, self.spec.dtype, (first, last))
+        for piece in parts:
+            (low, high), (start, stop) = piece.positions, piece.samples
+            samples = slice(start - micro_batch.start, stop - micro_batch.start)
+            whole[low - first : high - first, samples].copy_(piece.buffer)
+        if self.place is None or self.place.is_split:
+            mine = last - first
+        else:
+            length, row = self.spec.sequence_length, count * self.spec.hidden_size
+            ranks = range(self.place.degree)
+            cuts = [part_of_rank(each, self.place.degree).bounds(length) for each in ranks]
+            bounds = [(low * row, high * row) for low, high in cuts]
+            with self.waiting():
+                all_gather_uneven(whole.view(-1), bounds, self.place.group)
+            low, high = cuts[self.place.index]
+            mine = high - low
+        assert sum(piece.buffer.shape[0] * piece.buffer.shape[1] for piece in parts) == mine * count
+        return whole
+
+    @property
+    def _held(self) -> tuple[int, int]:
+        """Positions of activations that this rank has."""
+        length = self.spec.sequence_length
+        return (0, length) if self.place is None else self.place.held(length)
+
+    def _positions(self, action: Action) -> tuple[int, int]:
+        length = self.spec.sequence_length
+        return (0, length) if action.part is None else action.part.bounds(length)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that is arriving or leaving."""

@@ -10,6 +10,7 @@ An action prints as a short word and parses back:
 | `2RA0<1[8:12]`| start to receive them from rank 1, for chunk 2's micro-batch 0           |
 | `2SG0>1[8:12]`| start to send the gradient of those samples back to rank 1               |
 | `1RG3<4[8:12]`| start to receive it from rank 4, for chunk 1's micro-batch 3             |
+| `1SA3>4[8:12](0:1/2)` | the same of the first half of the sequence, to a tensor-parallel set |
 | `1REDUCE`     | sum chunk 1's gradients over its group into each rank's shard            |
 | `TIE`         | sum the tied embedding's gradient over the first and the last chunk      |
 | `SCALE`       | divide all gradients by the global batch's number of tokens              |
@@ -37,6 +38,8 @@ is in host memory there.
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+from zorse_megatron.schedules.sequence_parts import SequencePart
 
 
 class Kind(StrEnum):
@@ -75,7 +78,8 @@ MATCHING = {
 class Action:
     """One step of one rank's list. Unused fields are None.
 
-    `peer` is a global rank; `samples` is a half-open interval of the global batch.
+    `peer` is a global rank; `samples` is a half-open interval of the global batch; `part` is what
+    is sent of their sequences, None for all of it.
     """
 
     kind: Kind
@@ -83,6 +87,7 @@ class Action:
     micro_batch: int | None = None
     peer: int | None = None
     samples: tuple[int, int] | None = None
+    part: SequencePart | None = None
 
     @property
     def other_chunk(self) -> int:
@@ -98,12 +103,15 @@ class Action:
             assert self.samples is not None
             arrow = ">" if self.kind in SENDS else "<"
             start, stop = self.samples
-            return f"{self.chunk}{self.kind}{self.micro_batch}{arrow}{self.peer}[{start}:{stop}]"
+            place = f"{self.chunk}{self.kind}{self.micro_batch}{arrow}{self.peer}[{start}:{stop}]"
+            return place if self.part is None else f"{place}{self.part}"
         suffix = "" if self.micro_batch is None else str(self.micro_batch)
         return f"{self.chunk}{self.kind}{suffix}"
 
 
-_TRANSFER = re.compile(r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)\]")
+_TRANSFER = re.compile(
+    r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)\](?:\((\d+):(\d+)/(\d+)\))?"
+)
 _COMPUTE = re.compile(r"(\d+)([FB])(\d+)")
 _CHUNK = re.compile(r"(\d+)(REDUCE|GATHER|RELEASE|OFFLOAD|FETCH)")
 
@@ -125,6 +133,9 @@ def parse_action(word: str) -> Action:
         micro_batch=int(match[3]),
         peer=int(match[5]),
         samples=(int(match[6]), int(match[7])),
+        part=None
+        if match[8] is None
+        else SequencePart(start=int(match[8]), stop=int(match[9]), of=int(match[10])),
     )
 
 

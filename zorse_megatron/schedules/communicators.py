@@ -16,6 +16,7 @@ from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.links import links_of
 from zorse_megatron.schedules.list_queries import edges_of
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks
 
 # Kernels that wait for other ranks hold this part of a GPU's multiprocessors, or one each if that
 # is more; but at least half are left to the computations that the others wait for.
@@ -29,11 +30,11 @@ _MOST_CTAS = 16
 class Communicator:
     """Ranks that communicate, for one use.
 
-    link: from the first of two ranks to the second. group: what a plan's group reduces and
-    gathers. world: what all ranks sum.
+    link: from the first of two ranks to the second. group: what ranks of a plan's group reduce and
+    gather. set: what a tensor-parallel set does within its layers. world: what all ranks sum.
     """
 
-    use: Literal["link", "group", "world"]
+    use: Literal["link", "group", "set", "world"]
     ranks: tuple[int, ...]
 
 
@@ -49,9 +50,18 @@ def planned_communicators(plan: Plan) -> tuple[Communicator, ...]:
 
 def _communicators(plan: Plan, edges: Iterable[tuple[int, int]]) -> tuple[Communicator, ...]:
     world = Communicator(use="world", ranks=tuple(range(plan.world_size)))
-    groups = [Communicator(use="group", ranks=tuple(sorted(g.ranks))) for g in plan.groups]
+    groups = [
+        Communicator(use="group", ranks=ranks)
+        for group in plan.groups
+        for ranks in data_parallel_ranks(group)
+    ]
+    sets = [
+        Communicator(use="set", ranks=replica.ranks)
+        for group in plan.groups
+        for replica in group.replicas
+    ]
     links = [Communicator(use="link", ranks=edge) for edge in edges]
-    return tuple(found for found in (world, *groups, *links) if len(found.ranks) > 1)
+    return tuple(found for found in (world, *groups, *sets, *links) if len(found.ranks) > 1)
 
 
 def resident_kernels(communicators: Iterable[Communicator]) -> Counter[int]:

@@ -7,6 +7,7 @@ lists; this asks the plan alone, so that a plan's communicators can be priced wi
 from collections.abc import Iterable
 
 from zorse_megatron.schedules.boundaries import Boundaries
+from zorse_megatron.schedules.sequence_parts import part_pairs
 from zorse_megatron.schema.plan.plan import Plan
 
 Link = tuple[int, int]
@@ -28,7 +29,9 @@ def links_of(plan: Plan) -> tuple[Link, ...]:
             for piece in pieces
         }
         for source, target in pairs:
-            for sender, receiver in zip(here[source], there[target], strict=True):
+            senders, receivers = here[source], there[target]
+            for pair in part_pairs(len(senders), len(receivers)):
+                sender, receiver = senders[pair.source], receivers[pair.target]
                 found |= {(sender, receiver), (receiver, sender)}
     return tuple(sorted(found))
 

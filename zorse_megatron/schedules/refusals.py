@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.set_rules import set_problems, sets_of, sizes_of
 
 
 def refuse_unsupported(plan: Plan, source: str = "The plan") -> None:
@@ -22,6 +23,7 @@ def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
 
 
 def _not_lowered(plan: Plan) -> Iterator[Problem]:
+    yield from _tensor_parallel(plan)
     is_resident = parameters_setting(plan) == RESIDENT
     for number, group in enumerate(plan.groups):
         chunks = plan.chunks_of_group(number)
@@ -33,7 +35,6 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
                 remedy="Use the schedule interleaved or breadth_first, or give the group one "
                 "range of layers.",
             )
-        yield from _tensor_parallel(number, group)
         if is_resident and group.offload is not None and group.offload.parameters:
             yield Problem(
                 where=f"groups[{number}].offload.parameters",
@@ -60,13 +61,13 @@ def _not_executed(plan: Plan) -> Iterator[Problem]:
             )
 
 
-def _tensor_parallel(number: int, group: Group) -> Iterator[Problem]:
-    for index, replica in enumerate(group.replicas):
-        if len(replica.ranks) > 1:
+def _tensor_parallel(plan: Plan) -> Iterator[Problem]:
+    for where, replica in sets_of(plan):
+        if replica.ranks != tuple(sorted(replica.ranks)):
             yield Problem(
-                where=f"groups[{number}].replicas[{index}].ranks",
+                where=where,
                 found=f"{list(replica.ranks)}",
-                expected="one rank per replica",
-                remedy="Tensor parallelism inside a plan is not executed yet; give each rank a "
-                "replica of its own.",
+                expected=f"{sorted(replica.ranks)}, in ascending order",
+                remedy="Process groups number their ranks in this order, and with them the parts.",
             )
+    yield from set_problems(plan, sizes_of(plan))

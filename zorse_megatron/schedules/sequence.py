@@ -1,7 +1,8 @@
 """All ranks' lists as parts of one sequence of events.
 
 In the sequence a transfer is a single event, which stands after the computation that produces it
-and before the one that consumes it; and a collective is a single event of all ranks of its group.
+and before the one that consumes it; a collective is a single event of all ranks of its group; and
+a computation is one of all ranks of a tensor-parallel set, as collectives are inside.
 Each rank's list is the part of the sequence that the rank takes part in. So the first action of
 the sequence that is not done yet can always be done: no order of execution can deadlock, not even
 if every send waited for its receive and every collective for all of its ranks.
@@ -13,6 +14,7 @@ from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.samples import MicroBatch, Piece
+from zorse_megatron.schedules.sequence_parts import PartPair, part_pairs
 from zorse_megatron.schema.plan.plan import Plan
 
 _TRANSFER, _ACT, _COMPUTE = range(3)
@@ -46,22 +48,23 @@ def cut_into_lists(
 class _Sequence:
     def __init__(self, plan: Plan, boundaries: Boundaries) -> None:
         self.boundaries = boundaries
-        self.ranks = [[replica.ranks[0] for replica in group.replicas] for group in plan.groups]
-        """Group -> replica -> its rank."""
+        self.ranks = [[replica.ranks for replica in group.replicas] for group in plan.groups]
+        """Group -> replica -> its ranks."""
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
 
     def compute(self, event: Event) -> None:
         """Append a forward or a backward."""
         kind = Kind.FORWARD if event.forward else Kind.BACKWARD
         micro_batch = event.micro_batch
-        self.lists[self._rank(event.chunk, micro_batch)].append(
-            Action(kind=kind, chunk=event.chunk, micro_batch=micro_batch.index)
-        )
+        action = Action(kind=kind, chunk=event.chunk, micro_batch=micro_batch.index)
+        for rank in self._ranks(event.chunk, micro_batch):
+            self.lists[rank].append(action)
 
     def act(self, event: GroupEvent) -> None:
         """Append what a whole group does to the lists of all its ranks."""
-        for rank in self.ranks[event.group]:
-            self.lists[rank] += event.actions
+        for ranks in self.ranks[event.group]:
+            for rank in ranks:
+                self.lists[rank] += event.actions
 
     def transfer(self, event: Event) -> None:
         """Append the sends of what a computation produced, and their receives."""
@@ -71,11 +74,17 @@ class _Sequence:
         boundary = self.boundaries.after_chunk[lower]
         by_producer = boundary.by_source if event.forward else boundary.by_target
         for piece in by_producer[event.micro_batch.key]:
-            self._transfer(lower, piece, gradient=not event.forward)
+            lowers = self._ranks(lower, piece.source)
+            uppers = self._ranks(lower + 1, piece.target)
+            for pair in part_pairs(len(lowers), len(uppers)):
+                ends = lowers[pair.source], uppers[pair.target]
+                self._transfer(lower, piece, ends, pair, gradient=not event.forward)
 
-    def _transfer(self, chunk: int, piece: Piece, *, gradient: bool) -> None:
+    def _transfer(
+        self, chunk: int, piece: Piece, ends: tuple[int, int], pair: PartPair, *, gradient: bool
+    ) -> None:
         """Append one transfer between `chunk` and `chunk + 1` to both ranks' lists."""
-        lower, upper = self._rank(chunk, piece.source), self._rank(chunk + 1, piece.target)
+        lower, upper = ends
         samples = piece.start, piece.stop
         kinds = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
         self.lists[lower].append(
@@ -85,6 +94,7 @@ class _Sequence:
                 micro_batch=piece.source.index,
                 peer=upper,
                 samples=samples,
+                part=pair.part,
             )
         )
         self.lists[upper].append(
@@ -94,8 +104,9 @@ class _Sequence:
                 micro_batch=piece.target.index,
                 peer=lower,
                 samples=samples,
+                part=pair.part,
             )
         )
 
-    def _rank(self, chunk: int, micro_batch: MicroBatch) -> int:
+    def _ranks(self, chunk: int, micro_batch: MicroBatch) -> tuple[int, ...]:
         return self.ranks[self.boundaries.groups[chunk]][micro_batch.replica]

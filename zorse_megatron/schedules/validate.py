@@ -2,13 +2,14 @@
 
 The rules: a rank runs its list in order; every send and receive waits for its other end, and a
 collective for all its ranks, as unbuffered blocking calls do; a forward or backward needs the
-receives that it consumes before it; transfers between two ranks in one direction are matched in the
-order in which they stand in the lists (NCCL has no tags). This is stricter than the runtime, where
-only what needs the result waits. If the dry run gets stuck, or two ends of a transfer do not fit,
-the error shows where every rank stands.
+receives that it consumes before it, and all ranks of its tensor-parallel set; transfers between two
+ranks in one direction are matched in the order in which they stand in the lists (NCCL has no tags).
+This is stricter than the runtime, where only what needs the result waits. If the dry run gets
+stuck, or two ends of a transfer do not fit, the error shows where every rank stands.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 
 from zorse_megatron.schedules.actions import (
     COMPUTE,
@@ -24,7 +25,8 @@ from zorse_megatron.schedules.actions import (
 _COLLECTIVES = frozenset({Kind.REDUCE, Kind.GATHER, Kind.SCALE, Kind.STEP})
 """TIE is not among them: it swaps with single ranks, and nothing but SCALE and STEP follows it."""
 
-_Collective = tuple[Kind, int | None]
+_Collective = tuple[Kind | Action, int | None]
+"""(kind, chunk), or (a computation, first rank of its set)."""
 _Computation = tuple[bool, int | None, int | None]
 """(forward?, chunk, micro-batch)."""
 
@@ -33,14 +35,18 @@ class ScheduleError(Exception):
     """Action lists that cannot be executed."""
 
 
-def check_executable(lists: ActionLists) -> None:
-    """Dry-run the lists to the end. Raises ScheduleError where they get stuck or do not match."""
-    _DryRun(lists).run()
+def check_executable(lists: ActionLists, sets: Iterable[tuple[int, ...]] = ()) -> None:
+    """Dry-run the lists to the end. Raises ScheduleError where they get stuck or do not match.
+
+    `sets`: ranks that compute together.
+    """
+    _DryRun(lists, sets).run()
 
 
 class _DryRun:
-    def __init__(self, lists: ActionLists) -> None:
+    def __init__(self, lists: ActionLists, sets: Iterable[tuple[int, ...]]) -> None:
         self.lists = lists.ranks
+        self.set_of = {rank: ranks for ranks in sets for rank in ranks if len(ranks) > 1}
         self.position = [0] * len(self.lists)
         for rank, actions in enumerate(self.lists):
             _check_inputs(rank, actions)
@@ -54,9 +60,17 @@ class _DryRun:
         members: dict[_Collective, set[int]] = defaultdict(set)
         for rank, actions in enumerate(self.lists):
             for action in actions:
-                if action.kind in _COLLECTIVES:
-                    members[action.kind, action.chunk].add(rank)
+                if self._is_collective(rank, action):
+                    members[self._key(rank, action)].add(rank)
         return members
+
+    def _is_collective(self, rank: int, action: Action) -> bool:
+        return action.kind in _COLLECTIVES or (action.kind in COMPUTE and rank in self.set_of)
+
+    def _key(self, rank: int, action: Action) -> _Collective:
+        if action.kind in COMPUTE:
+            return action, self.set_of[rank][0]
+        return action.kind, action.chunk
 
     def run(self) -> None:
         while self.awake:
@@ -72,7 +86,7 @@ class _DryRun:
             return False
         if action.kind in TRANSFERS:
             return self._transfer(rank, action)
-        if action.kind in _COLLECTIVES:
+        if self._is_collective(rank, action):
             return self._join(rank, action)
         self.position[rank] += 1
         return True
@@ -89,7 +103,8 @@ class _DryRun:
             return False
         ends = [(rank, action), (action.peer, other)]
         (source, send), (target, receive) = ends if action.kind in SENDS else reversed(ends)
-        if MATCHING[send.kind] != receive.kind or send.samples != receive.samples:
+        what = send.samples, send.part
+        if MATCHING[send.kind] != receive.kind or what != (receive.samples, receive.part):
             raise ScheduleError(f"rank {source} sends {send} where rank {target} has {receive}")
         for end in (source, target):
             self.position[end] += 1
@@ -97,7 +112,7 @@ class _DryRun:
         return True
 
     def _join(self, rank: int, action: Action) -> bool:
-        key = action.kind, action.chunk
+        key = self._key(rank, action)
         self.present[key].add(rank)
         if self.present[key] != self.members[key]:
             return False

@@ -9,6 +9,7 @@ from typing import Any
 from zorse_megatron.adapter.arguments.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.arguments.plan_arguments import fit_to_plan
 from zorse_megatron.adapter.checkpoint.check_before_load import check_at_a_look, load_of
+from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.errors import FlagError
@@ -30,6 +31,7 @@ def argument_hooks(
     return {
         under_plan.PARSE_ARGS: partial(_parsing, plan, world_size, fit),
         under_plan.VALIDATE_ARGS: partial(_validating, plan, world_size, fit),
+        under_plan.PAD_VOCABULARY: _padding_for_the_command,
     }
 
 
@@ -52,8 +54,8 @@ def _parsing(
         if load is not None:
             check_at_a_look(load)
         say(
-            f"Megatron's own lines count one rank per chunk: its 'world size' below is "
-            f"{len(plan.chunks)}, this job has {world_size} ranks"
+            "Megatron's own lines count one replica per chunk: its 'world size' below is "
+            f"{len(plan.chunks) * args.tensor_model_parallel_size}, this job has {world_size} ranks"
         )
         return args
 
@@ -69,13 +71,23 @@ def _validating(
         set_compute_dtype(args, plan)
         # One rank per stage: then stock's grid arithmetic is that of one replica that takes
         # the whole global batch, which is what a plan's groups are to the training loop.
-        args.world_size = len(plan.chunks)
+        args.world_size = len(plan.chunks) * args.tensor_model_parallel_size
         try:
             return stock(args, {} if defaults is None else defaults)
         finally:
             args.world_size = world_size
 
     return validate_args
+
+
+def _padding_for_the_command(stock: Callable[..., int]) -> Callable[..., int]:
+    def vocab_size_with_padding(
+        orig_vocab_size: int, args: Namespace, logging_enabled: bool = True
+    ) -> int:
+        with presented(args, "tensor_model_parallel_size", args.zorse_command_degree):
+            return stock(orig_vocab_size, args, logging_enabled)
+
+    return vocab_size_with_padding
 
 
 def _with_known_flags(extra: Callable[[Any], Any] | None, parser: Any) -> Any:

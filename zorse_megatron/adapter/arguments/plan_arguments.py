@@ -14,6 +14,7 @@ from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import set_of_rank
 
 
 def fit_to_plan(
@@ -46,6 +47,7 @@ def fit_to_plan(
     if getattr(args, "overlap_param_gather", False):
         args.overlap_param_gather = False
         notes.append("parameters are gathered where the action list says (no overlap yet)")
+    notes += _set_degree(args, plan)
     dtypes = compute_dtypes(plan, job_dtype(args))
     if args.zorse_per_token_loss and "fp16" in dtypes:
         notes.append(
@@ -57,4 +59,27 @@ def fit_to_plan(
         listed = ", ".join(f"group {number} {dtype}" for number, dtype in enumerate(dtypes))
         scale = "one loss scale for all" if "fp16" in dtypes else "no loss scale"
         notes.append(f"types to compute in: {listed}; main parameters in fp32, {scale}")
+    return notes
+
+
+def _set_degree(args: Namespace, plan: Plan) -> list[str]:
+    """Let this rank's arguments say the degree of its own tensor-parallel set; returns notes.
+
+    The command's own degree stays in `args.zorse_command_degree`: the vocabulary is padded for it.
+    """
+    if not hasattr(args, "zorse_command_degree"):
+        args.zorse_command_degree = args.tensor_model_parallel_size
+    wanted = args.zorse_command_degree
+    args.tensor_model_parallel_size = len(set_of_rank(plan, args.rank))
+    degrees = {len(replica.ranks) for group in plan.groups for replica in group.replicas}
+    notes = []
+    if degrees != {wanted}:
+        found = " or ".join(map(str, sorted(degrees)))
+        notes.append(
+            f"tensor parallelism is the plan's: {found}"
+            + ("" if wanted == 1 else f", not --tensor-model-parallel-size {wanted}")
+        )
+    if degrees != {1}:
+        # Their number depends on the degree. Without dropout nothing draws from them.
+        args.no_save_rng = args.no_load_rng = True
     return notes

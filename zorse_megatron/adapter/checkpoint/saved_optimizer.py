@@ -18,14 +18,12 @@ import torch
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from zorse_megatron.adapter.checkpoint.sharded_tensors import (
-    block_tensors,
     joined,
     model_shardings,
-    parameter_pieces,
+    saved_blocks,
 )
 from zorse_megatron.adapter.parameters.tied_embeddings import is_second_copy
 from zorse_megatron.errors import FlagError, Problem
-from zorse_megatron.schedules.shards import Interval
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +56,8 @@ def sharded_state_dict(
     state = {} if is_loading else _common_state(optimizer, layout)
     shardings = model_shardings(model_sharded_state_dict)
     shards = {
-        str(index): _parameter_state(optimizer, parameter, owned, shardings, layout)
-        for index, (parameter, owned) in enumerate(_owned_parameters(optimizer))
+        str(index): _parameter_state(optimizer, parameter, shardings, layout)
+        for index, parameter in enumerate(_owned_parameters(optimizer))
         if is_loading or not is_second_copy(parameter)
     }
     if shards:  # an empty entry would end up in the checkpoint's common part
@@ -175,19 +173,17 @@ def _is_mixed_precision(config: Any) -> bool:
 # State tensors.
 
 
-def _owned_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Interval]]:
-    """The model parameters of which this rank owns elements, and which."""
+def _owned_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """The model parameters of which this rank owns elements."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
-                for parameter, ranges in bucket["param_map"].items():
-                    yield parameter, (ranges["param"].start, ranges["param"].end)
+                yield from bucket["param_map"]
 
 
 def _parameter_state(
     optimizer: Any,
     parameter: torch.nn.Parameter,
-    owned: Interval,
     shardings: dict[int, Any],
     layout: CheckpointLayout,
 ) -> dict[str, dict[str, Any]]:
@@ -197,7 +193,8 @@ def _parameter_state(
             f"a parameter of shape {tuple(parameter.shape)} is not in the model's sharded state "
             "dict; expected the model's own parameters there (keep_vars=True)"
         )
-    pieces = parameter_pieces(parameter, shardings[id(parameter)])
+    sharding = shardings[id(parameter)]
+    chunk = next(each for each in optimizer.model_chunks if parameter in each.parts)
     tensors = optimizer._get_main_param_and_optimizer_states(parameter)
     name_of = partial(_name_in_checkpoint, is_mixed=optimizer.is_mixed)
     found = {}
@@ -209,7 +206,7 @@ def _parameter_state(
         if key == "param" and optimizer.is_mixed and parameter.dtype == torch.float32:
             # Both are read into their memory: the model's part may be rounded, this one is not.
             flat = flat.clone()
-        blocks = block_tensors(f"optimizer.state.{name}.", flat, owned, pieces)
+        blocks = saved_blocks(f"optimizer.state.{name}.", flat, chunk, parameter, sharding)
         found[name] = {str(number): block for number, block in enumerate(blocks)}
     return found
 
@@ -229,7 +226,7 @@ def _name_in_checkpoint(
 
 @torch.no_grad()
 def _restore_shards(optimizer: Any, shards: dict, layout: CheckpointLayout) -> None:
-    for index, (parameter, _) in enumerate(_owned_parameters(optimizer)):
+    for index, parameter in enumerate(_owned_parameters(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         for key, tensor in tensors.items():
             name = _name_in_checkpoint(key, parameter, layout, is_mixed=optimizer.is_mixed)

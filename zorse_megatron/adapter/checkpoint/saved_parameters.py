@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.checkpoint.sharded_tensors import (
-    block_tensors,
-    joined,
-    parameter_pieces,
-)
+from zorse_megatron.adapter.checkpoint.sharded_tensors import joined, saved_blocks
 from zorse_megatron.adapter.parameters.exact_values import in_fp32, keep_exact_part, standing_for
 from zorse_megatron.runtime.host_link import copied_to_host
 
@@ -39,7 +35,7 @@ def owned_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> 
         flat = chunk.shards.read(parameter, start, stop)
         if is_mixed and flat.dtype != torch.float32:
             flat = copied_to_host(flat).float()
-        blocks = block_tensors("", flat, (start, stop), parameter_pieces(parameter, entry))
+        blocks = saved_blocks("", flat, chunk, parameter, entry)
         owned[name] = {
             str(number): standing_for(entry, block) for number, block in enumerate(blocks)
         }
@@ -66,7 +62,7 @@ def take_loaded(
             missing.append(name)
             continue
         is_full = isinstance(value, torch.Tensor)
-        flat = value.reshape(-1)[start:stop] if is_full else joined(value)
+        flat = chunk.owned_of(parameter, value) if is_full else joined(value)
         chunk.shards.write(parameter, start, stop, flat)
         if is_mixed and parameter.dtype not in (flat.dtype, torch.float32):
             keep_exact_part(parameter, flat)

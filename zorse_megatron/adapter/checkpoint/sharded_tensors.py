@@ -6,11 +6,12 @@ offset and shape, so the interval is cut into blocks (`schedules.tensor_blocks`)
 loads the checkpoint may cut it in any other way.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -19,7 +20,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from zorse_megatron.adapter.parameters.exact_values import original_entry
 from zorse_megatron.errors import Problem, SeamError
 from zorse_megatron.schedules.shards import Interval, intersection
-from zorse_megatron.schedules.tensor_blocks import interval_blocks
+from zorse_megatron.schedules.tensor_blocks import TensorBlock, interval_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,66 @@ def block_tensors(
             )
             position += block.numel
     assert position == flat.numel(), f"{prefix}: {position} of {flat.numel()} elements in blocks"
+
+
+def saved_blocks(
+    prefix: str, flat: torch.Tensor, chunk: Any, parameter: torch.nn.Parameter, sharding: Any
+) -> Iterator[Any]:
+    """Yield the blocks of `flat`, which is what this rank owns of a parameter or of its state.
+
+    `chunk`: the wrapped chunk that has the parameter; `sharding`: how the model saves it.
+    """
+    parted = chunk.parted.get(parameter)
+    if parted is None:
+        pieces = parameter_pieces(parameter, sharding)
+        yield from block_tensors(prefix, flat, chunk.owned_part(parameter), pieces)
+    else:
+        blocks = parted.owned_by(dist.get_rank())
+        yield from whole_blocks(prefix, flat, blocks, _whole_sharding(parameter, sharding, parted))
+
+
+def _whole_sharding(parameter: torch.nn.Parameter, sharding: Any, parted: Any) -> Any:
+    """One sharded tensor of the model that tells where the whole parameter is in checkpoints."""
+    if isinstance(sharding, ShardedTensorFactory):
+        stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        products = _products(stand_in, sharding)
+    else:
+        products = [sharding]
+    lead = products[0].prepend_axis_num
+    shape = tuple(products[0].global_shape)[lead:]
+    if len({each.key for each in products}) > 1 or shape != parted.part.shape:
+        raise SeamError(
+            "A parameter and its optimizer state cannot be saved in blocks of the whole",
+            [
+                Problem(
+                    where=f"parameter {sharding.key}",
+                    found=f"shape {shape} in checkpoints",
+                    expected=f"one tensor of {parted.part.shape}",
+                    remedy="Use replicas of equal tensor parallelism in each group of the plan.",
+                )
+            ],
+        )
+    return products[0]
+
+
+def whole_blocks(
+    prefix: str, flat: torch.Tensor, blocks: Sequence[TensorBlock], sharding: Any
+) -> Iterator[Any]:
+    """Yield one `ShardedTensor` per block of the whole parameter, with the next of `flat`."""
+    lead, position = sharding.prepend_axis_num, 0
+    for block in blocks:
+        yield ShardedTensor(
+            key=f"{prefix}{sharding.key}",
+            data=flat[position : position + block.numel].view((1,) * lead + block.size),
+            dtype=flat.dtype,
+            local_shape=(1,) * lead + block.size,
+            global_shape=tuple(sharding.global_shape),
+            global_offset=(*sharding.global_offset[:lead], *block.offset),
+            axis_fragmentations=None,  # an irregular grid
+            replica_id=(sharding.replica_id[0], 0, 0),
+            allow_shape_mismatch=sharding.allow_shape_mismatch,
+        )
+        position += block.numel
 
 
 def joined(blocks: Mapping[str, torch.Tensor]) -> torch.Tensor:

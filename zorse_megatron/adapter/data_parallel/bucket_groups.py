@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+from zorse_megatron.adapter.data_parallel.set_sums import sum_over_set
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
 from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
@@ -35,11 +36,17 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         ddp_config: Any,
         group: dist.ProcessGroup,
         comm_dtype: CommDtype | None = None,
+        *,
+        set_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`comm_dtype`: how gradients are sent; None: as they are kept."""
+        """`comm_dtype`: how gradients are sent; None: as they are kept. `set_group`: the ranks of
+        the tensor-parallel set."""
         super().__init__(buckets, ddp_config, group, group.size())
         self.group = group
         self.comm_dtype = comm_dtype
+        self.set_group = set_group
+        self.set_sums: tuple[torch.nn.Parameter, ...] = ()
+        """Parameters whose gradients are summed over the set."""
         self.grad_sync_requested = False
         self.grad_sync_dispatched = False
         self.began = False
@@ -154,6 +161,8 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
     def prepare_gradients(self) -> None:
         """What stock's `start_grad_sync` does before it communicates."""
         self._wait_for_graph_replays()
+        if self.set_group is not None:
+            sum_over_set(self.set_sums, self.set_group)
         for bucket in self.buckets:
             for param in bucket.params_with_extra_main_grads:
                 if getattr(param, "main_grad_copy_in_grad_buffer", None) is not None:

@@ -174,6 +174,16 @@ class ChunkShards:
                 if works is not None:
                     works.wait()
 
+    @property
+    def parameter_bytes(self) -> int:
+        """What parameters take of the device now."""
+        return sum(buffer.held_bytes for buffer in self.parameters)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What gradients take of the device now."""
+        return sum(buffer.held_bytes for buffer in self.gradients)
+
     # Gradients.
 
     def open_gradients(self) -> None:

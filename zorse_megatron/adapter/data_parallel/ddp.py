@@ -21,11 +21,18 @@ from megatron.core.utils import unwrap_model
 from zorse_megatron.adapter.checkpoint.saved_parameters import take_loaded
 from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder, UnevenBucketGroup
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
+from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards
+from zorse_megatron.adapter.data_parallel.set_sums import set_sums_of
+from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.parameters.exact_values import keep_exact
+from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, held_part, taken
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.low_precision_reduce import CommDtype
+from zorse_megatron.runtime.part_exchange import PartedTensor
+from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.shards import Interval, intersection, shard_bounds
+from zorse_megatron.schedules.tensor_parts import Run, TensorPart, runs_of_rows
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
@@ -42,12 +49,16 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
     overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
     the host. `comm_dtype`: how gradients, which are then fp32, are sent; None: as they are kept.
-    `is_mixed`: groups compute in different types (see `exact_values`).
+    `is_mixed`: groups compute in different types (see `exact_values`). `place`: this rank's in its
+    tensor-parallel set. `unlike`: the group's replicas, where they cut layers differently: what a
+    rank owns is packed then (see `parted_shards`), and `sharded` says whether it is all it keeps.
 
     Raises FlagError for options that unequal shards cannot keep.
     """
 
     bucket_groups: list[Any]
+    shards: Any
+    """`ChunkShards` or `PartedShards`; None where parameters stay unsharded."""
 
     def __init__(  # noqa: PLR0917  (stock's signature)
         self,
@@ -63,14 +74,17 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         link: HostLink | None = None,
         comm_dtype: CommDtype | None = None,
         is_mixed: bool = False,
+        place: SetPlace | None = None,
+        unlike: UnlikeReplicas | None = None,
     ) -> None:
         problems = _problems(config, ddp_config, module)
         if problems:
             raise FlagError("Gradients cannot be reduced into unequal shards", problems)
-        if sharded:
+        if sharded or unlike is not None:
             ddp_config = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
             disable_bucketing = False
             full_param_layout = _bucket_per_layer(module, ddp_config, pg_collection)
+        self.place = place
         super().__init__(
             config=config,
             ddp_config=ddp_config,
@@ -82,9 +96,28 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.shard_weights = tuple(shard_weights)
         self.comm_dtype = comm_dtype
         self.is_mixed = is_mixed
+        self.parts = _parts(module, config, place)
+        """What this rank holds of each parameter of the model."""
         self._cut_buckets()
         self._replace_bucket_groups()
-        self.shards = ChunkShards(self, link) if sharded else None
+        self.shards = ChunkShards(self, link) if sharded and unlike is None else None
+        self.parted: dict[torch.nn.Parameter, PartedTensor] = {}
+        """Parameters of which what a rank owns is packed."""
+        if unlike is not None:
+            self._pack(unlike, releases=sharded)
+
+    def _pack(self, unlike: UnlikeReplicas, *, releases: bool) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                self.parted[parameter] = unlike.parted(
+                    name,
+                    self.parts[parameter],
+                    cut_axis(parameter),
+                    is_gated=bool(self.config.gated_linear_unit),
+                )
+        self.shards = PartedShards(self, self.parted, releases=releases)
+        for buffer in self.buffers:
+            buffer.zorse_packed = {p: self.shards.num_owned(p) for p in buffer.params}
 
     def _cut_buckets(self) -> None:
         if len(self.shard_weights) != self.intra_dp_cp_group.size():
@@ -100,11 +133,18 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         """Exchange stock's bucket groups for ours and link them as stock's `__init__` does."""
         groups = [
             UnevenBucketGroup(
-                group.buckets, self.ddp_config, self.intra_dp_cp_group, self.comm_dtype
+                group.buckets,
+                self.ddp_config,
+                self.intra_dp_cp_group,
+                self.comm_dtype,
+                set_group=None if self.place is None else self.place.group,
             )
             for group in self.bucket_groups
         ]
         self.bucket_groups = groups
+        summed = set_sums_of(self.module, self.config)
+        for group in groups:
+            group.set_sums = tuple(p for b in group.buckets for p in b.params_list if p in summed)
         self.bucket_order = BucketOrder(groups)
         self.param_to_bucket_group = {
             param: group for group in groups for bucket in group.buckets for param in bucket.params
@@ -199,7 +239,12 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             self.parameter_piece(parameter, start, stop).copy_(values)
 
     def owned_part(self, parameter: torch.nn.Parameter) -> Interval:
-        """Which elements of a flattened trainable parameter this rank owns; (0, 0): none."""
+        """Which elements of a flattened trainable parameter this rank owns; (0, 0): none.
+
+        Of a packed one, places in what is packed.
+        """
+        if parameter in self.parted:
+            return 0, self.shards.num_owned(parameter)
         for buffer in self.buffers:
             bucket = buffer.param_to_bucket.get(parameter)
             if bucket is not None:
@@ -209,9 +254,19 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 return (both[0] - start, both[1] - start) if both else (0, 0)
         raise KeyError("the parameter is not a trainable one of this chunk")
 
+    def owned_runs(self, parameter: torch.nn.Parameter) -> tuple[Run, ...]:
+        """What this rank owns of a parameter that sets cut by rows, as places in the whole."""
+        if parameter in self.parted:
+            return self.shards.owned_runs(parameter)
+        return tuple(runs_of_rows(self.parts[parameter], self.owned_part(parameter)))
+
+    def taken_by_rank(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds as `parameter`, of the values of the whole parameter."""
+        return taken(whole, self.parts[parameter])
+
     @torch.no_grad()
     def set_parameter(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Take over a whole value: all of it, or of a sharded chunk what this rank owns.
+        """Take over a value: all of it, or of a sharded chunk what this rank owns.
 
         Frozen parameters are never sharded.
         """
@@ -219,7 +274,14 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             parameter.copy_(value)
             return
         start, stop = self.owned_part(parameter)
-        self.shards.write(parameter, start, stop, value.view(-1)[start:stop])
+        self.shards.write(parameter, start, stop, self.owned_of(parameter, value))
+
+    def owned_of(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        """What this rank owns, flat, of a value of what it holds as `parameter`."""
+        if parameter in self.parted:
+            return self.shards.packed(parameter, value)
+        start, stop = self.owned_part(parameter)
+        return value.reshape(-1)[start:stop]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Take over what was loaded: unsharded parameters, or what a sharded chunk owns."""
@@ -237,6 +299,15 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if self.shards is not None:
             return self.shards.gradient_piece(parameter, start, stop)
         return parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
+
+
+def _parts(module: torch.nn.Module, config: Any, place: SetPlace | None) -> dict[Any, TensorPart]:
+    index, degree = (0, 1) if place is None else (place.index, place.degree)
+    is_gated = bool(config.gated_linear_unit)
+    return {
+        parameter: held_part(name, parameter, is_gated=is_gated, index=index, degree=degree)
+        for name, parameter in module.named_parameters()
+    }
 
 
 def _bucket_per_layer(module: torch.nn.Module, ddp_config: Any, collection: Any) -> Any:

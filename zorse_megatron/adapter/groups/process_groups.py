@@ -1,18 +1,20 @@
 """The process groups of a plan, as Megatron's `ProcessGroupCollection`.
 
 The counterpart of Megatron's `RankGenerator` and `initialize_model_parallel`, which only know grids
-of equal groups. Each plan group is a data-parallel group; a rank is its own tensor-, context- and
-expert-parallel group. The group of a distributed optimizer's instance, over which gradients' norm
-is summed, is the world. Over the model-parallel group `train_step` and `training_log` reduce, in
-three calls, what ranks without an optimizer do not know: whether the step was made, the norm, the
-learning rate. Under a plan every rank has an optimizer and knows all three, so a rank is its own
-model-parallel group, which saves three round trips through the whole cluster in each step. The
-pipeline has no group of ranks, because a rank has no single previous and next rank: stock asks its
-pipeline group for a position only (`PipelinePosition`).
+of equal groups. A replica is a tensor-parallel group. The data-parallel group of a rank is made of
+the ranks that hold the same part of the same layers; where replicas of a plan's group cut their
+layers differently there are no such ranks, and it is all ranks of the group. A rank is its own
+context- and expert-parallel group. The group of a distributed optimizer's instance, over which the
+gradients' norm is summed, is the world. Over the model-parallel group `train_step` and
+`training_log` reduce, in three calls, what ranks without an optimizer do not know: whether the step
+was made, the norm, the learning rate. Under a plan every rank has an optimizer and knows all three,
+so a rank is its own model-parallel group, which saves three round trips through the whole cluster
+in each step. The pipeline has no group of ranks, because a rank has no single previous and next
+rank: stock asks its pipeline group for a position only (`PipelinePosition`).
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
@@ -30,6 +32,7 @@ from zorse_megatron.schedules.communicators import (
     planned_communicators,
 )
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks
 
 
 class PipelinePosition:
@@ -64,6 +67,10 @@ class PlanGroups:
     """One rank's process groups."""
 
     group: dist.ProcessGroup
+    """The ranks that hold the same part of the same layers; or, without such, all of the group."""
+    set: dist.ProcessGroup
+    """The ranks of this rank's replica."""
+    everyone: dist.ProcessGroup
     """The ranks that hold the same layers."""
     alone: dist.ProcessGroup
     """This rank."""
@@ -109,23 +116,42 @@ def create_groups(
     none is made for a group before its first sum, and a rank that is a group makes none.
     """
     number = plan.group_of_rank(rank)
-    limits = {each.ranks: n for each, n in (channels or {}).items() if each.use == "group"}
+    limits: dict[tuple[str, tuple[int, ...]], int] = {
+        (each.use, each.ranks): count
+        for each, count in (channels or {}).items()
+        if each.use in ("group", "set")
+    }
     alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     # Every group is created by all ranks, in one order: see `runtime.communicator_groups`.
-    groups = {}
-    for index, each in enumerate(plan.groups):
-        ranks = tuple(sorted(each.ranks))
-        if len(ranks) > 1:
-            options = nccl_options(limits.get(ranks), timeout)
-            groups[index] = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
+    mine: dict[str, dist.ProcessGroup] = {}
+    for use, ranks in _ranks_of_groups(plan):
+        options = nccl_options(limits.get((use, ranks)), timeout)
+        made = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
+        if rank in ranks:
+            mine[use] = made
     assert dist.group.WORLD is not None
+    group = mine.get("group", alone)
     return PlanGroups(
-        group=groups.get(number, alone),
+        group=group,
+        set=mine.get("set", alone),
+        everyone=mine.get("everyone", mine.get("set", alone) if "group" not in mine else group),
         alone=alone,
         world=dist.group.WORLD,
         stage=stages_of(plan)[number],
         num_stages=len(plan.groups),
     )
+
+
+def _ranks_of_groups(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Use and ranks of each group of several ranks, in one order."""
+    for group in plan.groups:
+        whole = tuple(sorted(group.ranks))
+        parts = data_parallel_ranks(group)
+        sets = [replica.ranks for replica in group.replicas]
+        yield from (("group", ranks) for ranks in parts if len(ranks) > 1)
+        yield from (("set", ranks) for ranks in sets if len(ranks) > 1)
+        if whole not in parts and whole not in sets:
+            yield "everyone", whole
 
 
 def nccl_channels(plan: Plan) -> dict[Communicator, int]:
@@ -146,26 +172,26 @@ def nccl_channels(plan: Plan) -> dict[Communicator, int]:
 
 
 def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:
-    """Shard weights of the group of `rank`, in the order of the process group (sorted ranks).
+    """Shard weights of the data-parallel group of `rank`, in its order (sorted ranks).
 
-    The ranks of a replica share its weight equally.
+    Each rank of a replica owns the replica's share of the part that it holds.
     """
     group = plan.groups[plan.group_of_rank(rank)]
     weights = {
-        member: replica.shard_weight / len(replica.ranks)
-        for replica in group.replicas
-        for member in replica.ranks
+        member: replica.shard_weight for replica in group.replicas for member in replica.ranks
     }
-    return tuple(weights[member] for member in sorted(weights))
+    (ranks,) = (ranks for ranks in data_parallel_ranks(group) if rank in ranks)
+    return tuple(weights[member] for member in ranks)
 
 
 def collection_of(groups: PlanGroups) -> ProcessGroupCollection:
     """The collection that is passed to Megatron's models, DDP, optimizer and training loop."""
-    alone, group, world = groups.alone, groups.group, groups.world
+    alone, group, world, own_set = groups.alone, groups.group, groups.world, groups.set
     collection = ProcessGroupCollection(
-        tp=alone, cp=alone, tp_cp=alone, ep=alone, expt_tp=alone, tp_ep=alone,
+        tp=own_set, cp=alone, tp_cp=own_set, ep=alone, expt_tp=own_set, tp_ep=own_set,
         gtp_remat=alone, expt_gtp_remat=alone,
-        dp=group, dp_cp=group, dp_cp_gtp_remat=group, intra_dp_cp=group, tp_dp_cp=group,
+        dp=group, dp_cp=group, dp_cp_gtp_remat=group, intra_dp_cp=group,
+        tp_dp_cp=groups.everyone,
         expt_dp=group, expt_dp_gtp_remat=group, intra_expt_dp=group,
         mp=alone, tp_ep_pp=world, tp_ep_pp_with_egtp_remat=world, intra_dist_opt=world,
         pp=groups.position,

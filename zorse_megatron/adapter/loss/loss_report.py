@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks
 
 
 def with_token_counts(
@@ -71,14 +72,16 @@ class IdleReplicaLosses:
         self.names: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, plan: Plan, group: dist.ProcessGroup) -> "IdleReplicaLosses":
-        """Those of a plan's last group; `group`: its ranks."""
-        replicas = plan.groups[plan.chunks[-1].group].replicas
+    def of(cls, plan: Plan, rank: int, group: dist.ProcessGroup) -> "IdleReplicaLosses":
+        """Those of a plan's last group; `group`: the data-parallel group of `rank`."""
+        last = plan.groups[plan.chunks[-1].group]
+        replicas = last.replicas
         active = [replica for replica in replicas if replica.num_microbatches]
+        twins = next((ranks for ranks in data_parallel_ranks(last) if rank in ranks), last.ranks)
         return cls(
             group=group,
             has_idle=len(active) < len(replicas),
-            first_active_rank=active[0].ranks[0],
+            first_active_rank=next(each for each in active[0].ranks if each in twins),
         )
 
     def complete(self, losses: list[Any]) -> list[Any]:

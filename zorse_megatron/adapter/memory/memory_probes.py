@@ -15,7 +15,7 @@ from zorse_megatron.runtime.activation_offload import ActivationOffload
 def parameter_bytes(models: Mapping[int, Any]) -> int:
     """Parameters as they are computed with: unsharded, or shards."""
     return sum(
-        sum(buffer.held_bytes for buffer in model.shards.parameters)
+        model.shards.parameter_bytes
         if model.shards is not None
         else sum(_storage_bytes(buffer.param_data) for buffer in model.buffers)
         for model in models.values()
@@ -25,7 +25,7 @@ def parameter_bytes(models: Mapping[int, Any]) -> int:
 def gradient_bytes(models: Mapping[int, Any]) -> int:
     """Gradients as they are accumulated: unsharded, or shards."""
     return sum(
-        sum(buffer.held_bytes for buffer in model.shards.gradients)
+        model.shards.gradient_bytes
         if model.shards is not None
         else sum(_storage_bytes(buffer.grad_data) for buffer in model.buffers)
         for model in models.values()

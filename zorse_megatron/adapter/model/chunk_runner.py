@@ -17,15 +17,18 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from megatron.training import get_args
 
 from zorse_megatron.adapter.data.sample_readers import by_samples, one_sequence
 from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
+from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.groups.stock_stages import StockStages
 from zorse_megatron.adapter.loss.loss_report import with_token_counts
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
+from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
 
@@ -79,6 +82,8 @@ class MegatronChunkRunner:
     """Where activations wait, if the group offloads them."""
     kept: KeptActivations | None = None
     """Counts what forwards keep, if asked to."""
+    place: SetPlace | None = None
+    """In this rank's tensor-parallel set."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
     stock_step: Callable[[], Any] | None = None
@@ -107,7 +112,11 @@ class MegatronChunkRunner:
             activation.requires_grad_(not inputs.forward_only)
         first = micro_batch.index == 0
         step = inputs.forward_step_func
-        with self.stages.at_chunk(chunk), self._offloading(chunk, micro_batch):
+        with (
+            self.stages.at_chunk(chunk),
+            self._told_size(micro_batch),
+            self._offloading(chunk, micro_batch),
+        ):
             output, num_tokens = forward_step(
                 with_token_counts(step, self.loss_divisor) if is_last else step,
                 inputs.data_iterators[chunk],
@@ -122,7 +131,8 @@ class MegatronChunkRunner:
                 current_microbatch=micro_batch.index,
                 is_last_stage=is_last,
             )
-        self.num_tokens += num_tokens.to(self.num_tokens.device)
+        if self.place is None or self.place.index == 0:
+            self.num_tokens += num_tokens.to(self.num_tokens.device)
         if not inputs.forward_only:
             self.saved[chunk, micro_batch.index] = (activation, output)
         if is_last:
@@ -186,8 +196,8 @@ class MegatronChunkRunner:
     def scale(self) -> None:
         """Make the gradients those of the mean loss over all tokens of the global batch.
 
-        Only ranks of the last chunk have counted tokens, each its own, so the sum over the world
-        is the number of tokens of the global batch whatever the split.
+        Only ranks of the last chunk have counted tokens, each replica its own on one of its ranks,
+        so the sum over the world is the number of tokens of the global batch whatever the split.
         """
         self._finish_reductions()
         models = self.inputs.models.values()
@@ -226,6 +236,12 @@ class MegatronChunkRunner:
         """Let the shard of a sharded chunk's parameters wait in the host."""
         self.inputs.models[chunk].shards.offload()
 
+    def _told_size(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """The set's first rank reads samples; scripts size what the others receive by a flag."""
+        if self.place is None:
+            return contextlib.nullcontext()
+        return presented(get_args(), "micro_batch_size", micro_batch.size)
+
     def _offloading(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         """Send what this forward keeps to the host, unless its backward comes next."""
         if self.inputs.forward_only:
@@ -262,12 +278,10 @@ class MegatronChunkRunner:
         Stock would broadcast that along a pipeline group that a plan does not have (see `scale`).
         """
         model = self.inputs.models[chunk]
+        there = at_chunk(self.collection, chunk, self.stages.num_chunks)
+        there.tp = there.cp  # what sets hold whole has been summed, see `set_sums`
         with self.stages.at_chunk(chunk), _without_barriers(get_model_config(model)):
-            self.inputs.config.finalize_model_grads_func(
-                [model],
-                None,
-                pg_collection=at_chunk(self.collection, chunk, self.stages.num_chunks),
-            )
+            self.inputs.config.finalize_model_grads_func([model], None, pg_collection=there)
 
     def _hold_back_gradient_sync(self, chunk: int) -> None:
         if chunk not in self.without_sync and self.backwards_left[chunk]:

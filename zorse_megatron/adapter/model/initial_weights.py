@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.groups.global_groups import one_rank_alone
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition
 from zorse_megatron.adapter.parameters.exact_values import keep_exact
 from zorse_megatron.adapter.patches import under_plan
@@ -54,7 +55,7 @@ def copy_single_process_weights(
         for (first, _), chunk in chunks.items()
         for number, layer in enumerate(unwrap_model(chunk).decoder.layers)
     }
-    with _random_state_kept():
+    with _random_state_kept(), one_rank_alone(collection.cp):
         seed_everything()
         whole = _build_whole(model_config, dtype, collection, targets=targets)
     values = dict(whole.named_parameters())
@@ -85,7 +86,8 @@ def _set(
     parameter: torch.nn.Parameter,
     value: torch.Tensor,
 ) -> None:
-    value = value.detach().to(torch_dtype(dtype))  # as stock's wrapper for 16 bits makes it
+    value = chunk.taken_by_rank(parameter, value.detach())
+    value = value.to(torch_dtype(dtype))  # as stock's wrapper for 16 bits makes it
     chunk.set_parameter(parameter, value)
     if keep_exactly:
         keep_exact(chunk, parameter, value)
@@ -103,12 +105,14 @@ def _build_whole(
     transformer = copy.copy(model_config.transformer)
     transformer.pipeline_model_parallel_size = 1
     transformer.pipeline_model_parallel_layout = None
+    transformer.tensor_model_parallel_size, transformer.sequence_parallel = 1, False
     transformer.params_dtype = torch_dtype(dtype)
     transformer.fp16, transformer.bf16 = dtype == "fp16", dtype == "bf16"
     config = copy.copy(model_config)
     object.__setattr__(config, "transformer", transformer)
     alone = copy.copy(collection)
     alone.pp = PipelinePosition(0, 1)
+    alone.tp = alone.tp_cp = alone.expt_tp = alone.tp_ep = collection.cp
     with REGISTRY.applied({under_plan.BUILD_MODULE: partial(_dropping_layers, targets)}):
         builder = config.get_builder_cls()(config)
         return builder.build_model(alone, pre_process=True, post_process=True)

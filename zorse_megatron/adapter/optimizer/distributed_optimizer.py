@@ -64,6 +64,11 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def _build_model_gbuf_range(cls, param_and_grad_buffer: Any, bucket_index: int) -> dict:
         """The parameters' parts in this rank's shard of a bucket (stock: equal shards)."""
         bucket = param_and_grad_buffer.buckets[bucket_index]
+        packed = getattr(param_and_grad_buffer, "zorse_packed", None)
+        if packed is not None:  # places in what the rank owns, see `parted_shards`
+            names = ("gbuf_world", "gbuf_world_in_bucket", "gbuf_local", "param")
+            owned = {p: packed[p] for p in bucket.params_list if packed[p]}
+            return {"param_map": {p: dict.fromkeys(names, Range(0, n)) for p, n in owned.items()}}
         start, stop = bucket.shard_bounds[param_and_grad_buffer.data_parallel_group.rank()]
         shard = Range(bucket.offset + start, bucket.offset + stop)
         param_map = cls._build_model_gbuf_param_range_map(

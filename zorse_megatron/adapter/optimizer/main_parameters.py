@@ -10,8 +10,8 @@ from typing import Any
 
 from zorse_megatron.runtime.host_link import copied_to_host
 
-_MODEL_FP32, _SHARD_FP32, _MAIN = 1, 3, 4
-"""Places in what stock returns: fp32 parameters, their shards, and fp32 copies of 16-bit ones."""
+_MODEL_16_BIT, _MODEL_FP32, _SHARD_FP32, _MAIN = 0, 1, 3, 4
+"""Places in what stock returns: parameters, shards of fp32 ones, fp32 copies of 16-bit ones."""
 
 
 def by_chunk(
@@ -61,4 +61,9 @@ def _of_chunk(
         for parameters, shards in zip(parts[_MODEL_FP32], parts[_SHARD_FP32], strict=True):
             for parameter, shard in zip(parameters, shards, strict=True):
                 shard.data = chunk.parameter_piece(parameter, *chunk.owned_part(parameter))
+        # What is packed is not in the order that stock has read.
+        for parameters, mains in zip(parts[_MODEL_16_BIT], parts[_MAIN], strict=True):
+            for parameter, main in zip(parameters, mains, strict=True):
+                if parameter in chunk.parted:
+                    main.data.copy_(chunk.parameter_piece(parameter, *chunk.owned_part(parameter)))
     return parts

@@ -22,10 +22,9 @@ _ORIGINAL = "zorse_original"
 
 
 def keep_exact(chunk: Any, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Remember a whole value that the parameter's own type cannot hold, as far as it is owned."""
+    """Remember a value that the parameter's own type cannot hold, as far as it is owned."""
     if parameter.requires_grad and parameter.dtype not in (value.dtype, torch.float32):
-        start, stop = chunk.owned_part(parameter)
-        keep_exact_part(parameter, value.detach().reshape(-1)[start:stop])
+        keep_exact_part(parameter, chunk.owned_of(parameter, value.detach()))
 
 
 def keep_exact_part(parameter: torch.nn.Parameter, owned: torch.Tensor) -> None:

@@ -2,12 +2,13 @@
 
 Source: `megatron.core.distributed.finalize_model_grads._allreduce_word_embedding_grads`, which sums
 the two copies' gradients over pairs of ranks, one from each stage. Here the groups need not have
-the same number of ranks, each copy is cut into shards of its own sizes, and one group may hold both
-copies in two chunks. So after both chunks' gradients have been reduced, whoever owns the same
-elements of the two copies swaps them and adds. Both copies then hold the same bits, and the same
-optimizer rule keeps them equal.
+the same number of ranks, each copy is cut into parts and shards of its own sizes, and one group may
+hold both copies in two chunks. So after both chunks' gradients have been reduced, whoever owns the
+same elements of the two copies swaps them and adds. Both copies then hold the same bits, and the
+same optimizer rule keeps them equal.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.parameters.exact_values import original_entry
 from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals
-from zorse_megatron.schedules.shards import Interval, overlaps
+from zorse_megatron.schedules.shards import intersection
+from zorse_megatron.schedules.tensor_parts import Run
 
 _FIRST, _LAST = 0, 1
 _SECOND_COPY = "zorse_second_copy"
@@ -38,8 +40,13 @@ class _Copy:
 
     chunk: Any
     weight: torch.nn.Parameter
-    owned: Interval
-    """An interval of the flattened weight."""
+    runs: tuple[Run, ...]
+    """What this rank owns of the flattened whole weight."""
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole weight."""
+        return math.prod(self.chunk.parts[self.weight].shape)
 
     def gradient(self, start: int, stop: int) -> torch.Tensor:
         """Owned elements of the gradient, wherever the chunk has them now."""
@@ -48,12 +55,18 @@ class _Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Swap:
-    """Elements of this rank's copy `end` that `peer` owns in the other one."""
+    """Elements of this rank's copy `end` that `peer` owns in the other one.
 
+    `start`, `stop`: as the chunk numbers what it owns.
+    """
+
+    rank: int
     end: int
     peer: int
     start: int
     stop: int
+    there: int
+    """Where the peer has them."""
 
 
 @contextmanager
@@ -117,22 +130,16 @@ class TiedEmbedding:
         }
         if len(self.copies) == 2:
             setattr(self.copies[_LAST].weight, _SECOND_COPY, True)
-        mine = {end: (c.weight.numel(), c.owned) for end, c in self.copies.items()}
+        mine = {end: (copy.total, copy.runs) for end, copy in self.copies.items()}
         owners = _gather(mine, group)
-        first = [_owned(owners, r, _FIRST) for r in first_ranks]
-        last = [_owned(owners, r, _LAST) for r in last_ranks]
-        for side in (first, last):
-            _check_cover(side, owners[first_ranks[0]][_FIRST])
-        # Both groups list all swaps in the order of the elements.
-        self._swaps = [
-            swap
-            for overlap in overlaps(first, last)
-            for swap in _swaps_of(
-                rank,
-                (first_ranks[overlap.first_member], last_ranks[overlap.second_member]),
-                (overlap.start, overlap.stop),
-            )
+        sides = [
+            _owned(owners, ranks, end)
+            for end, ranks in ((_FIRST, first_ranks), (_LAST, last_ranks))
         ]
+        for side in sides:
+            _check_cover(side, owners[first_ranks[0]][_FIRST][0])
+        # Both groups list all swaps in the order of the elements.
+        self._swaps = [swap for swap in _swaps(*sides) if swap.rank == rank]
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -153,7 +160,8 @@ class TiedEmbedding:
             gradient.add_(exchange.receive)
         for swap in self._swaps:
             if swap.peer == rank:
-                here, there = (c.gradient(swap.start, swap.stop) for c in self.copies.values())
+                here = self.copies[_FIRST].gradient(swap.start, swap.stop)
+                there = self.copies[_LAST].gradient(swap.there, swap.there + swap.stop - swap.start)
                 there.copy_(here.add_(there))
 
     def check_update_rule(self, optimizer: Any) -> None:
@@ -172,13 +180,28 @@ class TiedEmbedding:
             )
 
 
-def _swaps_of(rank: int, owners: tuple[int, int], elements: Interval) -> list[_Swap]:
-    """What one rank swaps of elements that `owners` own in the first and in the last copy."""
-    start, stop = elements
-    if rank not in owners:
-        return []
-    end = _FIRST if owners[_FIRST] == rank else _LAST
-    return [_Swap(end=end, peer=owners[1 - end], start=start, stop=stop)]
+_Side = list[tuple[Run, int]]
+"""What ranks own of one copy, in the order of its elements, with the ranks."""
+
+
+def _swaps(first: _Side, last: _Side) -> Iterator[_Swap]:
+    """What is swapped between the owners of the same elements of both copies."""
+    left = right = 0
+    while left < len(first) and right < len(last):
+        (one, here), (other, there) = first[left], last[right]
+        both = intersection((one.start, one.stop), (other.start, other.stop))
+        if both is not None:
+            size = both[1] - both[0]
+            at, other_at = one.at + both[0] - one.start, other.at + both[0] - other.start
+            yield _Swap(rank=here, end=_FIRST, peer=there, start=at, stop=at + size, there=other_at)
+            if here != there:
+                yield _Swap(
+                    rank=there, end=_LAST, peer=here, start=other_at, stop=other_at + size, there=at
+                )
+        if one.stop <= other.stop:
+            left += 1
+        if other.stop <= one.stop:
+            right += 1
 
 
 def _copy_in(model_chunks: Sequence[Any], end: int) -> _Copy:
@@ -189,7 +212,7 @@ def _copy_in(model_chunks: Sequence[Any], end: int) -> _Copy:
             continue
         weight = model.shared_embedding_or_output_weight()
         if weight.requires_grad:
-            return _Copy(chunk=chunk, weight=weight, owned=chunk.owned_part(weight))
+            return _Copy(chunk=chunk, weight=weight, runs=chunk.owned_runs(weight))
     where = "first" if end == _FIRST else "last"
     raise ValueError(
         f"found no trainable word embedding in this rank's chunks; expected the {where} chunk's"
@@ -203,19 +226,23 @@ def _gather(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:
     return dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
 
 
-def _owned(owners: dict[int, Any], rank: int, end: int) -> Interval:
-    if end not in owners.get(rank, {}):
-        raise ValueError(f"rank {rank} is not in the group or has no copy of the tied embedding")
-    return owners[rank][end][1]
+def _owned(owners: dict[int, Any], ranks: Sequence[int], end: int) -> _Side:
+    side: _Side = []
+    for rank in ranks:
+        if end not in owners.get(rank, {}):
+            raise ValueError(
+                f"rank {rank} is not in the group or has no copy of the tied embedding"
+            )
+        side += [(run, rank) for run in owners[rank][end][1]]
+    return sorted(side, key=lambda each: each[0].start)
 
 
-def _check_cover(side: Sequence[Interval], of_first_rank: tuple[int, Interval]) -> None:
+def _check_cover(side: _Side, total: int) -> None:
     """A group's shards must make up the whole embedding, and both embeddings be one size."""
-    total = of_first_rank[0]
-    covered = sum(stop - start for start, stop in side)
+    covered = sum(run.stop - run.start for run, _ in side)
     if covered != total:
         raise ValueError(
-            f"a group's shards {list(side)} of the tied embedding hold {covered} elements; "
+            f"a group's shards {side} of the tied embedding hold {covered} elements; "
             f"expected {total}"
         )
 

@@ -30,6 +30,14 @@ VALIDATE_ARGS = _training(
     "groups have no such quotient",
     delete_when="validate_args stops assuming equal data-parallel groups",
 )
+PAD_VOCABULARY = _record(
+    target="megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
+    parameters=("orig_vocab_size", "args", "logging_enabled"),
+    becomes="The same, for the command's `--tensor-model-parallel-size`.",
+    why="stock pads for the degree of this rank's set; the model is one for all ranks",
+    test="tests/megatron/test_tensor_parallel.py::test_follows_stock",
+    delete_when="the padded size is an argument of its own",
+)
 PRETRAIN = _training(
     target="megatron.training:pretrain",
     parameters=(
@@ -196,6 +204,7 @@ EVALUATE = _reporting(
 UNDER_A_PLAN = (
     PARSE_ARGS,
     VALIDATE_ARGS,
+    PAD_VOCABULARY,
     PRETRAIN,
     IS_FIRST_OR_LAST_STAGE,
     BUILD_MODELS,

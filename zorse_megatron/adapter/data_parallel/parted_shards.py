@@ -1,0 +1,221 @@
+"""A chunk in a group whose replicas cut their layers differently: what a rank owns is packed.
+
+Where all replicas of a group hold the same parts, ranks with the same part reduce and gather flat
+buffers (`bucket_groups`). Here no two ranks need have the same buffer. What a rank owns is a list
+of blocks of whole parameters (`schedules.tensor_parts`), packed into a buffer of its own, which is
+what sums of gradients arrive in, what the optimizer steps, and what checkpoints hold. Parameters as
+layers compute with them are made of it by GATHER (`runtime.part_exchange`).
+
+To the rest it is a chunk of which a rank keeps its shards (`chunk_shards.ChunkShards`), with the
+packed order as the order of each parameter's elements. The parameters may stay unsharded, if the
+list never releases them; the packed buffer is beside them then.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zorse_megatron.runtime.part_exchange import (
+    PartedTensor,
+    gather_from_owners,
+    sum_into_owners,
+)
+from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
+from zorse_megatron.schedules.tensor_parts import Run, runs_of
+
+_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+
+
+class PartedShards:
+    """The memory of one wrapped chunk; the interface is that of `ChunkShards`."""
+
+    reduction_bytes = 0
+    is_reduced = True
+
+    def __init__(
+        self, ddp: Any, parted: dict[torch.nn.Parameter, PartedTensor], *, releases: bool
+    ) -> None:
+        """`parted`: each trainable parameter; `releases`: whether the list ever releases."""
+        self.group = ddp.intra_dp_cp_group
+        self.rank = torch.distributed.get_rank()
+        self.bucket_groups = ddp.bucket_groups
+        self.parted = parted
+        self.releases = releases
+        self.units = list(_units(ddp.module, parted))
+        self.buffers = [ShardedBuffer(buffer.param_data, ()) for buffer in ddp.buffers]
+        self.gradients = [ShardedBuffer(buffer.grad_data, ()) for buffer in ddp.buffers]
+        self.values = {p: t.packed(p.detach(), self.rank) for p, t in parted.items()}
+        """What this rank owns of each parameter."""
+        self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """And of its gradient, once it has been reduced."""
+        self.parameters: list[ShardedBuffer] = []
+        """Those that may wait in the host: none."""
+        self._reduced = False
+        self._close_gradients()
+
+    # Parameters.
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters are there."""
+        return all(buffer.is_unsharded for buffer in self.buffers)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the parameters of what their owners have; a collective call of the group."""
+        if self.releases and self.is_unsharded:
+            return
+        for buffer in self.buffers:
+            buffer.allocate()
+        for unit in self.units:
+            gather_from_owners(
+                [self.parted[p] for p in unit],
+                [self.values[p] for p in unit],
+                [p.detach() for p in unit],
+                self.group,
+            )
+
+    def wait_until_unsharded(self) -> None:
+        """Nothing is under way."""
+
+    def release(self) -> None:
+        """Keep what this rank owns only, if the list ever does."""
+        for buffer in self.buffers if self.releases else ():
+            buffer.free()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """What is owned always is."""
+        yield
+
+    @contextmanager
+    def owned_in_place(self) -> Iterator[None]:
+        """Have memory where stock's code reads parameters; what it reads is not used."""
+        for buffer in self.buffers:
+            buffer.allocate()
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Have the parameters unsharded within the block; a collective call of the group."""
+        was_unsharded = self.is_unsharded
+        self.gather()
+        try:
+            yield
+        finally:
+            if not was_unsharded:
+                self.release()
+
+    def mark_changed(self) -> None:
+        """What layers compute with is old until the next gather."""
+
+    def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of what this rank owns of a parameter."""
+        return self.values[parameter][start:stop]
+
+    read = parameter_piece
+
+    @torch.no_grad()
+    def write(
+        self, parameter: torch.nn.Parameter, start: int, stop: int, values: torch.Tensor
+    ) -> None:
+        """Set elements as in `parameter_piece`."""
+        self.values[parameter][start:stop].copy_(values.reshape(-1))
+
+    def num_owned(self, parameter: torch.nn.Parameter) -> int:
+        """Elements that this rank owns of a parameter."""
+        return self.values[parameter].numel()
+
+    def packed(self, parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+        """What this rank owns, of a value of what it holds."""
+        return self.parted[parameter].packed(local.view(parameter.shape), self.rank)
+
+    def owned_runs(self, parameter: torch.nn.Parameter) -> tuple[Run, ...]:
+        """What this rank owns, as places in the flattened whole parameter."""
+        tensor, at = self.parted[parameter], 0
+        runs: list[Run] = []
+        for block in tensor.owned_by(self.rank):
+            runs += runs_of(block, tensor.part.shape, at)
+            at += block.numel
+        return tuple(runs)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """What parameters take of the device now."""
+        return sum(b.held_bytes for b in self.buffers) + sum(v.nbytes for v in self.values.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What gradients take of the device now."""
+        return sum(b.held_bytes for b in self.gradients) + sum(v.nbytes for v in self.sums.values())
+
+    # Gradients.
+
+    def open_gradients(self) -> None:
+        """Have gradients, zero at first, to accumulate into."""
+        if self._reduced:
+            raise RuntimeError("this chunk's gradients have been reduced already in this step")
+        for buffer in self.gradients:
+            if not buffer.is_unsharded:
+                buffer.allocate()
+                buffer.full.zero_()
+
+    @torch.no_grad()
+    def start_reduction(self) -> None:
+        """Sum the gradients into what their owners have; zeros where no backward was."""
+        self.open_gradients()
+        for group in self.bucket_groups:
+            group.prepare_gradients()
+        for unit in self.units:
+            gradients: list[Any] = [p.main_grad for p in unit]  # type: ignore[attr-defined]
+            for parameter, gradient in zip(unit, gradients, strict=True):
+                self.sums[parameter] = gradient.new_empty(self.num_owned(parameter))
+            sum_into_owners(
+                [self.parted[p] for p in unit],
+                gradients,
+                [self.sums[p] for p in unit],
+                self.group,
+            )
+        self._reduced = True
+
+    def finish_reduction(self) -> None:
+        """Let go of what was summed."""
+        for buffer in self.gradients if self._reduced else ():
+            buffer.free()
+
+    def scale_gradients(self, factor: torch.Tensor | float) -> None:
+        """Multiply what this rank owns of the gradients."""
+        for gradient in self.sums.values():
+            gradient.mul_(factor)
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients: a new step begins."""
+        self._close_gradients()
+        self._reduced = False
+
+    def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of what this rank owns of a parameter's gradient."""
+        return self.sums[parameter][start:stop]
+
+    def _close_gradients(self) -> None:
+        self.sums = {}
+        for buffer in self.gradients:
+            buffer.free()
+
+
+def _units(
+    model: torch.nn.Module, parted: dict[torch.nn.Parameter, PartedTensor]
+) -> Iterator[Sequence[torch.nn.Parameter]]:
+    """Parameters that are exchanged together, of one type: a layer, or what is in none."""
+    units: dict[tuple[str, torch.dtype], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter in parted:
+            layer = _LAYER.search(name)
+            units.setdefault((layer[0] if layer else "", parameter.dtype), []).append(parameter)
+    return iter(units.values())

@@ -1,0 +1,67 @@
+"""Compare a command with the tensor-parallel sets of its plan."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.flags.table import defaults, spelling_of
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.set_rules import DividedSizes, set_problems, sets_of
+
+# Argument -> values with which ranks of a set compute what one rank computes, and what to do.
+_EXACT_IN_SETS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention_dropout": ((0.0,), "Add --attention-dropout 0."),
+    "hidden_dropout": ((0.0,), "Add --hidden-dropout 0."),
+    "sft": ((None, False), "Remove the flag, or use replicas of one rank."),
+    "dataloader_inter_document_masking": (
+        (None, False),
+        "Remove the flag, or use replicas of one rank.",
+    ),
+}
+
+
+def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
+    """Yield what sets cannot do with these flags; nothing for a plan without sets.
+
+    Arguments that Megatron derives later are None at first and not compared then.
+    """
+    where = next((where for where, _ in sets_of(plan)), None)
+    if where is None:
+        return
+    for name, (values, remedy) in _EXACT_IN_SETS.items():
+        value = getattr(args, name, None)
+        if value is None:
+            value = defaults().get(name)
+        if value not in values:
+            yield Problem(
+                where=spelling_of(name),
+                found=f"{value}, with a tensor-parallel set in {where}",
+                expected=f"{values[-1]}" if values[-1] is not False else "no such flag",
+                remedy=remedy,
+            )
+    # A plan that knows its model has been checked by itself.
+    known = plan.model
+    yield from set_problems(
+        plan,
+        DividedSizes(
+            num_query_groups=None
+            if known.num_query_groups or known.num_attention_heads
+            else _query_groups(args),
+            ffn_hidden_size=None if known.ffn_hidden_size else _whole(args, "ffn_hidden_size"),
+            vocab_size=None if known.vocab_size else _whole(args, "padded_vocab_size"),
+            sequence_length=_whole(args, "seq_length")
+            if getattr(args, "sequence_parallel", False)
+            else None,
+        ),
+    )
+
+
+def _query_groups(args: Namespace) -> int | None:
+    grouped = getattr(args, "group_query_attention", False)
+    return _whole(args, "num_query_groups" if grouped else "num_attention_heads")
+
+
+def _whole(args: Namespace, name: str) -> int | None:
+    value = getattr(args, name, None)
+    return value if isinstance(value, int) else None

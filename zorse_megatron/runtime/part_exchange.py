@@ -1,0 +1,170 @@
+"""Sums of gradients and gathers of parameters among ranks that hold different parts of a tensor.
+
+Each owner gets, of every other replica, what it owns of the gradients, and adds it up in the order
+of the replicas, so a run repeats to the bit; and every holder gets, of each owner, the new
+parameters. Nothing is sent twice: an element crosses to its owner once for each other replica, and
+from its owner once to each other holder. One message goes from one rank to another for a *unit* of
+parameters, such as a layer, so one unit's messages are held at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zorse_megatron.runtime.collectives import CommVolume
+from zorse_megatron.schedules.tensor_blocks import TensorBlock
+from zorse_megatron.schedules.tensor_parts import OwnedBlock, TensorPart
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartedTensor:
+    """One parameter as a rank sees it."""
+
+    part: TensorPart
+    """What the rank holds."""
+    blocks: tuple[OwnedBlock, ...]
+    """Of the whole tensor, with the owners: the same on all ranks."""
+
+    def owned_by(self, rank: int) -> tuple[TensorBlock, ...]:
+        """Blocks of the whole tensor that a rank owns, in the order in which it has them."""
+        return tuple(each.block for each in self.blocks if each.owner == rank)
+
+    def num_owned(self, rank: int) -> int:
+        """Elements that a rank owns."""
+        return sum(block.numel for block in self.owned_by(rank))
+
+    def view(self, local: torch.Tensor, block: TensorBlock) -> torch.Tensor:
+        """A block of the whole tensor, in what this rank holds."""
+        place = self.part.local(block)
+        spans = zip(place.offset, place.size, strict=True)
+        return local[tuple(slice(start, start + size) for start, size in spans)]
+
+    def packed(self, local: torch.Tensor, rank: int) -> torch.Tensor:
+        """What this rank owns of a tensor, of one that it holds, one block after the other."""
+        views = [self.view(local, block).reshape(-1) for block in self.owned_by(rank)]
+        return torch.cat(views) if views else local.new_empty(0)
+
+
+Unit = Sequence[PartedTensor]
+"""Parameters that are exchanged together."""
+
+
+def sum_into_owners(
+    unit: Unit,
+    gradients: Sequence[torch.Tensor],
+    owned: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+) -> None:
+    """Write the sums of what this rank owns to `owned`; a collective call of the group.
+
+    `gradients`: what this rank holds, and `owned` what it owns of each, packed.
+    """
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    outgoing: dict[int, list[torch.Tensor]] = {peer: [] for peer in ranks}
+    counts = dict.fromkeys(ranks, 0)
+    for tensor, gradient in zip(unit, gradients, strict=True):
+        for each in tensor.blocks:
+            if rank == each.owner:
+                for peer in each.contributors:
+                    counts[peer] += each.block.numel * (peer != rank)
+            elif rank in each.contributors:
+                outgoing[each.owner].append(tensor.view(gradient, each.block).reshape(-1))
+    arrived = _exchanged(outgoing, counts, gradients[0], group)
+    for tensor, gradient, target in zip(unit, gradients, owned, strict=True):
+        at = 0
+        for each in tensor.blocks:
+            if rank != each.owner:
+                continue
+            place = target[at : at + each.block.numel]
+            at += each.block.numel
+            first, *others = [
+                tensor.view(gradient, each.block).reshape(-1)
+                if peer == rank
+                else next(arrived[peer])(each.block.numel)
+                for peer in each.contributors
+            ]
+            place.copy_(first)
+            for other in others:
+                place.add_(other)
+
+
+def gather_from_owners(
+    unit: Unit,
+    owned: Sequence[torch.Tensor],
+    locals_: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+) -> None:
+    """Write to `locals_` what this rank holds of each parameter; a collective call of the group.
+
+    `owned`: what it owns of each, packed.
+    """
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    outgoing: dict[int, list[torch.Tensor]] = {peer: [] for peer in ranks}
+    counts = dict.fromkeys(ranks, 0)
+    for tensor, values, local in zip(unit, owned, locals_, strict=True):
+        at = 0
+        for each in tensor.blocks:
+            if rank == each.owner:
+                place = values[at : at + each.block.numel]
+                at += each.block.numel
+                tensor.view(local, each.block).copy_(place.view(each.block.size))
+                for peer in each.holders:
+                    if peer != rank:
+                        outgoing[peer].append(place)
+            elif rank in each.holders:
+                counts[each.owner] += each.block.numel
+    arrived = _exchanged(outgoing, counts, owned[0], group)
+    for tensor, local in zip(unit, locals_, strict=True):
+        for each in tensor.blocks:
+            if rank != each.owner and rank in each.holders:
+                values = next(arrived[each.owner])(each.block.numel)
+                tensor.view(local, each.block).copy_(values.view(each.block.size))
+
+
+def _exchanged(
+    outgoing: Mapping[int, Sequence[torch.Tensor]],
+    counts: Mapping[int, int],
+    like: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> dict[int, Iterator[Callable[[int], torch.Tensor]]]:
+    """Send each peer its tensors as one message; returns readers of what came from each.
+
+    `counts`: elements that come from each peer.
+    """
+    parts = [part for sent in outgoing.values() for part in sent]
+    sizes = [sum(part.numel() for part in sent) for sent in outgoing.values()]
+    message = torch.cat(parts) if parts else like.new_empty(0)
+    incoming = like.new_empty(sum(counts.values()))
+    if sum(sizes) or len(incoming) or group.size() > 1:
+        dist.all_to_all_single(incoming, message, list(counts.values()), sizes, group=group)
+    pieces = incoming.split(list(counts.values()))
+    return {peer: _reader(piece) for peer, piece in zip(counts, pieces, strict=True)}
+
+
+def _reader(message: torch.Tensor) -> Iterator[Callable[[int], torch.Tensor]]:
+    """Yield functions that take the next elements of a message."""
+    at = 0
+
+    def take(count: int) -> torch.Tensor:
+        nonlocal at
+        at += count
+        return message[at - count : at]
+
+    while True:
+        yield take
+
+
+def sum_volume(blocks: Sequence[OwnedBlock], *, rank: int, element_bytes: int) -> CommVolume:
+    """What one rank sends and receives in `sum_into_owners`, of one tensor."""
+    sent = sum(e.block.numel for e in blocks if rank != e.owner and rank in e.contributors)
+    received = sum(e.block.numel * (len(e.contributors) - 1) for e in blocks if rank == e.owner)
+    return CommVolume(sent_bytes=sent * element_bytes, received_bytes=received * element_bytes)
+
+
+def gather_volume(blocks: Sequence[OwnedBlock], *, rank: int, element_bytes: int) -> CommVolume:
+    """What one rank sends and receives in `gather_from_owners`, of one tensor."""
+    sent = sum(e.block.numel * (len(e.holders) - 1) for e in blocks if rank == e.owner)
+    received = sum(e.block.numel for e in blocks if rank != e.owner and rank in e.holders)
+    return CommVolume(sent_bytes=sent * element_bytes, received_bytes=received * element_bytes)

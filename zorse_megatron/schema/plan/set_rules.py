@@ -1,0 +1,77 @@
+"""What a model must be like for a plan's tensor-parallel sets to hold parts of its layers.
+
+Sizes that are not known are not compared: a plan may leave them out, and the training command has
+them all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zorse_megatron.errors import Problem
+from zorse_megatron.schema.plan.plan import Plan, Replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedSizes:
+    """Sizes of a model that sets divide."""
+
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    ffn_hidden_size: int | None = None
+    vocab_size: int | None = None
+    """Padding included."""
+    sequence_length: int | None = None
+    """None without sequence parallelism, which divides it."""
+
+
+def sizes_of(plan: Plan) -> DividedSizes:
+    """What the plan itself says of its model."""
+    model = plan.model
+    return DividedSizes(
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        ffn_hidden_size=model.ffn_hidden_size,
+        vocab_size=model.vocab_size,
+    )
+
+
+def sets_of(plan: Plan) -> Iterator[tuple[str, Replica]]:
+    """Yield the replicas of several ranks, with their place in the plan."""
+    for number, group in enumerate(plan.groups):
+        for index, replica in enumerate(group.replicas):
+            if len(replica.ranks) > 1:
+                yield f"groups[{number}].replicas[{index}].ranks", replica
+
+
+def set_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
+    """Yield every set that cannot hold parts of a model of these sizes."""
+    for where, replica in sets_of(plan):
+        degree = len(replica.ranks)
+        for name, size, remedy in _divided(sizes):
+            if size is not None and size % degree:
+                larger = name == "KV groups" and size < degree
+                yield Problem(
+                    where=where,
+                    found=f"{degree} ranks {list(replica.ranks)} for {size} {name}",
+                    expected=f"at most {size} ranks" if larger else f"a divisor of {size}",
+                    remedy=remedy,
+                )
+
+
+def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:
+    whole = "Each rank holds whole KV groups: use a set of fewer ranks."
+    yield "KV groups", sizes.num_query_groups, whole
+    if sizes.num_query_groups is None:
+        yield "attention heads", sizes.num_attention_heads, whole
+    yield "columns of the MLP", sizes.ffn_hidden_size, "Use a set of another number of ranks."
+    yield (
+        "rows of the vocabulary",
+        sizes.vocab_size,
+        "Pad the vocabulary to a multiple: --make-vocab-size-divisible-by.",
+    )
+    yield (
+        "positions of a sequence",
+        sizes.sequence_length,
+        "Sequence parallelism divides the sequence: remove --sequence-parallel, or change "
+        "--seq-length.",
+    )
