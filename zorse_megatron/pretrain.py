@@ -171,7 +171,7 @@ def _train(
     )
     if cpu_mode.needed():
         cpu_mode.enable()
-        megatron_flags = cpu_mode.with_cpu_flags(megatron_flags)
+        megatron_flags = cpu_mode.with_cpu_flags(megatron_flags, has_plan=plan is not None)
     if setup is not None:
         take_gpu()
         setup.init_process_group()

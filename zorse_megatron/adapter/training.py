@@ -32,6 +32,7 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss.loss_report import tell_last_rank
+from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
 from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
 from zorse_megatron.adapter.parameters.exact_values import take_exact
@@ -176,6 +177,7 @@ def _hooks(session: PlanSession, model_config: Any) -> Replacements:
 def _model_hooks(session: PlanSession, model_config: Any) -> Replacements:
     return {
         under_plan.BUILD_MODELS: partial(build_one_by_one, session, model_config),
+        under_plan.TORCH_NORM: with_sequence_parallelism,
         under_plan.DDP_CLASS: lambda _stock: partial(wrap_chunk, session),
         under_plan.GET_OPTIMIZER: lambda _stock: partial(_build_optimizer, session),
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,

@@ -94,13 +94,16 @@ def cpu_flags() -> list[str]:
     return [word for needed in _NEEDED for word in needed.words]
 
 
-def with_cpu_flags(argv: Sequence[str]) -> list[str]:
+def with_cpu_flags(argv: Sequence[str], *, has_plan: bool = False) -> list[str]:
     """Return `argv` (without the program) followed by the CPU flags that it lacks.
 
+    `has_plan`: torch's norms are made to support sequence parallelism then (`model.split_norms`).
     Raises FlagError with every flag in it that cannot work on a CPU.
     """
     ours = [each.flag for each in (*_NEEDED, *_REFUSED)]
     given = {flag: value or "" for flag, value in last_values(argv, ours).items()}
+    if has_plan:
+        given.pop("--sequence-parallel", None)
     if problems := _problems(given):
         raise FlagError("These flags cannot work without a GPU", problems)
     return [*argv, *(word for needed in lacking(_NEEDED, given) for word in needed.words)]

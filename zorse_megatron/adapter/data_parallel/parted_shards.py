@@ -74,7 +74,7 @@ class PartedShards:
             gather_from_owners(
                 [self.parted[p] for p in unit],
                 [self.values[p] for p in unit],
-                [p.detach() for p in unit],
+                [p.data for p in unit],  # whose versions autograd does not watch
                 self.group,
             )
 

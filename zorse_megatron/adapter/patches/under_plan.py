@@ -109,6 +109,23 @@ BUILD_MODULE = _record(
     test=f"{_EXACT}::test_initial_weights_do_not_depend_on_the_plan",
     delete_when="Megatron can initialise a stage as part of the whole model",
 )
+TORCH_NORM = _record(
+    target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+    parameters=(
+        "cls",
+        "config",
+        "hidden_size",
+        "eps",
+        "persist_layer_norm",
+        "zero_centered_gamma",
+        "normalization",
+    ),
+    becomes="The same; with `--sequence-parallel` the norm's weights are marked for it.",
+    why="stock refuses torch's norms with sequence parallelism, which only need the mark that "
+    "Apex's have",
+    test="tests/megatron/test_tensor_parallel.py::test_follows_stock",
+    delete_when="WrappedTorchNorm marks its parameters itself",
+)
 GET_OPTIMIZER = _training(
     target=f"{_LOOP}:get_megatron_optimizer",
     parameters=(
@@ -210,6 +227,7 @@ UNDER_A_PLAN = (
     BUILD_MODELS,
     DDP_CLASS,
     BUILD_MODULE,
+    TORCH_NORM,
     GET_OPTIMIZER,
     OPTIMIZER_CLASS,
     GET_SCHEDULE,
