@@ -114,7 +114,7 @@ def test_missing_plan(tmp_path: Path) -> None:
 
 
 BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tensor parallel": (("--tensor-model-parallel-size", "2"), ("--tensor-model-parallel-size",)),
+    "context parallel": (("--context-parallel-size", "2"), ("--context-parallel-size",)),
     "another model": (("--num-layers", "6"), ("--num-layers", "found 6", "expected 4")),
     "another batch": (("--global-batch-size", "16"), ("--global-batch-size", "16", "8")),
     "another number of stages": (
@@ -122,8 +122,8 @@ BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--pipeline-model-parallel-size", "found 3"),
     ),
     "several flags at once": (
-        ("--num-layers", "6", "--tensor-model-parallel-size", "2", "--dataloader-type", "external"),
-        ("--num-layers", "--tensor-model-parallel-size", "--dataloader-type"),
+        ("--num-layers", "6", "--context-parallel-size", "2", "--dataloader-type", "external"),
+        ("--num-layers", "--context-parallel-size", "--dataloader-type"),
     ),
     "checkpoints that could not be read": (
         ("--use-distributed-optimizer", "--save", "checkpoints"),

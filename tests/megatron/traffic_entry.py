@@ -92,14 +92,19 @@ def main() -> None:
         cpu_mode.enable()
     from megatron.training import training
 
-    from zorse_megatron.runtime import collectives, low_precision_reduce, transport
+    from zorse_megatron.runtime import (
+        collectives,
+        low_precision_reduce,
+        part_exchange,
+        transport,
+    )
     from zorse_megatron.runtime.host_link import HostLink
 
     counts: Counter[str] = Counter()
     for name, what in (("start_to_host", "to the host"), ("start_from_host", "from the host")):
         setattr(HostLink, name, counting_copy(getattr(HostLink, name), counts, what))
     dist: Any = CountingDist(counts)
-    collectives.dist = low_precision_reduce.dist = transport.dist = dist
+    collectives.dist = low_precision_reduce.dist = transport.dist = part_exchange.dist = dist
     found: dict[str, Any] = {"steps": [], "chunks": []}
     training.train_step = counting_train_step(training.train_step, counts, found)
     recording_entry.record()

@@ -15,7 +15,7 @@ from zorse_megatron.schema.plan.plan_json import parse_plan
 
 PLAN = parse_plan(json.dumps(lab_plan()).encode(), source="plan.json")
 REFUSED = [
-    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size: found 2"),
+    ("--context-parallel-size 2", "--context-parallel-size: found 2"),
     ("--optimizer sgd", "--optimizer: found 'sgd'; expected adam"),
     ("--use-torch-fsdp2", "--use-torch-fsdp2"),
     ("--ckpt-format torch", "--ckpt-format: found 'torch'; expected torch_dist"),

@@ -246,7 +246,7 @@ def test_a_receive_after_its_computation_is_reported() -> None:
 
 
 def test_what_cannot_be_lowered_or_executed_is_refused_all_at_once() -> None:
-    replica = Replica(ranks=(0, 1), micro_batch_size=1, num_microbatches=1, shard_weight=1.0)
+    replica = Replica(ranks=(1, 0), micro_batch_size=1, num_microbatches=1, shard_weight=1.0)
     plan = Plan(
         schema_version=1,
         global_batch_size=1,

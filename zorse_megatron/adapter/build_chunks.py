@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed, set_jit_fusion_options
 
-from zorse_megatron.adapter.checkpoint.saved_parameters import owned_entries
+from zorse_megatron.adapter.checkpoint.saved_parameters import owned_entries, unsharded_entries
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition, at_chunk
@@ -104,6 +104,8 @@ def _sharded_state_dict(
     """Stock's, which looks up a chunk's first layer by the process-wide stage."""
     with session.stages.at_chunk(chunk):
         found = stock(*args, **kwargs)
+    if wrapped.shards is None and session.has_unlike_replicas:
+        return unsharded_entries(wrapped, found, is_mixed=session.is_mixed)
     return owned_entries(wrapped, found, is_mixed=session.is_mixed)
 
 

@@ -210,6 +210,11 @@ class PlanSession:
         return losses
 
     @property
+    def has_unlike_replicas(self) -> bool:
+        """Whether replicas of any group cut their layers differently."""
+        return not all(map(holds_equal_parts, self.plan.groups))
+
+    @property
     def _has_twins(self) -> bool:
         """Whether the data-parallel group has one rank of each replica."""
         return holds_equal_parts(self.plan.groups[self.plan.group_of_rank(self.rank)])

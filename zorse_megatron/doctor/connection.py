@@ -9,7 +9,7 @@ from typing import Literal
 from zorse_megatron.costs.process_memory import WORLD_CHANNELS, communicator_bytes
 from zorse_megatron.schedules.communicators import Communicator
 
-Use = Literal["world", "group", "link"]
+Use = Literal["world", "group", "set", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)

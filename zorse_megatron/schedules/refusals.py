@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 from zorse_megatron.schema.plan.set_rules import set_problems, sets_of, sizes_of
 
 
@@ -23,7 +24,7 @@ def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
 
 
 def _not_lowered(plan: Plan) -> Iterator[Problem]:
-    yield from _tensor_parallel(plan)
+    of_sets = tuple(_tensor_parallel(plan))
     is_resident = parameters_setting(plan) == RESIDENT
     for number, group in enumerate(plan.groups):
         chunks = plan.chunks_of_group(number)
@@ -35,6 +36,7 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
                 remedy="Use the schedule interleaved or breadth_first, or give the group one "
                 "range of layers.",
             )
+        yield from (each for each in of_sets if each.where.startswith(f"groups[{number}]."))
         if is_resident and group.offload is not None and group.offload.parameters:
             yield Problem(
                 where=f"groups[{number}].offload.parameters",
@@ -48,6 +50,7 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
 def _not_executed(plan: Plan) -> Iterator[Problem]:
     yield from _not_lowered(plan)
     for number, group in enumerate(plan.groups):
+        yield from _unlike_replicas(number, group)
         recompute, offload = group.recompute, group.offload
         if offload is None or not offload.activations:
             continue
@@ -58,6 +61,25 @@ def _not_executed(plan: Plan) -> Iterator[Problem]:
                 expected='"recompute": {"mode": "full"} with it, for all layers',
                 remedy="Only the inputs of layers can wait in the host: recompute the rest, or "
                 "keep the activations.",
+            )
+
+
+def _unlike_replicas(number: int, group: Group) -> Iterator[Problem]:
+    """What replicas that cut their layers differently cannot do."""
+    if holds_equal_parts(group):
+        return
+    degrees = " and ".join(str(degree) for degree in sorted({len(r.ranks) for r in group.replicas}))
+    settings = {
+        "gradient_wire": group.gradient_wire,
+        "offload.parameters": group.offload is not None and group.offload.parameters,
+    }
+    for name, value in settings.items():
+        if value:
+            yield Problem(
+                where=f"groups[{number}].{name}",
+                found=f"{str(value).lower()}, with replicas of {degrees} ranks",
+                expected="replicas of equal numbers of ranks with it",
+                remedy="Remove it, or give the replicas of this group equal numbers of ranks.",
             )
 
 

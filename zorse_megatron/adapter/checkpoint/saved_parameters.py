@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.checkpoint.sharded_tensors import joined, saved_blocks
+from zorse_megatron.adapter.checkpoint.sharded_tensors import (
+    block_tensors,
+    joined,
+    parameter_pieces,
+    saved_blocks,
+)
 from zorse_megatron.adapter.parameters.exact_values import in_fp32, keep_exact_part, standing_for
 from zorse_megatron.runtime.host_link import copied_to_host
 
@@ -40,6 +45,36 @@ def owned_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> 
             str(number): standing_for(entry, block) for number, block in enumerate(blocks)
         }
     return owned
+
+
+def unsharded_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> dict[str, Any]:
+    """An unsharded chunk's sharded state dict in blocks, as those of other chunks of the job are.
+
+    A tensor of a checkpoint is described by all ranks as a regular grid of parts, or by none.
+    """
+    blocks: dict[str, Any] = {}
+    parameters = {id(parameter): parameter for parameter in chunk.parts}
+    for name, entry in entries.items():
+        parameter = parameters.get(id(getattr(entry, "data", None)))
+        if parameter is None:
+            blocks[name] = in_fp32(entry) if is_mixed else entry
+            continue
+        flat = parameter.detach().view(-1)
+        pieces = parameter_pieces(parameter, entry)
+        found = block_tensors(
+            "", flat.float() if is_mixed else flat, (0, len(flat)), pieces, has_copies=True
+        )
+        blocks[name] = {str(n): standing_for(entry, block) for n, block in enumerate(found)}
+    return blocks
+
+
+def joined_loaded(chunk: Any, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """What has been loaded of `unsharded_entries`, as tensors."""
+    shapes = {name: p.shape for name, p in unwrap_model(chunk).named_parameters()}
+    return {
+        name: joined(value).view(shapes[name]) if isinstance(value, Mapping) else value
+        for name, value in loaded.items()
+    }
 
 
 def take_loaded(

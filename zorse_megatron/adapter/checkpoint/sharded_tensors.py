@@ -90,12 +90,18 @@ def _unknown_factory(key: str, piece: ShardedPiece) -> SeamError:
 
 
 def block_tensors(
-    prefix: str, flat: torch.Tensor, owned: Interval, pieces: tuple[ShardedPiece, ...]
+    prefix: str,
+    flat: torch.Tensor,
+    owned: Interval,
+    pieces: tuple[ShardedPiece, ...],
+    *,
+    has_copies: bool = False,
 ) -> Iterator[Any]:
     """Yield one `ShardedTensor` per block of `flat`, in the order of its elements.
 
     `flat` holds elements `owned` of the flattened parameter, or of a state of it; the tensors' data
     are views of it. `prefix`: before the model's key, as in optimizer.state.exp_avg.<model key>.
+    `has_copies`: other ranks of the data-parallel group have the same elements.
     """
     position = 0
     for piece in pieces:
@@ -118,7 +124,7 @@ def block_tensors(
                 global_shape=tuple(sharding.global_shape),
                 global_offset=tuple(map(sum, zip(sharding.global_offset, offset, strict=True))),
                 axis_fragmentations=None,  # an irregular grid
-                replica_id=_owner_replica(sharding),
+                replica_id=sharding.replica_id if has_copies else _owner_replica(sharding),
                 allow_shape_mismatch=sharding.allow_shape_mismatch,
             )
             position += block.numel

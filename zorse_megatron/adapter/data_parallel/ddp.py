@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 
-from zorse_megatron.adapter.checkpoint.saved_parameters import take_loaded
+from zorse_megatron.adapter.checkpoint.saved_parameters import joined_loaded, take_loaded
 from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder, UnevenBucketGroup
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
 from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards
@@ -81,7 +81,13 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if problems:
             raise FlagError("Gradients cannot be reduced into unequal shards", problems)
         if sharded or unlike is not None:
-            ddp_config = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
+            # With both numbers stock refuses; it has made one of the other by now.
+            ddp_config = replace(
+                ddp_config,
+                overlap_grad_reduce=False,
+                overlap_param_gather=False,
+                num_buckets=None,
+            )
             disable_bucketing = False
             full_param_layout = _bucket_per_layer(module, ddp_config, pg_collection)
         self.place = place
@@ -289,6 +295,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             others = take_loaded(self, state_dict, strict=strict, is_mixed=self.is_mixed)
             super().load_state_dict(others, strict=False)
             return
+        state_dict = joined_loaded(self, state_dict)
         for name, parameter in unwrap_model(self).named_parameters() if self.is_mixed else ():
             if isinstance(state_dict.get(name), torch.Tensor):
                 keep_exact(self, parameter, state_dict[name])

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from zorse_megatron.adapter.groups.plan_ranks import PlanRankGenerator
 from zorse_megatron.log import say
 from zorse_megatron.runtime.communicator_groups import nccl_options
 from zorse_megatron.schedules.communicators import (
@@ -144,14 +145,12 @@ def create_groups(
 
 def _ranks_of_groups(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Use and ranks of each group of several ranks, in one order."""
-    for group in plan.groups:
-        whole = tuple(sorted(group.ranks))
-        parts = data_parallel_ranks(group)
-        sets = [replica.ranks for replica in group.replicas]
-        yield from (("group", ranks) for ranks in parts if len(ranks) > 1)
-        yield from (("set", ranks) for ranks in sets if len(ranks) > 1)
-        if whole not in parts and whole not in sets:
-            yield "everyone", whole
+    ranks_of, made = PlanRankGenerator(plan), set()
+    for use, token in (("group", "dp"), ("set", "tp"), ("everyone", "tp-dp")):
+        for ranks in map(tuple, ranks_of.get_ranks(token)):
+            if len(ranks) > 1 and (use != "everyone" or ranks not in made):
+                made.add(ranks)
+                yield use, ranks
 
 
 def nccl_channels(plan: Plan) -> dict[Communicator, int]:

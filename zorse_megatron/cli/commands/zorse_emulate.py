@@ -44,6 +44,7 @@ from zorse_megatron.extras import refuse_without
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schema.plan.set_rules import sets_of
 
 if TYPE_CHECKING:
     from zorse_megatron.emulate.jobs.emulator import EmulatedRun
@@ -144,6 +145,14 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
             found=f"{plan.world_size} ranks",
             expected=f"at most {MAX_RANKS}: each is a process on this machine",
             remedy="Emulate a part of the cluster, or use zorse simulate.",
+        )
+    for where, replica in sets_of(plan):
+        yield Problem(
+            where=f"{source}: {where}",
+            found=f"{list(replica.ranks)}",
+            expected="one rank per replica",
+            remedy="Tensor-parallel sets are not emulated yet; zorse simulate knows sets of one "
+            "size.",
         )
     if dilation is not None and not 0 < dilation < float("inf"):
         yield Problem(
