@@ -76,7 +76,8 @@ def _connecting(
 ) -> dict[Communicator, Callable[[], object]]:
     """Communicator -> what makes NCCL connect it; to be called by all ranks, in this order."""
     rank = dist.get_rank()
-    group = create_groups(plan, rank=rank, timeout=TIMEOUT, channels=channels).group
+    groups = create_groups(plan, rank=rank, timeout=TIMEOUT, channels=channels)
+    group_of = {"group": groups.group, "set": groups.set}
     _, *others = planned_communicators(plan)
     links = {each: (each.ranks[0], each.ranks[1]) for each in others if each.use == "link"}
     of_link = {link: channels[each] for each, link in links.items() if each in channels}
@@ -84,12 +85,12 @@ def _connecting(
 
     def sum_up(communicator: Communicator) -> None:
         if rank in communicator.ranks:
-            dist.all_reduce(torch.ones(1024, device=device), group=group)
+            dist.all_reduce(torch.ones(1024, device=device), group=group_of[communicator.use])
 
     def send(communicator: Communicator) -> None:
         connect(mine, all_links=[links[communicator]], rank=rank, device=device)
 
-    act = {"group": sum_up, "link": send}
+    act = {"group": sum_up, "set": sum_up, "link": send}
     return {each: partial(act[each.use], each) for each in others}
 
 
