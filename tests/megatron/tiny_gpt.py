@@ -58,6 +58,8 @@ def groups_of(groups: Sequence[Sequence[int]], setup: Setup) -> Any:
     return collection_of(
         PlanGroups(
             group=mine,
+            set=alone,
+            everyone=mine,
             alone=alone,
             world=dist.group.WORLD,
             stage=setup.stage,
@@ -228,7 +230,15 @@ def make_stock(
 
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     collection = collection_of(
-        PlanGroups(group=alone, alone=alone, world=alone, stage=0, num_stages=1)
+        PlanGroups(
+            group=alone,
+            set=alone,
+            everyone=alone,
+            alone=alone,
+            world=alone,
+            stage=0,
+            num_stages=1,
+        )
     )
     setup = replace(setup, overlap=False)
     distributed = {"use_distributed_optimizer": use_distributed_optimizer}

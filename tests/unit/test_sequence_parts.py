@@ -97,10 +97,10 @@ def test_each_element_of_an_activation_crosses_once(plan: Plan) -> None:
 
 
 def test_a_part_is_printed_and_read_back() -> None:
-    word = "1SA3>4[8:12](1:3/6)"
+    word = "1SA3>4[8:12,1:3/6]"
     assert str(parse_action(word)) == word
     with pytest.raises(ValueError, match="expected an action"):
-        parse_action("1SA3>4[8:12](1:3)")
+        parse_action("1SA3>4[8:12,1:3]")
 
 
 def test_ranks_of_a_set_that_compute_in_another_order_are_found() -> None:
@@ -111,7 +111,7 @@ def test_ranks_of_a_set_that_compute_in_another_order_are_found() -> None:
 
 
 def test_a_send_and_a_receive_of_other_parts_do_not_match() -> None:
-    text = "rank 0: 0F0 0SA0>1[0:1](0:1/2)\nrank 1: 1RA0<0[0:1](1:2/2) 1F0"
+    text = "rank 0: 0F0 0SA0>1[0:1,0:1/2]\nrank 1: 1RA0<0[0:1,1:2/2] 1F0"
     with pytest.raises(ScheduleError, match="where rank 1 has"):
         check_executable(parse_action_lists(text))
 

@@ -10,7 +10,7 @@ An action prints as a short word and parses back:
 | `2RA0<1[8:12]`| start to receive them from rank 1, for chunk 2's micro-batch 0           |
 | `2SG0>1[8:12]`| start to send the gradient of those samples back to rank 1               |
 | `1RG3<4[8:12]`| start to receive it from rank 4, for chunk 1's micro-batch 3             |
-| `1SA3>4[8:12](0:1/2)` | the same of the first half of the sequence, to a tensor-parallel set |
+| `1SA3>4[8:12,0:1/2]` | the first half of each sequence of them, to a tensor-parallel set   |
 | `1REDUCE`     | sum chunk 1's gradients over its group into each rank's shard            |
 | `TIE`         | sum the tied embedding's gradient over the first and the last chunk      |
 | `SCALE`       | divide all gradients by the global batch's number of tokens              |
@@ -103,15 +103,14 @@ class Action:
             assert self.samples is not None
             arrow = ">" if self.kind in SENDS else "<"
             start, stop = self.samples
-            place = f"{self.chunk}{self.kind}{self.micro_batch}{arrow}{self.peer}[{start}:{stop}]"
-            return place if self.part is None else f"{place}{self.part}"
+            part = "" if self.part is None else f",{self.part}"
+            end = f"{arrow}{self.peer}[{start}:{stop}{part}]"
+            return f"{self.chunk}{self.kind}{self.micro_batch}{end}"
         suffix = "" if self.micro_batch is None else str(self.micro_batch)
         return f"{self.chunk}{self.kind}{suffix}"
 
 
-_TRANSFER = re.compile(
-    r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)\](?:\((\d+):(\d+)/(\d+)\))?"
-)
+_TRANSFER = re.compile(r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)(?:,(\d+):(\d+)/(\d+))?\]")
 _COMPUTE = re.compile(r"(\d+)([FB])(\d+)")
 _CHUNK = re.compile(r"(\d+)(REDUCE|GATHER|RELEASE|OFFLOAD|FETCH)")
 

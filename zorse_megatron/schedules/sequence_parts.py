@@ -32,7 +32,7 @@ class SequencePart:
         return length * self.start // self.of, length * self.stop // self.of
 
     def __str__(self) -> str:
-        return f"({self.start}:{self.stop}/{self.of})"
+        return f"{self.start}:{self.stop}/{self.of}"
 
 
 def part_of_rank(index: int, degree: int) -> SequencePart:
@@ -56,7 +56,7 @@ def part_pairs(sources: int, targets: int) -> tuple[PartPair, ...]:
     """The messages between sets of `sources` and `targets` ranks, in the order of positions.
 
     >>> [(p.source, p.target, str(p.part)) for p in part_pairs(2, 3)]
-    [(0, 0, '(0:1/3)'), (0, 1, '(2:3/6)'), (1, 1, '(3:4/6)'), (1, 2, '(2:3/3)')]
+    [(0, 0, '0:1/3'), (0, 1, '2:3/6'), (1, 1, '3:4/6'), (1, 2, '2:3/3')]
     """
     if sources == targets == 1:
         return (PartPair(source=0, target=0, part=None),)
