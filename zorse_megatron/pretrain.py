@@ -26,7 +26,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from zorse_megatron.errors import FlagError, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.cluster_ranks import node_called, torch_environment
 from zorse_megatron.launch.max_connections import queue_environment, queue_problems
-from zorse_megatron.launch.rank_environment import launched_rank, node_name
+from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank, node_name
 from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.log import complain
 from zorse_megatron.pretrain_command import PretrainCommand, split_command
@@ -69,28 +69,51 @@ def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
     if launched is not None:  # before anything can go wrong, so that not every rank complains
         os.environ.update(torch_environment(launched, environment, None))
     share_gpus(os.environ)
-    command = split_command(argv)
-    cluster = None
-    if command.cluster is not None:
-        from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-
-        cluster = load_cluster(command.cluster)
-        if launched is not None:
-            os.environ.update(torch_environment(launched, environment, cluster))
-    plan: Plan | None = None
-    dtypes: tuple[ComputeDtype, ...] = ()
-    limits = command.limits
-    if command.plan is not None:
-        checked = _checked_plan(command, command.plan, cluster)
-        plan, dtypes = checked.plan, checked.dtypes
+    try:
+        command = split_command(argv)
+        cluster = _cluster_of(command, launched, environment)
+        checked = None if command.plan is None else _checked_plan(command, command.plan, cluster)
+        refuse_without("train", what="training")
+    except ZorseError as error:
+        _tell_other_nodes(error, argv)
+        raise
+    watch, hub_address = WatchedRank(None, command.limits), ""
+    if checked is not None:
         os.environ.update(queue_environment(os.environ))
-        limits = replace(limits, exit_s=checked.timeout_s)
-    refuse_without("train", what="training")
-    watch, hub_address = WatchedRank(None, limits), ""
-    if plan is not None:
-        watch, hub_address = _watched(plan, limits, _own_node(cluster))
+        limits = replace(command.limits, exit_s=checked.timeout_s)
+        watch, hub_address = _watched(checked.plan, limits, _own_node(cluster))
     with watch.last_words():
-        _train(command, plan, cluster, watch, hub_address, dtypes=dtypes, setup=setup)
+        _train(command, checked, cluster, watch, hub_address, setup=setup)
+
+
+def _cluster_of(
+    command: PretrainCommand, launched: LaunchedRank | None, environment: Mapping[str, str]
+) -> Cluster | None:
+    """The cluster file, which may name another interface for the ranks to meet."""
+    if command.cluster is None:
+        return None
+    from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+
+    cluster = load_cluster(command.cluster)
+    if launched is not None:
+        os.environ.update(torch_environment(launched, environment, cluster))
+    return cluster
+
+
+def _tell_other_nodes(error: ZorseError, argv: Sequence[str]) -> None:
+    """Where other nodes may have found nothing wrong, let them not wait for this one.
+
+    A job on one node ends at once: all its ranks read the same files. Without a plan nobody would
+    hear it.
+    """
+    from zorse_megatron.watch.start import watched
+
+    has_plan = any(word.partition("=")[0] == "--zorse-plan" for word in argv)
+    if not has_plan or os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
+        return
+    watch, _ = watched(os.environ, describe=lambda rank: f"rank {rank}", host=_own_node(None))
+    with watch.last_words(is_early=True):
+        raise error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +174,11 @@ def _watched(plan: Plan, limits: Limits, node: str) -> tuple[WatchedRank, str]:
 
 def _train(
     command: PretrainCommand,
-    plan: Plan | None,
+    checked: _CheckedPlan | None,
     cluster: Cluster | None,
     watch: WatchedRank,
     hub: str,
     *,
-    dtypes: Sequence[ComputeDtype],
     setup: RankSetup | None,
 ) -> None:
     """Put the plan into effect and run the script. `hub`: on rank 0, see `watch.start`."""
@@ -165,6 +187,7 @@ def _train(
     from zorse_megatron.adapter.start_checks import checked_gpu_flags
     from zorse_megatron.watch.hub_address import exchange
 
+    plan, dtypes = (None, ()) if checked is None else (checked.plan, checked.dtypes)
     store = exchange(watch, hub)
     megatron_flags = checked_gpu_flags(
         command.megatron, node=_own_node(cluster), store=store, dtypes=dtypes

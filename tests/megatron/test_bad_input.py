@@ -206,6 +206,29 @@ def test_ranks_with_different_plans(tmp_path: Path) -> None:
     assert_refused(result, "rank 2", "on rank 0", "Copy the same plan")
 
 
+@pytest.mark.parametrize("bad", [(2,), (0, 1, 2)])
+def test_a_plan_that_is_bad_on_some_nodes(bad: tuple[int, ...], tmp_path: Path) -> None:
+    """Each rank is a node. The others would wait for a rank that has not come so far as to meet
+    them, as nothing but torchrun or srun knows of its end; and not every launcher tells."""
+    for rank in range(3):
+        text = BAD_PLANS["gap in the layers"][0] if rank in bad else json.dumps(good_plan())
+        (tmp_path / f"plan-{rank}.json").write_text(text)
+    result = run_ranks(
+        [*FLAGS, "--zorse-plan", str(tmp_path / "plan-RANK.json")],
+        3,
+        entry="tests.megatron.rank_in_argv_entry",
+        timeout_s=60,
+        env={"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        grace_after_failure_s=20.0,
+    )
+    assert result.returncodes == (BAD_INPUT,) * 3
+    for rank, output in enumerate(result.outputs):
+        assert ("found layer 1 in no chunk" in output) == (rank in bad or rank == 0), output
+    # Where all say the same, none is to blame.
+    assert ("the job ends" in result.outputs[0]) == (len(bad) == 1)
+    assert result.wall_s < 20
+
+
 def test_ranks_on_other_gpus_and_nodes(tmp_path: Path) -> None:
     """All ranks are on node "a" and say that they have a T4: right for ranks 0 and 1 alone."""
     cluster = tmp_path / "cluster.yaml"

@@ -46,6 +46,7 @@ def blamed(given: RootCause, now_s: float, *, late: tuple[int, ...] = ()) -> int
         ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.ABORTED, 500.0)], 502.0, 1),
         ([(1, FailureKind.EXITED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
         ([(1, FailureKind.REFUSED, 0.0)], 20.0, 1),
+        ([(1, FailureKind.REFUSED_EARLY, 0.0)], 0.5, 1),
         ([(1, FailureKind.REFUSED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
         ([(1, FailureKind.ASKED_TO_END, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 3.0, 1),
     ],
@@ -72,7 +73,14 @@ def test_ranks_that_have_not_joined_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [FailureKind.EXITED, FailureKind.ASKED_TO_END, FailureKind.REFUSED, FailureKind.FAILED]
+    "kind",
+    [
+        FailureKind.EXITED,
+        FailureKind.ASKED_TO_END,
+        FailureKind.REFUSED,
+        FailureKind.REFUSED_EARLY,
+        FailureKind.FAILED,
+    ],
 )
 def test_what_all_ranks_do_is_no_ranks_fault(kind: FailureKind) -> None:
     found = [(rank, kind, 0.1 * rank) for rank in ALL]

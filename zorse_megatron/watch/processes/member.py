@@ -96,6 +96,7 @@ class Member:
             return
         self._line = LineSocket(connection)
         self._line.send({"token": token, "rank": self.rank, "host": self.host})
+        self._send_reports(self._line)  # or the hub would take a rank that has failed for well
         self._heard_s = now_s
 
     def _talk(self, line: LineSocket, now_s: float) -> None:
@@ -107,9 +108,7 @@ class Member:
                 self.stop = FailureKind[message["stop"]]
                 self.is_blamed = message["blamed"] == self.rank
             self.is_over = self.is_over or "bye" in message
-        for message in self._waiting:
-            line.send(message)
-        self._waiting.clear()
+        self._send_reports(line)
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + BEAT_S
             line.send({"beat": 1})
@@ -121,6 +120,11 @@ class Member:
         elif now_s - self._heard_s > self.limits.silence_s:
             line.close()
             self._lose(silent(0, now_s - self._heard_s).reason)
+
+    def _send_reports(self, line: LineSocket) -> None:
+        for message in self._waiting:
+            line.send(message)
+        self._waiting.clear()
 
     def _lose(self, why: str) -> None:
         self.lost_hub = Report(rank=0, kind=FailureKind.VANISHED, reason=why)

@@ -19,6 +19,8 @@ class LastWord(enum.StrEnum):
     """By an error of its own."""
     REFUSED = "refused"
     """Input that every rank finds to be wrong."""
+    REFUSED_EARLY = "refused early"
+    """Input that was found to be wrong before this rank met the others."""
     EXITS = "exits"
     LOST_CONTACT = "lost contact"
 
@@ -33,6 +35,8 @@ class FailureKind(enum.Enum):
     LEFT = ("left", 2, 0.5)
     """It ended without a word, by a status of its own."""
     FAILED = ("failed", 2, 0.5)
+    REFUSED_EARLY = ("refused early", 2, 0.5)
+    """Who has come further has found the input to be right: files may differ by node."""
     ABORTED = ("aborted", 3, 2.0)
     """By SIGABRT, as NCCL's watchdog does to those that wait for a rank in vain."""
     EXITED = ("exited", 4, 10.0)
@@ -66,6 +70,7 @@ _TOGETHER = (
     FailureKind.EXITED_WELL,
     FailureKind.ASKED_TO_END,
     FailureKind.REFUSED,
+    FailureKind.REFUSED_EARLY,
 )
 _GO_ALONE = (FailureKind.EXITED, FailureKind.EXITED_WELL, FailureKind.REFUSED)
 _IN_VAIN_S = 60.0
@@ -197,6 +202,7 @@ def report_of_word(rank: int, *, word: str, phase: str, status: int = 0) -> Repo
         LastWord.DONE: (FailureKind.DONE, ""),
         LastWord.FAILED: (FailureKind.FAILED, f"failed ({reason})"),
         LastWord.REFUSED: (FailureKind.REFUSED, f"failed ({reason})"),
+        LastWord.REFUSED_EARLY: (FailureKind.REFUSED_EARLY, f"failed ({reason})"),
         LastWord.EXITS: (
             FailureKind.EXITED_WELL if reason == "0" else FailureKind.EXITED,
             f"has exited alone, with status {reason},",

@@ -52,10 +52,11 @@ class WatchedRank:
             time.sleep(_LOOK_S)
 
     @contextmanager
-    def last_words(self, *, all_refuse: bool = True) -> Iterator[None]:
+    def last_words(self, *, all_refuse: bool = True, is_early: bool = False) -> Iterator[None]:
         """Let the watcher know how the block ends.
 
         `all_refuse`: what one rank refuses is refused by all, unless the error says otherwise.
+        `is_early`: the rank has not met the others, who have found nothing wrong if they wait.
         """
         try:
             yield
@@ -68,7 +69,8 @@ class WatchedRank:
             raise
         except ZorseError as error:
             alone = error.is_of_one_rank or not all_refuse
-            self.say(LastWord.FAILED if alone else LastWord.REFUSED, in_one_line(error))
+            refused = LastWord.REFUSED_EARLY if is_early else LastWord.REFUSED
+            self.say(LastWord.FAILED if alone else refused, in_one_line(error))
             raise
         except BaseException as error:
             if is_communication_error(error):

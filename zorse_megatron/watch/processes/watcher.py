@@ -36,6 +36,7 @@ _SURVIVOR_S = 2.0
 _GUILTY_S = 5.0
 """How long a rank has to end by itself: a guilty one may still be writing its traceback."""
 _HELPER_S = 120.0
+_BAD_INPUT = (FailureKind.REFUSED, FailureKind.REFUSED_EARLY)
 FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT)
 _IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE)
 """A terminal sends these to the rank, too."""
@@ -207,7 +208,7 @@ class Watcher:
         self._say_line()
         status = self.status
         if self._stop is not None and not self.own_fault:
-            status = BAD_INPUT if self._stop is FailureKind.REFUSED else LOST_RANK
+            status = BAD_INPUT if self._stop in _BAD_INPUT else LOST_RANK
         elif self._stop is not None and status == 0:
             status = LOST_RANK
         end_as(status)
