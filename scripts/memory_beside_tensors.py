@@ -5,7 +5,7 @@
 For each cluster the planner's plan; for its ranks the communicators of NCCL, and what they take by
 `costs.process_memory`. *Before*: as many communicators, each with the channels that NCCL takes by
 itself, connected by a sum: NVIDIA/nccl issue 964 has 544 MB for two GPUs on NVLink and 688 MB for
-more; over PCIe and networks `WORLD_CHANNELS` channels. Also what a layer keeps with and without
+more; over PCIe and networks `OWN_CHANNELS` channels. Also what a layer keeps with and without
 flash attention on four kinds. Nothing here was measured on a GPU.
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 from zorse_megatron.costs.process_memory import (
     RECEIVE_CHANNEL_BYTES,
     SEND_CHANNEL_BYTES,
-    WORLD_CHANNELS,
     communicator_bytes,
     planned_channels,
     process_items,
@@ -43,6 +42,7 @@ CLUSTERS = {
     "c": ("llama-7b", 512, 2048),
 }
 FOUR_KINDS = ("V100-16", "T4", "A100-40", "H100-80")
+OWN_CHANNELS = 4
 NVLINK_PAIR_BYTES, NVLINK_GROUP_BYTES = 544_000_000, 688_000_000
 NOTHING = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
 
@@ -55,7 +55,7 @@ def before_bytes(communicator: Communicator, cluster: Cluster) -> int:
         return NVLINK_PAIR_BYTES if len(communicator.ranks) == 2 else NVLINK_GROUP_BYTES
     ring = RECEIVE_CHANNEL_BYTES + SEND_CHANNEL_BYTES
     message = RECEIVE_CHANNEL_BYTES if communicator.use == "link" else 0
-    return WORLD_CHANNELS * (ring + message)
+    return OWN_CHANNELS * (ring + message)
 
 
 def _node_of(cluster: Cluster, rank: int):  # type: ignore[no-untyped-def]

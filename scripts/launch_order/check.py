@@ -3,9 +3,9 @@
     python -m scripts.launch_order.check --plans 2000
 
 For each plan, and each number of hardware queues and of NCCL kernels for which a GPU has room: how
-many plans hang. "fit": room for one kernel of each communicator, as `schedules.communicators` sees
-to. The rows beside "as they are launched" are what the project does not do, to show that such hangs
-are found.
+many plans hang. "all": room for as many kernels as can wait at once, by the bound that plans are
+held to (`schedules.waiting_kernels`). The rows beside "as they are launched" are what the project
+does not do, to show that such hangs are found.
 """
 
 import argparse
@@ -23,9 +23,10 @@ from scripts.receives_ahead import EXAMPLES, inputs_of
 from tests.strategies import lowerable_plans, plans
 from zorse_megatron.planner.find_plan import STRATEGIES, NoPlanError, find_plan
 from zorse_megatron.schedules.actions import Action, ActionLists
-from zorse_megatron.schedules.communicators import communicators_of, resident_kernels
+from zorse_megatron.schedules.communicators import communicators_of
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.receive_openings import receive_openings
+from zorse_megatron.schedules.waiting_kernels import most_waiting
 from zorse_megatron.schema.plan.plan import Plan
 
 Room = int | Literal["fit"] | None
@@ -45,6 +46,19 @@ def launched_when_opened(actions: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(actions[at] for at in sorted(places, key=lambda at: (places[at], at)))
 
 
+def bounds_of(plan: Plan, lists: ActionLists) -> list[int]:
+    """Rank -> how many of its kernels can wait at once, by the bound."""
+    others = Counter(
+        rank
+        for communicator in communicators_of(plan, [lists])
+        if communicator.use != "link"
+        for rank in communicator.ranks
+    )
+    return [
+        most_waiting(rank, actions, others=others[rank]) for rank, actions in enumerate(lists.ranks)
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launched:
     """What the ranks of a plan launch, and for how many kernels their GPUs must have room."""
@@ -56,12 +70,12 @@ class Launched:
     def of(cls, plan: Plan, way: str, *, forward_only: bool = False) -> "Launched":
         """In one of the `WAYS`."""
         lists = lower_plan(plan, forward_only=forward_only)
-        resident = resident_kernels(communicators_of(plan, [lists]))
+        bounds = bounds_of(plan, lists)
         if way == WAYS[2]:
             lists = ActionLists(ranks=tuple(map(launched_when_opened, lists.ranks)))
         return cls(
             launches=launches_of(plan, lists, overlaps_reductions=way == WAYS[1]),
-            resident=[resident[rank] for rank in range(plan.world_size)],
+            resident=bounds,
         )
 
     def hang(self, queues: int | None, room: Room) -> str | None:

@@ -47,6 +47,15 @@ def find_hang(
     return _Run(gpus, launches, random).hang()
 
 
+def most_seen(launches: Sequence[Sequence[Launch]], *, seed: int = 0) -> list[int]:
+    """Rank -> the most kernels of NCCL that were resident at once, in one order of events."""
+    random = Random(seed)
+    gpus = [_Gpu(items, None, None, random) for items in launches]
+    hang = _Run(gpus, launches, random).hang()
+    assert hang is None, hang
+    return [gpu.most_resident for gpu in gpus]
+
+
 class _Gpu:
     def __init__(
         self,
@@ -60,6 +69,7 @@ class _Gpu:
         """What the host waits for."""
         self.num_resident = num_resident
         self.resident: set[Launch] = set()
+        self.most_resident = 0
         streams = list(dict.fromkeys(item.stream for item in items))
         random.shuffle(streams)
         count = num_queues or len(streams)
@@ -133,6 +143,7 @@ class _Run:
             self.done.add(item)
             return set()
         gpu.resident.add(item)
+        gpu.most_resident = max(gpu.most_resident, len(gpu.resident))
         together = self.started.setdefault(item.operation, [])
         together.append(item)
         if len(together) < len(item.operation[0].ranks):

@@ -14,6 +14,7 @@ from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, SENDS, Action, A
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.communicators import Communicator, communicators_of
 from zorse_megatron.schedules.receive_openings import receive_openings
+from zorse_megatron.schedules.send_closings import send_closings
 from zorse_megatron.schema.plan.plan import Plan
 
 MAIN, SIDE, TO_HOST, FROM_HOST = "main", "side", "to host", "from host"
@@ -75,7 +76,9 @@ class _Launches:
         self.opened: dict[int, Launch | None] = {}
         """Position of a receive -> the main stream's last launch when its buffer was opened."""
         self.received: dict[tuple[bool, int | None, int | None], list[Launch]] = defaultdict(list)
-        self.sent: list[Launch] = []
+        self.closings = send_closings(self.actions)
+        self.sent: dict[int, list[Launch]] = defaultdict(list)
+        """Position -> sends for which the main stream waits there."""
         self.gathers: dict[int | None, Launch] = {}
         self.copies: dict[int | None, Launch] = {}
         self.reducing: list[Launch] = []
@@ -90,16 +93,16 @@ class _Launches:
             opens_at[opening].append(receive)
         for at, action in enumerate(self.actions):
             self.opened.update(dict.fromkeys(opens_at[at], self.tail))
+            self._close(at)
             if action.kind in RECEIVES:
                 self._receive(at, action)
             elif action.kind in SENDS:
-                self._send(action)
+                self._send(at, action)
             elif action.kind in COMPUTE:
                 self._compute(at, action)
             else:
                 self._on_state(action)
-        if not any(action.kind is Kind.STEP for action in self.actions):
-            self._flush()
+        self._close(len(self.actions))
         return self.found
 
     def _add(self, stream: Hashable, word: str, *after: Launch | None, **more: object) -> Launch:
@@ -131,11 +134,11 @@ class _Launches:
         forward = action.kind is Kind.RECEIVE_ACTIVATION
         self.received[forward, action.chunk, action.micro_batch].append(received)
 
-    def _send(self, action: Action) -> None:
+    def _send(self, at: int, action: Action) -> None:
         link = self.of_use["link", (self.rank, action.peer)]  # type: ignore[index]
         sent = self._start(link, "send", str(action), self.tail)
         assert sent is not None
-        self.sent.append(sent)
+        self.sent[self.closings[at]].append(sent)
 
     def _compute(self, at: int, action: Action) -> None:
         forward = action.kind is Kind.FORWARD
@@ -213,11 +216,10 @@ class _Launches:
             )
             self._on_main(f"after {action}", summed)
             return
-        self._flush()
         summed = self._start(self.of_use.get(("world", None)), str(action), str(action), self.tail)
         self._on_main(f"after {action}", summed, holds_host=True)
 
-    def _flush(self) -> None:
-        sent, self.sent = self.sent, []
+    def _close(self, at: int) -> None:
+        sent = self.sent.pop(at, [])
         if sent:
-            self._on_main("flush", *sent)
+            self._on_main("sends have left", *sent)

@@ -23,6 +23,7 @@ from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import Offload, Recompute
 from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.perturb import Perturbation
 
 LAYERS = 4
@@ -134,7 +135,11 @@ def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(
         plan, INPUTS.compute, INPUTS.memory, comm, kinds, sequence_length=MODEL.seq_length
     )
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=tolerance)
-    assert found.peak_bytes == pytest.approx(predicted.peak_memory_bytes, rel=0.1)
+    # Emulated GPUs do not count messages.
+    expected = [
+        rank.total.num_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
+    ]
+    assert found.peak_bytes == pytest.approx(expected, rel=0.1)
     assert found.losses == pytest.approx(stock_losses, abs=2e-5)
 
 

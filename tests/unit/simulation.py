@@ -59,6 +59,8 @@ class Reference:
         self.edge_free_s = defaultdict(float)
         self.turns = [[0.0, 0.0] for _ in self.clock]
         """Rank -> when its computations' turns came."""
+        self.under_way = [deque() for _ in self.clock]
+        """Rank -> its sends that it has not waited for: computations before, when it has left."""
         self.end_s = 0.0
         self.expected = defaultdict(int)
         self.arrived = defaultdict(list)
@@ -100,13 +102,19 @@ class Reference:
             return True
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             key = self._consumer(rank, action)
-            if len(self.arrived[key]) < self.expected[key]:
+            left_s = self._left_s(rank, len(self.turns[rank]) - 2 - 6)
+            if left_s is None or len(self.arrived[key]) < self.expected[key]:
                 return False
             self.turns[rank].append(self.clock[rank])
-            start_s = max([self.clock[rank], *self.arrived[key]])
+            start_s = max([self.clock[rank], left_s, *self.arrived[key]])
             self._span(rank, start_s, start_s + self._duration_s(rank, action))
             return True
         return self._join(rank, action)
+
+    def _left_s(self, rank: int, most: int) -> float | None:
+        """When all that was sent after so many computations, or fewer, has left."""
+        sent = [left_s for before, left_s in self.under_way[rank] if before <= most]
+        return None if None in sent else max(sent, default=0.0)
 
     def _span(self, rank: int, start_s: float, end_s: float) -> None:
         self.spans[rank, self.at[rank]] = start_s, end_s
@@ -129,15 +137,19 @@ class Reference:
         edge = (rank, action.peer) if sends else (action.peer, rank)
         # A receive may begin at the turn of the second computation before it.
         posted_s = self.clock[rank] if sends else self.turns[rank][-2]
-        self.posts[edge][0 if sends else 1].append((posted_s, rank, action))
+        entry = [len(self.turns[rank]) - 2, None]
+        if sends:
+            self.under_way[rank].append(entry)
+        self.posts[edge][0 if sends else 1].append((posted_s, rank, action, entry))
         sent, received = self.posts[edge]
         while sent and received:
-            (send_s, _, send), (receive_s, target, receive) = sent.popleft(), received.popleft()
+            send_s, _, send, entry = sent.popleft()
+            receive_s, target, receive, _ = received.popleft()
             assert send.samples == receive.samples
             num_bytes = self.memory.boundary_bytes(send.samples[1] - send.samples[0])
             start_s = max(send_s, receive_s, self.edge_free_s[edge])
             end_s = start_s + self.comm.transfer_s(*edge, num_bytes)
-            self.edge_free_s[edge] = end_s
+            self.edge_free_s[edge] = entry[1] = end_s
             self.end_s = max(self.end_s, end_s)
             self.arrived[self._consumer(target, receive)].append(end_s)
 
@@ -154,6 +166,11 @@ class Reference:
             if at == len(actions) or actions[at].kind != action.kind:
                 return False
         start_s = max(self.clock[member] for member in members)
+        if action.kind is Kind.STEP:
+            left = [self._left_s(member, len(self.turns[member])) for member in members]
+            if None in left:
+                return False
+            start_s = max(start_s, *left)
         for member in members:
             owned = self.sizes.shards[self.plan.chunks_of_group(self.plan.group_of_rank(member))[0]]
             own_s = self.compute.step_s(self.kinds[member], owned[member])

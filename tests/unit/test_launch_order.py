@@ -2,10 +2,13 @@
 
 import pytest
 
+from scripts.launch_order import check
 from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
-from scripts.launch_order.hardware_queues import find_hang
+from scripts.launch_order.happens_before import most_waiting_exactly
+from scripts.launch_order.hardware_queues import find_hang, most_seen
 from scripts.launch_order.launches import MAIN, Launch
 from tests.unit.test_schedules import even_plan
+from zorse_megatron.schedules import waiting_kernels
 from zorse_megatron.schedules.communicators import Communicator
 
 AS_LAUNCHED, _, WHEN_OPENED = WAYS
@@ -81,11 +84,11 @@ def hanging(plans, way, *limits):
 
 
 @pytest.mark.parametrize("limits", [limits for limits in LIMITS if limits[1] == "fit"])
-def test_what_is_launched_ends_if_all_communicators_fit(plans, limits):
+def test_what_is_launched_ends_if_all_that_can_wait_at_once_fits(plans, limits):
     assert hanging(plans, AS_LAUNCHED, *limits) == 0
 
 
-def test_without_room_for_all_communicators_it_hangs(plans):
+def test_without_room_it_hangs(plans):
     assert hanging(plans, AS_LAUNCHED, None, 1) > 5
 
 
@@ -95,9 +98,48 @@ def test_receives_that_are_launched_when_they_are_opened_hang(plans):
     assert hanging(plans, WHEN_OPENED, 1, "fit") > 5
 
 
-def test_a_rank_has_as_many_kernels_at_once_as_communicators():
+def test_more_kernels_than_the_bound_never_wait_at_once(plans):
+    """What is seen is at most what can happen, and that at most the bound."""
+    for plan in plans:
+        launched = Launched.of(plan, AS_LAUNCHED)
+        exact = most_waiting_exactly(launched.launches)
+        seen = [
+            max(each)
+            for each in zip(*(most_seen(launched.launches, seed=s) for s in (1, 2)), strict=True)
+        ]
+        for rank, bound in enumerate(launched.resident):
+            assert seen[rank] <= exact[rank] <= bound
+
+
+@pytest.mark.parametrize("left_out", ["sends", "three"])
+def test_a_bound_that_is_too_small_is_found(plans, monkeypatch, left_out):
+    """As if a send never waited, or three kernels fewer than can: more can wait at once than that,
+    and with so little room plans hang."""
+    spans, most = waiting_kernels.message_spans, check.most_waiting
+
+    def without_sends(rank, actions):
+        return (span for span in spans(rank, actions) if span.link[0] != rank)
+
+    def fewer(*args, **options):
+        return max(1, most(*args, **options) - 3)
+
+    if left_out == "sends":
+        monkeypatch.setattr(waiting_kernels, "message_spans", without_sends)
+    else:
+        monkeypatch.setattr(check, "most_waiting", fewer)
+        assert hanging(plans, AS_LAUNCHED, None, "fit") > 0
+    each = [Launched.of(plan, AS_LAUNCHED) for plan in plans]
+    exact = [most_waiting_exactly(launched.launches) for launched in each]
+    assert any(
+        one > bound
+        for launched, found in zip(each, exact, strict=True)
+        for one, bound in zip(found, launched.resident, strict=True)
+    )
+
+
+def test_kernels_that_can_wait_at_once():
+    """A stage in the middle: four links on which messages wait, its group, and the world. The last
+    two never wait at the same time, and only when all messages have arrived."""
     launched = Launched.of(even_plan(3, 2, 4), AS_LAUNCHED)
-    middle = launched.launches[2]
-    assert len({each.operation[0] for each in middle if each.operation}) == launched.resident[2]
     assert launched.resident == [4, 4, 6, 6, 4, 4]
-    assert {each.rank for each in middle} == {2}
+    assert most_waiting_exactly(launched.launches) == [2, 2, 4, 4, 2, 2]

@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from tests.strategies import lowerable_plans
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.runtime import communicator_groups
-from zorse_megatron.runtime.communicator_groups import connect, link_groups, nccl_options
-from zorse_megatron.schedules.communicators import communicators_of, planned_communicators
+from zorse_megatron.runtime.communicator_groups import (
+    connect,
+    link_groups,
+    nccl_options,
+    world_options,
+)
+from zorse_megatron.schedules.communicators import (
+    WORLD_CTAS,
+    communicators_of,
+    planned_communicators,
+)
 from zorse_megatron.schedules.links import in_rounds, links_of
 from zorse_megatron.schedules.list_queries import edges_of
 from zorse_megatron.schedules.lower import lower_plan
@@ -90,3 +99,10 @@ def test_options_have_the_timeout_of_the_group():
     """Of another one `new_group` warns, that it would be overridden."""
     options = nccl_options(4, timedelta(minutes=33))
     assert options.config.max_ctas == 4 and options._timeout == timedelta(minutes=33)
+
+
+def test_the_world_has_few_channels_on_nccl_alone():
+    minutes = timedelta(minutes=7)
+    options = world_options("nccl", minutes)
+    assert (options.config.max_ctas, options._timeout) == (WORLD_CTAS, minutes)
+    assert world_options("gloo", minutes) is None

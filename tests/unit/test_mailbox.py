@@ -22,9 +22,6 @@ class FakeWork:
     def wait(self):
         return True
 
-    def is_completed(self):
-        return True
-
 
 @dataclass
 class FakeTransport:
@@ -171,9 +168,10 @@ def test_one_piece_in_another_dtype_is_converted_once():
 def test_a_sender_copies_only_what_it_cuts_or_converts(samples, neighbours, copies):
     mailbox = mailbox_of(neighbours=neighbours)
     output = torch.arange(LENGTH * 4 * WIDTH, dtype=torch.float32).view(LENGTH, 4, WIDTH)
-    (action,) = actions_of(f"0SA0>1[{samples[0]}:{samples[1]}]")
+    actions = actions_of(f"0SA0>1[{samples[0]}:{samples[1]}]")
+    mailbox.begin(actions)
     with Copies() as found:
-        mailbox.start_send(action, output, micro_batch(0, 0, 4))
+        mailbox.start_send(0, actions[0], output, micro_batch(0, 0, 4))
     (sent,) = mailbox.transport.sent
     assert found.found.total() == copies
     assert sent.is_contiguous()

@@ -41,7 +41,7 @@ NOT_RUN = {
     "zorse emulate ": "a minute; tests/megatron/test_emulation.py emulates less",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
     "python -m scripts.launch_order.check": "minutes; tests/unit/test_launch_order.py checks less",
-    "python scripts/receives_ahead.py": "searches; tests/unit/test_receive_openings.py",
+    "python -m scripts.receives_ahead": "searches; tests/unit/test_receive_openings.py",
     "python -m pytest": "it is among these tests",
     "python scripts/bench_kernels.py": "its times are of GPUs; tests/kernels/test_bench.py",
     "python scripts/bench_executor_overhead.py": "minutes of timing",

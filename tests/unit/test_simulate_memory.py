@@ -91,20 +91,22 @@ def test_the_peak_says_when_and_by_what():
 def test_buffers_of_a_first_stage():
     """Outputs of 10 bytes take 2 s to send at f = 1: four forwards, then backwards.
 
-    Sends: 1-3, 3-5, 5-7, 7-9. The message that left at 3 s is given back with the send at 3 s, the
-    others only with the flush, as nothing is sent any more. A gradient is received from the start
-    of the second computation before its backward on.
+    A gradient is received from the start of the second computation before its backward on. What was
+    sent is given back when six computations have ended since, or before STEP.
     """
-    plan = even_plan(4, 1, 4)
-    memory = FakeMemory(layer_count=0, boundary=10)
-    result = run(plan, memory=memory, comm=FakeComm(bytes_per_s=5.0))
-    buffers = {
-        step.time_s: step.by_category_bytes[Category.BUFFERS] for step in result.memory_over_time(0)
-    }
+    memory, comm = FakeMemory(layer_count=0, boundary=10), FakeComm(bytes_per_s=5.0)
+    buffers = buffers_over_time(run(even_plan(4, 1, 4), memory=memory, comm=comm))
     assert buffers[0.0] == 10  # output of F0, whose send starts at 1 s
     assert buffers[1.0] == 20
     assert buffers[2.0] == 40  # F2's output, and the receive of the first gradient
-    assert buffers[3.0] == 50  # F3's output, the receive of the second gradient; one has left
+    assert buffers[3.0] == 60  # F3's output, the receive of the second gradient
+    assert buffers[34.0] == 40  # B3 has started, the seventh computation after F0's send
+    assert buffers[41.0] == 0
+
+
+def buffers_over_time(result) -> dict[float, int]:
+    over_time = result.memory_over_time(0)
+    return {step.time_s: step.by_category_bytes[Category.BUFFERS] for step in over_time}
 
 
 def test_a_batch_in_pieces_is_copied():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import plans
+from tests.unit.chunked_plans import dealt_out
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import Reference, run
 from tests.unit.test_schedules import even_plan
@@ -502,6 +503,24 @@ def test_a_reduction_in_16_bits_sends_half_the_bytes_directly_to_the_owners():
             s.end_s - s.start_s for s in result.spans(0) if s.action == "0REDUCE"
         ]
     assert spans == {None: 5 + 640 * 4 / 2, "bf16": 5 + 384 * 2}
+
+
+def test_a_reduction_with_memory_of_its_own_waits_for_the_one_before():
+    """One group, three chunks: 2REDUCE takes until 15 s, and 1REDUCE comes at 7 s.
+
+    In 16 bits the main stream waits there for it, as the runtime does; 0B0 comes after that.
+    """
+    ends = {}
+    for wire in (None, "bf16"):
+        plan = dealt_out(even_plan(1, 2, 1), 3, schedule="interleaved")
+        group = dataclasses.replace(plan.groups[0], gradient_wire=wire)
+        result = run(
+            dataclasses.replace(plan, groups=(group,)), comm=FakeComm(collective_latency_s=10.0)
+        )
+        spans = {span.action: span for span in result.spans(0)}
+        assert (spans["2REDUCE"].end_s, spans["1B0"].end_s) == (15.0, 7.0)
+        ends[wire] = spans["0B0"].end_s
+    assert ends == {None: 9.0, "bf16": 17.0}
 
 
 def test_groups_are_priced_in_the_types_that_they_compute_in():

@@ -110,15 +110,18 @@ def _initialize_distributed() -> None:
     from megatron.training import get_args
 
     from zorse_megatron.adapter.found_software import gpu_of
+    from zorse_megatron.runtime.communicator_groups import world_options
 
     if dist.is_initialized():
         return
     args = get_args()
     if torch.cuda.device_count() > 0:
         torch.cuda.set_device(gpu_of(args.local_rank))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(
         backend=args.distributed_backend,
         world_size=args.world_size,
         rank=args.rank,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timeout=timeout,
+        pg_options=world_options(args.distributed_backend, timeout),
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.schedules.communicators import (
+    WORLD_CTAS,
     Communicator,
     crowding_note,
     max_ctas,
@@ -42,9 +43,6 @@ SEND_CHANNEL_BYTES = 2 * _MIB
 """Of one channel to one peer; the same list."""
 _PAIR_BYTES = RECEIVE_CHANNEL_BYTES + SEND_CHANNEL_BYTES
 
-WORLD_CHANNELS = 4
-"""Of the communicator of all ranks, which stock makes before a plan is read: what NCCL takes
-between nodes. Nobody published it for unequal nodes."""
 _TREE_PEERS = 3
 """That a rank has at most in a double binary tree, in both directions: the world's sums."""
 
@@ -90,7 +88,7 @@ def most_bytes(gpu: GpuKind) -> int:
     Their channels together are a part of the GPU's processors, unless there are more communicators.
     """
     channels = most_ctas(_multiprocessors(gpu))
-    communicators = channels * _PAIR_BYTES + WORLD_CHANNELS * _TREE_PEERS * _PAIR_BYTES
+    communicators = channels * _PAIR_BYTES + WORLD_CTAS * _TREE_PEERS * _PAIR_BYTES
     return sum(item.num_bytes for item in process_items(gpu)) + communicators
 
 
@@ -124,16 +122,13 @@ def fixed_bytes(plan: Plan, gpus: Sequence[GpuKind]) -> tuple[int, ...]:
 
 def crowding(plan: Plan, gpus: Sequence[GpuKind]) -> str | None:
     """See `crowding_note`. `gpus`: of each rank."""
-    return crowding_note(planned_communicators(plan), [_multiprocessors(gpu) for gpu in gpus])
+    return crowding_note(plan, [_multiprocessors(gpu) for gpu in gpus])
 
 
 def planned_channels(plan: Plan, num_sms: Sequence[int]) -> Mapping[Communicator, int]:
-    """Communicator -> its channels, as the runtime asks NCCL for; of the world what NCCL takes."""
+    """Communicator -> its channels, as the runtime asks NCCL for."""
     communicators = planned_communicators(plan)
-    asked = max_ctas(communicators, num_sms) if communicators else {}
-    return {
-        each: WORLD_CHANNELS if each.use == "world" else number for each, number in asked.items()
-    }
+    return max_ctas(communicators, num_sms) if communicators else {}
 
 
 def _multiprocessors(gpu: GpuKind) -> int:

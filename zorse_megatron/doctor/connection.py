@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zorse_megatron.costs.process_memory import WORLD_CHANNELS, communicator_bytes
-from zorse_megatron.schedules.communicators import Communicator
+from zorse_megatron.costs.process_memory import communicator_bytes
+from zorse_megatron.schedules.communicators import WORLD_CTAS, Communicator
 
 Use = Literal["world", "group", "set", "link"]
 
@@ -28,7 +28,7 @@ class Taken:
     def priced_bytes(self) -> int:
         """What the planner takes it for."""
         communicator = Communicator(use=self.use, ranks=self.ranks)
-        return communicator_bytes(communicator, self.rank, self.channels or WORLD_CHANNELS)
+        return communicator_bytes(communicator, self.rank, self.channels or WORLD_CTAS)
 
 
 def read_taken(path: Path) -> tuple[Taken, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.schedules.communicators import WORLD_CTAS
 from zorse_megatron.schedules.links import Link, in_rounds
 
 
@@ -31,6 +32,11 @@ def nccl_options(channels: int | None, timeout: timedelta | None) -> Any:
         options._timeout = timeout
     options.config.max_ctas = channels
     return options
+
+
+def world_options(backend: str, timeout: timedelta | None) -> Any:
+    """Return the options of the group of all ranks, which stock would leave to NCCL."""
+    return nccl_options(WORLD_CTAS, timeout) if backend == "nccl" else None
 
 
 def link_groups(

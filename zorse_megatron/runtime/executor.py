@@ -158,7 +158,7 @@ class Executor:
         if action.kind in RECEIVES:
             self.mailbox.start_receive(position)
         elif action.kind in SENDS:
-            self._send(action, remaining)
+            self._send(position, action, remaining)
         elif action.kind is Kind.FORWARD:
             self._forward(action, runner)
         elif action.kind is Kind.BACKWARD:
@@ -211,10 +211,12 @@ class Executor:
         else:
             self.to_send[kind, chunk, micro_batch.index] = tensor
 
-    def _send(self, action: Action, remaining: dict[tuple[Kind, int, int], int]) -> None:
+    def _send(
+        self, position: int, action: Action, remaining: dict[tuple[Kind, int, int], int]
+    ) -> None:
         key = _produced(action)
         _, micro_batch = self._operands(action)
-        self.mailbox.start_send(action, self.to_send[key], micro_batch)
+        self.mailbox.start_send(position, action, self.to_send[key], micro_batch)
         remaining[key] -= 1
         if not remaining[key]:
             del self.to_send[key]

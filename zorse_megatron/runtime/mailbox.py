@@ -17,6 +17,7 @@ from zorse_megatron.runtime.transport import Receive, Transport, Work
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.schedules.send_closings import send_closings
 from zorse_megatron.schedules.sequence_parts import part_of_rank
 
 
@@ -81,21 +82,28 @@ class Mailbox:
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds what waits for other ranks."""
     incoming: dict[tuple[bool, int, int], list[_Incoming]] = field(default_factory=dict)
-    leaving: list[tuple[Work, torch.Tensor]] = field(default_factory=list)
+    leaving: dict[int, list[tuple[Work, torch.Tensor]]] = field(default_factory=dict)
+    """Position in the list -> messages that must have left before its action."""
     _to_open: dict[int, list[tuple[int, Action]]] = field(default_factory=dict)
     """Position in the list -> receives (with theirs) whose buffers are opened there."""
     _opened: dict[int, Receive] = field(default_factory=dict)
     """Position of a receive that has not been launched."""
+    _closings: Mapping[int, int] = field(default_factory=dict)
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Start a list: from now on positions are those of its actions."""
-        assert not self.incoming, "the list before this one left tensors behind"
+        left = self.incoming or self.leaving
+        assert not left, "the list before this one left tensors behind"
+        self._closings = send_closings(actions)
         self._to_open = {}
         for position, opening in receive_openings(actions).items():
             self._to_open.setdefault(opening, []).append((position, actions[position]))
 
     def come_to(self, position: int) -> None:
-        """Open the buffers of the receives that may begin before this action."""
+        """Open the buffers of the receives that may begin before this action; let go of sends.
+
+        Buffers first: what is to arrive does not wait for what is to leave.
+        """
         for at, action in self._to_open.pop(position, ()):
             assert action.samples is not None and action.peer is not None
             start, stop = action.samples
@@ -108,15 +116,17 @@ class Mailbox:
             )
             self.incoming.setdefault(self._key(action), []).append(piece)
             self._opened[at] = receive
+        self._close(position)
 
     def start_receive(self, position: int) -> None:
         """Launch one receive, whose buffer is open; its data is taken with `take`."""
         self._opened.pop(position).launch()
 
-    def start_send(self, action: Action, tensor: torch.Tensor, micro_batch: MicroBatch) -> None:
+    def start_send(
+        self, position: int, action: Action, tensor: torch.Tensor, micro_batch: MicroBatch
+    ) -> None:
         """Send the action's samples of `tensor`, which holds all of `micro_batch`."""
         assert action.samples is not None and action.peer is not None
-        self._forget_what_left()
         start, stop = action.samples
         part = tensor
         if (start, stop) != (micro_batch.start, micro_batch.stop):
@@ -128,7 +138,7 @@ class Mailbox:
         # One pass over the memory at most; `to` leaves what has the dtype as it is.
         part = part.to(dtype, memory_format=torch.contiguous_format).contiguous()
         work = self.transport.send(part, peer=action.peer, tag=self._tag(action))
-        self.leaving.append((work, part))
+        self.leaving.setdefault(self._closings[position], []).append((work, part))
 
     def take(self, *, activation: bool, chunk: int, micro_batch: MicroBatch) -> torch.Tensor:
         """Wait for all pieces of a micro-batch; join them along the batch dimension."""
@@ -186,22 +196,20 @@ class Mailbox:
         """Everything that is arriving or leaving."""
         for pieces in self.incoming.values():
             yield from (piece.buffer for piece in pieces)
-        yield from (part for _, part in self.leaving)
+        for messages in self.leaving.values():
+            yield from (part for _, part in messages)
 
     def flush(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self.leaving:
-            work.wait()
-        self.leaving.clear()
+        for position in sorted(self.leaving):
+            self._close(position)
 
-    def _forget_what_left(self) -> None:
-        still = []
-        for work, part in self.leaving:
-            if work.is_completed():
-                work.wait()  # raises the error of a send that failed
-            else:
-                still.append((work, part))
-        self.leaving = still
+    def _close(self, position: int) -> None:
+        messages = self.leaving.pop(position, [])
+        if messages:
+            with self.waiting():
+                for work, _ in messages:
+                    work.wait()
 
     @staticmethod
     def _key(action: Action) -> tuple[bool, int, int]:

@@ -2,9 +2,10 @@
 
 A communicator runs its kernels one after the other, on a stream of its own. A kernel that has
 started occupies its processors until all of its ranks have come, so kernels of different
-communicators must fit onto a GPU at once: if one had to wait for the end of another, two ranks
-could each wait for what the other has not room for. `scripts.launch_order` shows such hangs, and
-that there are none where all fit.
+communicators that can wait at once must fit onto a GPU together, beside a computation: if one had
+to wait for the end of another, two ranks could each wait for what the other has not room for.
+`waiting_kernels` bounds what can wait at once; `scripts.launch_order` shows such hangs, and that
+there are none within the bound.
 """
 
 from collections import Counter
@@ -15,15 +16,20 @@ from typing import Literal
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.links import links_of
 from zorse_megatron.schedules.list_queries import edges_of
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.waiting_kernels import most_waiting
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks
 
-# Kernels that wait for other ranks hold this part of a GPU's multiprocessors, or one each if that
-# is more; but at least half are left to the computations that the others wait for.
+# All communicators of a GPU share this part of its multiprocessors, or have one each if that is
+# more.
 _PART_FOR_COMMUNICATION = 0.25
-_MOST_FOR_COMMUNICATION = 0.5
 # NCCL's own limit is 32; a link of 25 GB/s is full with far fewer.
 _MOST_CTAS = 16
+WORLD_CTAS = 4
+"""Of the communicator of all ranks, which sums numbers and exchanges a tied embedding."""
+# Lowering a larger plan only to count kernels takes longer than is worth while.
+_MOST_RANKS_COUNTED = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,7 @@ def _communicators(plan: Plan, edges: Iterable[tuple[int, int]]) -> tuple[Commun
 
 
 def resident_kernels(communicators: Iterable[Communicator]) -> Counter[int]:
-    """Rank -> how many kernels may wait for other ranks at once: one for each communicator."""
+    """Rank -> how many communicators it is in: the most kernels that could wait at once."""
     return Counter(rank for communicator in communicators for rank in communicator.ranks)
 
 
@@ -81,36 +87,61 @@ def max_ctas(
         for rank, count in resident_kernels(communicators).items()
     }
     return {
-        communicator: min(_MOST_CTAS, *(budgets[rank] for rank in communicator.ranks))
+        communicator: WORLD_CTAS
+        if communicator.use == "world"
+        else min(_MOST_CTAS, *(budgets[rank] for rank in communicator.ranks))
         for communicator in communicators
     }
 
 
-def crowded_ranks(
-    communicators: Iterable[Communicator], num_sms: Mapping[int, int] | Sequence[int]
-) -> dict[int, int]:
-    """Rank -> its communicators, where their kernels would hold more than half of its GPU."""
+def crowded_ranks(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> dict[int, int]:
+    """Rank -> multiprocessors that its waiting kernels may hold, where they may hold all of them.
+
+    No rank's do where this is empty, so that no two ranks can wait for each other's. Looks at
+    lists only if all communicators of some rank together would fill its GPU; of plans with more
+    ranks than `_MOST_RANKS_COUNTED` it does not, and takes them for waiting at once.
+    """
+    ctas = max_ctas(planned_communicators(plan), num_sms)
+    held: Counter[int] = Counter()
+    for communicator, number in ctas.items():
+        for rank in communicator.ranks:
+            held[rank] += number
+    suspects = {rank: number for rank, number in held.items() if number >= num_sms[rank]}
+    if suspects and plan.world_size <= _MOST_RANKS_COUNTED:
+        suspects = most_held(plan, suspects, ctas)
+    return {rank: n for rank, n in sorted(suspects.items()) if n >= num_sms[rank]}
+
+
+def most_held(plan: Plan, ranks: Iterable[int], ctas: Mapping[Communicator, int]) -> dict[int, int]:
+    """Rank -> the most multiprocessors that its waiting kernels hold, in training or evaluation."""
+    links = {(c.ranks[0], c.ranks[1]): number for c, number in ctas.items() if c.use == "link"}
+    others: Counter[int] = Counter()
+    for each, number in ctas.items():
+        if each.use != "link":
+            for rank in each.ranks:
+                others[rank] += number
+    steps = [lower_plan(plan, forward_only=forward_only) for forward_only in (False, True)]
     return {
-        rank: count
-        for rank, count in sorted(resident_kernels(communicators).items())
-        if count > _MOST_FOR_COMMUNICATION * num_sms[rank]
+        rank: max(
+            most_waiting(rank, step.ranks[rank], link_ctas=links, others=others[rank])
+            for step in steps
+        )
+        for rank in ranks
     }
 
 
-def crowding_note(
-    communicators: Iterable[Communicator], num_sms: Mapping[int, int] | Sequence[int]
-) -> str | None:
+def crowding_note(plan: Plan, num_sms: Mapping[int, int] | Sequence[int]) -> str | None:
     """Say so of a plan under which kernels that wait for other ranks may fill a GPU."""
-    crowded = crowded_ranks(communicators, num_sms)
+    crowded = crowded_ranks(plan, num_sms)
     if not crowded:
         return None
     worst = max(crowded, key=lambda rank: crowded[rank] / num_sms[rank])
     return (
-        f"{len(crowded)} of {len(num_sms)} ranks exchange data over more NCCL communicators than "
-        f"half of their GPU's multiprocessors, for example rank {worst}: {crowded[worst]} on "
-        f"{num_sms[worst]}. If the kernels of all of them waited at once, ranks could wait for "
-        "each other forever. Fewer replicas in neighbouring groups, or micro-batch sizes that "
-        "divide each other, need fewer."
+        f"kernels of NCCL that wait for other ranks may fill the GPUs of {len(crowded)} of "
+        f"{plan.world_size} ranks, for example of rank {worst}, where they hold up to "
+        f"{crowded[worst]} multiprocessors of {num_sms[worst]}: ranks could wait for each other "
+        "forever. Fewer replicas in neighbouring groups, or micro-batch sizes that divide each "
+        "other, need fewer."
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zorse_megatron.schedules.receive_openings import RECEIVES_AHEAD
+from zorse_megatron.schedules.send_closings import SENDS_BEHIND
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,9 @@ class Framework:
     parameters gathered. replicated: each rank owns all of it and gradients are all-reduced."""
     receives_ahead: int = RECEIVES_AHEAD
     """How many computations before its place in the list a receive may begin; where transfers
+    block, none."""
+    sends_behind: int = SENDS_BEHIND
+    """How many computations after its place in the list a send may be on its way; where transfers
     block, none."""
     blocking_transfers: bool = False
     """Whether a rank stops at each send and each receive until it is done, as with `send` and

@@ -50,9 +50,11 @@ class _Ledger:
         self.residency = Residency(sizes, rank, self.track.actions)
         self.samples = sizes.micro_batch_size(rank)
         self.changes: list[Change] = []
-        self.received: dict[tuple[Kind, int | None, int | None], int] = {}
+        self.received: dict[tuple[Kind, int | None, int | None], list[int]] = {}
+        """Bytes of each piece that a computation consumes."""
         self.sends_left: dict[tuple[Kind, int | None, int | None], int] = {}
-        self.leaving: list[tuple[float, int]] = []
+        self.leaving: dict[int, list[tuple[float, int]]] = {}
+        """Position -> when each message has left that must have by then, and its bytes."""
         self.with_gradients: set[int] = set()
         """Released chunks that have unsharded gradients now."""
         self.summed_s = 0.0
@@ -82,6 +84,7 @@ class _Ledger:
         for position, action in enumerate(self.track.actions):
             for receive in opened_at.get(position, ()):
                 self._open(position, self.track.actions[receive])
+            self._close(position)
             if action.kind in RECEIVES:
                 continue  # it was opened
             if action.kind in SENDS:
@@ -92,8 +95,7 @@ class _Ledger:
                 self._backward(position, action)
             else:
                 self._on_state(position, action)
-        if self.track.actions:
-            self._flush(len(self.track.actions) - 1)
+        self._close(len(self.track.actions))
 
     def _note(self, time_s: float, category: Category, num_bytes: int, position: int) -> None:
         if num_bytes:
@@ -103,13 +105,12 @@ class _Ledger:
         """Take the buffer of a receive, at the turn of the action at `position`."""
         num_bytes = self._message_bytes(action)
         key = action.kind, action.chunk, action.micro_batch
-        self.received[key] = self.received.get(key, 0) + num_bytes
+        self.received.setdefault(key, []).append(num_bytes)
         time_s = self.timeline.reached_s(self.track, position)
         self._note(time_s, Category.BUFFERS, num_bytes, position)
 
     def _send(self, position: int, action: Action) -> None:
         now_s = self.timeline.reached_s(self.track, position)
-        self._forget_what_left(now_s, position)
         num_bytes = self._message_bytes(action)
         assert action.chunk is not None
         whole_bytes = self.sizes.boundary_bytes(self.samples, action.chunk)
@@ -120,23 +121,16 @@ class _Ledger:
             self._note(now_s, Category.BUFFERS, num_bytes, position)
             if not self.sends_left[key]:
                 self._note(now_s, Category.BUFFERS, -whole_bytes, position)
-        self.leaving.append((self.times.end_s[self.track.tasks[position]], num_bytes))
+        left_s = self.times.end_s[self.track.tasks[position]]
+        closing = self.track.closings.get(position, position + 1)
+        self.leaving.setdefault(closing, []).append((left_s, num_bytes))
 
-    def _forget_what_left(self, now_s: float, position: int) -> None:
-        staying = []
-        for left_s, num_bytes in self.leaving:
-            if left_s <= now_s:
-                self._note(now_s, Category.BUFFERS, -num_bytes, position)
-            else:
-                staying.append((left_s, num_bytes))
-        self.leaving = staying
-
-    def _flush(self, position: int) -> None:
-        """All that is under way leaves, as `Mailbox.flush` waits for at the end of the passes."""
-        now_s = self.timeline.reached_s(self.track, position)
-        for left_s, num_bytes in self.leaving:
-            self._note(max(now_s, left_s), Category.BUFFERS, -num_bytes, position)
-        self.leaving = []
+    def _close(self, position: int) -> None:
+        """Let go of the messages that must have left before the action at `position`."""
+        for left_s, num_bytes in self.leaving.pop(position, ()):
+            last = min(position, len(self.track.actions) - 1)
+            closed_s = max(self.timeline.reached_s(self.track, last), left_s)
+            self._note(closed_s, Category.BUFFERS, -num_bytes, last)
 
     def _forward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
@@ -144,7 +138,7 @@ class _Ledger:
         start_s, end_s = self._run(position)
         evaluating = self.timeline.forward_only
         key = Kind.RECEIVE_ACTIVATION, chunk, action.micro_batch
-        received = self.received.pop(key, 0)
+        received = self._take(key, position)
         self._note(end_s if evaluating else start_s, Category.BUFFERS, -received, position)
         if evaluating:
             working = sizes.working_bytes(self.rank, chunk, forward_only=True)
@@ -169,6 +163,7 @@ class _Ledger:
         assert action.chunk is not None
         chunk, sizes = action.chunk, self.sizes
         start_s, end_s = self._run(position)
+        received = self._take((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), position)
         kept = sizes.kept_bytes(self.rank, chunk)
         if position in self.track.copies:
             back_s = self.times.start_s[self.track.copies[position]]
@@ -188,15 +183,28 @@ class _Ledger:
         self._note(head_ends_s, Category.LOGITS, -sizes.head_bytes(self.rank, chunk), position)
         self._for_a_while(position, Category.ACTIVATIONS, working)
         self._note(end_s, Category.ACTIVATIONS, -kept, position)
-        received = self.received.pop((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), 0)
         self._note(end_s, Category.BUFFERS, -received, position)
+
+    def _take(self, key: tuple[Kind, int | None, int | None], position: int) -> int:
+        """What a computation has received, in one tensor: pieces are there until it is made."""
+        pieces = self.received.pop(key, [])
+        if not pieces:
+            return 0
+        assert key[1] is not None
+        whole = self.sizes.boundary_bytes(self.samples, key[1])
+        if pieces != [whole]:
+            start_s, _ = self._run(position)
+            self._note(start_s, Category.BUFFERS, whole, position)
+            self._note(start_s, Category.BUFFERS, -sum(pieces), position)
+        return whole
 
     def _hand_over(
         self, time_s: float, key: tuple[Kind, int | None, int | None], position: int
     ) -> None:
         """Keep what a computation makes for the neighbouring chunk, as if it were received."""
         assert key[1] is not None
-        self.received[key] = num_bytes = self.sizes.boundary_bytes(self.samples, key[1])
+        num_bytes = self.sizes.boundary_bytes(self.samples, key[1])
+        self.received[key] = [num_bytes]
         self._note(time_s, Category.BUFFERS, num_bytes, position)
 
     def _on_state(self, position: int, action: Action) -> None:
@@ -206,7 +214,6 @@ class _Ledger:
             assert chunk is not None
             self._for_a_while(position, Category.BUFFERS, sizes.exchange_bytes(self.rank, chunk))
         if action.kind is Kind.STEP:
-            self._flush(position)
             passing = self.residency.passing[position]
             self._for_a_while(position, Category.PARAMETERS, passing.parameter_bytes)
             self._for_a_while(position, Category.OPTIMIZER_STATE, passing.state_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.network import Flow
 from zorse_megatron.simulate.network_loads import TaskWork
 
@@ -65,8 +65,8 @@ class TaskGraph:
         return number
 
     def order(self, earlier: int, later: int) -> None:
-        """Let `later` wait for `earlier`."""
-        if earlier >= 0:
+        """Let `later` wait for `earlier`, where both are there."""
+        if earlier >= 0 and later >= 0:
             self.waiting[earlier].append(later)
             self.waits_for[later] += 1
 
@@ -83,6 +83,8 @@ class Track:
     """The last task on the rank's main stream when the action's turn comes."""
     openings: Mapping[int, int] = field(default_factory=dict)
     """Position of a receive -> position at whose turn its buffer is opened."""
+    closings: Mapping[int, int] = field(default_factory=dict)
+    """Position of a send -> position at whose turn it must have left."""
     own: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Position -> tasks of this rank beside the main stream that the action waits for."""
     gates: dict[int, list[int]] = field(default_factory=dict)
@@ -93,6 +95,13 @@ class Track:
     """Collectives that the rank takes part in, and swaps of the tied embedding."""
     copies: dict[int, int] = field(default_factory=dict)
     """Position of a forward (backward) -> copy of its activations to (from) the host."""
+
+    def closing_task(self, send: int) -> int:
+        """The task that waits until a send has left, or NOTHING."""
+        at = self.closings.get(send, len(self.actions))
+        if at == len(self.actions):
+            return NOTHING
+        return self.gates[at][0] if self.actions[at].kind is Kind.STEP else self.tasks[at]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,7 @@ class MatchedTransfers:
                 self.graph.order(task, post.gate)
             if post.waiter is None:
                 track.tasks[post.position] = task
+                self.graph.order(task, track.closing_task(post.position))
             elif isinstance(post.waiter, int):
                 self.graph.order(task, post.waiter)
                 track.gates.setdefault(post.position, []).append(task)

@@ -13,9 +13,13 @@ yet, those that its word in `schedules.actions` promises:
   before it on the same pair and direction is done. With a `Framework` whose transfers block, a
   receive starts at its place, and each stops the main stream until it is done (and a receive until
   the tensor is rebuilt).
+- A send must have left before the computation at which it is closed (`schedules.send_closings`), or
+  before STEP: the main stream waits there.
 - REDUCE and GATHER run on the collective stream, after everything that precedes them in the list:
   they start when all ranks of the group are there, and end on all at once. The main stream goes
-  on; so they overlap with computation, unless what follows waits for them.
+  on; so they overlap with computation, unless what follows waits for them. A REDUCE of a chunk that
+  is released, or in 16 bits, stops the main stream until the REDUCE before it is done, as each of
+  them needs memory of its own.
 - TIE, SCALE and STEP run on the main stream, after the rank's collectives and FETCHes. TIE swaps
   gradients between owners of the same elements, and ends with the rank's last swap. SCALE is sums
   of one number over all ranks (`Framework`); STEP such a sum (the norm) and then the optimizer step
@@ -40,6 +44,7 @@ from itertools import pairwise
 
 from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
+from zorse_megatron.schedules.send_closings import send_closings
 from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.collective_tasks import CollectiveTasks
 from zorse_megatron.simulate.perturb import Perturbation
@@ -96,13 +101,18 @@ class _RankTranslator:
         self.costs = collectives.costs
         self.sizes = self.costs.sizes
         self.transfers = transfers
-        self.track = Track(rank=rank, actions=actions, openings=self._openings(actions))
+        self.track = Track(
+            rank=rank,
+            actions=actions,
+            openings=self._openings(actions),
+            closings=self._closings(actions),
+        )
         self.residency = Residency(self.sizes, rank, actions)
         self.factor = perturbation.rank_factor(rank, self.costs.kinds[rank])
         self.jitter = perturbation.jitter_of(rank)
         self.main = self.collective = self.to_host = self.from_host = NOTHING
-        self.last_out = NOTHING
-        """The last copy of activations to the host."""
+        self.last_out = self.reduction = NOTHING
+        """The last copy of activations to the host, and the last reduction."""
         self.pending: dict[tuple[Kind, int | None], int] = {}
         """GATHERs and FETCHes of parameters that the main stream has not waited for yet."""
         self.copies: dict[tuple[Kind, int | None], int] = {}
@@ -138,6 +148,12 @@ class _RankTranslator:
         framework = self.sizes.framework
         ahead = 0 if framework.blocking_transfers else framework.receives_ahead
         return receive_openings(actions, ahead=ahead)
+
+    def _closings(self, actions: Sequence[Action]) -> Mapping[int, int]:
+        framework = self.sizes.framework
+        if framework.blocking_transfers:
+            return {}
+        return send_closings(actions, behind=framework.sends_behind)
 
     def _transfer(self, position: int, action: Action) -> None:
         after = self.track.before[self.track.openings.get(position, position)]
@@ -178,7 +194,9 @@ class _RankTranslator:
 
     def _collective(self, position: int, action: Action) -> int:
         own = live([self.collective])
-        if action.kind is Kind.GATHER:
+        if action.kind is Kind.REDUCE:
+            self._wait_for_reduction(position, action.chunk)
+        else:
             fetched = live([self.pending.pop((Kind.FETCH, action.chunk), None)])
             if fetched:
                 owner = self.rank, position
@@ -187,9 +205,19 @@ class _RankTranslator:
         self.track.own[position] = own
         task = self._join(position, action.kind, action.chunk, self.main, *own)
         self.collective = task
-        if action.kind is Kind.GATHER:
+        if action.kind is Kind.REDUCE:
+            self.reduction = task
+        else:
             self.pending[action.kind, action.chunk] = self.copies[action.kind, action.chunk] = task
         return task
+
+    def _wait_for_reduction(self, position: int, chunk: int | None) -> None:
+        """Before a reduction that needs memory of its own, the one before must have ended."""
+        assert chunk is not None
+        frees = chunk in self.residency.released or self.sizes.reduces_in_low_precision(chunk)
+        if frees and self.reduction != NOTHING:
+            owner = self.rank, position
+            self._on_main(self.graph.add(owner, Role.COPY, 0.0, self.main, self.reduction))
 
     def _copy(self, position: int, action: Action) -> int:
         out = action.kind is Kind.OFFLOAD

@@ -163,11 +163,10 @@ def nccl_channels(plan: Plan) -> dict[Communicator, int]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, properties.multi_processor_count)
-    communicators = planned_communicators(plan)
-    note = crowding_note(communicators, counts)
+    note = crowding_note(plan, counts) if dist.get_rank() == 0 else None
     if note is not None:
         say(f"warning: {note}")
-    return max_ctas(communicators, counts)
+    return max_ctas(planned_communicators(plan), counts)
 
 
 def shard_weights_by_group_rank(plan: Plan, *, rank: int) -> tuple[float, ...]:

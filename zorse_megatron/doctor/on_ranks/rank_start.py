@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from zorse_megatron.adapter.found_software import gpu_of
 from zorse_megatron.launch.shared_gpus import share_gpus
+from zorse_megatron.runtime.communicator_groups import world_options
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -21,7 +22,9 @@ def start() -> torch.device:
         device = torch.device("cuda", gpu_of(int(os.environ["LOCAL_RANK"])))
         torch.cuda.set_device(device)
         torch.ones(1, device=device)
-    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=TIMEOUT)
+    backend = "nccl" if has_gpu else "gloo"
+    options = world_options(backend, TIMEOUT)
+    dist.init_process_group(backend, timeout=TIMEOUT, pg_options=options)
     return device
 
 

@@ -20,11 +20,12 @@ from zorse_megatron.planner.closed_form.stage_formulas import (
     stage_parameters,
 )
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schedules.send_closings import SENDS_BEHIND
 from zorse_megatron.schedules.shards import passing_at_most
 
-# Boundary activations that are on the way in and out at once, beside those in flight: the two
-# inputs that are received early, the output that is being sent, and the same for gradients.
-BUFFERS = 6
+# Boundary activations that are on the way in and out at once, beside those in flight: what was sent
+# lately, the output that is being made, and what is received early.
+BUFFERS = SENDS_BEHIND + 4
 
 
 class StageMemory:

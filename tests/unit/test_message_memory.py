@@ -1,0 +1,159 @@
+"""What a rank holds of messages is what the simulator says, however far its host is ahead."""
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import lowerable_plans, plans
+from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.simulation import run
+from tests.unit.test_schedules import even_plan
+from zorse_megatron.runtime.executor import Executor
+from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.samples import MicroBatch, micro_batches
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.trace import Trace
+
+
+@dataclass
+class Allocator:
+    """What torch's allocator has given out: it takes memory back when the host lets go of it.
+
+    A block goes to the next who asks for one in the order of the stream, so the host's order is all
+    that counts; a GPU behind it holds nothing longer.
+    """
+
+    now: int = 0
+    most: int = 0
+    known: set[int] = field(default_factory=set)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.known:
+            self.known.add(id(tensor))
+            self.now += tensor.nbytes
+            self.most = max(self.most, self.now)
+            weakref.finalize(tensor, self._give_back, id(tensor), tensor.nbytes)
+        return tensor
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Count it no longer: it is no message from now on."""
+        self.now -= tensor.nbytes
+        weakref.finalize(tensor, self._give_back, 0, -tensor.nbytes)
+
+    def _give_back(self, which: int, num_bytes: int) -> None:
+        self.known.discard(which)
+        self.now -= num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedSpec(ActivationSpec):
+    allocator: Allocator
+
+    def empty(self, num_samples, dtype, positions=None) -> torch.Tensor:
+        return self.allocator.take(super().empty(num_samples, dtype, positions))
+
+
+class NothingIsDone:
+    """A GPU that has done nothing yet: it is told to wait, and the host goes on."""
+
+    def launch(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@dataclass
+class FarBehind:
+    allocator: Allocator
+
+    def send(self, tensor, *, peer, tag):
+        self.allocator.take(tensor)
+        return NothingIsDone()
+
+    def open(self, buffer, *, peer, tag):
+        return NothingIsDone()
+
+
+@dataclass
+class Passes:
+    """Makes what a model would; what a forward is given becomes one of its activations."""
+
+    spec: CountedSpec
+    last_chunk: int
+
+    def forward(self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None):
+        if activation is not None:
+            self.spec.allocator.hand_over(activation)
+        if chunk == self.last_chunk:
+            return None
+        return self.spec.empty(micro_batch.size, self.spec.dtype)
+
+    def backward(self, chunk: int, micro_batch: MicroBatch, gradient: torch.Tensor | None):
+        return self.spec.empty(micro_batch.size, self.spec.dtype) if chunk else None
+
+    def _nothing(self, *_: int) -> None:
+        pass
+
+    reduce = tie = scale = step = gather = release = fetch = offload = _nothing
+
+
+def held_by_a_host_that_is_ahead(plan: Plan, rank: int) -> int:
+    """The most bytes of messages that the runtime holds on a rank."""
+    actions = lower_plan(plan).ranks[rank]
+    group = plan.group_of_rank(rank)
+    chunks = plan.chunks_of_group(group)
+    replica = next(n for n, each in enumerate(plan.groups[group].replicas) if rank in each.ranks)
+    allocator = Allocator()
+    spec = CountedSpec(
+        sequence_length=2,
+        hidden_size=3,
+        dtype=torch.uint8,
+        device=torch.device("cpu"),
+        allocator=allocator,
+    )
+    executor = Executor(
+        micro_batches=[m for m in micro_batches(plan.groups[group]) if m.replica == replica],
+        chunks=chunks,
+        last_chunk=len(plan.chunks) - 1,
+        mailbox=Mailbox(
+            transport=FarBehind(allocator),
+            spec=spec,
+            global_batch_size=plan.global_batch_size,
+        ),
+        trace=Trace(num_steps=0),
+    )
+    executor.run_until_step(actions, Passes(spec, len(plan.chunks) - 1))
+    assert allocator.now == 0
+    return allocator.most
+
+
+def simulated(plan: Plan, bytes_per_s: float) -> list[int]:
+    result = run(plan, memory=FakeMemory(boundary=6), comm=FakeComm(bytes_per_s=bytes_per_s))
+    return [rank.by_category[Category.BUFFERS].num_bytes for rank in result.memory]
+
+
+@settings(deadline=None, max_examples=20)
+@given(plan=st.one_of(plans(5, 3), lowerable_plans(5, 3)))
+def test_the_runtime_holds_what_is_simulated(plan: Plan) -> None:
+    expected = simulated(plan, bytes_per_s=1.0)
+    held = [held_by_a_host_that_is_ahead(plan, rank) for rank in range(plan.world_size)]
+    assert held == expected
+
+
+def test_neither_slow_links_nor_long_batches_hold_more() -> None:
+    """Where each message had stayed until it was seen to have left, all outputs did."""
+    most = {
+        simulated(even_plan(4, 1, num_micro_batches), bytes_per_s)[0]
+        for num_micro_batches in (16, 32)
+        for bytes_per_s in (0.01, 100.0)
+    }
+    assert len(most) == 1
