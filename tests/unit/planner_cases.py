@@ -1,7 +1,7 @@
 """Small random clusters for the planner's tests, and the best plan of each by trying all."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -318,8 +318,7 @@ def _collectives_s(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tu
     """Of the reduction; and of the slowest step with the gather after it."""
     weights, memory = _weights(inputs, stage, ends), inputs.memory
     assert weights is not None
-    bounds = shard_bounds(_parameters(inputs, stage, ends), weights)
-    shards = [stop - start for start, stop in bounds]
+    shards = _shards(_parameters(inputs, stage, ends), weights)
     gradients, values = (
         tuple(map(size, shards)) for size in (memory.gradient_bytes, memory.parameter_bytes)
     )
@@ -343,14 +342,19 @@ def _least_memory(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tup
     mode: RecomputeMode = "full" if stage.recomputes else "none"
     return tuple(
         whole
-        + memory.state_bytes(stop - start)
+        + memory.state_bytes(shard)
         + bool(share.num_microbatches)
         * stage.num_layers
         * memory.activation_bytes(share.micro_batch_size, mode)
-        for (start, stop), (share,) in zip(
-            shard_bounds(parameters, weights), split.shares, strict=True
-        )
+        for shard, (share,) in zip(_shards(parameters, weights), split.shares, strict=True)
     )
+
+
+def _shards(parameters: int, weights: Sequence[float]) -> list[int]:
+    """Elements of each; equal weights make equal shards, as Megatron pads its buffers."""
+    if len(set(weights)) == 1:
+        return [-(-parameters // len(weights))] * len(weights)
+    return [stop - start for start, stop in shard_bounds(parameters, weights)]
 
 
 def _assert_least_memory(
