@@ -6,6 +6,7 @@ rank's shard, before the next one is built. Initial weights come last and go whe
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -104,20 +105,22 @@ def _sharded_state_dict(
     """Stock's, which looks up a chunk's first layer by the process-wide stage."""
     with session.stages.at_chunk(chunk):
         found = stock(*args, **kwargs)
-    if wrapped.shards is None and session.has_unlike_replicas:
+    if wrapped.shards is None and session.saves_blocks:
         return unsharded_entries(wrapped, found, is_mixed=session.is_mixed)
     return owned_entries(wrapped, found, is_mixed=session.is_mixed)
 
 
 def _set_initial_weights(session: PlanSession, model_config: Any, chunks: list[Any]) -> None:
-    copy_single_process_weights(
-        dict(zip(session.layers, chunks, strict=True)),
-        model_config=model_config,
-        dtype=get_args().zorse_job_dtype,
-        collection=session.collection,
-        seed_everything=partial(_seed_as_single_process, session.groups.alone),
-        keep_exactly=session.is_mixed,
-    )
+    local_sizes = session.local_sizes
+    with nullcontext() if local_sizes is None else local_sizes.whole():
+        copy_single_process_weights(
+            dict(zip(session.layers, chunks, strict=True)),
+            model_config=model_config,
+            dtype=get_args().zorse_job_dtype,
+            collection=session.collection,
+            seed_everything=partial(_seed_as_single_process, session.groups.alone),
+            keep_exactly=session.is_mixed,
+        )
 
 
 def _seed_as_single_process(alone: dist.ProcessGroup) -> None:

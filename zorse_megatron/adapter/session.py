@@ -54,6 +54,7 @@ from zorse_megatron.schedules.communicators import Communicator
 from zorse_megatron.schedules.list_queries import chunks_left_in_host, released_chunks
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
+from zorse_megatron.schedules.set_parts import has_uneven_parts
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan.plan import ComputeDtype, Offload, Plan
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
@@ -110,6 +111,8 @@ class PlanSession:
         self.sharded_chunks = released_chunks(self.training.ranks[self.rank])
         self.chunks_in_host = chunks_left_in_host(self.training.ranks[self.rank])
         """Sharded chunks whose parameters wait in the host when the list begins."""
+        self.local_sizes: Any = None
+        """`model.local_sizes.LocalSizes` of a rank of a set with unequal parts."""
         self.optimizers: list[Any] = []
         self.settled = False
         self.activations: ActivationOffload | None = None
@@ -210,9 +213,10 @@ class PlanSession:
         return losses
 
     @property
-    def has_unlike_replicas(self) -> bool:
-        """Whether replicas of any group cut their layers differently."""
-        return not all(map(holds_equal_parts, self.plan.groups))
+    def saves_blocks(self) -> bool:
+        """Whether parameters are no regular grid of parts for some ranks of the job."""
+        groups = self.plan.groups
+        return not all(map(holds_equal_parts, groups)) or any(map(has_uneven_parts, groups))
 
     @property
     def _has_twins(self) -> bool:

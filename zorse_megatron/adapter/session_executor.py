@@ -15,6 +15,7 @@ from zorse_megatron.runtime.mailbox import ActivationSpec, Mailbox
 from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.runtime.transport import make_transport
 from zorse_megatron.schedules.list_queries import edges_of
+from zorse_megatron.schedules.set_parts import SetParts
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.rank_axes import set_of_rank
 
@@ -72,6 +73,12 @@ def _mailbox(session: "PlanSession", config: Any) -> Mailbox:
     )
 
 
+def set_parts_of(plan: Plan, rank: int) -> SetParts:
+    """The parts of the rank's tensor-parallel set."""
+    group, replica = plan.replica_of_rank(rank)
+    return SetParts.of(plan.groups[group].replicas[replica])
+
+
 def set_place(plan: Plan, rank: int, groups: PlanGroups) -> SetPlace | None:
     """Where this rank is in its tensor-parallel set; None where that is the rank alone."""
     ranks = set_of_rank(plan, rank)
@@ -82,6 +89,7 @@ def set_place(plan: Plan, rank: int, groups: PlanGroups) -> SetPlace | None:
         degree=len(ranks),
         group=groups.set,
         is_split=bool(get_args().sequence_parallel),
+        parts=set_parts_of(plan, rank),
     )
 
 

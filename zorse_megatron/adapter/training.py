@@ -32,6 +32,7 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss.loss_report import tell_last_rank
+from zorse_megatron.adapter.model.local_sizes import LocalSizes, with_own_rows
 from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
 from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
@@ -160,6 +161,9 @@ def _configure(cfg: Any, session: PlanSession) -> None:
     group = session.plan.groups[session.plan.group_of_rank(session.rank)]
     if group.recompute is not None:
         set_recompute(cfg.model.transformer, group.recompute)
+    if session.place is not None and not session.place.parts.are_equal:
+        session.local_sizes = LocalSizes(cfg.model, session.place)
+        session.local_sizes.show()
 
 
 def _hooks(session: PlanSession, model_config: Any) -> Replacements:
@@ -169,6 +173,7 @@ def _hooks(session: PlanSession, model_config: Any) -> Replacements:
         **LOAD_HOOKS,
         checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.enter),
         **_model_hooks(session, model_config),
+        **_row_hooks(session),
         **_data_hooks(session),
         **_report_hooks(session),
     }
@@ -182,6 +187,13 @@ def _model_hooks(session: PlanSession, model_config: Any) -> Replacements:
         under_plan.GET_OPTIMIZER: lambda _stock: partial(_build_optimizer, session),
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
     }
+
+
+def _row_hooks(session: PlanSession) -> Replacements:
+    place = session.place
+    if place is None or place.parts.parts.vocabulary_rows is None:
+        return {}
+    return {under_plan.VOCAB_RANGE: partial(with_own_rows, place)}
 
 
 def _data_hooks(session: PlanSession) -> Replacements:

@@ -40,6 +40,15 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
                 expected=f"{values[-1]}" if values[-1] is not False else "no such flag",
                 remedy=remedy,
             )
+    if _fuses_in_te(args) and any(
+        replica.parts is not None and replica.parts.vocabulary_rows for _, replica in sets_of(plan)
+    ):
+        yield Problem(
+            where="--cross-entropy-fusion-impl",
+            found="te, with unequal parts of the vocabulary",
+            expected="native",
+            remedy="Transformer Engine's cross entropy takes it that all parts are equal.",
+        )
     # A plan that knows its model has been checked by itself.
     known = plan.model
     yield from set_problems(
@@ -55,6 +64,11 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             else None,
         ),
     )
+
+
+def _fuses_in_te(args: Namespace) -> bool:
+    fuses = getattr(args, "cross_entropy_loss_fusion", False)
+    return bool(fuses) and getattr(args, "cross_entropy_fusion_impl", None) == "te"
 
 
 def _query_groups(args: Namespace) -> int | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from zorse_megatron.schedules.sequence_parts import SequencePart, part_of_rank
+from zorse_megatron.schedules.set_parts import SetParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class SetPlace:
     """The set's ranks, in order."""
     is_split: bool
     """Whether activations between layers are split over the set (sequence parallelism)."""
+    parts: SetParts
+    """What its ranks hold of each layer."""
 
     @property
     def part(self) -> SequencePart:

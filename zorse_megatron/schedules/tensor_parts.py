@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from zorse_megatron.schedules.set_parts import SetParts, UnitKind
 from zorse_megatron.schedules.shards import Interval, intersection, shard_bounds
 from zorse_megatron.schedules.tensor_blocks import TensorBlock, interval_blocks
 
@@ -56,6 +57,22 @@ class TensorPart:
         raise ValueError(f"found {block}; expected it inside one of {self.pieces}")
 
 
+def cut_part(
+    shape: Sequence[int], axis: int, parts: SetParts, kind: UnitKind, *, index: int, blocks: int
+) -> TensorPart:
+    """What rank `index` of a set holds if each of `blocks` of the axis is cut in the same way."""
+    if parts.degree == 1:
+        return TensorPart(shape=tuple(shape), axis=None)
+    length = shape[axis] // blocks
+    start, stop = parts.interval(kind, index, length)
+    firsts = range(0, shape[axis], length) if start < stop else ()
+    return TensorPart(
+        shape=tuple(shape),
+        axis=axis,
+        pieces=tuple((first + start, first + stop) for first in firsts),
+    )
+
+
 def equal_part(
     shape: Sequence[int], axis: int | None, *, index: int, degree: int, blocks: int = 1
 ) -> TensorPart:
@@ -64,15 +81,10 @@ def equal_part(
     >>> equal_part((8, 3), 0, index=1, degree=2, blocks=2).pieces
     ((2, 4), (6, 8))
     """
-    if axis is None or degree == 1:
+    if axis is None:
         return TensorPart(shape=tuple(shape), axis=None)
-    length = shape[axis] // blocks
-    start, stop = length * index // degree, length * (index + 1) // degree
-    return TensorPart(
-        shape=tuple(shape),
-        axis=axis,
-        pieces=tuple((number * length + start, number * length + stop) for number in range(blocks)),
-    )
+    parts = SetParts(degree=degree)
+    return cut_part(shape, axis, parts, "mlp_columns", index=index, blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +174,26 @@ class Run:
     stop: int
     at: int
     """Where they begin in what the owner has."""
+
+
+def whole_blocks_of(part: TensorPart, interval: Interval) -> Iterable[TensorBlock]:
+    """Elements `interval` of the flattened part as blocks of the whole tensor, in their order."""
+    for block in interval_blocks(part.local_shape, interval):
+        if part.axis is None:
+            yield block
+            continue
+        position, axis = 0, part.axis
+        first = block.offset[axis]
+        for start, stop in part.pieces:
+            both = intersection(
+                (first, first + block.size[axis]), (position, position + stop - start)
+            )
+            if both is not None:
+                # Rows of several pieces follow one another; of columns there is one piece.
+                offset, size = list(block.offset), list(block.size)
+                offset[axis], size[axis] = start + both[0] - position, both[1] - both[0]
+                yield TensorBlock(offset=tuple(offset), size=tuple(size))
+            position += stop - start
 
 
 def runs_of(block: TensorBlock, shape: Sequence[int], at: int) -> Iterable[Run]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from zorse_megatron.adapter.arguments.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.arguments.plan_arguments import fit_to_plan
+from zorse_megatron.adapter.arguments.unequal_heads import with_any_heads
 from zorse_megatron.adapter.checkpoint.check_before_load import check_at_a_look, load_of
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.patches import under_plan
@@ -28,7 +29,13 @@ def argument_hooks(
     """
 
     fit = partial(fit_to_plan, plan=plan, world_size=world_size, kinds=kinds)
+    has_own_heads = any(
+        replica.parts is not None and replica.parts.kv_groups is not None
+        for group in plan.groups
+        for replica in group.replicas
+    )
     return {
+        **({under_plan.CHECK_HEADS: with_any_heads} if has_own_heads else {}),
         under_plan.PARSE_ARGS: partial(_parsing, plan, world_size, fit),
         under_plan.VALIDATE_ARGS: partial(_validating, plan, world_size, fit),
         under_plan.PAD_VOCABULARY: _padding_for_the_command,

@@ -11,9 +11,8 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.checkpoint.sharded_tensors import (
-    block_tensors,
+    held_blocks,
     joined,
-    parameter_pieces,
     saved_blocks,
 )
 from zorse_megatron.adapter.parameters.exact_values import in_fp32, keep_exact_part, standing_for
@@ -60,10 +59,9 @@ def unsharded_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool)
             blocks[name] = in_fp32(entry) if is_mixed else entry
             continue
         flat = parameter.detach().view(-1)
-        pieces = parameter_pieces(parameter, entry)
-        found = block_tensors(
-            "", flat.float() if is_mixed else flat, (0, len(flat)), pieces, has_copies=True
-        )
+        if not len(flat):
+            continue
+        found = held_blocks(chunk, flat.float() if is_mixed else flat, parameter, entry)
         blocks[name] = {str(n): standing_for(entry, block) for n, block in enumerate(found)}
     return blocks
 
@@ -71,10 +69,13 @@ def unsharded_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool)
 def joined_loaded(chunk: Any, loaded: Mapping[str, Any]) -> dict[str, Any]:
     """What has been loaded of `unsharded_entries`, as tensors."""
     shapes = {name: p.shape for name, p in unwrap_model(chunk).named_parameters()}
-    return {
+    found = {
         name: joined(value).view(shapes[name]) if isinstance(value, Mapping) else value
         for name, value in loaded.items()
     }
+    # Of what a rank holds nothing there is nothing to load.
+    empty = {name: torch.empty(shape) for name, shape in shapes.items() if not shape.numel()}
+    return {**empty, **found}
 
 
 def take_loaded(

@@ -21,6 +21,7 @@ from zorse_megatron.adapter.parameters.exact_values import original_entry
 from zorse_megatron.errors import Problem, SeamError
 from zorse_megatron.schedules.shards import Interval, intersection
 from zorse_megatron.schedules.tensor_blocks import TensorBlock, interval_blocks
+from zorse_megatron.schedules.tensor_parts import whole_blocks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,42 +140,69 @@ def saved_blocks(
     `chunk`: the wrapped chunk that has the parameter; `sharding`: how the model saves it.
     """
     parted = chunk.parted.get(parameter)
-    if parted is None:
+    if parted is None and chunk.has_uneven_parts:
+        part = chunk.parts[parameter]
+        blocks = tuple(whole_blocks_of(part, chunk.owned_part(parameter)))
+        template = _whole_sharding(parameter, sharding)
+        replica = _owner_replica(template)
+        yield from whole_blocks(prefix, flat, blocks, template, part.shape, replica)
+    elif parted is None:
         pieces = parameter_pieces(parameter, sharding)
         yield from block_tensors(prefix, flat, chunk.owned_part(parameter), pieces)
     else:
+        template = _whole_sharding(parameter, sharding)
         blocks = parted.owned_by(dist.get_rank())
-        yield from whole_blocks(prefix, flat, blocks, _whole_sharding(parameter, sharding, parted))
+        replica = (template.replica_id[0], 0, 0)
+        yield from whole_blocks(prefix, flat, blocks, template, parted.part.shape, replica)
 
 
-def _whole_sharding(parameter: torch.nn.Parameter, sharding: Any, parted: Any) -> Any:
+def held_blocks(chunk: Any, flat: torch.Tensor, parameter: Any, sharding: Any) -> Iterator[Any]:
+    """Yield blocks of all that this rank holds of a parameter, of which others have copies."""
+    if chunk.has_uneven_parts:
+        part, template = chunk.parts[parameter], _whole_sharding(parameter, sharding)
+        blocks = tuple(whole_blocks_of(part, (0, len(flat))))
+        yield from whole_blocks("", flat, blocks, template, part.shape, template.replica_id)
+    else:
+        pieces = parameter_pieces(parameter, sharding)
+        yield from block_tensors("", flat, (0, len(flat)), pieces, has_copies=True)
+
+
+def _whole_sharding(parameter: torch.nn.Parameter, sharding: Any) -> Any:
     """One sharded tensor of the model that tells where the whole parameter is in checkpoints."""
     if isinstance(sharding, ShardedTensorFactory):
         stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         products = _products(stand_in, sharding)
     else:
         products = [sharding]
-    lead = products[0].prepend_axis_num
-    shape = tuple(products[0].global_shape)[lead:]
-    if len({each.key for each in products}) > 1 or shape != parted.part.shape:
+    if len({each.key for each in products}) > 1:
         raise SeamError(
             "A parameter and its optimizer state cannot be saved in blocks of the whole",
             [
                 Problem(
                     where=f"parameter {sharding.key}",
-                    found=f"shape {shape} in checkpoints",
-                    expected=f"one tensor of {parted.part.shape}",
-                    remedy="Use replicas of equal tensor parallelism in each group of the plan.",
+                    found=f"{len(products)} tensors in checkpoints",
+                    expected="one",
+                    remedy="Use replicas of equal tensor parallelism, and equal parts, in each "
+                    "group of the plan.",
                 )
             ],
         )
     return products[0]
 
 
-def whole_blocks(
-    prefix: str, flat: torch.Tensor, blocks: Sequence[TensorBlock], sharding: Any
+def whole_blocks(  # noqa: PLR0917
+    prefix: str,
+    flat: torch.Tensor,
+    blocks: Sequence[TensorBlock],
+    sharding: Any,
+    shape: tuple[int, ...],
+    replica_id: tuple[int, int, int],
 ) -> Iterator[Any]:
-    """Yield one `ShardedTensor` per block of the whole parameter, with the next of `flat`."""
+    """Yield one `ShardedTensor` per block of the whole parameter, with the next of `flat`.
+
+    `sharding`: one of stock's for the same parameter, for its name and its place among layers;
+    `shape`: of the whole parameter.
+    """
     lead, position = sharding.prepend_axis_num, 0
     for block in blocks:
         yield ShardedTensor(
@@ -182,10 +210,10 @@ def whole_blocks(
             data=flat[position : position + block.numel].view((1,) * lead + block.size),
             dtype=flat.dtype,
             local_shape=(1,) * lead + block.size,
-            global_shape=tuple(sharding.global_shape),
+            global_shape=(*sharding.global_shape[:lead], *shape),
             global_offset=(*sharding.global_offset[:lead], *block.offset),
             axis_fragmentations=None,  # an irregular grid
-            replica_id=(sharding.replica_id[0], 0, 0),
+            replica_id=replica_id,
             allow_shape_mismatch=sharding.allow_shape_mismatch,
         )
         position += block.numel

@@ -31,6 +31,7 @@ from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.low_precision_reduce import CommDtype
 from zorse_megatron.runtime.part_exchange import PartedTensor
 from zorse_megatron.runtime.set_place import SetPlace
+from zorse_megatron.schedules.set_parts import SetParts
 from zorse_megatron.schedules.shards import Interval, intersection, shard_bounds
 from zorse_megatron.schedules.tensor_parts import Run, TensorPart, runs_of_rows
 
@@ -80,7 +81,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         problems = _problems(config, ddp_config, module)
         if problems:
             raise FlagError("Gradients cannot be reduced into unequal shards", problems)
-        if sharded or unlike is not None:
+        self.has_uneven_parts = place is not None and not place.parts.are_equal
+        if sharded or unlike is not None or self.has_uneven_parts:
             # With both numbers stock refuses; it has made one of the other by now.
             ddp_config = replace(
                 ddp_config,
@@ -151,6 +153,12 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         summed = set_sums_of(self.module, self.config)
         for group in groups:
             group.set_sums = tuple(p for b in group.buckets for p in b.params_list if p in summed)
+        if self.has_uneven_parts and groups:
+            # Ranks of the set have other buckets then; but the first one is reduced when all
+            # gradients are there.
+            for group in groups:
+                group.set_sums = ()
+            groups[0].set_sums = tuple(p for p in self.module.parameters() if p in summed)
         self.bucket_order = BucketOrder(groups)
         self.param_to_bucket_group = {
             param: group for group in groups for bucket in group.buckets for param in bucket.params
@@ -309,10 +317,10 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
 
 
 def _parts(module: torch.nn.Module, config: Any, place: SetPlace | None) -> dict[Any, TensorPart]:
-    index, degree = (0, 1) if place is None else (place.index, place.degree)
+    index, parts = (0, SetParts(degree=1)) if place is None else (place.index, place.parts)
     is_gated = bool(config.gated_linear_unit)
     return {
-        parameter: held_part(name, parameter, is_gated=is_gated, index=index, degree=degree)
+        parameter: held_part(name, parameter, parts, is_gated=is_gated, index=index)
         for name, parameter in module.named_parameters()
     }
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.adapter.parameters.parameter_parts import part_of_whole
 from zorse_megatron.runtime.part_exchange import PartedTensor
+from zorse_megatron.schedules.set_parts import SetParts
 from zorse_megatron.schedules.tensor_parts import TensorPart, owned_blocks
 from zorse_megatron.schema.plan.plan import Group
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
@@ -15,6 +16,8 @@ class UnlikeReplicas:
 
     ranks: tuple[tuple[int, ...], ...]
     """Of each replica, in order."""
+    parts: tuple[SetParts, ...]
+    """Of each replica."""
     weights: tuple[float, ...]
     """Of each replica: its share of the state."""
 
@@ -25,6 +28,7 @@ class UnlikeReplicas:
             return None
         return cls(
             ranks=tuple(replica.ranks for replica in group.replicas),
+            parts=tuple(map(SetParts.of, group.replicas)),
             weights=tuple(replica.shard_weight for replica in group.replicas),
         )
 
@@ -38,12 +42,12 @@ class UnlikeReplicas:
                     name,
                     mine.shape,
                     axis,
+                    parts,
                     is_gated=is_gated,
                     index=index,
-                    degree=len(ranks),
                 )
                 for index, rank in enumerate(ranks)
             }
-            for ranks in self.ranks
+            for ranks, parts in zip(self.ranks, self.parts, strict=True)
         ]
         return PartedTensor(part=mine, blocks=owned_blocks(replicas, self.weights))

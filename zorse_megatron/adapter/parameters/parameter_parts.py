@@ -10,27 +10,45 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.schedules.tensor_parts import TensorPart, equal_part
+from zorse_megatron.schedules.set_parts import SetParts, UnitKind
+from zorse_megatron.schedules.tensor_parts import TensorPart, cut_part
 
 _GATED = "mlp.linear_fc1."
 
 
 def held_part(
-    name: str, parameter: torch.Tensor, *, is_gated: bool, index: int, degree: int
+    name: str, parameter: torch.Tensor, parts: SetParts, *, is_gated: bool, index: int
 ) -> TensorPart:
-    """What rank `index` of a set of `degree` ranks holds as `parameter`; `name`: in the model."""
+    """What rank `index` of a set with these parts holds as `parameter`; `name`: in the model."""
     shape, axis = list(parameter.shape), cut_axis(parameter)
     if axis is not None:
-        shape[axis] *= degree
-    return part_of_whole(name, shape, axis, is_gated=is_gated, index=index, degree=degree)
+        kind, blocks = _kind_of(name), _blocks(name, is_gated)
+        counts = parts.counts(kind)
+        if counts[index]:
+            shape[axis] = parts.whole_length(kind, index, shape[axis])
+        else:  # of the MLP, of which a unit is one column
+            shape[axis] = blocks * sum(counts)
+    return part_of_whole(name, shape, axis, parts, is_gated=is_gated, index=index)
 
 
 def part_of_whole(
-    name: str, shape: Any, axis: int | None, *, is_gated: bool, index: int, degree: int
+    name: str, shape: Any, axis: int | None, parts: SetParts, *, is_gated: bool, index: int
 ) -> TensorPart:
     """The same, from the shape of the whole parameter."""
-    blocks = 2 if is_gated and _GATED in name else 1
-    return equal_part(shape, axis, index=index, degree=degree, blocks=blocks)
+    if axis is None:
+        return TensorPart(shape=tuple(shape), axis=None)
+    blocks = _blocks(name, is_gated)
+    return cut_part(shape, axis, parts, _kind_of(name), index=index, blocks=blocks)
+
+
+def _blocks(name: str, is_gated: bool) -> int:
+    return 2 if is_gated and _GATED in name else 1
+
+
+def _kind_of(name: str) -> UnitKind:
+    if "self_attention." in name:
+        return "kv_groups"
+    return "mlp_columns" if "mlp." in name else "vocabulary_rows"
 
 
 def cut_axis(parameter: torch.Tensor) -> int | None:
@@ -45,4 +63,5 @@ def taken(whole: torch.Tensor, part: TensorPart) -> torch.Tensor:
     """What a rank holds, of the values of the whole."""
     if part.axis is None:
         return whole
-    return torch.cat([whole.narrow(part.axis, a, b - a) for a, b in part.pieces], dim=part.axis)
+    pieces = part.pieces or ((0, 0),)
+    return torch.cat([whole.narrow(part.axis, a, b - a) for a, b in pieces], dim=part.axis)

@@ -126,6 +126,24 @@ TORCH_NORM = _record(
     test="tests/megatron/test_tensor_parallel.py::test_follows_stock",
     delete_when="WrappedTorchNorm marks its parameters itself",
 )
+CHECK_HEADS = _record(
+    target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+    parameters=("self",),
+    becomes="The same; in a plan with unequal parts of attention, heads need not be a multiple of "
+    "the ranks.",
+    why="stock refuses heads that do not divide by the ranks of a set",
+    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    delete_when="the config is told how many heads a rank has",
+)
+VOCAB_RANGE = _record(
+    target="megatron.core.tensor_parallel.utils:"
+    "VocabUtility.vocab_range_from_per_partition_vocab_size",
+    parameters=("per_partition_vocab_size", "rank", "world_size"),
+    becomes="The same; in a set of unequal parts, the rows that the plan gives the rank.",
+    why="stock takes it that all ranks of a set have as many rows of the vocabulary",
+    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    delete_when="the embedding and the cross entropy are told their first row",
+)
 GET_OPTIMIZER = _training(
     target=f"{_LOOP}:get_megatron_optimizer",
     parameters=(
@@ -228,6 +246,8 @@ UNDER_A_PLAN = (
     DDP_CLASS,
     BUILD_MODULE,
     TORCH_NORM,
+    VOCAB_RANGE,
+    CHECK_HEADS,
     GET_OPTIMIZER,
     OPTIMIZER_CLASS,
     GET_SCHEDULE,

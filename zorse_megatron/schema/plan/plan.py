@@ -36,6 +36,18 @@ def refuse_non_integer(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Parts:
+    """What each rank of a tensor-parallel set holds of a layer; what is absent is cut equally."""
+
+    kv_groups: tuple[Positive, ...] | None = None
+    """KV groups of attention, with their query heads."""
+    mlp_columns: tuple[Count, ...] | None = None
+    """Columns of the MLP."""
+    vocabulary_rows: tuple[Positive, ...] | None = None
+    """Rows of the embedding table and of the output layer, padding included."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Replica:
     """One data-parallel member of a group, and its share of the work and of the state."""
 
@@ -47,6 +59,8 @@ class Replica:
     """Micro-batches per iteration; 0 for a replica that only holds state."""
     shard_weight: Weight
     """Relative share of the group's training state; 0 for a replica that owns none."""
+    parts: Parts | None = None
+    """Unequal parts of the ranks of a tensor-parallel set, in their order; absent: equal parts."""
 
     @property
     def num_samples(self) -> int:

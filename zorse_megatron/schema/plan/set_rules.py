@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan.plan import Plan, Replica
 
+_TITLES = {
+    "kv_groups": "KV groups",
+    "mlp_columns": "columns of the MLP",
+    "vocabulary_rows": "rows of the vocabulary",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DividedSizes:
@@ -47,8 +53,21 @@ def set_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
     """Yield every set that cannot hold parts of a model of these sizes."""
     for where, replica in sets_of(plan):
         degree = len(replica.ranks)
+        given = (
+            {title: getattr(replica.parts, field) for field, title in _TITLES.items()}
+            if replica.parts
+            else {}
+        )
         for name, size, remedy in _divided(sizes):
-            if size is not None and size % degree:
+            counts = given.get(name)
+            if counts is not None and size is not None and sum(counts) != size:
+                yield Problem(
+                    where=where.replace(".ranks", ".parts"),
+                    found=f"{list(counts)}, {sum(counts)} {name} in all",
+                    expected=f"{size}, as the model has",
+                    remedy="Parts neither overlap nor leave anything out: correct the numbers.",
+                )
+            elif counts is None and size is not None and size % degree:
                 larger = name == "KV groups" and size < degree
                 yield Problem(
                     where=where,
@@ -59,15 +78,19 @@ def set_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
 
 
 def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:
-    whole = "Each rank holds whole KV groups: use a set of fewer ranks."
+    whole = "Each rank holds whole KV groups: use a set of fewer ranks, or give its parts."
     yield "KV groups", sizes.num_query_groups, whole
     if sizes.num_query_groups is None:
         yield "attention heads", sizes.num_attention_heads, whole
-    yield "columns of the MLP", sizes.ffn_hidden_size, "Use a set of another number of ranks."
+    yield (
+        "columns of the MLP",
+        sizes.ffn_hidden_size,
+        "Use a set of another number of ranks, or give its parts.",
+    )
     yield (
         "rows of the vocabulary",
         sizes.vocab_size,
-        "Pad the vocabulary to a multiple: --make-vocab-size-divisible-by.",
+        "Pad the vocabulary to a multiple (--make-vocab-size-divisible-by), or give its parts.",
     )
     yield (
         "positions of a sequence",

@@ -1,0 +1,140 @@
+"""Unequal parts of a set cover the whole, are said back, and are refused where they do not."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.test_sequence_parts import plan_with
+from tests.unit.test_tensor_parts import elements, held
+from zorse_megatron.errors import PlanError
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schedules.set_parts import SetParts
+from zorse_megatron.schedules.tensor_parts import cut_part, owned_blocks, whole_blocks_of
+from zorse_megatron.schema.plan.plan import Parts, Plan
+from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
+from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+
+counts = st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any).map(tuple)
+
+
+@given(
+    counts=counts, rows=st.integers(1, 3), blocks=st.sampled_from([1, 2]), axis=st.integers(0, 1)
+)
+def test_parts_are_the_whole_once(
+    counts: tuple[int, ...], rows: int, blocks: int, axis: int
+) -> None:
+    parts = SetParts(degree=len(counts), parts=Parts(mlp_columns=counts))
+    shape = [7, 7]
+    shape[axis] = blocks * rows * sum(counts)
+    pieces = []
+    for index, count in enumerate(counts):
+        part = cut_part(shape, axis, parts, "mlp_columns", index=index, blocks=blocks)
+        local = part.local_shape[axis]
+        assert local == blocks * rows * count
+        if count:
+            assert parts.whole_length("mlp_columns", index, local) == shape[axis]
+            pieces.append(held(part))
+    found = np.concatenate([piece.reshape(-1) for piece in pieces])
+    assert sorted(found) == list(range(shape[0] * shape[1]))
+
+
+@given(counts=counts, axis=st.integers(0, 1), data=st.data())
+def test_intervals_of_a_part_as_blocks_of_the_whole(
+    counts: tuple[int, ...], axis: int, data: st.DataObject
+) -> None:
+    """In the order of the rank's own memory, also where rows of gate and up follow one another."""
+    parts = SetParts(degree=len(counts), parts=Parts(mlp_columns=counts))
+    blocks = 2 if axis == 0 else 1
+    shape = [3, 3]
+    shape[axis] = blocks * sum(counts)
+    index = data.draw(st.sampled_from([i for i, count in enumerate(counts) if count]))
+    part = cut_part(shape, axis, parts, "mlp_columns", index=index, blocks=blocks)
+    mine = held(part).reshape(-1)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(mine))] * 2)))
+    found = [
+        e for block in whole_blocks_of(part, (start, stop)) for e in elements((*shape,), block)
+    ]
+    assert found == list(mine[start:stop])
+
+
+@given(first=counts, second=counts, weights=st.sampled_from([(1.0, 1.0), (0.0, 2.0), (3.0, 1.0)]))
+def test_owners_of_unlike_parts(
+    first: tuple[int, ...], second: tuple[int, ...], weights: tuple[float, float]
+) -> None:
+    shape = (sum(first) * sum(second), 3)
+    replicas, rank = [], 0
+    for numbers in (first, second):
+        parts = SetParts(degree=len(numbers), parts=Parts(mlp_columns=numbers))
+        replicas.append(
+            {
+                rank + index: cut_part(shape, 0, parts, "mlp_columns", index=index, blocks=1)
+                for index in range(len(numbers))
+            }
+        )
+        rank += len(numbers)
+    held_by = {
+        r: set(held(part).flat)
+        for replica in replicas
+        for r, part in replica.items()
+        if part.pieces
+    }
+    owned = []
+    for each in owned_blocks(replicas, weights):
+        inside = elements(shape, each.block)
+        owned += inside
+        assert all(set(inside) <= held_by[r] for r in each.holders)
+        assert len(each.holders) == len(each.contributors) == 2
+    assert sorted(owned) == list(range(shape[0] * 3))
+
+
+def plan_of_parts(parts: Parts, **model: int) -> Plan:
+    plan = plan_with((0, 1), **model)
+    replica = replace(plan.groups[0].replicas[0], parts=parts)
+    group = replace(plan.groups[0], replicas=(replica,))
+    return replace(plan, groups=(group,))
+
+
+def test_a_plan_with_parts_is_said_back() -> None:
+    plan = plan_of_parts(Parts(kv_groups=(3, 1), mlp_columns=(8, 0)), num_query_groups=4)
+    assert not problems_of(plan)
+    assert parse_plan(dump_plan(plan).encode()) == plan
+    refuse_unsupported(plan)  # raises nothing
+    assert "parts" not in dump_plan(plan_with((0, 1)))
+
+
+def test_unlike_parts_are_no_twins() -> None:
+    plan = plan_of_parts(Parts(kv_groups=(3, 1)))
+    (uneven,) = plan.groups[0].replicas
+    twin = replace(uneven, ranks=(2, 3))
+    assert holds_equal_parts(replace(plan.groups[0], replicas=(uneven, twin)))
+    even = replace(twin, parts=None)
+    assert not holds_equal_parts(replace(plan.groups[0], replicas=(uneven, even)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "model", "message"),
+    [
+        (Parts(kv_groups=(3,)), {}, "parts.kv_groups: found 1 entries; expected 2"),
+        (Parts(kv_groups=(3, 2)), {"num_query_groups": 4}, r"found \[3, 2\], 5 in all; expected 4"),
+        (Parts(mlp_columns=(8, 7)), {"ffn_hidden_size": 16}, "15 in all; expected 16"),
+        (Parts(vocabulary_rows=(9, 8)), {"vocab_size": 16}, "17 in all; expected 16"),
+        (Parts(mlp_columns=(0, 0)), {}, "0 in all; expected more than 0"),
+    ],
+)
+def test_parts_that_are_not_the_whole_are_refused(
+    parts: Parts, model: dict[str, int], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_plan(dump_plan(plan_of_parts(parts, **model)).encode())
+
+
+def test_intervals_follow_one_another() -> None:
+    parts = SetParts(degree=3, parts=Parts(vocabulary_rows=(1, 155, 100)))
+    found = [parts.interval("vocabulary_rows", index, 256) for index in range(3)]
+    assert found[0][0] == 0 and found[-1][1] == 256
+    assert all(one[1] == other[0] for one, other in pairwise(found))
