@@ -35,7 +35,7 @@ from zorse_megatron.schema.plan.plan import (
 )
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 
-LAYERS, SAMPLES, GROUPS, COLUMNS, ROWS = 4, 8, 4, 128, 256
+LAYERS, SAMPLES, SEQUENCE, GROUPS, COLUMNS, ROWS = 4, 8, 32, 4, 128, 256
 LLAMA = (
     *("--swiglu", "--ffn-hidden-size", str(COLUMNS), "--disable-bias-linear"),
     *("--position-embedding-type", "rope", "--normalization", "RMSNorm"),
@@ -162,7 +162,8 @@ def main() -> None:
         for number in range(args.plans):
             dice = random.Random(f"{args.seed} {number}")
             plan = random_plan(dice, args.most_ranks)
-            more = (*dice.choice(MODELS), *dice.choice([(), SEQUENCE_PARALLEL]))
+            divide = all(SEQUENCE % len(r.ranks) == 0 for g in plan.groups for r in g.replicas)
+            more = (*dice.choice(MODELS), *dice.choice([(), SEQUENCE_PARALLEL if divide else ()]))
             try:
                 loss, norm, weights = compared(plan, corpus, more)
             except ZorseError as error:

@@ -156,6 +156,7 @@ def _objects():
     optional = {
         "groups[0].recompute": (["groups", 0, "recompute"], {"mode": "full"}),
         "groups[0].offload": (["groups", 0, "offload"], {}),
+        "groups[0].replicas[1].parts": (["groups", 0, "replicas", 1, "parts"], {}),
         "chunks[0].hop": (["chunks", 0, "hop"], {"latency": 0, "load": 0}),
         "cluster": (["cluster"], {}),
         "predictions": (["predictions"], {}),
