@@ -1,5 +1,6 @@
 """Unequal parts of a set cover the whole, are said back, and are refused where they do not."""
 
+from argparse import Namespace
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.test_sequence_parts import plan_with
 from tests.unit.test_tensor_parts import elements, held
 from zorse_megatron.errors import PlanError
+from zorse_megatron.flags.flags_against_sets import set_flag_problems
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schedules.set_parts import SetParts
 from zorse_megatron.schedules.tensor_parts import cut_part, owned_blocks, whole_blocks_of
@@ -138,3 +140,37 @@ def test_intervals_follow_one_another() -> None:
     found = [parts.interval("vocabulary_rows", index, 256) for index in range(3)]
     assert found[0][0] == 0 and found[-1][1] == 256
     assert all(one[1] == other[0] for one, other in pairwise(found))
+
+
+def flag_problems(plan: Plan, **given: object) -> list[str]:
+    fitting = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return [
+        f"{each.where}: {each.found}"
+        for each in set_flag_problems(Namespace(**{**fitting, **given}), plan)
+    ]
+
+
+def test_flags_that_sets_cannot_keep_are_refused() -> None:
+    plan = plan_of_parts(Parts(mlp_columns=(8, 0), vocabulary_rows=(9, 7)))
+    assert flag_problems(plan) == []
+    found = flag_problems(plan, hidden_dropout=0.1, attention_dropout=None, sft=True)
+    assert [each.split(":")[0] for each in found] == [
+        "--attention-dropout",  # Megatron's default is not 0
+        "--hidden-dropout",
+        "--sft",
+    ]
+    (gated,) = flag_problems(plan, swiglu=True, save="checkpoints")
+    assert gated.startswith("groups[0].replicas[0].parts.mlp_columns: [8, 0] with --swiglu")
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    assert flag_problems(plan, **fused) == [
+        "--cross-entropy-fusion-impl: te, with unequal parts of the vocabulary"
+    ]
+    (split,) = flag_problems(plan, sequence_parallel=True, seq_length=33)
+    assert "33 positions of a sequence" in split
+    (rows,) = flag_problems(plan, padded_vocab_size=17)
+    assert "16 rows of the vocabulary in all" in rows
+
+
+def test_a_plan_without_sets_asks_nothing_of_the_flags() -> None:
+    plan = plan_with((0,))
+    assert flag_problems(plan, hidden_dropout=0.1, sft=True, sequence_parallel=True) == []

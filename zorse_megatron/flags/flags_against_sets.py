@@ -49,6 +49,16 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             expected="native",
             remedy="Transformer Engine's cross entropy takes it that all parts are equal.",
         )
+    stores = getattr(args, "save", None) or getattr(args, "load", None)
+    for where, replica in sets_of(plan) if stores and getattr(args, "swiglu", False) else ():
+        columns = replica.parts.mlp_columns if replica.parts else None
+        if columns is not None and 0 in columns:
+            yield Problem(
+                where=where.replace(".ranks", ".parts.mlp_columns"),
+                found=f"{list(columns)} with --swiglu, --save or --load",
+                expected="at least 1 for each rank",
+                remedy="Megatron cannot describe a gated MLP without columns in a checkpoint.",
+            )
     # A plan that knows its model has been checked by itself.
     known = plan.model
     yield from set_problems(
