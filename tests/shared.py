@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import pytest
 from filelock import FileLock
@@ -44,7 +44,6 @@ def name_of(*what: object) -> str:
 def once_per_run(make: Callable[P, R]) -> Callable[P, R]:
     """Call a function once for equal arguments, by their `repr`; what it returns must pickle."""
 
-    @functools.wraps(make)
     @functools.cache
     def cached(*args: Any, **kwargs: Any) -> Any:
         name = name_of(make.__module__, make.__qualname__, args, sorted(kwargs.items()))
@@ -54,4 +53,5 @@ def once_per_run(make: Callable[P, R]) -> Callable[P, R]:
 
         return pickle.loads((directory_of(name, save) / "result").read_bytes())
 
-    return cached
+    # What mypy infers of the two decorators together differs from run to run.
+    return cast("Callable[P, R]", functools.wraps(make)(cached))

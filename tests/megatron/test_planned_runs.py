@@ -50,7 +50,7 @@ def offloads(plan: Plan) -> Iterator[bool]:
     [
         (7, "1f1b", waits_and_keeps_state_in_the_host),
         (26, "interleaved", has_two_chunks_per_group),
-        (7, "breadth_first", has_unequal_shards),
+        (22, "breadth_first", has_unequal_shards),
         (51, "breadth_first", lends_memory_layer_by_layer),
     ],
 )
