@@ -3,14 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zorse_megatron.costs.interface import ComputeCost, PassTimes, RecomputeMode
+from zorse_megatron.costs.interface import (
+    ModelPart,
+    PassTimes,
+    RecomputeMode,
+    SetComputeCost,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByKind:
     """`ComputeCost` of several, one for each kind. Raises LookupError for an unknown kind."""
 
-    computes: Mapping[str, ComputeCost]
+    computes: Mapping[str, SetComputeCost]
     """Kind -> its costs."""
 
     def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
@@ -32,3 +37,7 @@ class ByKind:
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Optimizer step on a shard of `num_parameters`."""
         return self.computes[kind].step_s(kind, num_parameters)
+
+    def includes_collectives(self, kind: str, part: ModelPart) -> bool:
+        """Whether the times were measured in a set, so that its collectives are in them."""
+        return self.computes[kind].includes_collectives(kind, part)

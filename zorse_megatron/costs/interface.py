@@ -7,7 +7,10 @@ Implementations: `costs.profiled_compute` (from a profile, or analytic where not
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from zorse_megatron.schema.gpus.gpu import ComputeDtype
+
 RecomputeMode = Literal["none", "selective", "full"]
+ModelPart = Literal["embedding", "layer", "head"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,31 @@ class DtypeCosts:
 
     compute: ComputeCost
     memory: MemoryCost
+
+
+class SetComputeCost(ComputeCost, Protocol):
+    """Time of computations of one rank of a tensor-parallel set."""
+
+    def includes_collectives(self, kind: str, part: ModelPart) -> bool:
+        """Whether the times were measured in a set, so that its collectives are in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetRankCosts(DtypeCosts):
+    """Costs of one rank of a set of some degree."""
+
+    compute: SetComputeCost
+
+
+class SetCosts(Protocol):
+    """Costs of tensor-parallel sets, by degree; see `costs.set_collectives` for what is inside."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks of a set have a part of the sequence each, between layers."""
+
+    def of_rank(self, degree: int, dtype: ComputeDtype | None) -> SetRankCosts:
+        """Costs of one of `degree` ranks; None: in the type of the job."""
 
 
 class CommCost(Protocol):

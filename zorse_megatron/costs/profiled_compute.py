@@ -119,6 +119,11 @@ class ProfiledCompute:
         basis = "scaled" if distance else source.kind
         return Provenance(basis=basis, detail=said)
 
+    def includes_collectives(self, kind: str, part: Part) -> bool:
+        """Whether the times were measured in a set, so that its collectives are in them."""
+        found = self._closest(part, kind)
+        return found is not None and found[0].times.tensor_parallel > 1
+
     def measured_attention(self, kind: str) -> Attention | None:
         """Which core attention ran when the layers that a kind's times rest on were measured.
 

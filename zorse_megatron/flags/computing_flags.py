@@ -25,6 +25,7 @@ def computing_from_flags(args: Namespace) -> Computing:
         softmax_in_fp32=_softmax_in_fp32(args, is_local=is_local),
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
+        sequence_parallel=bool(getattr(args, "sequence_parallel", False)),
         narrow_gradients=bool(is_narrow or (args.bf16 and args.grad_reduce_in_bf16)),
         recompute=_recompute(args),
         modules=_modules(args),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zorse_megatron.runtime.collectives import CommVolume
+from zorse_megatron.schedules.part_messages import Messages, gather_messages, sum_messages
 from zorse_megatron.schedules.tensor_blocks import TensorBlock
 from zorse_megatron.schedules.tensor_parts import OwnedBlock, TensorPart
 
@@ -158,13 +159,15 @@ def _reader(message: torch.Tensor) -> Iterator[Callable[[int], torch.Tensor]]:
 
 def sum_volume(blocks: Sequence[OwnedBlock], *, rank: int, element_bytes: int) -> CommVolume:
     """What one rank sends and receives in `sum_into_owners`, of one tensor."""
-    sent = sum(e.block.numel for e in blocks if rank != e.owner and rank in e.contributors)
-    received = sum(e.block.numel * (len(e.contributors) - 1) for e in blocks if rank == e.owner)
-    return CommVolume(sent_bytes=sent * element_bytes, received_bytes=received * element_bytes)
+    return _volume(sum_messages(blocks), rank, element_bytes)
 
 
 def gather_volume(blocks: Sequence[OwnedBlock], *, rank: int, element_bytes: int) -> CommVolume:
     """What one rank sends and receives in `gather_from_owners`, of one tensor."""
-    sent = sum(e.block.numel * (len(e.holders) - 1) for e in blocks if rank == e.owner)
-    received = sum(e.block.numel for e in blocks if rank != e.owner and rank in e.holders)
+    return _volume(gather_messages(blocks), rank, element_bytes)
+
+
+def _volume(messages: Messages, rank: int, element_bytes: int) -> CommVolume:
+    sent = sum(count for (source, _), count in messages.items() if source == rank)
+    received = sum(count for (_, target), count in messages.items() if target == rank)
     return CommVolume(sent_bytes=sent * element_bytes, received_bytes=received * element_bytes)

@@ -1,8 +1,16 @@
 """Costs of all actions of a plan: durations and flows, evaluated once."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
-from zorse_megatron.costs.interface import ComputeCost, PassTimes
+from zorse_megatron.costs.interface import (
+    ComputeCost,
+    ModelPart,
+    PassTimes,
+    SetComputeCost,
+    SetCosts,
+)
+from zorse_megatron.costs.set_collectives import SetCollectives
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
@@ -23,8 +31,11 @@ class ActionCosts:
         loads: NetworkLoads,
         kinds: Sequence[str],
         computes: Mapping[ComputeDtype, ComputeCost],
+        *,
+        sets: SetCosts | None = None,
+        sequence_length: int = 1,
     ) -> None:
-        """`kinds`: the kind of GPU of each global rank; `computes`: see `simulate`."""
+        """`kinds`: the kind of GPU of each global rank; `computes`, `sets`: see `simulate`."""
         if len(kinds) != sizes.plan.world_size:
             raise SimulationError(
                 f"found {len(kinds)} kinds of GPUs; expected {sizes.plan.world_size}, one per rank"
@@ -37,17 +48,38 @@ class ActionCosts:
         """Of each group."""
         self.loads = loads
         self.kinds = tuple(kinds)
-        self._passes: dict[tuple[str, int, int], PassTimes] = {}
-        self._collectives: dict[tuple[Kind, int], TaskWork] = {}
+        self.sequence_length = sequence_length
+        self._sets = sets
+        self._inside = (
+            None
+            if sets is None
+            else SetCollectives(comm=loads.comm, sequence_parallel=sets.sequence_parallel)
+        )
+        self._passes: dict[tuple[str, int, int, int], PassTimes] = {}
+        self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
+        self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
         self._statistic_s: float | None = None
 
     def passes(self, rank: int, chunk: int) -> PassTimes:
-        """One micro-batch of the rank through the chunk: layers, embedding, head, recompute."""
+        """One micro-batch of the rank through the chunk: layers, embedding, head, recompute.
+
+        Of a rank of a set, without the set's collectives where these were not measured with it.
+        """
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
-        key = kind, size, chunk
+        key = kind, size, len(self.sizes.set_of(rank)), chunk
         if key not in self._passes:
-            self._passes[key] = self._pass_times(kind, size, chunk)
+            self._passes[key] = self._pass_times(self._compute(rank, chunk), kind, size, chunk)
         return self._passes[key]
+
+    def set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
+        """What a set communicates inside a computation of the chunk.
+
+        `gathers`: whether its input arrives from another group, in parts.
+        """
+        key = ranks, chunk, gathers
+        if key not in self._together:
+            self._together[key] = self._set_collectives(ranks, chunk, gathers=gathers)
+        return self._together[key]
 
     def step_s(self, rank: int) -> float:
         """Optimizer step on all that the rank owns."""
@@ -55,13 +87,21 @@ class ActionCosts:
         group, _ = self.sizes.group_and_replica[rank]
         return self.computes[group].step_s(self.kinds[rank], owned)
 
-    def collective(self, kind: Kind, chunk: int) -> TaskWork:
-        """A REDUCE or a GATHER of the chunk over its group."""
-        if (kind, chunk) not in self._collectives:
-            replicated = self.sizes.framework.state == "replicated"
-            work_of = self._replicated_collective if replicated else self._sharded_collective
-            self._collectives[kind, chunk] = work_of(kind, chunk)
-        return self._collectives[kind, chunk]
+    def collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
+        """A REDUCE or a GATHER of the chunk over `ranks`, which are among its `peers`."""
+        key = kind, chunk, ranks
+        if key not in self._collectives:
+            if self.sizes.framework.state == "replicated":
+                work = self._replicated_collective(kind, chunk, ranks)
+            elif self.sizes.parted[chunk] is not None:
+                work = self._parted_collective(kind, chunk)
+            else:
+                work = self._sharded_collective(kind, chunk, ranks)
+            if kind is Kind.REDUCE:
+                sums_s = self._sums_in_sets_s(chunk)
+                work = dataclasses.replace(work, seconds_s=work.seconds_s + sums_s)
+            self._collectives[key] = work
+        return self._collectives[key]
 
     def statistics(self, count: int = 1) -> TaskWork:
         """Sums of one number over all ranks, one after the other."""
@@ -110,10 +150,77 @@ class ActionCosts:
         """Bytes between the GPU and host memory, in one direction."""
         return num_bytes / self.loads.comm.host_link_bytes_per_s(rank)
 
-    def _sharded_collective(self, kind: Kind, chunk: int) -> TaskWork:
+    def _parted_collective(self, kind: Kind, chunk: int) -> TaskWork:
+        """Overlaps of what unlike replicas hold and own; units one after the other."""
+        parted, memory = self.sizes.parted[chunk], self.sizes.memory_of(chunk)
+        assert parted is not None
+        reduces = kind is Kind.REDUCE
+        to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
+        return self.loads.exchanges(
+            ({pair: to_bytes(count) for pair, count in messages.items()}, times)
+            for messages, times in (parted.sums if reduces else parted.gathers)
+        )
+
+    def _sums_in_sets_s(self, chunk: int) -> float:
+        """With sequence parallelism, sums of the gradients of what every rank of a set has."""
+        if self._sets is None or not self._sets.sequence_parallel:
+            return 0.0
+        sizes, comm = self.sizes, self.loads.comm
+        group = sizes.plan.groups[sizes.plan.chunks[chunk].group]
+        gradient_bytes = sizes.memory_of(chunk).gradient_bytes
+        return max(
+            comm.all_reduce_s(
+                replica.ranks, gradient_bytes(sizes.whole_parameters(replica.ranks[0], chunk))
+            )
+            if len(replica.ranks) > 1
+            else 0.0
+            for replica in group.replicas
+        )
+
+    def _set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
+        assert self._inside is not None
+        sizes, inside, size = self.sizes, self._inside, self.sizes.micro_batch_size(ranks[0])
+        num_bytes, tokens = sizes.boundary_bytes(size, chunk), size * self.sequence_length
+
+        def of(part: ModelPart) -> PassTimes:
+            if all(self._is_measured_together(rank, chunk, part) for rank in ranks):
+                return PassTimes(forward_s=0.0, backward_s=0.0)
+            return inside.part(part, ranks, num_bytes, tokens)
+
+        layer, layers = of("layer"), sizes.num_layers(chunk)
+        mode, recomputed = sizes.recompute(chunk)
+        again = recomputed if mode == "full" else 0
+        ends = [of("embedding")] if chunk == 0 else []
+        ends += [of("head")] if sizes.is_last(chunk) else []
+        gather_s = 0.0
+        if gathers and not inside.sequence_parallel:
+            gather_s = inside.gather_s(ranks, num_bytes)
+        return PassTimes(
+            forward_s=gather_s + layers * layer.forward_s + sum(e.forward_s for e in ends),
+            backward_s=gather_s
+            + layers * layer.backward_s
+            + again * layer.forward_s
+            + sum(e.backward_s for e in ends),
+        )
+
+    def _is_measured_together(self, rank: int, chunk: int, part: ModelPart) -> bool:
+        compute = self._set_compute(rank, chunk)
+        return compute is not None and compute.includes_collectives(self.kinds[rank], part)
+
+    def _set_compute(self, rank: int, chunk: int) -> SetComputeCost | None:
+        """What a rank of a set of several computes with."""
+        degree = len(self.sizes.set_of(rank))
+        if self._sets is None or degree == 1:
+            return None
+        dtype = self.sizes.plan.groups[self.sizes.plan.chunks[chunk].group].compute_dtype
+        return self._sets.of_rank(degree, dtype).compute
+
+    def _compute(self, rank: int, chunk: int) -> ComputeCost:
+        own = self._set_compute(rank, chunk)
+        return self.computes[self.sizes.plan.chunks[chunk].group] if own is None else own
+
+    def _sharded_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
         memory, comm = self.sizes.memory_of(chunk), self.loads.comm
-        shards = self.sizes.shards[chunk]
-        ranks = tuple(shards)
         to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
         if kind is Kind.REDUCE:
             to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
@@ -125,20 +232,18 @@ class ActionCosts:
         alone_s = sum(time_s(ranks, parts) for parts in pieces)
         return self.loads.collective(ranks, sum(map(sum, pieces)), alone_s)
 
-    def _replicated_collective(self, kind: Kind, chunk: int) -> TaskWork:
+    def _replicated_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
         """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""
-        ranks = tuple(self.sizes.shards[chunk])
         if kind is Kind.GATHER or len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
-        total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.parameters[chunk])
+        total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(ranks[0], chunk))
         parts = (-(-total // len(ranks)),) * len(ranks)
         comm = self.loads.comm
         alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
         return self.loads.collective(ranks, 2 * total, alone_s)
 
-    def _pass_times(self, kind: str, size: int, chunk: int) -> PassTimes:
+    def _pass_times(self, compute: ComputeCost, kind: str, size: int, chunk: int) -> PassTimes:
         layers = self.sizes.num_layers(chunk)
-        compute = self.computes[self.sizes.plan.chunks[chunk].group]
         layer = compute.layer(kind, size)
         forward_s, backward_s = layers * layer.forward_s, layers * layer.backward_s
         mode, recomputed = self.sizes.recompute(chunk)

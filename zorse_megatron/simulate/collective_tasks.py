@@ -8,8 +8,9 @@ from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import Role, TaskGraph
 
-CollectiveKey = tuple[Kind, int | None, int]
-"""Kind, chunk (None: the whole world), and how many of these came before in the list.
+CollectiveKey = tuple[Kind, int | None, int, int]
+"""Kind, chunk (None: the whole world), how many of these came before in the list, and the first of
+the ranks that take part.
 
 A STEP has two collectives of the world: for the norm, and for the report after the list.
 """
@@ -37,19 +38,19 @@ class CollectiveTasks:
         return self.tasks[key]
 
     def _work(self, key: CollectiveKey) -> TaskWork:
-        kind, chunk, number = key
+        kind, chunk, number, first = key
         if chunk is not None:
-            return self.costs.collective(kind, chunk)
+            return self.costs.collective(kind, chunk, self.costs.sizes.peers_of(first, chunk))
         if kind is Kind.SCALE:
             return self.costs.statistics(self.costs.sizes.framework.sums_at_scale)
         return self.costs.report() if number else self.costs.statistics()
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""
-        for (kind, chunk, _), joined in self.joined.items():
+        for (kind, chunk, _, first), joined in self.joined.items():
             members = set(self.ranks)
             if chunk is not None:
-                members &= self.costs.sizes.shards[chunk].keys()
+                members &= set(self.costs.sizes.peers_of(first, chunk))
             if joined != len(members):
                 word = kind if chunk is None else f"{chunk}{kind}"
                 raise SimulationError(

@@ -2,9 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
+from zorse_megatron.costs.interface import (
+    CommCost,
+    ComputeCost,
+    DtypeCosts,
+    MemoryCost,
+    SetCosts,
+)
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.set_parts import has_uneven_parts
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.plan.plan import Plan
@@ -41,6 +48,7 @@ def simulate(
     framework: Framework = RUNTIME,
     by_dtype: Mapping[ComputeDtype, DtypeCosts] | None = None,
     recompute: JobRecompute | None = None,
+    sets: SetCosts | None = None,
 ) -> SimulationResult:
     """Simulate one iteration of the lists that the runtime executes for `plan`.
 
@@ -48,8 +56,10 @@ def simulate(
     (CUDA context, buffers of NCCL). `lists`: other lists than `action_lists` gives.
     `merge_equal_ranks`: simulate one of several equal ranks where the result is proven to be the
     same (see `equal_ranks`), all of them where it is not; with it, spans exist of one rank each.
-    Of a replica of several ranks one is simulated (see `rank_sets`); `comm` and the other costs
-    are then for that tensor-parallel size, and `lists` for the plan of `RankSets.one_rank_each`.
+    `sets`: costs of replicas of several ranks, by how many. Without them one rank of each such
+    replica is simulated, which must all be of one size (see `rank_sets`); `comm` and the other
+    costs are then for that tensor-parallel size, and `lists` for the plan of
+    `RankSets.one_rank_each`.
     `by_dtype`: the costs of groups with a `compute_dtype`; those of other types count as the job's.
     `recompute`: what is recomputed in groups that do not say; None: nothing.
 
@@ -62,20 +72,31 @@ def simulate(
         raise SimulationError(
             f"found fixed_bytes for {len(fixed)} ranks; expected {plan.world_size}"
         )
-    sets = RankSets.of(plan)
+    if any(map(has_uneven_parts, plan.groups)):
+        raise SimulationError(
+            "found unequal parts in a set; expected equal ones: others are not simulated"
+        )
+    equal_sets = RankSets.of(plan) if sets is None else None
+    has_sets = any(len(r.ranks) > 1 for group in plan.groups for r in group.replicas)
     by_dtype = by_dtype or {}
     memories = {dtype: costs.memory for dtype, costs in by_dtype.items()}
-    sizes = RankSizes(plan, memory, framework, memories, recompute, kinds=kinds)
+    sizes = RankSizes(plan, memory, framework, memories, recompute, kinds=kinds, sets=sets)
     equal = None
-    may_merge = sets.size == 1 and framework == RUNTIME and perturbation.treats_kinds_alike
+    may_merge = not has_sets and framework == RUNTIME and perturbation.treats_kinds_alike
     if merge_equal_ranks and lists is None and may_merge:
         equal = find_equal_ranks(sizes, comm, kinds, fixed, forward_only=forward_only)
     if equal is None:
-        whole = lists or action_lists(sets.one_rank_each(), forward_only=forward_only)
-        equal = sets.stand_ins(whole)
+        lowered = plan if equal_sets is None else equal_sets.one_rank_each()
+        whole = lists or action_lists(lowered, forward_only=forward_only)
+        if equal_sets is None:
+            equal = EqualRanks.all_different(plan, whole)
+        else:
+            equal = equal_sets.stand_ins(whole)
     loads = NetworkLoads(comm, link_factors=perturbation.link_factors, equal=equal.links)
     computes = {dtype: costs.compute for dtype, costs in by_dtype.items()}
-    costs = ActionCosts(sizes, compute, loads, kinds, computes)
+    costs = ActionCosts(
+        sizes, compute, loads, kinds, computes, sets=sets, sequence_length=sequence_length
+    )
     program = translate(equal.lists, costs, perturbation)
     timeline = Timeline(
         program=program,

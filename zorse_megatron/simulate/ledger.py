@@ -55,8 +55,14 @@ class _Ledger:
         self.sends_left: dict[tuple[Kind, int | None, int | None], int] = {}
         self.leaving: dict[int, list[tuple[float, int]]] = {}
         """Position -> when each message has left that must have by then, and its bytes."""
+        self.views_leave_s: dict[tuple[Kind, int | None, int | None], float] = {}
+        """When all parts of a tensor that are sent without a copy will have left."""
+        self.resharded = self.residency.released | {
+            chunk for chunk in sizes.chunks(rank) if sizes.parted[chunk] is not None
+        }
+        """Chunks whose unsharded gradients go when they have been summed."""
         self.with_gradients: set[int] = set()
-        """Released chunks that have unsharded gradients now."""
+        """Those of them that have unsharded gradients now."""
         self.summed_s = 0.0
         """When the rank's last sum of gradients has arrived."""
         for action in self.track.actions:
@@ -66,9 +72,9 @@ class _Ledger:
         gradients = 0
         if not timeline.forward_only:
             gradients = sum(
-                sizes.memory_of(chunk).gradient_bytes(sizes.parameters[chunk])
+                self._gradient_bytes(chunk)
                 for chunk in sizes.chunks(rank)
-                if chunk not in self.residency.released
+                if chunk not in self.resharded
             )
         self.start = [0] * len(Category)
         self.start[Category.PARAMETERS] = self.residency.start_parameter_bytes
@@ -113,10 +119,19 @@ class _Ledger:
         now_s = self.timeline.reached_s(self.track, position)
         num_bytes = self._message_bytes(action)
         assert action.chunk is not None
-        whole_bytes = self.sizes.boundary_bytes(self.samples, action.chunk)
+        whole_bytes = self.sizes.held_bytes(self.rank, action.chunk)
         in_pieces = num_bytes != whole_bytes
         key = action.kind, action.chunk, action.micro_batch
         self.sends_left[key] -= 1
+        if in_pieces and self._is_view(action):
+            # It keeps the whole tensor until it has left.
+            end_s = self.times.end_s[self.track.tasks[position]]
+            self.views_leave_s[key] = max(end_s, self.views_leave_s.get(key, 0.0))
+            if not self.sends_left[key]:
+                closing = self.track.closings.get(position, position + 1)
+                message = self.views_leave_s.pop(key), whole_bytes
+                self.leaving.setdefault(closing, []).append(message)
+            return
         if in_pieces:
             self._note(now_s, Category.BUFFERS, num_bytes, position)
             if not self.sends_left[key]:
@@ -131,6 +146,15 @@ class _Ledger:
             last = min(position, len(self.track.actions) - 1)
             closed_s = max(self.timeline.reached_s(self.track, last), left_s)
             self._note(closed_s, Category.BUFFERS, -num_bytes, last)
+
+    def _is_view(self, action: Action) -> bool:
+        """Whether it is consecutive positions of all samples, which needs no copy."""
+        assert action.samples is not None and action.chunk is not None
+        all_samples = action.samples[1] - action.samples[0] == self.samples
+        same_type = self.sizes.boundary_bytes(1, action.chunk) == min(
+            self.sizes.boundary_bytes(1, each) for each in (action.chunk, action.other_chunk)
+        )
+        return action.part is not None and all_samples and same_type
 
     def _forward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
@@ -153,7 +177,7 @@ class _Ledger:
                 gone_s = self.times.end_s[self.track.copies[position]]
                 self._note(gone_s, Category.ACTIVATIONS, -kept, position)
         if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
-            output = sizes.boundary_bytes(self.samples, chunk)
+            output = sizes.held_bytes(self.rank, chunk)
             self._note(start_s, Category.BUFFERS, output, position)
         elif sizes.is_local(chunk):
             key = Kind.RECEIVE_ACTIVATION, chunk + 1, action.micro_batch
@@ -168,11 +192,11 @@ class _Ledger:
         if position in self.track.copies:
             back_s = self.times.start_s[self.track.copies[position]]
             self._note(back_s, Category.ACTIVATIONS, kept, position)
-        if chunk in self.residency.released and chunk not in self.with_gradients:
+        if chunk in self.resharded and chunk not in self.with_gradients:
             self.with_gradients.add(chunk)
             self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
         if (Kind.SEND_GRADIENT, chunk, action.micro_batch) in self.sends_left:
-            gradient = sizes.boundary_bytes(self.samples, chunk)
+            gradient = sizes.held_bytes(self.rank, chunk)
             self._note(start_s, Category.BUFFERS, gradient, position)
         elif chunk > 0 and sizes.is_local(chunk - 1):
             key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
@@ -191,7 +215,7 @@ class _Ledger:
         if not pieces:
             return 0
         assert key[1] is not None
-        whole = self.sizes.boundary_bytes(self.samples, key[1])
+        whole = self.sizes.held_bytes(self.rank, key[1])
         if pieces != [whole]:
             start_s, _ = self._run(position)
             self._note(start_s, Category.BUFFERS, whole, position)
@@ -203,29 +227,31 @@ class _Ledger:
     ) -> None:
         """Keep what a computation makes for the neighbouring chunk, as if it were received."""
         assert key[1] is not None
-        num_bytes = self.sizes.boundary_bytes(self.samples, key[1])
+        num_bytes = self.sizes.held_bytes(self.rank, key[1])
         self.received[key] = [num_bytes]
         self._note(time_s, Category.BUFFERS, num_bytes, position)
 
     def _on_state(self, position: int, action: Action) -> None:
         _, end_s = self._run(position)
         chunk, sizes = action.chunk, self.sizes
-        if action.kind is Kind.REDUCE:
+        if action.kind in (Kind.REDUCE, Kind.GATHER):
             assert chunk is not None
-            self._for_a_while(position, Category.BUFFERS, sizes.exchange_bytes(self.rank, chunk))
+            exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
+            self._for_a_while(position, Category.BUFFERS, exchanged)
         if action.kind is Kind.STEP:
             passing = self.residency.passing[position]
             self._for_a_while(position, Category.PARAMETERS, passing.parameter_bytes)
             self._for_a_while(position, Category.OPTIMIZER_STATE, passing.state_bytes)
-            for released in sorted(self.residency.released):
-                shard = sizes.memory_of(released).gradient_bytes(sizes.shards[released][self.rank])
+            for resharded in sorted(self.resharded):
+                owned = sizes.shards[resharded][self.rank]
+                shard = sizes.memory_of(resharded).gradient_bytes(owned)
                 self._note(end_s, Category.GRADIENTS, -shard, position)
         elif action.kind is Kind.TIE:
             swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
             ready_s = self.timeline.ready_s(self.track, position)
             self._note(ready_s, Category.BUFFERS, swapped, position)
             self._note(end_s, Category.BUFFERS, -swapped, position)
-        elif action.kind is Kind.REDUCE and chunk in self.residency.released:
+        elif action.kind is Kind.REDUCE and chunk in self.resharded:
             assert chunk is not None
             shard = sizes.memory_of(chunk).gradient_bytes(sizes.shards[chunk][self.rank])
             unsharded = self._gradient_bytes(chunk)
@@ -256,7 +282,7 @@ class _Ledger:
         return self.times.start_s[task], self.times.end_s[task]
 
     def _gradient_bytes(self, chunk: int) -> int:
-        return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.parameters[chunk])
+        return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(self.rank, chunk))
 
     def _message_bytes(self, action: Action) -> int:
         return self.sizes.crossing_bytes(action)

@@ -87,6 +87,49 @@ class NetworkLoads:
         crossing_bytes = num_bytes * (len(ranks) - 1) / len(ranks)
         return self._work(crossing_bytes, alone_s, 0.0, links)
 
+    def exchanges(self, rounds: Iterable[tuple[Mapping[tuple[int, int], int], int]]) -> TaskWork:
+        """Rounds of messages, all of a round at once and one round after the other.
+
+        `rounds`: (source, target) -> bytes, and how often. A rank sends its messages, and receives
+        them, one after the other; a link that several take carries all of them. On shared links all
+        rounds count as one flow.
+        """
+        load: dict[int, float] = {}
+        total, flowing_s, latency_s = 0.0, 0.0, 0.0
+        for messages, times in rounds:
+            alone_s, least_s, crossing = self._round(messages)
+            flowing_s += times * alone_s
+            latency_s += times * least_s
+            total += times * sum(messages.values())
+            for link, num_bytes in crossing.items():
+                load[link] = load.get(link, 0.0) + times * num_bytes
+        if not load or flowing_s <= 0:
+            return TaskWork(seconds_s=flowing_s + latency_s)
+        flow = Flow(
+            num_bytes=total,
+            limit_bytes_per_s=total / flowing_s,
+            links=tuple((link, num_bytes / total) for link, num_bytes in load.items()),
+        )
+        return TaskWork(seconds_s=latency_s, flow=flow)
+
+    def _round(
+        self, messages: Mapping[tuple[int, int], int]
+    ) -> tuple[float, float, dict[int, float]]:
+        """Seconds that bytes flow, latency (s), and bytes on each link."""
+        load: dict[int, float] = {}
+        ports_s: dict[tuple[int, bool], float] = {}
+        latency_s = 0.0
+        for (source, target), num_bytes in messages.items():
+            least_s = self.comm.transfer_s(source, target, 0)
+            latency_s = max(latency_s, least_s)
+            flowing_s = self.comm.transfer_s(source, target, num_bytes) - least_s
+            for port in ((source, True), (target, False)):
+                ports_s[port] = ports_s.get(port, 0.0) + flowing_s
+            for link in self._path(source, target):
+                load[link] = load.get(link, 0.0) + num_bytes
+        links_s = (count / self.capacity_bytes_per_s[link] for link, count in load.items())
+        return max([0.0, *ports_s.values(), *links_s]), latency_s, load
+
     def _work(
         self, num_bytes: float, flowing_s: float, latency_s: float, path: Mapping[int, int]
     ) -> TaskWork:

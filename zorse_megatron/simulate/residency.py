@@ -104,10 +104,12 @@ class Residency:
             self._follow(position, action)
 
     def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkResidency:
-        memory = self.sizes.memory_of(chunk)
+        memory, owned = self.sizes.memory_of(chunk), self.sizes.shards[chunk][self.rank]
+        # What is owned of parts lies beside what is computed with (`adapter.data_parallel`).
+        beside = 0 if self.sizes.parted[chunk] is None else memory.parameter_bytes(owned)
         return _ChunkResidency(
-            unsharded_bytes=memory.parameter_bytes(self.sizes.parameters[chunk]),
-            shard_bytes=memory.parameter_bytes(self.sizes.shards[chunk][self.rank]),
+            unsharded_bytes=memory.parameter_bytes(self.sizes.held(self.rank, chunk)) + beside,
+            shard_bytes=memory.parameter_bytes(owned),
             is_unsharded=last.get((chunk, True)) is not Kind.RELEASE,
             in_host=last.get((chunk, False)) is Kind.OFFLOAD,
         )

@@ -1,6 +1,7 @@
 """Match sends and receives in the order in which both ends post them, as NCCL does."""
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from zorse_megatron.schedules.actions import MATCHING, SENDS, Action, Kind
 from zorse_megatron.simulate.network_loads import NetworkLoads
@@ -47,8 +48,8 @@ class MatchedTransfers:
         self.sizes = sizes
         self.loads = loads
         self.edges: dict[tuple[int, int], _Endpoints] = {}
-        self.consumers: dict[Consumer, int] = {}
-        """Each computation's task."""
+        self.consumers: dict[Consumer, tuple[int, int]] = {}
+        """Each computation's task, and its position in the rank's list."""
 
     def start(
         self, action: Action, *, rank: int, position: int, after: int, gate: int = NOTHING
@@ -61,7 +62,7 @@ class MatchedTransfers:
             rank=rank,
             position=position,
             after=after,
-            token=(MATCHING[action.kind] if sends else action.kind, action.samples),
+            token=(MATCHING[action.kind] if sends else action.kind, action.samples, action.part),
             num_bytes=self.sizes.message_bytes(action),
             waiter=None if sends else (rank, forward, action.chunk, action.micro_batch),
             gate=gate,
@@ -88,7 +89,7 @@ class MatchedTransfers:
 
     def match(self, tracks: dict[int, Track]) -> None:
         """Make every transfer a task. Raises SimulationError where two ends do not fit."""
-        received: dict[Consumer, int] = {}
+        received: dict[Consumer, Fraction] = {}
         for (source, target), edge in self.edges.items():
             if len(edge.sends) != len(edge.receives):
                 raise SimulationError(
@@ -104,8 +105,8 @@ class MatchedTransfers:
                     )
                 previous = self._make(tracks, send, receive, previous)
                 if isinstance(receive.waiter, tuple):
-                    start, stop = tracks[target].actions[receive.position].samples or (0, 0)
-                    received[receive.waiter] = received.get(receive.waiter, 0) + stop - start
+                    arrived = _samples_of(tracks[target].actions[receive.position])
+                    received[receive.waiter] = received.get(receive.waiter, Fraction()) + arrived
         self._check_inputs(tracks, received)
 
     def _edge(self, source: int, target: int) -> _Endpoints:
@@ -135,26 +136,25 @@ class MatchedTransfers:
         return task
 
     def _consumer(self, tracks: dict[int, Track], post: Post, waiter: Consumer) -> int:
-        task = self.consumers.get(waiter, NOTHING)
-        if task == NOTHING or self.graph.owner[task][1] < post.position:
+        task, position = self.consumers.get(waiter, (NOTHING, NOTHING))
+        if task == NOTHING or position < post.position:
             raise SimulationError(
                 f"rank {post.rank} receives {self._word(tracks, post)}, which nothing after it "
                 "in its list consumes"
             )
         return task
 
-    def _check_inputs(self, tracks: dict[int, Track], received: dict[Consumer, int]) -> None:
-        """Every computation has all of its input, as `Mailbox.take` asserts."""
-        for consumer, task in self.consumers.items():
-            rank, forward, chunk, _ = consumer
-            assert chunk is not None
-            if forward:
-                nothing = chunk == 0 or self.sizes.is_local(chunk - 1)
-            else:
-                nothing = self.sizes.is_last(chunk) or self.sizes.is_local(chunk)
-            wanted = 0 if nothing else self.sizes.micro_batch_size(rank)
+    def _check_inputs(self, tracks: dict[int, Track], received: dict[Consumer, Fraction]) -> None:
+        """Every computation has all of its input, as `Mailbox.take` asserts.
+
+        Of a set, every rank its part.
+        """
+        for consumer, (_, position) in self.consumers.items():
+            rank = consumer[0]
+            action, size = tracks[rank].actions[position], self.sizes.micro_batch_size(rank)
+            is_own = self.sizes.has_own_input(action)
+            wanted = Fraction(0 if is_own else size, len(self.sizes.set_of(rank)))
             if received.get(consumer, 0) != wanted:
-                action = tracks[rank].actions[self.graph.owner[task][1]]
                 raise SimulationError(
                     f"rank {rank} receives {received.get(consumer, 0)} samples for {action}; "
                     f"expected {wanted}"
@@ -163,3 +163,11 @@ class MatchedTransfers:
     @staticmethod
     def _word(tracks: dict[int, Track], post: Post) -> str:
         return str(tracks[post.rank].actions[post.position])
+
+
+def _samples_of(action: Action) -> Fraction:
+    """How many samples a receive brings; of a part of their sequences, so much less."""
+    start, stop = action.samples or (0, 0)
+    part = action.part
+    share = Fraction(1) if part is None else Fraction(part.stop - part.start, part.of)
+    return (stop - start) * share

@@ -8,6 +8,11 @@ yet, those that its word in `schedules.actions` promises:
   each pair of ranks. On each stream things run one at a time, in list order.
 - A forward or backward runs on the main stream, when the receives that it consumes have arrived
   and the GATHER and the FETCH of its chunk that precede it in the list are done.
+- A computation of a tensor-parallel set is one task of all its ranks: it starts when all are ready
+  and takes as long as on the slowest, with the collectives inside layers, which take idle links. A
+  set without sequence parallelism gathers what arrived in parts first.
+- Where replicas of a group cut their layers differently, its REDUCEs and GATHERs stop the main
+  stream.
 - Sends and receives only start a transfer and take no time. The transfer runs when the sender has
   come to its send, the receiver has opened the buffer (`schedules.receive_openings`), and the one
   before it on the same pair and direction is done. With a `Framework` whose transfers block, a
@@ -49,6 +54,7 @@ from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.collective_tasks import CollectiveTasks
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.residency import Residency
+from zorse_megatron.simulate.set_tasks import SetTasks
 from zorse_megatron.simulate.task_graph import NOTHING, Program, Role, TaskGraph, Track, live
 from zorse_megatron.simulate.transfers import MatchedTransfers
 
@@ -68,6 +74,7 @@ def translate(
     graph = TaskGraph()
     collectives = CollectiveTasks(graph, costs, lists)
     transfers = MatchedTransfers(graph, costs.sizes, costs.loads)
+    sets = SetTasks(graph)
     tracks = {}
     for rank, actions in lists.items():
         translator = _RankTranslator(
@@ -75,11 +82,13 @@ def translate(
             actions=tuple(actions),
             collectives=collectives,
             transfers=transfers,
+            sets=sets,
             perturbation=perturbation,
         )
         tracks[rank] = translator.translate()
     transfers.match(tracks)
     collectives.check()
+    sets.check()
     return Program(graph=graph, tracks=tracks, capacities_bytes_per_s=costs.loads.capacities)
 
 
@@ -93,6 +102,7 @@ class _RankTranslator:
         actions: tuple[Action, ...],
         collectives: CollectiveTasks,
         transfers: MatchedTransfers,
+        sets: SetTasks,
         perturbation: Perturbation,
     ) -> None:
         self.rank = rank
@@ -101,6 +111,7 @@ class _RankTranslator:
         self.costs = collectives.costs
         self.sizes = self.costs.sizes
         self.transfers = transfers
+        self.sets = sets
         self.track = Track(
             rank=rank,
             actions=actions,
@@ -184,9 +195,17 @@ class _RankTranslator:
         own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
         if not forward and (action.chunk, action.micro_batch) in self.copied_out:
             own = self.track.own[position] = (*own, self._copy_back(position, action))
-        owner = self.rank, position
-        task = self.graph.add(owner, Role.COMPUTE, seconds_s * self.jitter.draw(), self.main, *own)
-        self.transfers.consumers[self.rank, forward, action.chunk, action.micro_batch] = task
+        seconds_s *= self.jitter.draw()
+        owner, ranks = (self.rank, position), self.sizes.set_of(self.rank)
+        if len(ranks) > 1:
+            gathers = not self.sizes.has_own_input(action)
+            inside = self.costs.set_collectives(ranks, action.chunk, gathers=gathers)
+            seconds_s += inside.forward_s if forward else inside.backward_s
+            task = self.sets.join(ranks, action, owner, seconds_s, self.main, *own)
+        else:
+            task = self.graph.add(owner, Role.COMPUTE, seconds_s, self.main, *own)
+        consumer = self.rank, forward, action.chunk, action.micro_batch
+        self.transfers.consumers[consumer] = task, position
         self._on_main(task)
         if forward and (action.chunk, action.micro_batch) in self.offloaded:
             self._copy_out(position, action)
@@ -205,6 +224,9 @@ class _RankTranslator:
         self.track.own[position] = own
         task = self._join(position, action.kind, action.chunk, self.main, *own)
         self.collective = task
+        assert action.chunk is not None
+        if self.sizes.parted[action.chunk] is not None:
+            self._on_main(task)
         if action.kind is Kind.REDUCE:
             self.reduction = task
         else:
@@ -331,7 +353,8 @@ class _RankTranslator:
     def _join(self, position: int, kind: Kind, chunk: int | None, *after: int) -> int:
         number = self.counts.get((kind, chunk), 0)
         self.counts[kind, chunk] = number + 1
-        task = self.collectives.join((kind, chunk, number), (self.rank, position), *after)
+        first = 0 if chunk is None else self.sizes.peers_of(self.rank, chunk)[0]
+        task = self.collectives.join((kind, chunk, number, first), (self.rank, position), *after)
         self.track.communication.append(task)
         return task
 

@@ -9,6 +9,11 @@ from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.result import SimulationResult
 
 
+def has_sets(plan: Plan) -> bool:
+    """Whether any replica has several ranks."""
+    return any(len(replica.ranks) > 1 for group in plan.groups for replica in group.replicas)
+
+
 def simulate_plan(
     inputs: Inputs,
     plan: Plan,
@@ -33,4 +38,5 @@ def simulate_plan(
         framework=framework,
         merge_equal_ranks=merge_equal_ranks,
         lists=lists,
+        sets=inputs.sets if has_sets(plan) else None,
     )

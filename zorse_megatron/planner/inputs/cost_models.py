@@ -10,7 +10,7 @@ from functools import cached_property
 from zorse_megatron.costs.attention_kinds import attention_by_kind, attention_on, attention_phrase
 from zorse_megatron.costs.by_kind import ByKind
 from zorse_megatron.costs.efficiency import is_sixteen_bit
-from zorse_megatron.costs.interface import ComputeCost, DtypeCosts
+from zorse_megatron.costs.interface import SetComputeCost, SetRankCosts
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.costs.transformer_memory import (
     TransformerMemory,
@@ -42,6 +42,8 @@ class CostModels:
     profile: Profile
     dtype: DtypeChoice
     computing: Computing
+    tensor_parallel: int = 1
+    """Costs are those of one of so many ranks."""
 
     @property
     def has_own_types(self) -> bool:
@@ -60,10 +62,10 @@ class CostModels:
     @cached_property
     def computes(self) -> dict[str, ProfiledCompute]:
         """Kind -> its costs; the same for kinds with one type and one attention."""
-        return _computes(self.profile, self.model, self.cluster, self.dtype, self.computing)
+        return _computes(self, self.dtype)
 
     @cached_property
-    def compute(self) -> ComputeCost:
+    def compute(self) -> SetComputeCost:
         """Costs each kind in the type that it computes in, with the attention that it runs."""
         return _joined(self.computes)
 
@@ -72,11 +74,12 @@ class CostModels:
         """In the type that all kinds have, and what it rests on."""
         kinds = self.cluster.kinds.values()
         common = DTYPE_OF[common_dtype(kinds)] if self.dtype == "auto" else self.dtype
-        return _memory(self.profile, self.model, common, self.cluster, self.computing)
+        return _memory(self, common)
 
-    def costs_in(self, dtype: Dtype) -> DtypeCosts:
+    def costs_in(self, dtype: Dtype) -> SetRankCosts:
         """Costs of a group that a plan lets compute in a type."""
-        return _costs_in(dtype, self.profile, self.model, self.cluster, self.computing)
+        memory, _ = _memory(self, dtype, in_own_type=True)
+        return SetRankCosts(compute=_joined(_computes(self, dtype)), memory=memory)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -97,14 +100,9 @@ class CostModels:
         return {kind: _measured_sizes(each, kind) for kind, each in self.computes.items()}
 
 
-def _computes(
-    profile: Profile,
-    model: ModelShape,
-    cluster: Cluster,
-    dtype: DtypeChoice,
-    computing: Computing,
-) -> dict[str, ProfiledCompute]:
+def _computes(models: CostModels, dtype: DtypeChoice) -> dict[str, ProfiledCompute]:
     """Kind -> its costs; the same for kinds with one type and one attention."""
+    cluster, computing = models.cluster, models.computing
     made: dict[tuple[Dtype, Attention], ProfiledCompute] = {}
     result = {}
     for kind, gpu in cluster.kinds.items():
@@ -112,50 +110,52 @@ def _computes(
         attention = attention_on(gpu, computing, own)
         if (own, attention) not in made:
             made[own, attention] = ProfiledCompute(
-                profile,
-                model,
+                models.profile,
+                models.model,
                 dtype=own,
                 kinds=cluster.kinds,
+                tensor_parallel=models.tensor_parallel,
                 computing=replace(computing, attention=attention),
             )
         result[kind] = made[own, attention]
     return result
 
 
-def _joined(computes: Mapping[str, ProfiledCompute]) -> ComputeCost:
+def _joined(computes: Mapping[str, ProfiledCompute]) -> SetComputeCost:
     """Costs of all kinds in one."""
     first, *others = dict.fromkeys(computes.values())
     return ByKind(computes=computes) if others else first
 
 
 def _memory(
-    profile: Profile,
-    model: ModelShape,
-    dtype: Dtype,
-    cluster: Cluster,
-    computing: Computing,
-    *,
-    in_own_type: bool = False,
+    models: CostModels, dtype: Dtype, *, in_own_type: bool = False
 ) -> tuple[TransformerMemory, str]:
     """What was measured of this very model, or the formula. `in_own_type`: of a plan's group."""
+    computing, ranks = models.computing, models.tensor_parallel
+    splits_sequence = computing.sequence_parallel and ranks > 1
     # Where groups compute in types of their own, gradients are kept in fp32.
     is_narrow = computing.narrow_gradients and not in_own_type and is_sixteen_bit(dtype)
     precision = precision_of(dtype, gradient_bytes=2) if is_narrow else precision_of(dtype)
-    by_kind = attention_by_kind(cluster.kinds, computing, dtype)
+    by_kind = attention_by_kind(models.cluster.kinds, computing, dtype)
     usual: Attention = "flash" if "flash" in by_kind.values() else "unfused"
     try:
+        if splits_sequence:
+            raise LookupError("profiles do not say what is kept of parts of sequences")
         measured = memory_from_profile(
-            profile,
-            model,
+            models.profile,
+            models.model,
             dtype=dtype,
             precision=precision,
+            tensor_parallel=ranks,
             attention=usual,
             attention_by_kind=by_kind,
             computing=computing,
         )
     except LookupError:
         formula = TransformerMemory(
-            model=model,
+            model=models.model,
+            tensor_parallel=ranks,
+            sequence_parallel=splits_sequence,
             dtype=dtype,
             precision=precision,
             attention=usual,
@@ -169,15 +169,6 @@ def _memory(
 
 def _dropout(computing: Computing) -> str:
     return " and dropout" if computing.hidden_dropout or computing.attention_dropout else ""
-
-
-def _costs_in(
-    dtype: Dtype, profile: Profile, model: ModelShape, cluster: Cluster, computing: Computing
-) -> DtypeCosts:
-    return DtypeCosts(
-        compute=_joined(_computes(profile, model, cluster, dtype, computing)),
-        memory=_memory(profile, model, dtype, cluster, computing, in_own_type=True)[0],
-    )
 
 
 def _price_notes(computes: Mapping[str, ProfiledCompute], *, says_types: bool) -> tuple[str, ...]:

@@ -5,11 +5,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.costs.interface import CommCost, ComputeCost, DtypeCosts, MemoryCost
+from zorse_megatron.costs.interface import (
+    CommCost,
+    ComputeCost,
+    DtypeCosts,
+    MemoryCost,
+    SetCosts,
+)
 from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
+from zorse_megatron.planner.inputs.split_costs import SplitCosts
 from zorse_megatron.planner.planner_errors import PlannerInputError
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.gpus.gpu import (
@@ -92,6 +99,8 @@ class Inputs:
     """For people: what the costs rest on."""
     warnings: tuple[str, ...] = ()
     """Of the notes those that many do not expect."""
+    sets: SetCosts | None = None
+    """Costs of tensor-parallel sets that a plan has; None: one rank stands for a set."""
     gpus: Mapping[str, GpuKind] | None = None
     """Kind -> its figures; None: processes take no memory beside their tensors."""
 
@@ -185,6 +194,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         best_sizes=models.best_sizes,
         recompute=models.computing.recompute,
         own_types=cluster.kinds if models.has_own_types else None,
+        sets=SplitCosts(models=models),
         gpus=models.gpus,
         notes=(*models.notes, memory_note, *models.warnings, *_process_notes(models.gpus)),
         warnings=models.warnings,

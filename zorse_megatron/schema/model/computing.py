@@ -33,6 +33,8 @@ class Computing:
     """Whether unfused attention keeps its softmax in fp32 beside the 16-bit one."""
     hidden_dropout: bool = False
     attention_dropout: bool = False
+    sequence_parallel: bool = False
+    """Whether tensor-parallel sets split activations between layers along the sequence, too."""
     narrow_gradients: bool = False
     """Whether 16-bit training accumulates gradients in 16 bits."""
     recompute: JobRecompute | None = None
