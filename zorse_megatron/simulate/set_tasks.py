@@ -4,7 +4,6 @@ The set's collectives are inside, so it starts when all of its ranks are ready a
 on the slowest of them.
 """
 
-
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import Role, TaskGraph

@@ -1,0 +1,60 @@
+"""Costs of tensor-parallel sets in closed form."""
+
+from dataclasses import dataclass, field
+
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from zorse_megatron.costs.interface import SetRankCosts
+
+
+class SplitCompute(FakeCompute):
+    """Of one rank; its collectives are not in it."""
+
+    measured = False
+
+    def includes_collectives(self, kind, part):
+        return self.measured
+
+
+@dataclass(kw_only=True)
+class FakeSets:
+    """A layer of `cut` parameters that sets cut and `whole` ones; computations take 1 / degree."""
+
+    cut: int = 600
+    whole: int = 40
+    boundary: int = 0
+    kept: int = 1000
+    forward_s: float = 1.0
+    factors: dict = field(default_factory=dict)
+    sequence_parallel: bool = False
+    measured: bool = False
+
+    def compute(self, degree):
+        costs = SplitCompute(
+            forward_s=self.forward_s / degree,
+            backward_s=2 * self.forward_s / degree,
+            factors=self.factors,
+        )
+        costs.measured = self.measured
+        return costs
+
+    def memory(self, degree):
+        kept = self.kept // degree
+        return FakeMemory(
+            layer_count=self.whole + self.cut // degree,
+            kept={"none": kept, "selective": kept, "full": kept // 10},
+            boundary=self.boundary // (degree if self.sequence_parallel else 1),
+        )
+
+    def of_rank(self, degree, dtype):
+        return SetRankCosts(compute=self.compute(degree), memory=self.memory(degree))
+
+    def alone(self):
+        """What `simulate` takes for ranks that are sets of their own."""
+        return {"compute": self.compute(1), "memory": self.memory(1)}
+
+
+class RingComm(FakeComm):
+    """All-reduces cost bytes, too: as a ring does them."""
+
+    def all_reduce_s(self, ranks, num_bytes):
+        return 2 * self.all_gather_s(ranks, (num_bytes,)) if num_bytes > 4 else 0.0

@@ -1,0 +1,207 @@
+"""Tensor-parallel sets of any degree, of which every rank is simulated."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+
+from tests.strategies import plans
+from tests.unit.fake_costs import FakeComm, node_links
+from tests.unit.fake_sets import FakeSets, RingComm
+from tests.unit.simulation import run
+from tests.unit.test_schedules import even_plan
+from tests.unit.test_simulate_rank_sets import in_sets
+from zorse_megatron.schedules.actions import RECEIVES, SENDS
+from zorse_megatron.schema.plan.plan import Chunk, Group, Replica
+from zorse_megatron.simulate.ledger import Category, changes_of
+from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.simulate.rank_sizes import RankSizes
+
+
+def plan_of(*groups, counts=None, weights=None, size=2, layers=4):
+    """Groups are lists of sets of ranks, all with one micro-batch unless `counts` say otherwise."""
+    like = even_plan(stages=1, replicas=1, count=1)
+    made = []
+    for number, sets in enumerate(groups):
+        of_sets = counts[number] if counts else [1] * len(sets)
+        own = weights[number] if weights else [1.0] * len(sets)
+        made.append(
+            Group(
+                replicas=tuple(
+                    Replica(ranks=r, micro_batch_size=size, num_microbatches=n, shard_weight=w)
+                    for r, n, w in zip(sets, of_sets, own, strict=True)
+                )
+            )
+        )
+    bounds = [layers * n // len(groups) for n in range(len(groups) + 1)]
+    return dataclasses.replace(
+        like,
+        model=dataclasses.replace(like.model, num_layers=layers),
+        global_batch_size=size * sum(n for n in (counts[0] if counts else [1] * len(groups[0]))),
+        groups=tuple(made),
+        chunks=tuple(Chunk(group=n, layers=(bounds[n], bounds[n + 1])) for n in range(len(groups))),
+    )
+
+
+def simulated(plan, sets, **options):
+    return run(plan, sets=sets, **sets.alone(), **options)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_one_set_alone_takes_its_share_and_four_sums_a_layer(degree, sequence_parallel):
+    """Layers of 3 s a sample; an activation of 2 samples is 64 bytes, a ring of sums 2 (d-1)/d."""
+    sets = FakeSets(boundary=32, sequence_parallel=sequence_parallel, whole=0, cut=640)
+    plan = plan_of([tuple(range(degree))])
+    comm = RingComm(bytes_per_s=100.0)
+    found = simulated(plan, sets, comm=comm)
+    sum_s = 2 * (degree - 1) / degree * 64 / 100
+    inside_s = 4 * 4 * sum_s + 2 * sum_s  # of layers; of the embedding and the output layer
+    inside_s += 3 * 2 * (degree - 1) / degree * 4 * 2 / 100  # the loss: 2 tokens of 4 bytes
+    assert found.iteration_s == pytest.approx(4 * 2 * 3.0 / degree + inside_s)
+    assert found.simulated_ranks == tuple(range(degree))
+    assert len({usage.busy_s for usage in found.usage}) == 1
+
+
+def test_times_measured_in_a_set_have_its_collectives_in_them():
+    plan, comm = plan_of([(0, 1)]), RingComm(bytes_per_s=100.0)
+    sets = FakeSets(boundary=32, measured=True)
+    assert simulated(plan, sets, comm=comm).iteration_s == pytest.approx(4 * 2 * 3.0 / 2)
+
+
+def test_a_set_is_as_fast_as_its_slowest_rank():
+    sets = FakeSets(factors={"slow": 3.0})
+    found = simulated(plan_of([(0, 1)]), sets, kinds=["x", "slow"])
+    assert found.iteration_s == pytest.approx(3 * 4 * 2 * 3.0 / 2)
+    slowed = Perturbation(rank_factors={0: 2.0})
+    found = simulated(plan_of([(0, 1)]), sets, perturbation=slowed)
+    assert found.iteration_s == pytest.approx(2 * 4 * 2 * 3.0 / 2)
+
+
+def test_a_set_starts_when_all_its_ranks_have_their_parts():
+    """Rank 2's half comes over a link of a tenth of the speed of rank 1's."""
+
+    class Comm(FakeComm):
+        def transfer_s(self, source, target, num_bytes):
+            return num_bytes / (1.6 if 2 in (source, target) else 16.0)
+
+    sets = FakeSets(boundary=16)
+    found = simulated(plan_of([(0,)], [(1, 2)]), sets, comm=Comm())
+    moved = {(t.source, t.target): t.num_bytes for t in found.transfers()}
+    assert moved == {(0, 1): 16, (0, 2): 16, (1, 0): 16, (2, 0): 16}
+    starts = [next(s for s in found.spans(r) if s.action == "1F0").end_s for r in (1, 2)]
+    assert starts == [pytest.approx(2 * 2 * 1.0 + 10.0 + 2 * 2 * 0.5)] * 2
+    # there, half a forward and backward, and back
+    assert found.iteration_s == pytest.approx(2 * 2 * 3.0 + 10.0 + 2 * 2 * 1.5 + 10.0)
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(1, 2), (2, 1), (2, 4), (3, 2), (2, 2)])
+def test_each_element_crosses_a_boundary_once(lower, upper):
+    ranks = tuple(range(lower + upper))
+    found = simulated(plan_of([ranks[:lower]], [ranks[lower:]]), FakeSets(boundary=48))
+    of_kind = {name: 0 for name in ("SA", "SG")}
+    for transfer in found.transfers():
+        of_kind["SA" if "SA" in transfer.action else "SG"] += transfer.num_bytes
+    assert of_kind == {"SA": 2 * 48, "SG": 2 * 48}
+
+
+def test_equal_sets_are_those_that_one_rank_stands_for():
+    """With nothing to send between groups and free collectives inside, as one rank of each."""
+    plain = even_plan(stages=3, replicas=2, count=5)
+    plan, sets = in_sets(plain, 4), FakeSets(whole=0, cut=640)
+    comm = FakeComm(bytes_per_s=100.0)
+    every = simulated(plan, sets, comm=comm)
+    one = run(plan, compute=sets.compute(4), memory=sets.memory(4), comm=comm)
+    assert every.iteration_s == pytest.approx(one.iteration_s)
+    assert every.peak_memory_bytes == one.peak_memory_bytes
+
+
+def test_unlike_replicas_sum_and_gather_overlaps():
+    """A rank of everything beside a set of two: of what is cut, each element crosses once a way.
+
+    Weights 1 and 1: of each of 4 layers rank 0 owns half, rank 1 and 2 half of their halves, and of
+    what is whole rank 1.
+    """
+    plan, sets = plan_of([(0,), (1, 2)]), FakeSets(cut=512, whole=128)
+    sizes = RankSizes(plan, sets.memory(1), sets=sets)
+    assert [sizes.held(rank, 0) for rank in range(3)] == [4 * 640, 4 * 384, 4 * 384]
+    assert sizes.shards[0] == {0: 4 * 320, 1: 4 * (128 + 64), 2: 4 * 128}
+    ((sums, times),) = sizes.parted[0].sums
+    assert times == 4
+    assert sums == {(0, 1): 192, (0, 2): 128, (1, 0): 192, (2, 0): 128}
+    ((gathers, _),) = sizes.parted[0].gathers
+    assert sum(gathers.values()) == 512 + 2 * 128  # what is whole, to both others
+    found = simulated(plan, sets, comm=FakeComm(bytes_per_s=100.0))
+    # Rank 0 has most to do: it receives and sends 320, and tells of 256 once and of 64 twice.
+    exchanged_s = 4 * (320 * 4 + (256 + 2 * 64) * 2) / 100
+    assert found.iteration_s == pytest.approx(4 * 2 * 3.0 + exchanged_s)
+
+
+def test_shared_links_carry_all_messages_of_an_exchange():
+    plan, sets = plan_of([(0,), (1, 2)]), FakeSets(cut=512, whole=0)
+    fast = simulated(plan, sets, comm=FakeComm(bytes_per_s=1000.0))
+    nics = node_links(1, 100.0)
+    slow = simulated(plan, sets, comm=FakeComm(bytes_per_s=1000.0, links=nics))
+    # 256 elements leave rank 0 in each of four layers: of 4 bytes, and then of 2
+    assert slow.iteration_s - fast.iteration_s == pytest.approx(4 * 256 * 6 * (1 / 100 - 1 / 1000))
+
+
+@settings(max_examples=40)
+@given(plan=plans(max_world=7, max_ranks_per_replica=3))
+def test_random_sets_end_and_give_all_memory_back(plan):
+    sets = FakeSets(cut=600, whole=64, boundary=60)
+    plan = _in_ascending_order(plan)
+    found = simulated(plan, sets, comm=FakeComm(latency_s=0.1, bytes_per_s=500.0))
+    for rank in range(plan.world_size):
+        start, changes = changes_of(found.timeline, rank)
+        left = dict.fromkeys(Category, 0)
+        for _, category, num_bytes, _ in changes:
+            left[category] += num_bytes
+        assert not any(left.values())
+        assert found.memory[rank].by_category[Category.PARAMETERS].num_bytes >= start[0] > 0
+    lists = found.timeline.program.tracks
+    sends = [a for t in lists.values() for a in t.actions if a.kind in SENDS]
+    receives = [a for t in lists.values() for a in t.actions if a.kind in RECEIVES]
+    assert len(sends) == len(receives) == len(found.transfers())
+
+
+def _in_ascending_order(plan):
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            replicas=tuple(
+                dataclasses.replace(each, ranks=tuple(sorted(each.ranks)))
+                for each in group.replicas
+            ),
+        )
+        for group in plan.groups
+    )
+    return dataclasses.replace(plan, groups=groups)
+
+
+def test_memory_of_each_rank_is_that_of_its_degree():
+    plan = plan_of([(0,), (1, 2)], [(3, 4)], counts=[[1, 1], [2]])
+    sets = FakeSets(cut=512, whole=128, boundary=32)
+    found = simulated(plan, sets)
+    kept = [each.by_category[Category.ACTIVATIONS].num_bytes for each in found.memory]
+    assert kept == [2 * 2 * 1000, 2 * 2 * 500, 2 * 2 * 500, 2 * 2 * 500, 2 * 2 * 500]
+    # Sets of one degree hold no second copy of what they own; unlike replicas do.
+    parameters = [each.by_category[Category.PARAMETERS].num_bytes for each in found.memory]
+    owned = [2 * 320, 2 * (128 + 64), 2 * 128]
+    held = [2 * 640, 2 * 384, 2 * 384]
+    assert parameters[:3] == [2 * (h + o) for h, o in zip(held, owned, strict=True)]
+    assert parameters[3:] == [2 * 2 * 384] * 2
+    state = [each.by_category[Category.OPTIMIZER_STATE].num_bytes for each in found.memory]
+    assert state == [12 * o for o in owned] + [12 * 2 * 384] * 2
+
+
+def test_sequence_parallel_sets_have_parts_of_what_they_receive():
+    plan = plan_of([(0,)], [(1, 2)])
+    whole = simulated(plan, FakeSets(boundary=64))
+    parts = simulated(plan, FakeSets(boundary=64, sequence_parallel=True))
+    assert [len(each.transfers()) for each in (whole, parts)] == [4, 4]
+    buffers = [
+        [each.memory[r].by_category[Category.BUFFERS].num_bytes for r in (1, 2)]
+        for each in (whole, parts)
+    ]
+    assert buffers[0] > buffers[1] and min(buffers[1]) >= 64
