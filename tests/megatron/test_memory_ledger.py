@@ -7,6 +7,7 @@ the most that there were while an action ran: with the layer that is computed ag
 """
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from tests.megatron.ministages import (
     in_the_host,
     with_settings,
 )
+from tests.megatron.set_plans import set_of
 from tests.megatron.test_exactness import UNTIED, flags_for
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.costs.interface import RankPart, SetRankCosts
 from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import Plan, Recompute, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Schedule
 from zorse_megatron.schema.plan.plan_json import save_plan
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.ledger import Category, changes_of
@@ -106,6 +109,58 @@ def test_peaks_are_those_of_the_simulator(name: str, corpus: Path, tmp_path: Pat
         assert peaks["activations"] == pytest.approx(activations, rel=0.05)
         total = predicted.memory[rank].total_bytes
         assert 0.95 * total <= peaks["total"] <= 1.05 * (total + late)
+
+
+UNLIKE = Plan(
+    schema_version=1,
+    model=LAYOUTS["2|1"].model,
+    global_batch_size=LAYOUTS["2|1"].global_batch_size,
+    groups=(Group(replicas=(set_of((0,), 2, 2), set_of((1, 2), 2, 2, 3.0))),),
+    chunks=(Chunk(group=0, layers=(0, 4)),),
+    schedule=Schedule(name="1f1b"),
+)
+
+
+class ComputeOfSets(FakeCompute):
+    def includes_collectives(self, kind: str, part: str) -> bool:
+        return False
+
+
+class Sets:
+    sequence_parallel = False
+
+    @staticmethod
+    def of_rank(part: RankPart, dtype: str | None) -> SetRankCosts:
+        memory = replace(MEMORY, tensor_parallel=part.degree)
+        return SetRankCosts(compute=ComputeOfSets(), memory=memory)
+
+    @staticmethod
+    def cut_parameters(part: str) -> dict[str, int]:
+        if part != "layer":
+            return {"vocabulary_rows": MODEL.table_parameters()}
+        return {"kv_groups": MODEL.attention_parameters, "mlp_columns": MODEL.mlp_parameters}
+
+
+def test_peaks_of_a_set_beside_a_rank(corpus: Path, tmp_path: Path) -> None:
+    run(UNLIKE, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
+    predicted = simulate(
+        UNLIKE,
+        FakeCompute(),
+        MEMORY,
+        FakeComm(),
+        ["kind"] * 3,
+        sequence_length=SEQUENCE,
+        sets=Sets(),
+    )
+    for rank, degree in enumerate((1, 2, 2)):
+        found: dict[str, Any] = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())
+        peaks = {category: peak["num_bytes"] for category, peak in found["peaks"].items()}
+        expected = {c: moment.num_bytes for c, moment in predicted.memory[rank].by_category.items()}
+        for name in (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS):
+            assert peaks[name.label] == pytest.approx(expected[name], rel=0.01), (rank, name)
+        copies = 2 * SEQUENCE * VOCABULARY * 4 // degree
+        activations = most_activation_bytes(predicted, rank, copies)
+        assert peaks["activations"] == pytest.approx(activations, rel=0.05), rank
 
 
 def logits_bytes(plan: Plan, rank: int) -> int:

@@ -45,8 +45,11 @@ class FakeSets:
             boundary=self.boundary // (degree if self.sequence_parallel else 1),
         )
 
-    def of_rank(self, degree, dtype):
-        return SetRankCosts(compute=self.compute(degree), memory=self.memory(degree))
+    def of_rank(self, part, dtype):
+        return SetRankCosts(compute=self.compute(part.degree), memory=self.memory(part.degree))
+
+    def cut_parameters(self, part):
+        return {"mlp_columns": self.cut} if part == "layer" else {"vocabulary_rows": 0}
 
     def alone(self):
         """What `simulate` takes for ranks that are sets of their own."""

@@ -12,10 +12,11 @@ from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_rank_sets import in_sets
 from zorse_megatron.schedules.actions import RECEIVES, SENDS
-from zorse_megatron.schema.plan.plan import Chunk, Group, Replica
+from zorse_megatron.schema.plan.plan import Chunk, Group, Parts, Replica
 from zorse_megatron.simulate.ledger import Category, changes_of
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.rank_sizes import RankSizes
+from zorse_megatron.simulate.simulation_errors import SimulationError
 
 
 def plan_of(*groups, counts=None, weights=None, size=2, layers=4):
@@ -205,3 +206,23 @@ def test_sequence_parallel_sets_have_parts_of_what_they_receive():
         for each in (whole, parts)
     ]
     assert buffers[0] > buffers[1] and min(buffers[1]) >= 64
+
+
+def test_unequal_parts_are_held_and_owned():
+    """Of 512 cut elements, rank 1 has three eighths and rank 2 five, and own half of that."""
+    plan, sets = plan_of([(0,), (1, 2)]), FakeSets(cut=512, whole=128)
+    group = plan.groups[0]
+    uneven = dataclasses.replace(group.replicas[1], parts=Parts(mlp_columns=(3, 5)))
+    group = dataclasses.replace(group, replicas=(group.replicas[0], uneven))
+    plan = dataclasses.replace(plan, groups=(group,))
+    sizes = RankSizes(plan, sets.memory(1), sets=sets)
+    assert sizes.shards[0] == {0: 4 * 320, 1: 4 * (96 + 64), 2: 4 * 160}
+    assert simulated(plan, sets).iteration_s == pytest.approx(4 * 2 * 3.0)
+
+
+def test_unequal_parts_need_costs_of_sets():
+    plan = plan_of([(0, 1)])
+    replica = dataclasses.replace(plan.groups[0].replicas[0], parts=Parts(mlp_columns=(3, 5)))
+    plan = dataclasses.replace(plan, groups=(Group(replicas=(replica,)),))
+    with pytest.raises(SimulationError, match="unequal parts"):
+        run(plan)

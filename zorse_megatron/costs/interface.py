@@ -4,10 +4,13 @@ Implementations: `costs.profiled_compute` (from a profile, or analytic where not
 `costs.transformer_memory` and `costs.comm` (over the topology graph).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from zorse_megatron.schedules.set_parts import UnitKind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
+from zorse_megatron.schema.plan.plan import Parts, Replica
 
 RecomputeMode = Literal["none", "selective", "full"]
 ModelPart = Literal["embedding", "layer", "head"]
@@ -93,20 +96,46 @@ class SetComputeCost(ComputeCost, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SetRankCosts(DtypeCosts):
-    """Costs of one rank of a set of some degree."""
+    """Costs of one rank of a set."""
 
     compute: SetComputeCost
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """Which part of each layer a rank has: of a set of `degree` ranks, whose parts may be unequal.
+
+    Ranks with equal parts are all the same: `parts` is None and `index` 0.
+    """
+
+    degree: int = 1
+    parts: Parts | None = None
+    index: int = 0
+
+    @classmethod
+    def of(cls, replica: Replica, rank: int) -> "RankPart":
+        """That of a plan's rank."""
+        degree = len(replica.ranks)
+        if replica.parts is None or degree == 1:
+            return cls(degree=degree)
+        return cls(degree=degree, parts=replica.parts, index=replica.ranks.index(rank))
+
+
+WHOLE = RankPart()
+
+
 class SetCosts(Protocol):
-    """Costs of tensor-parallel sets, by degree; see `costs.set_collectives` for what is inside."""
+    """Costs of tensor-parallel sets; see `costs.set_collectives` for what is inside."""
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether ranks of a set have a part of the sequence each, between layers."""
 
-    def of_rank(self, degree: int, dtype: ComputeDtype | None) -> SetRankCosts:
-        """Costs of one of `degree` ranks; None: in the type of the job."""
+    def of_rank(self, part: RankPart, dtype: ComputeDtype | None) -> SetRankCosts:
+        """Costs of a rank of a set; None: in the type of the job."""
+
+    def cut_parameters(self, part: ModelPart) -> Mapping[UnitKind, int]:
+        """Parameters that sets cut by these units; of embedding and head their table."""
 
 
 class CommCost(Protocol):

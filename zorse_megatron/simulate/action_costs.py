@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import (
+    WHOLE,
     ComputeCost,
     ModelPart,
     PassTimes,
+    RankPart,
     SetComputeCost,
     SetCosts,
 )
@@ -55,7 +57,7 @@ class ActionCosts:
             if sets is None
             else SetCollectives(comm=loads.comm, sequence_parallel=sets.sequence_parallel)
         )
-        self._passes: dict[tuple[str, int, int, int], PassTimes] = {}
+        self._passes: dict[tuple[str, int, RankPart, int], PassTimes] = {}
         self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
         self._statistic_s: float | None = None
@@ -66,7 +68,7 @@ class ActionCosts:
         Of a rank of a set, without the set's collectives where these were not measured with it.
         """
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
-        key = kind, size, len(self.sizes.set_of(rank)), chunk
+        key = kind, size, self.sizes.part(rank), chunk
         if key not in self._passes:
             self._passes[key] = self._pass_times(self._compute(rank, chunk), kind, size, chunk)
         return self._passes[key]
@@ -169,9 +171,7 @@ class ActionCosts:
         group = sizes.plan.groups[sizes.plan.chunks[chunk].group]
         gradient_bytes = sizes.memory_of(chunk).gradient_bytes
         return max(
-            comm.all_reduce_s(
-                replica.ranks, gradient_bytes(sizes.whole_parameters(replica.ranks[0], chunk))
-            )
+            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.whole_parameters(chunk)))
             if len(replica.ranks) > 1
             else 0.0
             for replica in group.replicas
@@ -209,11 +209,11 @@ class ActionCosts:
 
     def _set_compute(self, rank: int, chunk: int) -> SetComputeCost | None:
         """What a rank of a set of several computes with."""
-        degree = len(self.sizes.set_of(rank))
-        if self._sets is None or degree == 1:
+        part = self.sizes.part(rank)
+        if self._sets is None or part == WHOLE:
             return None
         dtype = self.sizes.plan.groups[self.sizes.plan.chunks[chunk].group].compute_dtype
-        return self._sets.of_rank(degree, dtype).compute
+        return self._sets.of_rank(part, dtype).compute
 
     def _compute(self, rank: int, chunk: int) -> ComputeCost:
         own = self._set_compute(rank, chunk)
@@ -228,7 +228,9 @@ class ActionCosts:
                 to_bytes, time_s = low_precision_bytes, comm.exchange_s
         if len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
-        pieces = [tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk)]
+        pieces = [
+            tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk, ranks)
+        ]
         alone_s = sum(time_s(ranks, parts) for parts in pieces)
         return self.loads.collective(ranks, sum(map(sum, pieces)), alone_s)
 

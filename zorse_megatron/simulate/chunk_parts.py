@@ -1,10 +1,10 @@
 """What each rank of a group holds and owns of a chunk's parameters, whatever sets the group has.
 
-Where all replicas have sets of one degree, ranks with the same part cut what they hold into shards,
-as a group of single ranks does. Where degrees differ, what is owned and what is sent follows from
-overlaps (`schedules.tensor_parts`). There a layer counts as two tensors: all that sets cut, in one,
-and all that each rank has whole; so shards are off the runtime's by its rounding to 64 elements of
-each tensor.
+Where all replicas have the same parts, ranks with the same part cut what they hold into shards, as
+a group of single ranks does. Where they differ, what is owned and what is sent follows from
+overlaps (`schedules.tensor_parts`). There a layer counts as three tensors: all that sets cut by KV
+groups, all that they cut by columns of the MLP, and all that each rank has whole; so shards are off
+the runtime's by its rounding to 64 elements of each tensor.
 """
 
 from collections import Counter
@@ -12,43 +12,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.schedules.part_messages import Messages, gather_messages, sum_messages
+from zorse_megatron.schedules.set_parts import SetParts, UnitKind
 from zorse_megatron.schedules.shards import shard_bounds
-from zorse_megatron.schedules.tensor_parts import OwnedBlock, equal_part, owned_blocks
-
-Sets = Sequence[tuple[int, ...]]
-"""The ranks of each replica of a group."""
+from zorse_megatron.schedules.tensor_parts import OwnedBlock, TensorPart, owned_blocks
+from zorse_megatron.schema.plan.plan import Replica
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartedUnit:
     """Parameters that unlike replicas exchange at once, such as a layer, and how many like it."""
 
-    cut: int
+    cut: Mapping[UnitKind, int]
     """Elements of which each rank of a set has a part."""
     whole: int
     """Elements that each rank has."""
     count: int = 1
 
-    @classmethod
-    def of(cls, whole_parameters: int, of_rank: int, degree: int, count: int = 1) -> "PartedUnit":
-        """From what a rank of `degree` has of `whole_parameters`."""
-        whole = (degree * of_rank - whole_parameters) // (degree - 1)
-        return cls(cut=whole_parameters - whole, whole=whole, count=count)
-
-    def blocks(self, sets: Sets, weights: Sequence[float]) -> Iterator[OwnedBlock]:
+    def blocks(self, replicas: Sequence[Replica]) -> Iterator[OwnedBlock]:
         """Who owns what of one of them."""
-        for elements, axis in ((self.cut, 0), (self.whole, None)):
+        weights = [replica.shard_weight for replica in replicas]
+        for kind, elements in self.cut.items():
             if elements:
-                yield from owned_blocks(
-                    [
-                        {
-                            rank: equal_part((elements,), axis, index=index, degree=len(ranks))
-                            for index, rank in enumerate(ranks)
-                        }
-                        for ranks in sets
-                    ],
-                    weights,
-                )
+                yield from owned_blocks([_cut(each, kind, elements) for each in replicas], weights)
+        if self.whole:
+            whole = TensorPart(shape=(self.whole,), axis=None)
+            yield from owned_blocks(
+                [dict.fromkeys(each.ranks, whole) for each in replicas], weights
+            )
+
+
+def _cut(replica: Replica, kind: UnitKind, elements: int) -> dict[int, TensorPart]:
+    """Rank -> its part of a flat tensor."""
+    if len(replica.ranks) == 1:
+        return {replica.ranks[0]: TensorPart(shape=(elements,), axis=None)}
+    parts = SetParts.of(replica)
+    bounds = {
+        rank: parts.interval(kind, index, elements) for index, rank in enumerate(replica.ranks)
+    }
+    return {
+        rank: TensorPart(shape=(elements,), axis=0, pieces=((start, stop),) if stop > start else ())
+        for rank, (start, stop) in bounds.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +66,12 @@ class PartedChunk:
     gathers: tuple[tuple[Messages, int], ...]
 
     @classmethod
-    def of(cls, units: Sequence[PartedUnit], sets: Sets, weights: Sequence[float]) -> "PartedChunk":
+    def of(cls, units: Sequence[PartedUnit], replicas: Sequence[Replica]) -> "PartedChunk":
         """Deal out all units."""
-        owned: Counter[int] = Counter({rank: 0 for ranks in sets for rank in ranks})
+        owned = Counter({rank: 0 for replica in replicas for rank in replica.ranks})
         sums, gathers = [], []
         for unit in units:
-            blocks = tuple(unit.blocks(sets, weights))
+            blocks = tuple(unit.blocks(replicas))
             for each in blocks:
                 owned[each.owner] += unit.count * each.block.numel
             sums.append((sum_messages(blocks), unit.count))
@@ -95,13 +99,13 @@ class OwnedInterval:
     stop: int
 
 
-def owned_intervals(total: int, sets: Sets, weights: Sequence[float]) -> list[OwnedInterval]:
-    """Of a tensor that sets cut by rows, in order."""
+def owned_intervals(total: int, replicas: Sequence[Replica]) -> list[OwnedInterval]:
+    """Of a table that sets cut by rows, in order."""
     return [
         OwnedInterval(
             rank=each.owner,
             start=each.block.offset[0],
             stop=each.block.offset[0] + each.block.size[0],
         )
-        for each in PartedUnit(cut=total, whole=0).blocks(sets, weights)
+        for each in PartedUnit(cut={"vocabulary_rows": total}, whole=0).blocks(replicas)
     ]

@@ -11,7 +11,6 @@ from zorse_megatron.costs.interface import (
 )
 from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.set_parts import has_uneven_parts
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.plan.plan import Plan
@@ -71,10 +70,6 @@ def simulate(
     if len(fixed) != plan.world_size:
         raise SimulationError(
             f"found fixed_bytes for {len(fixed)} ranks; expected {plan.world_size}"
-        )
-    if any(map(has_uneven_parts, plan.groups)):
-        raise SimulationError(
-            "found unequal parts in a set; expected equal ones: others are not simulated"
         )
     equal_sets = RankSets.of(plan) if sets is None else None
     has_sets = any(len(r.ranks) > 1 for group in plan.groups for r in group.replicas)

@@ -261,7 +261,12 @@ class _Ledger:
                 self._note(asked_s, Category.GRADIENTS, unsharded, position)
             self.summed_s = end_s
             self.with_gradients.discard(chunk)
-            self._note(end_s, Category.GRADIENTS, shard - unsharded, position)
+            if sizes.parted[chunk] is None:
+                self._note(end_s, Category.GRADIENTS, shard - unsharded, position)
+            else:  # sums arrive beside what they are made of
+                start_s, _ = self._run(position)
+                self._note(start_s, Category.GRADIENTS, shard, position)
+                self._note(end_s, Category.GRADIENTS, -unsharded, position)
         elif position in self.residency.moves:
             self._move(position, end_s)
 

@@ -1,5 +1,8 @@
 """Replicas of several ranks: one rank of each tensor-parallel set stands for all.
 
+For runs of other frameworks whose layers were measured in sets of one size, with the set's
+collectives in them (`scripts.validation`). Of this project's runtime every rank is simulated.
+
 The ranks of a set run the same actions at the same times: the costs of computations with
 `tensor_parallel` set are those of one rank, with the set's own collectives inside. So the plan is
 lowered with one rank per replica, and the first rank of each replica is simulated. What the ranks
@@ -30,11 +33,15 @@ class RankSets:
         size = len(plan.groups[0].replicas[0].ranks)
         for where, replica in _replicas(plan):
             first = replica.ranks[0]
+            if replica.parts is not None:
+                raise SimulationError(
+                    f"{where} has unequal parts; expected equal ones where one rank stands for all"
+                )
             if replica.ranks != tuple(range(first, first + size)) or first % size:
                 raise SimulationError(
                     f"{where} has ranks {replica.ranks}; expected {size} ranks in a row that start "
-                    f"at a multiple of {size}, as in the first replica: sets of other sizes are "
-                    "not simulated"
+                    f"at a multiple of {size}, as in the first replica, where one rank stands for "
+                    "a set"
                 )
         return cls(plan=plan, size=size)
 

@@ -151,8 +151,7 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
             where=f"{source}: {where}",
             found=f"{list(replica.ranks)}",
             expected="one rank per replica",
-            remedy="Tensor-parallel sets are not emulated yet; zorse simulate knows sets of one "
-            "size.",
+            remedy="Tensor-parallel sets are not emulated yet: use zorse simulate.",
         )
     if dilation is not None and not 0 < dilation < float("inf"):
         yield Problem(

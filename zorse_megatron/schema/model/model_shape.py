@@ -84,6 +84,19 @@ class ModelShape:
         return self.layer_matrix_parameters(tensor_parallel) + split // tensor_parallel + whole
 
     @property
+    def attention_parameters(self) -> int:
+        """Those of one layer that sets cut by KV groups."""
+        matrices = self.hidden_size * (2 * self.query_width + self.key_value_width)
+        has_bias = self.linear_bias or self.qkv_bias
+        return matrices + (self.query_width + self.key_value_width if has_bias else 0)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Those of one layer that sets cut by columns of the MLP."""
+        matrices = self.hidden_size * (self.ffn_input_width + self.ffn_hidden_size)
+        return matrices + (self.ffn_input_width if self.linear_bias else 0)
+
+    @property
     def norm_parameters(self) -> int:
         """Parameters of one norm."""
         return self.hidden_size * self._norm_vectors
