@@ -210,7 +210,8 @@ class RankParameters:
         group = self.plan.groups[self.plan.chunks[chunk].group]
         if self._sets is None or holds_equal_parts(group):
             return None
-        return PartedChunk.of(self._units(chunk), group.replicas)
+        units = [unit for unit in self._units(chunk) if unit.whole or any(unit.cut.values())]
+        return PartedChunk.of(units, group.replicas)
 
     def _replicas(self, chunk: int) -> tuple[Replica, ...]:
         return self.plan.groups[self.plan.chunks[chunk].group].replicas
