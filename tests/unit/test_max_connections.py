@@ -41,6 +41,7 @@ def test_a_run_is_refused_before_it_imports_torch(tmp_path, monkeypatch):
     save_plan(even_plan(3, 2, 4), tmp_path / "plan.json")
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "0")
     flags = ["--zorse-plan", str(tmp_path / "plan.json"), "--overlap-grad-reduce"]
     with pytest.raises(FlagError, match="as many hardware queues as streams"):
