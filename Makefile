@@ -13,6 +13,9 @@ PYTEST := $(BIN)/python -m pytest --maxprocesses 8 --dist loadfile --no-loadscop
 PROCESSES := $$($(BIN)/python -c \
 	"from zorse_megatron.processors import num_processors as n; print(n() + 1)")
 
+# A run that hangs ends here and tells what failed.
+TEST_LIMIT ?= 60m
+
 # Processes by the hundred import the same modules: compile them once, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -41,7 +44,8 @@ demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and co
 
 test: $(INSTALLED) ## Run the linters and all tests
 	@$(MAKE) --no-print-directory --jobs 2 lint collect
-	@$(PYTEST) --numprocesses $(PROCESSES) --durations 20
+	@timeout --foreground --signal INT --kill-after 60 $(TEST_LIMIT) \
+		$(PYTEST) --numprocesses $(PROCESSES) --durations 20
 
 check: lint ## Run the linters and the quick tests of tests/unit (a minute on two cores)
 	@$(PYTEST) --numprocesses auto tests/unit -m "not slow" --durations 5

@@ -23,6 +23,22 @@ def _without_megatron() -> Iterator[None]:
     assert "megatron.core" not in sys.modules, "a test of this file has imported Megatron"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_FailuresAtOnce(config))
+
+
+class _FailuresAtOnce:
+    """Names each failure when it happens: a run that is cut off names its failures too."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})", red=True)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _shared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> None:
     share_in(tmp_path_factory, pytestconfig)
