@@ -3,13 +3,24 @@
 from dataclasses import dataclass, field
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from zorse_megatron.costs.interface import SetRankCosts
+from zorse_megatron.costs.interface import LayerTimes, PassTimes, SetRankCosts
 
 
 class SplitCompute(FakeCompute):
     """Of one rank; its collectives are not in it."""
 
     measured = False
+    attention_share = 0.25
+
+    def layer_in_two(self, kind, size):
+        def times(share):
+            of_all = self.layer(kind, size)
+            return PassTimes(
+                forward_s=share * of_all.forward_s, backward_s=share * of_all.backward_s
+            )
+
+        share = self.attention_share
+        return LayerTimes(attention=times(share), mlp=times(1.0 - share))
 
     def includes_collectives(self, kind, part):
         return self.measured
@@ -27,14 +38,17 @@ class FakeSets:
     factors: dict = field(default_factory=dict)
     sequence_parallel: bool = False
     measured: bool = False
+    attention_shares: dict = field(default_factory=dict)
+    """Index in a set with unequal parts -> which part of a layer's time is attention's."""
 
-    def compute(self, degree):
+    def compute(self, degree, index=0):
         costs = SplitCompute(
             forward_s=self.forward_s / degree,
             backward_s=2 * self.forward_s / degree,
             factors=self.factors,
         )
         costs.measured = self.measured
+        costs.attention_share = self.attention_shares.get(index, costs.attention_share)
         return costs
 
     def memory(self, degree):
@@ -46,7 +60,8 @@ class FakeSets:
         )
 
     def of_rank(self, part, dtype):
-        return SetRankCosts(compute=self.compute(part.degree), memory=self.memory(part.degree))
+        compute = self.compute(part.degree, part.index)
+        return SetRankCosts(compute=compute, memory=self.memory(part.degree))
 
     def cut_parameters(self, part):
         return {"mlp_columns": self.cut} if part == "layer" else {"vocabulary_rows": 0}

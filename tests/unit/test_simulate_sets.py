@@ -79,6 +79,16 @@ def test_a_set_is_as_fast_as_its_slowest_rank():
     assert found.iteration_s == pytest.approx(2 * 4 * 2 * 3.0 / 2)
 
 
+def test_what_one_rank_saves_in_attention_does_not_make_up_for_its_mlp():
+    """A sum is between the two: both ranks wait for the one that is slowest in each."""
+    (group,) = plan_of([(0, 1)]).groups
+    replica = dataclasses.replace(group.replicas[0], parts=Parts(mlp_columns=(3, 5)))
+    plan = dataclasses.replace(plan_of([(0, 1)]), groups=(Group(replicas=(replica,)),))
+    for shares, slower in (({0: 0.25, 1: 0.25}, 1.0), ({0: 0.75, 1: 0.5}, 1.25)):
+        found = simulated(plan, FakeSets(attention_shares=shares))
+        assert found.iteration_s == pytest.approx(slower * 4 * 2 * 3.0 / 2)
+
+
 def test_a_set_starts_when_all_its_ranks_have_their_parts():
     """Rank 2's half comes over a link of a tenth of the speed of rank 1's."""
 

@@ -152,3 +152,22 @@ def test_costs_of_a_rank_alone_are_those_of_the_job(tmp_path):
     assert alone.compute.layer("A100-40", SIZE) == inputs.compute.layer("A100-40", SIZE)
     assert not alone.compute.includes_collectives("A100-40", "layer")
     assert told_local_sizes(MODEL, RankPart(degree=4)) == MODEL
+
+
+def test_halves_of_a_layer_take_what_their_parts_take(tmp_path):
+    """Three quarters of the KV groups, and as many columns as the other rank."""
+    compute = [
+        inputs_on(tmp_path / "cluster.yaml", "2 x A100-40")
+        .sets.of_rank(RankPart(degree=2, parts=Parts(kv_groups=(6, 2)), index=index), None)
+        .compute
+        for index in (0, 1)
+    ]
+    many, few = (each.layer_in_two("A100-40", 16) for each in compute)
+    for each, halves in zip(compute, (many, few), strict=True):
+        whole = each.layer("A100-40", 16)
+        assert halves.attention.forward_s + halves.mlp.forward_s == pytest.approx(whole.forward_s)
+        assert halves.attention.backward_s + halves.mlp.backward_s == pytest.approx(
+            whole.backward_s
+        )
+    assert many.mlp.forward_s == pytest.approx(few.mlp.forward_s)
+    assert 2 < many.attention.forward_s / few.attention.forward_s < 3

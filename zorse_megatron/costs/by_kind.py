@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import (
+    LayerTimes,
     ModelPart,
     PassTimes,
     RecomputeMode,
@@ -21,6 +22,10 @@ class ByKind:
     def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
         """One transformer layer, nothing recomputed."""
         return self.computes[kind].layer(kind, micro_batch_size)
+
+    def layer_in_two(self, kind: str, micro_batch_size: int) -> LayerTimes:
+        """The same as its attention and its MLP."""
+        return self.computes[kind].layer_in_two(kind, micro_batch_size)
 
     def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Token (and position) embedding."""

@@ -87,8 +87,19 @@ class DtypeCosts:
     memory: MemoryCost
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """One layer in two: a set's ranks meet after each, in a sum."""
+
+    attention: PassTimes
+    mlp: PassTimes
+
+
 class SetComputeCost(ComputeCost, Protocol):
     """Time of computations of one rank of a tensor-parallel set."""
+
+    def layer_in_two(self, kind: str, micro_batch_size: int) -> LayerTimes:
+        """`layer`, as its attention and its MLP, which together take as long."""
 
     def includes_collectives(self, kind: str, part: ModelPart) -> bool:
         """Whether the times were measured in a set, so that its collectives are in them."""

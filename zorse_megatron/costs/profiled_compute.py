@@ -7,7 +7,8 @@ ratio of operations by 6 % (docs/cost-models.md).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 
 from zorse_megatron.costs.analytic_compute import (
@@ -17,7 +18,7 @@ from zorse_megatron.costs.analytic_compute import (
 )
 from zorse_megatron.costs.curve import Replaced
 from zorse_megatron.costs.flops import head_flops, layer_flops
-from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.costs.interface import LayerTimes, PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.costs.series import Series, Wanted, closest
@@ -81,6 +82,42 @@ class ProfiledCompute:
     def layer(self, kind: str, micro_batch_size: int) -> PassTimes:
         """One transformer layer, nothing recomputed. Raises LookupError for an unknown kind."""
         return self._cached("layer", kind, micro_batch_size)
+
+    def layer_in_two(self, kind: str, micro_batch_size: int) -> LayerTimes:
+        """The same as its attention and its MLP, divided as their analytic times are.
+
+        What does not depend on the size of either, such as norms, is in both by half.
+        """
+        whole = self.layer(kind, micro_batch_size)
+        forward, backward = self._attention_shares(kind, micro_batch_size)
+        attention = PassTimes(
+            forward_s=forward * whole.forward_s, backward_s=backward * whole.backward_s
+        )
+        mlp = PassTimes(
+            forward_s=whole.forward_s - attention.forward_s,
+            backward_s=whole.backward_s - attention.backward_s,
+        )
+        return LayerTimes(attention=attention, mlp=mlp)
+
+    def _attention_shares(self, kind: str, micro_batch_size: int) -> tuple[float, float]:
+        """Of a layer's forward and of its backward."""
+        if not self.analytic.knows(kind):
+            share = layer_flops(self._halves[0].model) / layer_flops(self.model)
+            return share, share
+        whole = self.analytic.layer(kind, micro_batch_size)
+        attention, mlp = (each.layer(kind, micro_batch_size) for each in self._halves)
+        return (
+            (1 + (attention.forward_s - mlp.forward_s) / whole.forward_s) / 2,
+            (1 + (attention.backward_s - mlp.backward_s) / whole.backward_s) / 2,
+        )
+
+    @cached_property
+    def _halves(self) -> tuple[AnalyticCompute, AnalyticCompute]:
+        """Of layers without an MLP, and without attention."""
+        attention = replace(self.model, ffn_hidden_size=0)
+        mlp = replace(self.model, num_attention_heads=0, num_query_groups=0)
+        ranks = self.tensor_parallel
+        return self._analytic_for(attention, ranks), self._analytic_for(mlp, ranks)
 
     def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Token (and position) embedding."""

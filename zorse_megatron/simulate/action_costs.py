@@ -57,21 +57,28 @@ class ActionCosts:
             if sets is None
             else SetCollectives(comm=loads.comm, sequence_parallel=sets.sequence_parallel)
         )
-        self._passes: dict[tuple[str, int, RankPart, int], PassTimes] = {}
+        self._phases: dict[tuple[str, int, RankPart, int], tuple[PassTimes, ...]] = {}
         self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
         self._statistic_s: float | None = None
 
-    def passes(self, rank: int, chunk: int) -> PassTimes:
+    def phases(self, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """One micro-batch of the rank through the chunk: layers, embedding, head, recompute.
 
-        Of a rank of a set, without the set's collectives where these were not measured with it.
+        Of a rank of a set: what lies between the set's collectives, alike ones together; without
+        the collectives where these were not measured with it.
         """
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         key = kind, size, self.sizes.part(rank), chunk
-        if key not in self._passes:
-            self._passes[key] = self._pass_times(self._compute(rank, chunk), kind, size, chunk)
-        return self._passes[key]
+        if key not in self._phases:
+            own = self._set_compute(rank, chunk)
+            if own is None:
+                group = self.sizes.plan.chunks[chunk].group
+                whole = self._pass_times(self.computes[group], kind, size, chunk)
+                self._phases[key] = (whole,)
+            else:
+                self._phases[key] = self._set_phases(own, kind, size, chunk)
+        return self._phases[key]
 
     def set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
         """What a set communicates inside a computation of the chunk.
@@ -215,10 +222,6 @@ class ActionCosts:
         dtype = self.sizes.plan.groups[self.sizes.plan.chunks[chunk].group].compute_dtype
         return self._sets.of_rank(part, dtype).compute
 
-    def _compute(self, rank: int, chunk: int) -> ComputeCost:
-        own = self._set_compute(rank, chunk)
-        return self.computes[self.sizes.plan.chunks[chunk].group] if own is None else own
-
     def _sharded_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
         memory, comm = self.sizes.memory_of(chunk), self.loads.comm
         to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
@@ -243,6 +246,28 @@ class ActionCosts:
         comm = self.loads.comm
         alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
         return self.loads.collective(ranks, 2 * total, alone_s)
+
+    def _set_phases(
+        self, compute: SetComputeCost, kind: str, size: int, chunk: int
+    ) -> tuple[PassTimes, ...]:
+        """Attentions, MLPs, and embedding and head."""
+        layers, layer = self.sizes.num_layers(chunk), compute.layer_in_two(kind, size)
+        mode, recomputed = self.sizes.recompute(chunk)
+        again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0.0
+        whole_s = layer.attention.forward_s + layer.mlp.forward_s
+        # What is recomputed selectively is attention, usually.
+        share = layer.attention.forward_s / whole_s if mode == "full" and whole_s else 1.0
+        of_each = ((layer.attention, share), (layer.mlp, 1.0 - share))
+        ends = [compute.embedding(kind, size)] if chunk == 0 else []
+        ends += [compute.head(kind, size)] if self.sizes.is_last(chunk) else []
+        halves = (
+            PassTimes(
+                forward_s=layers * half.forward_s,
+                backward_s=layers * half.backward_s + part * again_s,
+            )
+            for half, part in of_each
+        )
+        return (*halves, *ends)
 
     def _pass_times(self, compute: ComputeCost, kind: str, size: int, chunk: int) -> PassTimes:
         layers = self.sizes.num_layers(chunk)

@@ -1,8 +1,11 @@
 """Computations of tensor-parallel sets: one task for all ranks of a set.
 
-The set's collectives are inside, so it starts when all of its ranks are ready and takes as long as
-on the slowest of them.
+The set's collectives are inside, so it starts when all of its ranks are ready. They end the
+attention and the MLP of each layer, and embedding and head: each of these takes as long as on the
+rank that is slowest there, which with unequal parts need not be one rank.
 """
+
+from collections.abc import Sequence
 
 from zorse_megatron.schedules.actions import Action
 from zorse_megatron.simulate.simulation_errors import SimulationError
@@ -16,23 +19,31 @@ class SetTasks:
         self.graph = graph
         self._tasks: dict[tuple[tuple[int, ...], Action], int] = {}
         self._joined: dict[tuple[tuple[int, ...], Action], int] = {}
+        self._slowest_s: dict[int, list[float]] = {}
+        """By task: of each phase."""
 
     def join(
         self,
         ranks: tuple[int, ...],
         action: Action,
         owner: tuple[int, int],
-        seconds_s: float,
+        phases_s: Sequence[float],
+        inside_s: float,
         *after: int,
     ) -> int:
-        """Let a rank of a set take part in a computation that takes it `seconds_s`."""
+        """Let a rank of a set take part in a computation.
+
+        `phases_s`: what it computes between collectives; `inside_s`: what these take.
+        """
         key = ranks, action
         if key not in self._tasks:
             self._tasks[key] = self.graph.add(owner, Role.COMPUTE, 0.0)
         task = self._tasks[key]
         for earlier in after:
             self.graph.order(earlier, task)
-        self.graph.seconds_s[task] = max(self.graph.seconds_s[task], seconds_s)
+        slowest_s = self._slowest_s.setdefault(task, [0.0] * len(phases_s))
+        slowest_s[:] = map(max, slowest_s, phases_s)
+        self.graph.seconds_s[task] = sum(slowest_s) + inside_s
         self._joined[key] = self._joined.get(key, 0) + 1
         return task
 

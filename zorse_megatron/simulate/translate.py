@@ -8,9 +8,9 @@ yet, those that its word in `schedules.actions` promises:
   each pair of ranks. On each stream things run one at a time, in list order.
 - A forward or backward runs on the main stream, when the receives that it consumes have arrived
   and the GATHER and the FETCH of its chunk that precede it in the list are done.
-- A computation of a tensor-parallel set is one task of all its ranks: it starts when all are ready
-  and takes as long as on the slowest, with the collectives inside layers, which take idle links. A
-  set without sequence parallelism gathers what arrived in parts first.
+- A computation of a tensor-parallel set is one task of all its ranks: it starts when all are ready,
+  and between collectives takes as long as on the slowest. Collectives inside layers take idle
+  links. A set without sequence parallelism gathers what arrived in parts first.
 - Where replicas of a group cut their layers differently, its REDUCEs and GATHERs stop the main
   stream.
 - Sends and receives only start a transfer and take no time. The transfer runs when the sender has
@@ -189,21 +189,21 @@ class _RankTranslator:
 
     def _compute(self, position: int, action: Action) -> int:
         assert action.chunk is not None
-        passes = self.costs.passes(self.rank, action.chunk)
         forward = action.kind is Kind.FORWARD
-        seconds_s = (passes.forward_s if forward else passes.backward_s) * self.factor
         own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
         if not forward and (action.chunk, action.micro_batch) in self.copied_out:
             own = self.track.own[position] = (*own, self._copy_back(position, action))
-        seconds_s *= self.jitter.draw()
+        factor = self.factor * self.jitter.draw()
         owner, ranks = (self.rank, position), self.sizes.set_of(self.rank)
+        phases = self.costs.phases(self.rank, action.chunk)
+        phases_s = [factor * (each.forward_s if forward else each.backward_s) for each in phases]
         if len(ranks) > 1:
             gathers = not self.sizes.has_own_input(action)
             inside = self.costs.set_collectives(ranks, action.chunk, gathers=gathers)
-            seconds_s += inside.forward_s if forward else inside.backward_s
-            task = self.sets.join(ranks, action, owner, seconds_s, self.main, *own)
+            inside_s = inside.forward_s if forward else inside.backward_s
+            task = self.sets.join(ranks, action, owner, phases_s, inside_s, self.main, *own)
         else:
-            task = self.graph.add(owner, Role.COMPUTE, seconds_s, self.main, *own)
+            task = self.graph.add(owner, Role.COMPUTE, sum(phases_s), self.main, *own)
         consumer = self.rank, forward, action.chunk, action.micro_batch
         self.transfers.consumers[consumer] = task, position
         self._on_main(task)
