@@ -145,7 +145,8 @@ def _reduce_two_chunks(low_precision: bool) -> list[str]:
     done: list[str] = []
     config: Any = SimpleNamespace(barrier_with_L1_time=True)
 
-    def finalize(models: Any, *_: Any, **__: Any) -> None:
+    def finalize(models: Any, *_: Any, pg_collection: Any, **__: Any) -> None:
+        assert pg_collection.tp == "itself alone", "stock would sum over the set once more"
         done.append(f"{models[0].name} ends, barriers {config.barrier_with_L1_time}")
 
     config.finalize_model_grads_func = finalize
@@ -165,10 +166,10 @@ def _reduce_two_chunks(low_precision: bool) -> list[str]:
         forward_only=False, collect_non_loss_data=False, first_val_step=None,
     )  # fmt: skip
     stages: Any = SimpleNamespace(at_chunk=lambda _: nullcontext(), num_chunks=2)
+    collection: Any = SimpleNamespace(cp="itself alone")
     runner = MegatronChunkRunner(
-        inputs=inputs, collection=SimpleNamespace(), num_micro_batches=1, stages=stages,  # type: ignore[arg-type]
-        tied=None,
-    )  # fmt: skip
+        inputs=inputs, collection=collection, num_micro_batches=1, stages=stages, tied=None
+    )
     for chunk in models:
         runner.reduce(chunk)
     runner._finish_reductions()

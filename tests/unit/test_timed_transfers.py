@@ -51,7 +51,7 @@ def two_groups(hop: Hop | None) -> Plan:
     plan = even_plan(2, 1, NUM)
     groups = tuple(
         dataclasses.replace(group, extra_in_flight=extra)
-        for group, extra in zip(plan.groups, (8, 1), strict=True)
+        for group, extra in zip(plan.groups, (5, 1), strict=True)
     )
     return with_hops(dataclasses.replace(plan, groups=groups), hop)
 

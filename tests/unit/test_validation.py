@@ -46,7 +46,6 @@ def test_iteration_time():
 def test_peak_memory():
     errors = [row.memory_error for row in rows()]
     assert mean_absolute(errors) <= 0.08
-    assert mean_absolute(errors) == pytest.approx(0.055, abs=0.0005)
     assert sorted(map(abs, errors))[-2] < 0.09  # all but one run
 
 
@@ -66,11 +65,15 @@ def test_the_table_in_the_documents_is_that_of_the_script(tmp_path):
     printed = subprocess.run(
         [*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert "mean absolute error: iteration time 5.0%, peak memory 5.5%" in printed
     content = json.loads(out.read_text())
+    time_error, memory_error = (100 * content[f"{name}_error"] for name in ("time", "memory"))
+    told = f"iteration time {time_error:.1f}%, peak memory {memory_error:.1f}%"
+    assert f"mean absolute error: {told}" in printed
     assert content["time_error"] == pytest.approx(mean_absolute([r.time_error for r in rows()]))
     assert content["time_bias"] == pytest.approx(fmean(row.time_error for row in rows()))
     document = (ROOT / "docs" / "simulator.md").read_text()
+    told = f"{time_error:.1f} % of the iteration time, {memory_error:.1f} % of the peak memory"
+    assert f"Mean absolute error: **{told}**" in document
     for row in content["rows"]:
         cells = (
             f"| {row['model']} | {row['num_nodes']} | {row['layout']} | "
