@@ -28,6 +28,7 @@ from zorse_megatron.schema.plan.plan import (
     ParameterValue,
     Plan,
     Predictions,
+    RankSettings,
     Recompute,
     Replica,
     Schedule,
@@ -44,6 +45,7 @@ _RECOMPUTE = (
 )
 
 _RECOMPUTES = st.sampled_from(_RECOMPUTE)
+_FLAG = st.booleans()
 # Even shares, no share, small integers, and fractions that do not divide evenly.
 _SHARD_WEIGHTS = st.one_of(
     st.sampled_from([1.0, 0.0, 2.0, 3.0]),
@@ -82,7 +84,10 @@ def plans(
     batch = _number(draw, global_batch_size, st.integers(1, 16))
     members = _members(draw, max_world, min_groups, min(max_groups, layers), max_ranks_per_replica)
     groups = tuple(
-        Group(replicas=_replicas(draw, ranks, batch), **_group_options(draw, with_options))
+        Group(
+            replicas=_replicas(draw, ranks, batch, with_options),
+            **_group_options(draw, with_options),
+        )
         for ranks in members
     )
     world_size = sum(len(ranks) for group in members for ranks in group)
@@ -132,14 +137,25 @@ def lowerable_plans(
 
 def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Group:
     """The group with settings that change where things are and when, but no result."""
+    moved = replace(group, **_moves(draw, may_offload_parameters))
+    if len(group.replicas) == 1 or not draw(_FLAG):
+        return moved
+    replicas = tuple(
+        replace(each, **_moves(draw, may_offload_parameters)) if draw(_FLAG) else each
+        for each in group.replicas
+    )
+    return replace(moved, replicas=replicas)
+
+
+def _moves(draw: DrawFn, may_offload_parameters: bool) -> dict[str, Any]:
     recompute = draw(_RECOMPUTES)
     is_full = recompute == Recompute(mode="full")
     offload = Offload(
-        parameters=may_offload_parameters and draw(st.booleans()),
-        optimizer_state=draw(st.booleans()),
-        activations=is_full and draw(st.booleans()),
+        parameters=may_offload_parameters and draw(_FLAG),
+        optimizer_state=draw(_FLAG),
+        activations=is_full and draw(_FLAG),
     )
-    return replace(group, recompute=recompute, offload=offload)
+    return {"recompute": recompute, "offload": offload}
 
 
 def _schedule(draw: DrawFn, names: tuple[ScheduleName, ...], with_parameters: bool) -> Schedule:
@@ -178,7 +194,9 @@ def _members(
     return [[next(replicas) for _ in range(1 + extra)] for extra in extras]
 
 
-def _replicas(draw: DrawFn, members: list[tuple[int, ...]], batch: int) -> tuple[Replica, ...]:
+def _replicas(
+    draw: DrawFn, members: list[tuple[int, ...]], batch: int, with_options: bool
+) -> tuple[Replica, ...]:
     """Share the batch out: some replicas may get nothing, the others different sizes and counts."""
     # Idle replicas are drawn apart from the shares so that they stay the exception.
     is_idle = draw(_idle(len(members)))
@@ -200,6 +218,7 @@ def _replicas(draw: DrawFn, members: list[tuple[int, ...]], batch: int) -> tuple
                 micro_batch_size=size,
                 num_microbatches=samples // size,
                 shard_weight=weight,
+                **_replica_options(draw, with_options, ranks),
             )
         )
     return tuple(replicas)
@@ -267,9 +286,7 @@ def _cuts(total: int, count: int) -> SearchStrategy[list[int]]:
     return st.lists(st.integers(0, total), min_size=count, max_size=count)
 
 
-_FLAG = st.booleans()
-_GROUP_OPTIONS = {
-    "name": st.none() | NAMES,
+_MEMORY_SETTINGS: dict[str, SearchStrategy[Any]] = {
     "recompute": st.one_of(
         st.none(),
         st.builds(Recompute, mode=st.sampled_from(["none", "selective"])),
@@ -277,9 +294,25 @@ _GROUP_OPTIONS = {
     ),
     "offload": st.none()
     | st.builds(Offload, parameters=_FLAG, optimizer_state=_FLAG, activations=_FLAG),
+}
+_GROUP_OPTIONS = {
+    "name": st.none() | NAMES,
+    **_MEMORY_SETTINGS,
     "compute_dtype": st.sampled_from([None, "fp16", "bf16", "fp32"]),
     "gradient_wire": st.sampled_from([None, "bf16", "fp16"]),
 }
+
+
+def _replica_options(draw: DrawFn, with_options: bool, ranks: Sequence[int]) -> dict[str, Any]:
+    """Settings of a replica's own, and for a set offloading by rank."""
+    if not with_options or not draw(_FLAG):
+        return {}
+    found = {name: draw(values) for name, values in _MEMORY_SETTINGS.items()}
+    if len(ranks) > 1 and draw(_FLAG):
+        found["rank_settings"] = tuple(
+            RankSettings(offload=draw(_MEMORY_SETTINGS["offload"])) for _ in ranks
+        )
+    return found
 
 
 def _group_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:

@@ -244,8 +244,7 @@ def test_memory_of_unequal_chunks(plan: Plan, bytes_per_s: float) -> None:
     for rank in range(plan.world_size):
         chunks = plan.chunks_of_group(plan.group_of_rank(rank))
         pairs = list(pairwise(chunks)) or [chunks]
-        offload = sizes.group(rank).offload
-        if offload is None:
+        if not sizes.settings[rank].offload.parameters:
             highest = max(_bytes(sizes, rank, chunks, pair) for pair in pairs)
             peak = result.memory[rank].by_category[Category.PARAMETERS].num_bytes
             assert peak == 2 * highest

@@ -123,8 +123,10 @@ def test_a_script_may_have_flags_of_its_own(run, tmp_path):
 def test_recomputation_is_decided_once(run, tmp_path):
     plan = lab_plan()
     plan["groups"][1]["recompute"] = {"mode": "full"}
+    plan["groups"][0]["replicas"][1]["recompute"] = {"mode": "selective"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     for flags in (["--recompute-activations"], ["--recompute-granularity", "selective"]):
         checked = run("check", "plan.json", "--", *FLAGS, *flags)
         assert f"{flags[0]}: found" in checked.stdout
         assert "groups[1].recompute says 'full'" in checked.stdout
+        assert "groups[0].replicas[1].recompute says 'selective'" in checked.stdout

@@ -157,12 +157,16 @@ def _objects():
         "groups[0].recompute": (["groups", 0, "recompute"], {"mode": "full"}),
         "groups[0].offload": (["groups", 0, "offload"], {}),
         "groups[0].replicas[1].parts": (["groups", 0, "replicas", 1, "parts"], {}),
+        "groups[0].replicas[1].rank_settings[0]": (
+            ["groups", 0, "replicas", 1, "rank_settings"],
+            [{"qqq": 1}],
+        ),
         "chunks[0].hop": (["chunks", 0, "hop"], {"latency": 0, "load": 0}),
         "cluster": (["cluster"], {}),
         "predictions": (["predictions"], {}),
     }
     for where, (path, value) in optional.items():
-        yield where, spoil(path, {**value, "qqq": 1})
+        yield where, spoil(path, value if isinstance(value, list) else {**value, "qqq": 1})
     present = {
         "top level": [],
         "model": ["model"],

@@ -21,6 +21,7 @@ from zorse_megatron.schema.plan.plan import (
     ModelFingerprint,
     Offload,
     Plan,
+    Recompute,
     Replica,
     Schedule,
 )
@@ -88,6 +89,25 @@ def with_extras(draw, plan):
     return dataclasses.replace(plan, groups=groups)
 
 
+def with_own_settings(draw, plan):
+    """The plan; sometimes a replica in so many recomputes or offloads differently."""
+    every = draw(st.sampled_from([None, None, 1, 2, 4]))
+    if every is None:
+        return plan
+    own = {
+        "recompute": draw(st.sampled_from([None, Recompute(mode="full")])),
+        "offload": draw(st.sampled_from([None, Offload(optimizer_state=True), Offload()])),
+    }
+    number = draw(st.integers(0, len(plan.groups) - 1))
+    replicas = tuple(
+        dataclasses.replace(replica, **own) if at % every == 0 else replica
+        for at, replica in enumerate(plan.groups[number].replicas)
+    )
+    group = dataclasses.replace(plan.groups[number], replicas=replicas)
+    groups = (*plan.groups[:number], group, *plan.groups[number + 1 :])
+    return dataclasses.replace(plan, groups=groups)
+
+
 @st.composite
 def equal_plans(draw):
     """Plans of equal work, and the kind of GPU of each rank; most groups have one kind."""
@@ -105,11 +125,16 @@ def equal_plans(draw):
     for number, group in enumerate(plan.groups):
         for index, rank in enumerate(group.ranks):
             kinds[rank] = "xyz"[(number + index // mixed) % 3] if mixed else "xyz"[number]
-    plan = draw(schedules(plan))
+    plan = with_own_settings(draw, draw(schedules(plan)))
     return dataclasses.replace(plan, chunks=with_random_hops(draw, plan.chunks)), kinds
 
 
-COMPUTE = FakeCompute(factors={"y": 1.7, "z": 0.4}, step_per_parameter_s=0.01, head_s=0.3)
+COMPUTE = FakeCompute(
+    factors={"y": 1.7, "z": 0.4},
+    step_per_parameter_s=0.01,
+    head_s=0.3,
+    recomputed_s={"full": 0.7},
+)
 MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
 
 

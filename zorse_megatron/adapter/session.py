@@ -56,6 +56,7 @@ from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schedules.set_parts import has_uneven_parts
 from zorse_megatron.schedules.validate import check_executable
+from zorse_megatron.schema.plan.memory_settings import settings_of_rank
 from zorse_megatron.schema.plan.plan import ComputeDtype, Offload, Plan
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 from zorse_megatron.trace import Trace
@@ -118,7 +119,7 @@ class PlanSession:
         self.activations: ActivationOffload | None = None
         self.kept: KeptActivations | None = None
         self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
-        self.offload = self.plan.groups[self.plan.group_of_rank(self.rank)].offload or Offload()
+        self.offload = settings_of_rank(self.plan, self.rank).offload
         self.host_link = self.make_host_link(rank_device()) if self.offload != Offload() else None
         self.comm_dtype = comm_dtype_of(
             self.plan,

@@ -50,6 +50,7 @@ from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.communicators import Communicator
+from zorse_megatron.schema.plan.memory_settings import settings_of_rank
 from zorse_megatron.schema.plan.plan_json import fingerprint
 
 
@@ -158,9 +159,9 @@ def _configure(cfg: Any, session: PlanSession) -> None:
     cfg.ddp.overlap_param_gather = False
     # Also in checkpoints.
     session.stages.show_groups()
-    group = session.plan.groups[session.plan.group_of_rank(session.rank)]
-    if group.recompute is not None:
-        set_recompute(cfg.model.transformer, group.recompute)
+    recompute = settings_of_rank(session.plan, session.rank).recompute
+    if recompute is not None:
+        set_recompute(cfg.model.transformer, recompute)
     if session.place is not None and not session.place.parts.are_equal:
         session.local_sizes = LocalSizes(cfg.model, session.place)
         session.local_sizes.show()

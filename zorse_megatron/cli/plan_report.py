@@ -169,7 +169,9 @@ def _groups(plan: Plan, explanation: "Explanation") -> Iterator[tuple[str, ...]]
             ", ".join(f"{count} {kind}" for kind, count in load.kinds),
             f"{load.num_layers}: {layers}",
             f"{', '.join(runs)} samples",
-            memory_saved_by(group) or "nothing",
+            "; ".join(
+                dict.fromkeys(memory_saved_by(group, each) or "nothing" for each in group.replicas)
+            ),
             *(f"{100 * share:.0f} %" for share in (load.busy, load.communication, load.waiting)),
         )
 

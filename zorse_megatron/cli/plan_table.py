@@ -1,6 +1,7 @@
 """A plan as a table and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -8,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.console import print_table
+from zorse_megatron.schema.plan.memory_settings import MemorySettings, settings_in
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica
 from zorse_megatron.schema.plan.plan_json import fingerprint
 from zorse_megatron.schema.plan.spans import spans_of, spell
@@ -62,55 +64,71 @@ def _summary(plan: Plan, index: int) -> dict[str, Any]:
 def _table(plan: Plan) -> Table:
     """One row for each run of equal replicas, so that a group of 100 equal ranks is one row."""
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
-    has_settings = any(map(memory_saved_by, plan.groups))
+    has_settings = any(memory_saved_by(g, r) for g in plan.groups for r in g.replicas)
     headings = ["Group", "Layers", "Ranks", "Micro-batches", "Shard"]
     headings[2:2] = ["GPU"] * (kinds is not None)
     has_types = any(group.compute_dtype for group in plan.groups)
     headings += ["Computes in"] * has_types
     table = Table(*headings, *["Memory saved by"] * has_settings)
     runs = [
-        [list(run) for _, run in groupby(group.replicas, key=lambda each: _look(each, kinds))]
+        [list(run) for _, run in groupby(group.replicas, key=partial(_look, group, kinds=kinds))]
         for group in plan.groups
     ]
     has_long_groups = any(len(of_group) > 1 for of_group in runs)
     for index, group in enumerate(plan.groups):
         layers = [plan.chunks[chunk].layers for chunk in plan.chunks_of_group(index)]
         head = [f"{index} {group.name or ''}".strip(), ", ".join(spell([span]) for span in layers)]
-        settings: list[str] = [group.compute_dtype or "as told"] * has_types
-        settings += [memory_saved_by(group)] * has_settings
-        for run in runs[index]:
+        dtype: list[str] = [group.compute_dtype or "as told"] * has_types
+        saved = _saved_by_runs(group, runs[index]) if has_settings else [[]] * len(runs[index])
+        for run, settings in zip(runs[index], saved, strict=True):
             gpu = [_kinds_of(run[0], kinds)] if kinds is not None else []
-            cells = [*head, *gpu, *_cells(group, run), *settings]
+            cells = [*head, *gpu, *_cells(group, run), *dtype, *settings]
             table.add_row(*map(Text, cells))
-            head, settings = ["", ""], [""] * len(settings)
+            head, dtype = ["", ""], [""] * len(dtype)
         if has_long_groups:
             table.add_section()
     return table
 
 
-def _look(replica: Replica, kinds: Sequence[str] | None) -> tuple[int, int, float, int, str]:
+def _look(group: Group, replica: Replica, kinds: Sequence[str] | None) -> tuple[Hashable, ...]:
     """What replicas of one row have in common."""
     work = (replica.micro_batch_size, replica.num_microbatches, replica.shard_weight)
-    return *work, len(replica.ranks), _kinds_of(replica, kinds)
+    settings = tuple(settings_in(group, replica, at) for at in range(len(replica.ranks)))
+    return *work, settings, _kinds_of(replica, kinds)
+
+
+def _saved_by_runs(group: Group, runs: Sequence[Sequence[Replica]]) -> list[list[str]]:
+    """The last cell of each row: said once where all replicas of the group do the same."""
+    said = [memory_saved_by(group, run[0]) for run in runs]
+    if len(set(said)) == 1:
+        return [[said[0]], *[[""]] * (len(said) - 1)]
+    return [[each or "nothing"] for each in said]
 
 
 def _kinds_of(replica: Replica, kinds: Sequence[str] | None) -> str:
     return ", ".join(dict.fromkeys(kinds[rank] for rank in replica.ranks)) if kinds else ""
 
 
-def memory_saved_by(group: Group) -> str:
-    """Recomputation and offload of a group; empty where there is none."""
+def memory_saved_by(group: Group, replica: Replica) -> str:
+    """Recomputation and offload of a replica of the group; empty where there is none."""
+    said = [_saved_by(settings_in(group, replica, at)) for at in range(len(replica.ranks))]
+    if len(set(said)) == 1:
+        return said[0]
+    rows = zip(replica.ranks, said, strict=True)
+    return "; ".join(f"rank {rank}: {each or 'nothing'}" for rank, each in rows)
+
+
+def _saved_by(settings: MemorySettings) -> str:
     said = []
-    recompute, offload = group.recompute, group.offload
+    recompute = settings.recompute
     if recompute is not None and recompute.mode != "none":
         some = f" of {number_of(recompute.num_layers, 'layer')}" if recompute.num_layers else ""
         said.append(f"{recompute.mode} recompute{some}")
-    if offload is not None:
-        said += [
-            f"{name.replace('_', ' ')} on host"
-            for name in ("parameters", "optimizer_state", "activations")
-            if getattr(offload, name)
-        ]
+    said += [
+        f"{name.replace('_', ' ')} on host"
+        for name in ("parameters", "optimizer_state", "activations")
+        if getattr(settings.offload, name)
+    ]
     return ", ".join(said)
 
 

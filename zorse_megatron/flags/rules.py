@@ -27,6 +27,7 @@ from zorse_megatron.flags.types import (
 )
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.plan.memory_settings import said_settings
 from zorse_megatron.schema.plan.plan import Plan
 
 _WITHOUT = "Remove the flag, or train without --zorse-plan."
@@ -197,14 +198,14 @@ def _recompute_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
     name = recompute_argument(args)
     if name is None:
         return
-    for number, group in enumerate(plan.groups):
-        if group.recompute is not None:
+    settings = ((each.recompute_at, each.settings.recompute) for each in said_settings(plan))
+    for where, recompute in dict.fromkeys(settings):
+        if recompute is not None:
             yield Problem(
                 where=spelling_of(name),
-                found=f"{_found(getattr(args, name))}, while groups[{number}].recompute says "
-                f"{group.recompute.mode!r}",
+                found=f"{_found(getattr(args, name))}, while {where} says {recompute.mode!r}",
                 expected="one of the two to decide",
-                remedy="Remove the flag, or the group's recompute setting.",
+                remedy="Remove the flag, or the plan's recompute setting.",
             )
 
 

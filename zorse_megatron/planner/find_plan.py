@@ -29,6 +29,7 @@ from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
 from zorse_megatron.planner.search.zorse import search as search_all
 from zorse_megatron.planner.shortage.gpu_memory import no_plan
+from zorse_megatron.schema.plan.memory_settings import offloads_anything
 from zorse_megatron.schema.plan.plan import Predictions
 
 __all__ = [
@@ -185,6 +186,5 @@ def _notes(inputs: Inputs, best: Evaluation) -> Iterator[str]:
         yield crowded
     if best.is_extrapolated:
         yield "the iteration was extrapolated from two shorter batches"
-    offloads = any(group.offload for group in best.plan.groups)
-    if offloads and any(host is None for host in inputs.host_bytes):
+    if offloads_anything(best.plan) and any(host is None for host in inputs.host_bytes):
         yield "the cluster file does not give host memory: it is assumed to suffice"

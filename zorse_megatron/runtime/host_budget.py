@@ -17,10 +17,10 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 # What helps where a category is too large, as keys of the plan file.
 HOST_REMEDIES = {
-    "parameters": "turn offload.parameters off in a group of this node",
-    "optimizer state": "turn offload.optimizer_state off in a group of this node, or give its "
+    "parameters": "turn offload.parameters off for ranks of this node",
+    "optimizer state": "turn offload.optimizer_state off for ranks of this node, or give its "
     "ranks a smaller shard_weight",
-    "activations": "turn offload.activations off in a group of this node, or use fewer or smaller "
+    "activations": "turn offload.activations off for ranks of this node, or use fewer or smaller "
     "micro-batches",
 }
 

@@ -19,6 +19,7 @@ from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import BACKWARD_COST, Event, GroupEvent, forward_costs
 from zorse_megatron.schedules.materialise import Unit, between_units
 from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey
+from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.schema.plan.plan import Plan
 
 PER_PASS = "per_pass"
@@ -101,6 +102,7 @@ class _BreadthFirst:
         self.order = order
         self.costs = forward_costs(plan)
         self.groups = [_Group(replicas=queues) for queues in boundaries.queues]
+        self.offloads_parameters = ranks_that_offload_parameters(plan)
         for number, group in enumerate(self.groups):
             self._prepare(plan, number, group)
         self.events: list[Event] = []
@@ -128,11 +130,11 @@ class _BreadthFirst:
                 else:
                     units.append(unit)
                     starts.append((at, turn))
-        offload = plan.groups[number].offload
+        members = plan.groups[number].ranks
         *before, group.at_end = between_units(
             units,
             resident=setting == RESIDENT,
-            offload=offload is not None and offload.parameters,
+            offload=not self.offloads_parameters.isdisjoint(members),
         )
         group.before = dict(zip(starts, before, strict=True))
 

@@ -32,8 +32,8 @@ def between_units(
     """For each unit the group's actions before it, and last those at the end.
 
     `resident`: parameters stay unsharded, so that only gradients are reduced. `offload`: shards
-    wait in host memory. The reduction comes first, because it frees the gradients before those of
-    the unit after next are made.
+    of some ranks wait in host memory; the others skip FETCH and OFFLOAD. The reduction comes
+    first, because it frees the gradients before those of the unit after next are made.
     """
     chunks = [unit.chunk for unit in units]
     found = []

@@ -1,10 +1,11 @@
 """What a valid plan may ask for but this version cannot execute: all of it, by name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
-from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.schema.plan.memory_settings import MemorySettings, said_settings
+from zorse_megatron.schema.plan.plan import Group, Plan, Recompute
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 from zorse_megatron.schema.plan.set_rules import set_problems, sets_of, sizes_of
 
@@ -25,8 +26,7 @@ def refuse_unlowered(plan: Plan, source: str = "The plan") -> None:
 
 def _not_lowered(plan: Plan) -> Iterator[Problem]:
     of_sets = tuple(_tensor_parallel(plan))
-    is_resident = parameters_setting(plan) == RESIDENT
-    for number, group in enumerate(plan.groups):
+    for number in range(len(plan.groups)):
         chunks = plan.chunks_of_group(number)
         if plan.schedule.name == "1f1b" and len(chunks) > 1:
             yield Problem(
@@ -37,46 +37,65 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
                 "range of layers.",
             )
         yield from (each for each in of_sets if each.where.startswith(f"groups[{number}]."))
-        if is_resident and group.offload is not None and group.offload.parameters:
-            yield Problem(
-                where=f"groups[{number}].offload.parameters",
-                found="true",
-                expected="a schedule that releases parameters",
-                remedy='Use the schedule breadth_first with "parameters": "per_pass", or keep the '
-                "parameters on the GPU.",
-            )
+    yield from _not_released(plan)
+
+
+def _not_released(plan: Plan) -> Iterator[Problem]:
+    """Parameters wait in the host while they are released."""
+    if parameters_setting(plan) != RESIDENT:
+        return
+    for where in _settings_at(plan, lambda each: each.offload.parameters):
+        yield Problem(
+            where=f"{where}.parameters",
+            found="true",
+            expected="a schedule that releases parameters",
+            remedy='Use the schedule breadth_first with "parameters": "per_pass", or keep the '
+            "parameters on the GPU.",
+        )
 
 
 def _not_executed(plan: Plan) -> Iterator[Problem]:
     yield from _not_lowered(plan)
+    offloads = tuple(_settings_at(plan, lambda each: each.offload.parameters))
     for number, group in enumerate(plan.groups):
-        yield from _unlike_replicas(number, group)
-        recompute, offload = group.recompute, group.offload
-        if offload is None or not offload.activations:
-            continue
-        if recompute is None or recompute.mode != "full" or recompute.num_layers is not None:
-            yield Problem(
-                where=f"groups[{number}].offload.activations",
-                found="true without full recomputation",
-                expected='"recompute": {"mode": "full"} with it, for all layers',
-                remedy="Only the inputs of layers can wait in the host: recompute the rest, or "
-                "keep the activations.",
-            )
+        here = f"groups[{number}]."
+        yield from _unlike_replicas(number, group, [at for at in offloads if at.startswith(here)])
+    for where in _settings_at(plan, _keeps_what_it_offloads):
+        yield Problem(
+            where=f"{where}.activations",
+            found="true without full recomputation",
+            expected='"recompute": {"mode": "full"} with it, for all layers',
+            remedy="Only the inputs of layers can wait in the host: recompute the rest, or "
+            "keep the activations.",
+        )
 
 
-def _unlike_replicas(number: int, group: Group) -> Iterator[Problem]:
+def _keeps_what_it_offloads(settings: MemorySettings) -> bool:
+    """Whether activations wait in the host that are more than the inputs of layers."""
+    return settings.offload.activations and settings.recompute != Recompute(mode="full")
+
+
+def _settings_at(plan: Plan, is_meant: Callable[[MemorySettings], bool]) -> Iterator[str]:
+    """Yield each place of `offload` once, of the ranks that are meant."""
+    said = said_settings(plan)
+    yield from dict.fromkeys(each.offload_at for each in said if is_meant(each.settings))
+
+
+def _unlike_replicas(
+    number: int, group: Group, offloads_parameters: Sequence[str]
+) -> Iterator[Problem]:
     """What replicas that cut their layers differently cannot do."""
     if holds_equal_parts(group):
         return
     degrees = " and ".join(str(degree) for degree in sorted({len(r.ranks) for r in group.replicas}))
     settings = {
-        "gradient_wire": group.gradient_wire,
-        "offload.parameters": group.offload is not None and group.offload.parameters,
+        f"groups[{number}].gradient_wire": group.gradient_wire,
+        **{f"{where}.parameters": True for where in offloads_parameters},
     }
-    for name, value in settings.items():
+    for where, value in settings.items():
         if value:
             yield Problem(
-                where=f"groups[{number}].{name}",
+                where=where,
                 found=f"{str(value).lower()}, with replicas of {degrees} ranks",
                 expected="replicas of equal numbers of ranks with it",
                 remedy="Remove it, or give the replicas of this group equal numbers of ranks.",

@@ -15,9 +15,11 @@ from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.samples import MicroBatch, Piece
 from zorse_megatron.schedules.sequence_parts import PartPair, part_pairs
+from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.schema.plan.plan import Plan
 
 _TRANSFER, _ACT, _COMPUTE = range(3)
+_COPIES = frozenset({Kind.FETCH, Kind.OFFLOAD})
 
 
 def cut_into_lists(
@@ -50,6 +52,7 @@ class _Sequence:
         self.boundaries = boundaries
         self.ranks = [[replica.ranks for replica in group.replicas] for group in plan.groups]
         """Group -> replica -> its ranks."""
+        self.offloads_parameters = ranks_that_offload_parameters(plan)
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
 
     def compute(self, event: Event) -> None:
@@ -61,10 +64,15 @@ class _Sequence:
             self.lists[rank].append(action)
 
     def act(self, event: GroupEvent) -> None:
-        """Append what a whole group does to the lists of all its ranks."""
+        """Append what a whole group does to the lists of all its ranks.
+
+        Copies of shards between GPU and host: of the ranks that offload parameters.
+        """
+        of_all = [action for action in event.actions if action.kind not in _COPIES]
         for ranks in self.ranks[event.group]:
             for rank in ranks:
-                self.lists[rank] += event.actions
+                offloads = rank in self.offloads_parameters
+                self.lists[rank] += event.actions if offloads else of_all
 
     def transfer(self, event: Event) -> None:
         """Append the sends of what a computation produced, and their receives."""

@@ -57,7 +57,7 @@ class ActionCosts:
             if sets is None
             else SetCollectives(comm=loads.comm, sequence_parallel=sets.sequence_parallel)
         )
-        self._phases: dict[tuple[str, int, RankPart, int], tuple[PassTimes, ...]] = {}
+        self._phases: dict[tuple[str, int, RankPart, int, int], tuple[PassTimes, ...]] = {}
         self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
         self._statistic_s: float | None = None
@@ -69,15 +69,13 @@ class ActionCosts:
         the collectives where these were not measured with it.
         """
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
-        key = kind, size, self.sizes.part(rank), chunk
+        key = kind, size, self.sizes.part(rank), chunk, self.sizes.recompute_numbers[rank]
         if key not in self._phases:
             own = self._set_compute(rank, chunk)
             if own is None:
-                group = self.sizes.plan.chunks[chunk].group
-                whole = self._pass_times(self.computes[group], kind, size, chunk)
-                self._phases[key] = (whole,)
+                self._phases[key] = (self._pass_times(rank, chunk),)
             else:
-                self._phases[key] = self._set_phases(own, kind, size, chunk)
+                self._phases[key] = self._set_phases(own, rank, chunk)
         return self._phases[key]
 
     def set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
@@ -195,7 +193,7 @@ class ActionCosts:
             return inside.part(part, ranks, num_bytes, tokens)
 
         layer, layers = of("layer"), sizes.num_layers(chunk)
-        mode, recomputed = sizes.recompute(chunk)
+        mode, recomputed = sizes.recompute(ranks[0], chunk)  # if whole layers, as all of the set
         again = recomputed if mode == "full" else 0
         ends = [of("embedding")] if chunk == 0 else []
         ends += [of("head")] if sizes.is_last(chunk) else []
@@ -247,12 +245,11 @@ class ActionCosts:
         alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
         return self.loads.collective(ranks, 2 * total, alone_s)
 
-    def _set_phases(
-        self, compute: SetComputeCost, kind: str, size: int, chunk: int
-    ) -> tuple[PassTimes, ...]:
+    def _set_phases(self, compute: SetComputeCost, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """Attentions, MLPs, and embedding and head."""
+        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         layers, layer = self.sizes.num_layers(chunk), compute.layer_in_two(kind, size)
-        mode, recomputed = self.sizes.recompute(chunk)
+        mode, recomputed = self.sizes.recompute(rank, chunk)
         again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0.0
         whole_s = layer.attention.forward_s + layer.mlp.forward_s
         # What is recomputed selectively is attention, usually.
@@ -269,11 +266,14 @@ class ActionCosts:
         )
         return (*halves, *ends)
 
-    def _pass_times(self, compute: ComputeCost, kind: str, size: int, chunk: int) -> PassTimes:
+    def _pass_times(self, rank: int, chunk: int) -> PassTimes:
+        """Of a rank that is a set of its own."""
+        compute = self.computes[self.sizes.plan.chunks[chunk].group]
+        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
         layers = self.sizes.num_layers(chunk)
         layer = compute.layer(kind, size)
         forward_s, backward_s = layers * layer.forward_s, layers * layer.backward_s
-        mode, recomputed = self.sizes.recompute(chunk)
+        mode, recomputed = self.sizes.recompute(rank, chunk)
         if recomputed:
             backward_s += recomputed * compute.recompute_s(kind, size, mode)
         ends = [compute.embedding(kind, size)] if chunk == 0 else []

@@ -13,9 +13,10 @@ micro-batches share a window in both or in neither; it must not get stuck, where
 replicas go on (which is checked). In that of `schedules.breadth_first` replicas of a group wait for
 each other; all copies are there at the same time, so each could be alone.
 
-Classes. Copies are of one class if their ranks have the same kinds, shards and fixed memory and
-their transfers the same costs, and cross links that are alike (see `copy_classes`). All copies of
-a class run at the same times, by induction over time: their computations cost the same, their
+Classes. Copies are of one class if their ranks have the same kinds, shards, fixed memory and
+settings (what they recompute and offload) and their transfers the same costs, and cross links that
+are alike (see `copy_classes`). All copies of a class run at the same times, by induction over time:
+their computations and copies to the host cost the same, their
 collectives are the same ones, and their flows have the same rates, because progressive filling
 decides by the bandwidth of links and by how many flows of each sort cross them, so that at each
 step it stops all flows of a sort or none. So it is enough to simulate one copy of each class, with
@@ -33,6 +34,7 @@ from functools import cached_property
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
 from zorse_megatron.schedules.lower import lower_plan, may_favour_a_replica
+from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.simulate.copy_classes import Edge, classify_copies
 from zorse_megatron.simulate.network_loads import EqualLinks
@@ -71,7 +73,8 @@ def find_equal_ranks(
     plan = sizes.plan
     ends = {plan.chunks[0].group, plan.chunks[-1].group}
     swaps = sizes.tied and len(ends) == 2 and not forward_only
-    if swaps or not all(map(_is_even, plan.groups)):
+    offloads = ranks_that_offload_parameters(plan)
+    if swaps or not all(_is_even(group, offloads) for group in plan.groups):
         return None
     copies = Copies.of(plan)
     if copies.count == 1:
@@ -84,7 +87,12 @@ def find_equal_ranks(
 
     def look(names: Mapping[int, int]) -> Hashable:
         ranks = [
-            (kinds[rank], fixed_bytes[rank], *(sizes.shards[c][rank] for c in sizes.chunks(rank)))
+            (
+                kinds[rank],
+                fixed_bytes[rank],
+                sizes.settings[rank],
+                *(sizes.shards[c][rank] for c in sizes.chunks(rank)),
+            )
             for rank in names.values()
         ]
         costs = [
@@ -112,10 +120,18 @@ def find_equal_ranks(
     )
 
 
-def _is_even(group: Group) -> bool:
-    """Whether the replicas have the same work, and some."""
+def _is_even(group: Group, offloads: frozenset[int]) -> bool:
+    """Whether the replicas have the same work, and some, and the same actions in their lists.
+
+    `offloads`: ranks that offload parameters.
+    """
     work = {
-        (len(replica.ranks), replica.micro_batch_size, replica.num_microbatches)
+        (
+            len(replica.ranks),
+            replica.micro_batch_size,
+            replica.num_microbatches,
+            *(rank in offloads for rank in replica.ranks),
+        )
         for replica in group.replicas
     }
     return len(work) == 1 and group.replicas[0].num_microbatches > 0
@@ -163,10 +179,16 @@ class Copies:
         for group in self.plan.groups:
             number = len(group.replicas) // self.count
             replicas = tuple(
-                dataclasses.replace(group.replicas[0], ranks=(first + index,), shard_weight=1.0)
+                dataclasses.replace(
+                    group.replicas[0],
+                    ranks=(first + index,),
+                    shard_weight=1.0,
+                    rank_settings=None,
+                )
                 for index in range(number)
             )
-            # Recomputation does not change the lists.
+            # Recomputation does not change the lists; of offloading only that of parameters does,
+            # which all replicas have or none.
             extra = (group.extra_in_flight or 0) // self.count or None
             groups.append(Group(replicas=replicas, offload=group.offload, extra_in_flight=extra))
             first += number

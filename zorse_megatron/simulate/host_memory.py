@@ -18,9 +18,7 @@ def host_bytes(result: SimulationResult, rank: int) -> Mapping[str, int]:
     """Category -> bytes of a rank that wait in the host at most; empty where nothing does."""
     timeline = result.timeline
     stand_in = result.stands_in[rank]
-    offload = timeline.sizes.group(stand_in).offload
-    if offload is None:
-        return {}
+    offload = timeline.sizes.settings[stand_in].offload
     found = {}
     if offload.optimizer_state:
         found[STATE] = _state_bytes(timeline, stand_in)

@@ -14,6 +14,7 @@ from zorse_megatron.costs.interface import (
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.model.computing import JobRecompute
+from zorse_megatron.schema.plan.memory_settings import settings_by_rank
 from zorse_megatron.schema.plan.plan import Plan, Recompute
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 from zorse_megatron.simulate.rank_parameters import RankParameters
@@ -45,16 +46,22 @@ class RankSizes(RankParameters):
         `sets`: costs of tensor-parallel sets. Without them the first rank of each set stands for
         all of it, and `memory` is that of one rank.
 
-        `recompute`: what is recomputed in groups that do not say; None: nothing. `kinds`: of the
+        `recompute`: what is recomputed where the plan does not say; None: nothing. `kinds`: of the
         GPU of each global rank; None: all run the attention that the memory model has.
         """
         super().__init__(plan, memory, framework, memories, sets)
         self._kinds = kinds
+        self.settings = settings_by_rank(plan)
+        """Rank -> what it recomputes and offloads."""
         self._job_recompute = recompute
+        found = {rank: each.recompute or recompute for rank, each in self.settings.items()}
+        distinct = list(dict.fromkeys(found.values()))
+        self.recompute_numbers = {rank: distinct.index(each) for rank, each in found.items()}
+        """Rank -> a number that is equal for ranks that recompute the same."""
         self._boundary: dict[tuple[int, ComputeDtype | None], int] = {}
         self._crossing: dict[tuple[int, int, int], int] = {}
-        self._kept: dict[tuple[int, RankPart, int, str | None], int] = {}
-        self._working: dict[tuple[int, RankPart, int, str | None], int] = {}
+        self._kept: dict[tuple[int, RankPart, int, str | None, int], int] = {}
+        self._working: dict[tuple[int, RankPart, int, str | None, int], int] = {}
 
     def has_own_input(self, action: Action) -> bool:
         """Whether no other rank sends what a forward or a backward consumes."""
@@ -67,23 +74,23 @@ class RankSizes(RankParameters):
         """Samples of each of the rank's micro-batches."""
         return self.replica(rank).micro_batch_size
 
-    def recompute(self, chunk: int) -> tuple[RecomputeMode, int]:
-        """How the chunk's layers are recomputed, and how many of them.
+    def recompute(self, rank: int, chunk: int) -> tuple[RecomputeMode, int]:
+        """How a rank recomputes the chunk's layers, and how many of them.
 
-        A group without a setting does as the job does.
+        Without a setting in the plan, as the job does.
         """
         layers = self.num_layers(chunk)
-        setting = self._recompute_setting(chunk)
+        setting = self._recompute_setting(rank)
         if setting is None or setting.mode == "none":
             return "none", 0
         return setting.mode, min(layers, setting.num_layers or layers)
 
-    def _recompute_setting(self, chunk: int) -> Recompute | JobRecompute | None:
-        return self.plan.groups[self.plan.chunks[chunk].group].recompute or self._job_recompute
+    def _recompute_setting(self, rank: int) -> Recompute | JobRecompute | None:
+        return self.settings[rank].recompute or self._job_recompute
 
-    def _layers_at_once(self, chunk: int) -> int:
+    def _layers_at_once(self, rank: int, chunk: int) -> int:
         """How many recomputed layers have one input between them."""
-        setting = self._recompute_setting(chunk)
+        setting = self._recompute_setting(rank)
         if not isinstance(setting, JobRecompute):
             return 1
         return min(setting.layers_at_once, self.num_layers(chunk))
@@ -157,14 +164,14 @@ class RankSizes(RankParameters):
     def kept_bytes(self, rank: int, chunk: int) -> int:
         """What the chunk's layers keep of one micro-batch from its forward to its backward."""
         size, kind = self.micro_batch_size(rank), self._kind(rank)
-        key = chunk, self.part(rank), size, kind
+        key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
         if key not in self._kept:
-            mode, recomputed = self.recompute(chunk)
+            mode, recomputed = self.recompute(rank, chunk)
             whole = self.num_layers(chunk) - recomputed
             memory = self.memory_at(rank, chunk)
             self._kept[key] = whole * memory.activation_bytes(size, "none", kind)
             if recomputed:
-                inputs = -(-recomputed // self._layers_at_once(chunk))
+                inputs = -(-recomputed // self._layers_at_once(rank, chunk))
                 self._kept[key] += inputs * memory.activation_bytes(size, mode, kind)
         return self._kept[key]
 
@@ -181,11 +188,11 @@ class RankSizes(RankParameters):
         memory = self.memory_at(rank, chunk)
         if forward_only:
             return memory.activation_bytes(size, "none", kind)
-        key = chunk, self.part(rank), size, kind
+        key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
         if key not in self._working:
-            mode, recomputed = self.recompute(chunk)
+            mode, recomputed = self.recompute(rank, chunk)
             whole, kept = (memory.activation_bytes(size, m, kind) for m in ("none", mode))
-            again = self._layers_at_once(chunk) * whole
+            again = self._layers_at_once(rank, chunk) * whole
             self._working[key] = max(0, again - kept) if recomputed else 0
         return self._working[key]
 

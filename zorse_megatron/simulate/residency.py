@@ -124,8 +124,7 @@ class Residency:
 
     @property
     def _is_state_in_host(self) -> bool:
-        offload = self.sizes.group(self.rank).offload
-        return offload is not None and offload.optimizer_state
+        return self.sizes.settings[self.rank].offload.optimizer_state
 
     def _follow(self, position: int, action: Action) -> None:
         if action.kind is Kind.STEP:
@@ -196,9 +195,8 @@ class Residency:
         self.moves[position] = Move(num_bytes=state.on_gpu_bytes - before)
 
     def _relocate(self, position: int, action: Action, state: _ChunkResidency) -> None:
-        offload = self.sizes.group(self.rank).offload
-        if offload is None or not offload.parameters:
-            raise self._error(action, "is in a group whose offload setting does not name them")
+        if not self.sizes.settings[self.rank].offload.parameters:
+            raise self._error(action, "is of a rank whose offload setting does not name them")
         before = state.on_gpu_bytes
         out = action.kind is Kind.OFFLOAD
         copies = state.is_changed if out else state.in_host

@@ -305,9 +305,9 @@ class _RankTranslator:
 
     def _offloaded(self, computations: Sequence[Action]) -> set[tuple[int | None, int | None]]:
         """(chunk, micro-batch) of the forwards whose activations wait in the host."""
-        offload = self.sizes.group(self.rank).offload
+        offload = self.sizes.settings[self.rank].offload
         backwards = {(a.chunk, a.micro_batch) for a in computations if a.kind is Kind.BACKWARD}
-        if offload is None or not offload.activations:
+        if not offload.activations:
             return set()
         at_once = {
             (second.chunk, second.micro_batch)

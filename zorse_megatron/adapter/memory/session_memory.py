@@ -27,7 +27,8 @@ from zorse_megatron.runtime.host_budget import (
 from zorse_megatron.runtime.host_link import HostLink, HostMemoryFull
 from zorse_megatron.runtime.memory_ledger import MemoryLedger, out_of_host_memory
 from zorse_megatron.schedules.actions import Action
-from zorse_megatron.schema.plan.plan import Offload, Plan
+from zorse_megatron.schema.plan.memory_settings import offloads_anything, settings_of_rank
+from zorse_megatron.schema.plan.plan import Plan
 
 
 def make_ledger(
@@ -83,9 +84,9 @@ def share_host_memory(
 
     Raises HostMemoryError, on all ranks, where a node has too little.
     """
-    if all(group.offload in (None, Offload()) for group in plan.groups):
+    if not offloads_anything(plan):
         return
-    offload = plan.groups[plan.group_of_rank(rank)].offload or Offload()
+    offload = settings_of_rank(plan, rank).offload
     held_bytes = link.host_bytes if link is not None else 0
     if offload.optimizer_state:
         held_bytes += main_bytes(optimizers)

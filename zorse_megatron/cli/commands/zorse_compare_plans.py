@@ -29,6 +29,7 @@ from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload, needed_batch_size
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.plan.memory_settings import settings_in
 from zorse_megatron.schema.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -225,6 +226,13 @@ def _stock_tokens_per_s(rows: list[_PlanRow]) -> float | None:
 
 
 def recompute_of(plan: Plan) -> str:
-    """The modes that the groups of a plan have, most common first."""
-    modes = Counter(group.recompute.mode if group.recompute else "none" for group in plan.groups)
+    """The modes that the groups of a plan have, or their replicas, most common first."""
+    modes = Counter(
+        mode
+        for group in plan.groups
+        for mode in {
+            each.recompute.mode if each.recompute else "none"
+            for each in (settings_in(group, replica) for replica in group.replicas)
+        }
+    )
     return " + ".join(mode for mode, _ in modes.most_common())

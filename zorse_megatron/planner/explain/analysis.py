@@ -20,6 +20,7 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.shortage.node_host_memory import (
     host_needs,
 )
+from zorse_megatron.schema.plan.memory_settings import recomputes_anything, without_recompute
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.simulate.critical_path import CriticalStep
@@ -145,9 +146,8 @@ def _alternatives(
 
 
 def _changes(plan: Plan, bottleneck: int) -> Iterator[tuple[str, Plan]]:
-    if any(group.recompute for group in plan.groups):
-        groups = tuple(replace(group, recompute=None) for group in plan.groups)
-        yield "no recomputation", replace(plan, groups=groups)
+    if recomputes_anything(plan):
+        yield "no recomputation", without_recompute(plan)
     if len(plan.chunks) != len(plan.groups):
         return
     chunks = list(plan.chunks)

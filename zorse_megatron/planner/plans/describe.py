@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.schema.plan.memory_settings import MemorySettings, settings_in
+from zorse_megatron.schema.plan.plan import Group, Plan, Replica
 from zorse_megatron.schema.text.counted import number_of
 
 
@@ -15,7 +17,7 @@ def describe_plan(plan: Plan, kinds: Sequence[str]) -> str:
         chunks = len(plan.chunks_of_group(number))
         split = f" in {chunks} chunks" if chunks > 1 else ""
         parts.append(
-            f"{members(group, kinds)}: {number_of(layers, 'layer')}{split}{_settings(group)}"
+            f"{members(group, kinds)}: {number_of(layers, 'layer')}{split}{_settings(group, kinds)}"
         )
     return f"{plan.schedule.name}; " + "; ".join(parts)
 
@@ -33,12 +35,27 @@ def members(group: Group, kinds: Sequence[str]) -> str:
     return " + ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
-def _settings(group: Group) -> str:
-    said = ""
-    if group.recompute and group.recompute.mode != "none":
-        number = group.recompute.num_layers
-        said += f", recompute {group.recompute.mode}" + (f" {number}" if number else "")
-    if group.offload:
-        names = ("parameters", "optimizer_state", "activations")
-        said += ", offload " + " and ".join(n for n in names if getattr(group.offload, n))
-    return said
+def _settings(group: Group, kinds: Sequence[str]) -> str:
+    """What the group does to fit; where its replicas differ, which of them do what."""
+    found: dict[str, list[Replica]] = {}
+    for replica in group.replicas:
+        found.setdefault(_said(settings_in(group, replica)), []).append(replica)
+    if len(found) == 1:
+        return "".join(f", {said}" for said in found if said)
+    return "".join(
+        f", {said} on {members(replace(group, replicas=tuple(replicas)), kinds)}"
+        for said, replicas in found.items()
+        if said
+    )
+
+
+def _said(settings: MemorySettings) -> str:
+    said, recompute = [], settings.recompute
+    if recompute is not None and recompute.mode != "none":
+        number = f" {recompute.num_layers}" if recompute.num_layers else ""
+        said.append(f"recompute {recompute.mode}{number}")
+    names = ("parameters", "optimizer_state", "activations")
+    offloaded = [name for name in names if getattr(settings.offload, name)]
+    if offloaded:
+        said.append("offload " + " and ".join(offloaded))
+    return ", ".join(said)

@@ -10,6 +10,7 @@ from zorse_megatron.planner.closed_form.stage import MicroBatchLevel
 from zorse_megatron.planner.evaluate.evaluator import Evaluation
 from zorse_megatron.planner.search.effort import LEVELS, Effort
 from zorse_megatron.planner.search.sources import Sources
+from zorse_megatron.schema.plan.memory_settings import recomputes_anything
 
 _SLACKS = (0.0, 0.5, 1.0, 1.5, 2.0)
 # Of one step's candidates that are costed with the best layers, while polishing and after it.
@@ -76,7 +77,7 @@ class LocalMoves:
     def _near_candidates(self, candidate: Candidate, evaluation: Evaluation) -> Iterator[Candidate]:
         free = [-overflow for overflow in evaluation.overflow_bytes]
         reserves = candidate.reserves or (0,) * len(candidate.device_groups)
-        if max(free) > 0 and any(group.recompute for group in evaluation.plan.groups):
+        if max(free) > 0 and recomputes_anything(evaluation.plan):
             yield replace(
                 candidate,
                 reserves=tuple(

@@ -48,6 +48,38 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Recompute:
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    mode: Literal["none", "selective", "full"]
+    """none: keep all; selective: recompute core attention; full: recompute whole layers."""
+    num_layers: Positive | None = None
+    """With mode full: how many layers of each chunk are recomputed; absent: all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Offload:
+    """What waits in host memory while it is not in use."""
+
+    parameters: bool = False
+    """Whether parameters wait in host memory."""
+    optimizer_state: bool = False
+    """Whether the optimizer state stays in host memory."""
+    activations: bool = False
+    """Whether saved activations wait in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class RankSettings:
+    """What one rank of a tensor-parallel set does differently from its replica."""
+
+    recompute: Recompute | None = None
+    """Activation recomputation of this rank; absent: as its replica."""
+    offload: Offload | None = None
+    """Offloading of this rank to host memory; absent: as its replica."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Replica:
     """One data-parallel member of a group, and its share of the work and of the state."""
 
@@ -61,33 +93,17 @@ class Replica:
     """Relative share of the group's training state; 0 for a replica that owns none."""
     parts: Parts | None = None
     """Unequal parts of the ranks of a tensor-parallel set, in their order; absent: equal parts."""
+    recompute: Recompute | None = None
+    """Activation recomputation of this replica; absent: as its group."""
+    offload: Offload | None = None
+    """Offloading of this replica to host memory; absent: as its group."""
+    rank_settings: tuple[RankSettings, ...] | None = None
+    """Where ranks of a tensor-parallel set differ, one entry per rank; absent: nowhere."""
 
     @property
     def num_samples(self) -> int:
         """Samples that the replica runs in one iteration."""
         return self.micro_batch_size * self.num_microbatches
-
-
-@dataclass(frozen=True, kw_only=True, config=_CONFIG)
-class Recompute:
-    """Which activations a group computes again in the backward pass instead of keeping them."""
-
-    mode: Literal["none", "selective", "full"]
-    """none: keep all; selective: recompute core attention; full: recompute whole layers."""
-    num_layers: Positive | None = None
-    """With mode full: how many layers of each chunk are recomputed; absent: all of them."""
-
-
-@dataclass(frozen=True, kw_only=True, config=_CONFIG)
-class Offload:
-    """What a group keeps in host memory while it is not in use."""
-
-    parameters: bool = False
-    """Whether parameters wait in host memory."""
-    optimizer_state: bool = False
-    """Whether the optimizer state stays in host memory."""
-    activations: bool = False
-    """Whether saved activations wait in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -99,9 +115,9 @@ class Group:
     replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
     """The data-parallel members; each runs a part of every global batch."""
     recompute: Recompute | None = None
-    """Activation recomputation; absent: as the training command says."""
+    """Activation recomputation of replicas that do not say; absent: as the training command."""
     offload: Offload | None = None
-    """Offloading to host memory; absent: none."""
+    """Offloading to host memory of replicas that do not say; absent: none."""
     extra_in_flight: Positive | None = None
     """Samples in flight beyond what is needed where messages take no time; absent: none."""
     compute_dtype: ComputeDtype | None = None

@@ -12,7 +12,9 @@ from itertools import pairwise
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.plan.memory_setting_rules import memory_setting_problems
 from zorse_megatron.schema.plan.plan import Plan, Replica
+from zorse_megatron.schema.plan.set_rules import parts_problems
 from zorse_megatron.schema.plan.spans import Span, gaps, overlaps, spans_of, spell
 
 # Which parameters each schedule takes, and their values; the first one is the default.
@@ -35,8 +37,8 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _hops,
         _batch,
         _shard_weights,
-        _parts,
-        _recompute,
+        parts_problems,
+        memory_setting_problems,
         _lengths,
         _extra_in_flight,
         _compute_dtypes,
@@ -192,55 +194,6 @@ def _shard_weights(plan: Plan) -> Iterator[Problem]:
                 found=f"shard_weight values that add up to {total}",
                 expected="a positive, finite sum",
                 remedy="Some replica must own the training state; use 1 for each for equal shards.",
-            )
-
-
-def _parts(plan: Plan) -> Iterator[Problem]:
-    """Parts have one entry per rank, and together they are the whole, where that is known."""
-    model = plan.model
-    wholes = {
-        "kv_groups": model.num_query_groups or model.num_attention_heads,
-        "mlp_columns": model.ffn_hidden_size,
-        "vocabulary_rows": model.vocab_size,
-    }
-    for index, group in enumerate(plan.groups):
-        for number, replica in enumerate(group.replicas):
-            for name, whole in wholes.items() if replica.parts else ():
-                counts = getattr(replica.parts, name)
-                where = f"groups[{index}].replicas[{number}].parts.{name}"
-                if counts is not None:
-                    yield from _counts_problems(where, replica, counts, whole)
-
-
-def _counts_problems(
-    where: str, replica: Replica, counts: tuple[int, ...], whole: int | None
-) -> Iterator[Problem]:
-    degree = len(replica.ranks)
-    if len(counts) != degree:
-        yield Problem(
-            where=where,
-            found=f"{len(counts)} entries",
-            expected=f"{degree}, one per rank of the replica",
-            remedy="Give one entry per rank in the order of ranks, or leave it out.",
-        )
-    elif sum(counts) != (whole or sum(counts)) or not sum(counts):
-        yield Problem(
-            where=where,
-            found=f"{list(counts)}, {sum(counts)} in all",
-            expected=f"{whole or 'more than 0'} in all, as the model has",
-            remedy="Parts neither overlap nor leave anything out: correct the numbers.",
-        )
-
-
-def _recompute(plan: Plan) -> Iterator[Problem]:
-    for index, group in enumerate(plan.groups):
-        recompute = group.recompute
-        if recompute and recompute.num_layers is not None and recompute.mode != "full":
-            yield Problem(
-                where=f"groups[{index}].recompute.num_layers",
-                found=f'{recompute.num_layers} with mode "{recompute.mode}"',
-                expected='num_layers only with mode "full"',
-                remedy="Remove num_layers or change the mode.",
             )
 
 

@@ -77,6 +77,43 @@ def set_problems(plan: Plan, sizes: DividedSizes) -> Iterator[Problem]:
                 )
 
 
+def parts_problems(plan: Plan) -> Iterator[Problem]:
+    """Parts have one entry per rank, and together they are the whole, where that is known."""
+    model = plan.model
+    wholes = {
+        "kv_groups": model.num_query_groups or model.num_attention_heads,
+        "mlp_columns": model.ffn_hidden_size,
+        "vocabulary_rows": model.vocab_size,
+    }
+    for index, group in enumerate(plan.groups):
+        for number, replica in enumerate(group.replicas):
+            for name, whole in wholes.items() if replica.parts else ():
+                counts = getattr(replica.parts, name)
+                where = f"groups[{index}].replicas[{number}].parts.{name}"
+                if counts is not None:
+                    yield from _counts_problems(where, replica, counts, whole)
+
+
+def _counts_problems(
+    where: str, replica: Replica, counts: tuple[int, ...], whole: int | None
+) -> Iterator[Problem]:
+    degree = len(replica.ranks)
+    if len(counts) != degree:
+        yield Problem(
+            where=where,
+            found=f"{len(counts)} entries",
+            expected=f"{degree}, one per rank of the replica",
+            remedy="Give one entry per rank in the order of ranks, or leave it out.",
+        )
+    elif sum(counts) != (whole or sum(counts)) or not sum(counts):
+        yield Problem(
+            where=where,
+            found=f"{list(counts)}, {sum(counts)} in all",
+            expected=f"{whole or 'more than 0'} in all, as the model has",
+            remedy="Parts neither overlap nor leave anything out: correct the numbers.",
+        )
+
+
 def _divided(sizes: DividedSizes) -> Iterator[tuple[str, int | None, str]]:
     whole = "Each rank holds whole KV groups: use a set of fewer ranks, or give its parts."
     yield "KV groups", sizes.num_query_groups, whole

@@ -1,0 +1,239 @@
+"""Recomputation and offloading of a replica's own, and of a rank's in a tensor-parallel set."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+
+from tests.strategies import lowerable_plans
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
+from tests.unit.fake_sets import FakeSets
+from tests.unit.plan_samples import good, problems
+from tests.unit.simulation import run
+from tests.unit.test_simulate_times import one_group
+from zorse_megatron.errors import PlanError
+from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.refusals import refuse_unlowered, refuse_unsupported
+from zorse_megatron.schedules.validate import check_executable
+from zorse_megatron.schema.plan.memory_settings import settings_by_rank
+from zorse_megatron.schema.plan.plan import Offload, RankSettings, Recompute
+from zorse_megatron.simulate.host_memory import host_bytes
+
+FULL, SELECTIVE = Recompute(mode="full"), Recompute(mode="selective")
+STATE = Offload(optimizer_state=True)
+
+
+def only_problem(plan):
+    (problem,) = problems(plan)
+    return problem
+
+
+def told(plan, *own, **of_group):
+    """The plan of one group whose replicas have settings of their own; None: none."""
+    (group,) = plan.groups
+    replicas = tuple(
+        dataclasses.replace(replica, **(more or {}))
+        for replica, more in zip(group.replicas, own, strict=True)
+    )
+    group = dataclasses.replace(group, replicas=replicas, **of_group)
+    return dataclasses.replace(plan, groups=(group,))
+
+
+def in_sets(plan, *rank_settings):
+    """Each replica of a plan of one group as a set of two ranks, whose ranks differ."""
+    (group,) = plan.groups
+    replicas = tuple(
+        dataclasses.replace(replica, ranks=(2 * at, 2 * at + 1), rank_settings=own)
+        for at, (replica, own) in enumerate(zip(group.replicas, rank_settings, strict=True))
+    )
+    return dataclasses.replace(plan, groups=(dataclasses.replace(group, replicas=replicas),))
+
+
+def test_a_replica_overrides_its_group_and_a_rank_its_replica():
+    plan = one_group((1, 1), (1, 1))
+    plan = in_sets(plan, (RankSettings(), RankSettings(offload=Offload())), None)
+    plan = told(
+        plan, {"recompute": SELECTIVE}, {"offload": Offload()}, recompute=FULL, offload=STATE
+    )
+    found = settings_by_rank(plan)
+    assert [found[rank].recompute for rank in range(4)] == [SELECTIVE, SELECTIVE, FULL, FULL]
+    assert [found[rank].offload.optimizer_state for rank in range(4)] == [True, False, False, False]
+
+
+# Rules.
+
+
+def test_number_of_recomputed_layers_needs_mode_full_in_a_replica_too():
+    plan = good()
+    plan["groups"][0]["replicas"][1]["recompute"] = {"mode": "selective", "num_layers": 1}
+    assert only_problem(plan).where == ("plan.json: groups[0].replicas[1].recompute.num_layers")
+    plan["groups"][0]["replicas"][1]["recompute"]["mode"] = "full"
+    assert problems(plan) == ()
+
+
+def one_set(**replica):
+    plan = good()
+    plan["groups"] = [
+        {
+            "replicas": [
+                {
+                    "ranks": [0, 1],
+                    "micro_batch_size": 4,
+                    "num_microbatches": 6,
+                    "shard_weight": 1,
+                    **replica,
+                }
+            ]
+        }
+    ]
+    plan["chunks"] = [{"group": 0, "layers": [0, plan["model"]["num_layers"]]}]
+    plan.pop("cluster", None)
+    return plan
+
+
+def test_rank_settings_have_an_entry_for_each_rank():
+    problem = only_problem(one_set(rank_settings=[{}]))
+    assert problem.where == "plan.json: groups[0].replicas[0].rank_settings"
+    assert (problem.found, problem.expected) == ("1 entries", "2, one per rank of the replica")
+
+
+@pytest.mark.parametrize(
+    ("of_set", "first", "second", "said"),
+    [
+        (None, {"mode": "full"}, None, "full, as the training command"),
+        ({"mode": "full"}, {"mode": "none"}, None, "none, full"),
+        ({"mode": "full"}, {"mode": "full", "num_layers": 2}, None, "full 2, full"),
+        ({"mode": "none"}, {"mode": "selective"}, None, None),
+        ({"mode": "full"}, {"mode": "full"}, None, None),
+    ],
+)
+def test_whole_layers_are_recomputed_by_all_ranks_of_a_set_or_none(of_set, first, second, said):
+    own = [{"recompute": each} if each else {} for each in (first, second)]
+    plan = one_set(recompute=of_set, rank_settings=own)
+    if said is None:
+        assert problems(plan) == ()
+    else:
+        problem = only_problem(plan)
+        assert problem.where == "plan.json: groups[0].replicas[0].rank_settings"
+        assert f"({said})" in problem.found
+
+
+def test_what_is_refused_names_the_place_that_says_it():
+    plan = told(one_group((1, 1), (1, 1)), None, {"offload": Offload(activations=True)})
+    with pytest.raises(PlanError) as caught:
+        refuse_unsupported(plan)
+    assert [problem.where for problem in caught.value.problems] == [
+        "groups[0].replicas[1].offload.activations"
+    ]
+    refuse_unsupported(told(plan, None, {"recompute": FULL}))
+    plan = told(one_group((1, 1), (1, 1)), None, {"offload": Offload(parameters=True)})
+    with pytest.raises(PlanError) as caught:
+        refuse_unlowered(plan)
+    assert [problem.where for problem in caught.value.problems] == [
+        "groups[0].replicas[1].offload.parameters"
+    ]
+
+
+# Lists.
+
+
+def moved_to_replicas(plan):
+    """The same settings, said by every replica instead of the group."""
+    groups = []
+    for group in plan.groups:
+        replicas = tuple(
+            dataclasses.replace(
+                replica,
+                recompute=replica.recompute or group.recompute,
+                offload=replica.offload or group.offload,
+            )
+            for replica in group.replicas
+        )
+        groups.append(dataclasses.replace(group, replicas=replicas, recompute=None, offload=None))
+    return dataclasses.replace(plan, groups=tuple(groups))
+
+
+def said_by_groups(plan, offloads):
+    """All ranks offload parameters, or none, as their groups say."""
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            offload=Offload(parameters=offloads[number]),
+            replicas=tuple(dataclasses.replace(r, offload=None) for r in group.replicas),
+        )
+        for number, group in enumerate(plan.groups)
+    )
+    return dataclasses.replace(plan, groups=groups)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
+@given(lowerable_plans())
+def test_lists_of_mixed_groups(plan):
+    """Of a group with ranks that offload parameters: the copies, on these ranks alone."""
+    lists = lower_plan(plan)
+    check_executable(lists, [r.ranks for group in plan.groups for r in group.replicas])
+    assert lower_plan(moved_to_replicas(plan)) == lists
+    found = settings_by_rank(plan)
+    some = [any(found[rank].offload.parameters for rank in group.ranks) for group in plan.groups]
+    for rank, actions in enumerate(lower_plan(said_by_groups(plan, some)).ranks):
+        copies = () if found[rank].offload.parameters else (Kind.FETCH, Kind.OFFLOAD)
+        assert lists.ranks[rank] == tuple(a for a in actions if a.kind not in copies)
+
+
+# Time and memory.
+
+
+def test_each_replica_takes_its_own_time_and_memory():
+    plan = one_group((1, 2), (1, 2), (1, 2), layers=4, weights=[1.0, 1.0, 1.0])
+    own = {"recompute": FULL}, {"recompute": Recompute(mode="full", num_layers=1)}, None
+    compute = FakeCompute(recomputed_s={"full": 1.0})
+    mixed = run(told(plan, *own), compute=compute)
+    for rank, of_group in enumerate(own):
+        alone = run(told(plan, None, None, None, **(of_group or {})), compute=compute)
+        assert mixed.usage[rank].busy_s == alone.usage[rank].busy_s
+        assert mixed.memory[rank].total_bytes == alone.memory[rank].total_bytes
+    busy_s = [usage.busy_s for usage in mixed.usage]
+    assert busy_s[0] - busy_s[2] == pytest.approx(2 * 4)
+    assert busy_s[1] - busy_s[2] == pytest.approx(2 * 1)
+    # The slowest replica decides.
+    assert mixed.iteration_s == run(told(plan, *[None] * 3, **own[0]), compute=compute).iteration_s
+
+
+def test_each_replica_offloads_its_own():
+    plan = one_group((1, 3), (1, 3), layers=2)
+    comm = FakeComm(host_bytes_per_s=50_000.0)
+    both = Offload(optimizer_state=True, activations=True)
+    own = {"offload": both, "recompute": FULL}, None
+    mixed = run(told(plan, *own), comm=comm)
+    for rank, of_group in enumerate(own):
+        alone = run(told(plan, None, None, **(of_group or {})), comm=comm)
+        assert dict(host_bytes(mixed, rank)) == dict(host_bytes(alone, rank))
+        assert mixed.memory[rank].total_bytes == alone.memory[rank].total_bytes
+    assert host_bytes(mixed, 0)
+    assert not host_bytes(mixed, 1)
+
+
+def test_ranks_of_a_set_keep_and_offload_their_own():
+    sets = FakeSets(forward_s=1.0)
+    plan = in_sets(
+        one_group((1, 2), (1, 2), layers=2),
+        (RankSettings(offload=STATE), RankSettings()),
+        None,
+    )
+    result = run(plan, **sets.alone(), sets=sets)
+    assert [bool(host_bytes(result, rank)) for rank in range(4)] == [True, False, False, False]
+    totals = [result.memory[rank].total_bytes for rank in range(4)]
+    assert totals[0] < totals[1] == totals[2] == totals[3]
+
+
+def test_replicas_of_other_settings_are_simulated_apart():
+    plan = one_group((1, 2), (1, 2), (1, 2), (1, 2), layers=4)
+    memory = FakeMemory(layer_count=64 * 48)
+    plan = told(plan, None, {"recompute": FULL}, None, {"offload": STATE})
+    merged = run(plan, memory=memory, merge_equal_ranks=True)
+    assert merged.stands_in == (0, 1, 0, 3)
+    whole = run(plan, memory=memory)
+    assert merged.iteration_s == whole.iteration_s
+    assert [m.total_bytes for m in merged.memory] == [m.total_bytes for m in whole.memory]
