@@ -52,6 +52,28 @@ FULL, SELECTIVE, NONE = (Recompute(mode=mode) for mode in ("full", "selective", 
 FIRST_LAYER = Recompute(mode="full", num_layers=1)
 
 
+def each_its_own(plan: Plan, *, parameters: bool = False) -> Plan:
+    """The plan; its replicas in turn offload all that they may, nothing, and a part of it."""
+    own: tuple[dict[str, Any], ...] = (
+        {
+            "recompute": FULL,
+            "offload": Offload(parameters=parameters, optimizer_state=True, activations=True),
+        },
+        {},
+        {"recompute": FIRST_LAYER, "offload": Offload(parameters=parameters)},
+        {"recompute": SELECTIVE, "offload": Offload(optimizer_state=True)},
+    )
+    number = 0
+    groups = []
+    for group in plan.groups:
+        replicas = []
+        for each in group.replicas:
+            replicas.append(dataclasses.replace(each, **own[number % len(own)]))
+            number += 1
+        groups.append(dataclasses.replace(group, replicas=tuple(replicas)))
+    return dataclasses.replace(plan, groups=tuple(groups))
+
+
 def in_the_host(plan: Plan) -> Plan:
     """The plan with all that can wait in the host there."""
     return with_settings(plan, FULL, parameters=True, optimizer_state=True, activations=True)

@@ -32,6 +32,7 @@ from tests.megatron.ministages import (
     SELECTIVE,
     TWO_BY_TWO,
     breadth_first,
+    each_its_own,
     in_the_host,
     with_settings,
 )
@@ -51,7 +52,9 @@ from zorse_megatron.schema.plan.plan import Plan, Schedule
 CANONICAL = ("breadth first", "all in the host")
 PLANS = {
     "breadth first": TWO_BY_TWO,
-    "interleaved": with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
+    "interleaved, each replica its own": each_its_own(
+        with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved"))
+    ),
     "layered accumulation": LAYERED,
     "both ends in one group": BOTH_ENDS,
     "neighbouring chunks": NEIGHBOURS,
@@ -61,14 +64,14 @@ PLANS = {
     ),
     "all in the host": in_the_host(BOTH_ENDS),
     "layered, all in the host": in_the_host(LAYERED),
-    "1f1b, other recomputation in each group": with_settings(
-        LAYOUTS["2|1|2"], FIRST_LAYER, SELECTIVE, NONE, optimizer_state=True
+    "1f1b, other recomputation in each group and replica": each_its_own(
+        with_settings(LAYOUTS["2|1|2"], FIRST_LAYER, SELECTIVE, NONE, optimizer_state=True)
     ),
 }
 
 
 # The first have the ends of the model in two groups, the last one in one.
-UNTIED_PLANS = ("breadth first", "interleaved", "per micro-batch")
+UNTIED_PLANS = ("breadth first", "interleaved, each replica its own", "per micro-batch")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,7 @@ MOVES = {
         "optimizer_state": True,
         "activations": True,
     },
+    "each replica its own": {},
     "first layers again": {"recompute": (FIRST_LAYER, SELECTIVE)},
 }
 # Pieces begin and end within parameters.
@@ -130,6 +134,8 @@ def test_moving_memory_changes_no_bit(precision: str, corpus: Path) -> None:
     for name, move, run_options in cases:
         options: dict[str, Any] = dict(move)
         plan = with_settings(TWO_BY_TWO, *options.pop("recompute", ()), **options)
+        if name == "each replica its own":
+            plan = each_its_own(plan, parameters=True)
         moved = plan_run(plan, flags, **run_options)
         assert moved.losses == resident.losses, name
         for parameter, copies in moved.final.items():
