@@ -8,9 +8,12 @@ from typing import Any, NoReturn
 from tests.flag_samples import all_words
 from tests.megatron.comparison import LAYOUTS
 from zorse_megatron.adapter.arguments.stock_parser import as_json, flags_of_parser, stock_parser
-from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.command import Command, read_command
 from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.table import TABLE_FILE
+
+PLAN = LAYOUTS["2|1"]
+TOGETHER = 32  # samples that one command has at first
 
 
 class Refused(Exception):
@@ -29,25 +32,48 @@ def parsed(parser: ArgumentParser, words: list[str]) -> Namespace | None:
         return None
 
 
-def differing(parser: ArgumentParser) -> list[Any]:
-    """Words that the table reads or judges otherwise than Megatron's parser and a run."""
-    plan, found = LAYOUTS["2|1"], []
-    for words in all_words():
-        ours, theirs = read_command(words), parsed(parser, words)
-        is_refused = bool(ours.problems or ours.unknown)
-        if theirs is None or is_refused:
-            if (theirs is None) != is_refused:
-                found.append([words, list(map(str, ours.problems)), "of another mind"])
-            continue
-        values = {name: as_json(value) for name, value in vars(theirs).items()}
-        name = next(iter(ours.given))
-        is_opaque = isinstance(vars(ours.args)[name], str) and not isinstance(values[name], str)
-        if not is_opaque and vars(ours.args) != {**values, "local_rank": ours.args.local_rank}:
-            found.append([words, vars(ours.args)[name], values[name]])
-        judged = [list(map(str, command_problems(args, plan))) for args in (ours.args, theirs)]
-        if [len(each) for each in judged] != [len(judged[0])] * 2:
-            found.append([words, *judged])
-    return found
+def differing(parser: ArgumentParser, samples: list[list[str]]) -> list[Any]:
+    """Samples that the table reads or judges otherwise than Megatron's parser and a run.
+
+    Many are read as one command, which takes as long as one; where it differs, each half of them.
+    """
+    ours = read_command(words := [word for sample in samples for word in sample])
+    theirs = parsed(parser, words)
+    is_refused = bool(ours.problems or ours.unknown)
+    difference: list[Any] | None = None
+    if theirs is None or is_refused:
+        if (theirs is None) != is_refused:
+            difference = [words, list(map(str, ours.problems)), "of another mind"]
+        elif len(samples) > 1:
+            difference = [words, "one may hide others"]
+    elif len(ours.given) < len(samples):
+        difference = [words, "a flag given twice"]
+    else:
+        difference = _differs(ours, theirs)
+    if difference is None or len(samples) == 1:
+        return [] if difference is None else [difference]
+    half = len(samples) // 2
+    return [*differing(parser, samples[:half]), *differing(parser, samples[half:])]
+
+
+def _differs(ours: Command, theirs: Namespace) -> list[Any] | None:
+    """What two readings of a command that both take differ in."""
+    read = vars(ours.args)
+    values = {name: as_json(value) for name, value in vars(theirs).items()}
+    for name in ours.given:
+        # Of a type that the table does not know: left as it was written.
+        if isinstance(read[name], str) and not isinstance(values[name], str):
+            values[name] = read[name]
+    if read != {**values, "local_rank": read["local_rank"]}:
+        return [[name, read[name], values.get(name)] for name in read if read[name] != values[name]]
+    judged = [list(map(str, command_problems(args, PLAN))) for args in (ours.args, theirs)]
+    return None if len(judged[0]) == len(judged[1]) else judged
+
+
+def commands(samples: list[list[str]]) -> list[list[list[str]]]:
+    """So many samples each, which are far from one another, as those of one flag are not."""
+    number = -(-len(samples) // TOGETHER)
+    return [samples[first::number] for first in range(number)]
 
 
 def main() -> None:
@@ -59,7 +85,7 @@ def main() -> None:
         "missing": [row for row in installed if row not in rows],
         "gone": [row for row in rows if row not in installed],
         "same_order": rows == installed,
-        "differing": differing(parser),
+        "differing": [each for some in commands(all_words()) for each in differing(parser, some)],
         "number": len(all_words()),
     }
     with open(sys.argv[1], "w", encoding="utf-8") as file:
