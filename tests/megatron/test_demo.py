@@ -1,5 +1,6 @@
 """The demo from end to end, with fewer iterations, and what it says when a job fails."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,13 +10,31 @@ import pytest
 
 from tests.megatron.stock_log import iterations
 from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
+from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.errors import RankFailure
+from zorse_megatron.schema.plan.plan import Chunk, Plan
+from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan, save_plan
 
 ITERATIONS = 4
 
 
+def smaller_plan() -> Plan:
+    """Two of the demo's ranks with its layers: each process takes seconds to import Megatron."""
+    plan = demo_plan()
+    first, last = plan.groups[1], plan.groups[2]
+    alone = dataclasses.replace(last.replicas[0], ranks=(1,), num_microbatches=8)
+    groups = (
+        dataclasses.replace(first, replicas=(dataclasses.replace(first.replicas[0], ranks=(0,)),)),
+        dataclasses.replace(last, replicas=(alone,)),
+    )
+    chunks = (Chunk(group=0, layers=(0, 4)), Chunk(group=1, layers=(4, 6)))
+    return dataclasses.replace(plan, groups=groups, chunks=chunks)
+
+
 def test_the_demo_runs(tmp_path: Path) -> None:
+    save_plan(smaller_plan(), path := tmp_path / "smaller.json")
     command = [sys.executable, "-m", "zorse_megatron.demo", "--iterations", str(ITERATIONS)]
+    command += ["--plan", str(path)]
     answer = subprocess.run(
         [*command, "--output", str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -33,6 +52,10 @@ def test_the_demo_runs(tmp_path: Path) -> None:
         assert [line.iteration for line in iterations(said)] == list(range(1, ITERATIONS + 1))
     for name in ("loss.png", "timeline.png", "plan.json", "stock.log", "plan.log"):
         assert (tmp_path / name).stat().st_size > 0
+
+
+def test_its_own_plan_is_valid() -> None:
+    assert parse_plan(dump_plan(demo_plan()).encode()) == demo_plan()
 
 
 class OneProcess(DemoJob):

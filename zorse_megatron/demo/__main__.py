@@ -30,7 +30,7 @@ from zorse_megatron.errors import ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.stdout import one_line_if_not_printed
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.schema.plan.plan_json import load_plan, save_plan
 
 CORPUS_BYTES = 2_000_000
 # Without a terminal there is no line to redraw: one line per this many iterations.
@@ -48,21 +48,25 @@ def main(
     device: Annotated[
         Device, typer.Option(help="Where to train; with fewer GPUs than ranks, they share them.")
     ] = Device.CPU,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Plan for the demo's model, such as an edited plan.json of a demo."),
+    ] = None,
 ) -> None:
     """Train with stock Megatron and under an uneven plan, and compare."""
     console = Console(highlight=False)
     started_s = time.monotonic()
     try:
         refuse_without("train", "plots", what="the demo")
-        _demo(output.resolve(), console, iterations, device)
+        wanted = demo_plan() if plan is None else load_plan(plan)
+        _demo(output.resolve(), console, iterations, device, wanted)
     except ZorseError as error:
         console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(f"Done in {time.monotonic() - started_s:.0f} s.")
 
 
-def _demo(output: Path, console: Console, num_iterations: int, device: Device) -> None:
-    plan = demo_plan()
+def _demo(output: Path, console: Console, num_iterations: int, device: Device, plan: Plan) -> None:
     num_gpus = 0 if device == Device.CPU else count_gpus()
     _empty(output)
     plan_path = output / "plan.json"
