@@ -6,7 +6,7 @@ After a change of what is printed: `python -m tests.unit.test_cli_docs` writes t
 import re
 import shlex
 import shutil
-from contextlib import chdir
+from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.printed import each_search_once
 from zorse_megatron.cli.main import app
+from zorse_megatron.planner.search.effort import Effort
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +26,23 @@ BLOCK = re.compile(r"^( *)```\n\1(zorse [^\n]*)\n(.*?)^\1```", re.DOTALL | re.MU
 CLOCK = re.compile(r"\bin [\d.]+ s:")
 
 
+@contextmanager
+def searching_little():
+    """For a plan that is not shown."""
+    effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Effort, "of", lambda inputs: effort)
+        yield
+
+
 def outputs():
     """Run all commands, in the order of the document and in one directory: (command, output)."""
     text = DOCUMENT.read_text(encoding="utf-8")
     with TemporaryDirectory() as directory, chdir(directory), each_search_once():
         shutil.copy(ROOT / "examples" / "two-node-lab.yaml", "cluster.yaml")
         for match in BLOCK.finditer(text):
-            result = CliRunner().invoke(app, shlex.split(match[2])[1:])
+            with nullcontext() if match[3] else searching_little():
+                result = CliRunner().invoke(app, shlex.split(match[2])[1:])
             assert result.exit_code == 0, f"{match[2]}\n{result.output}"
             yield match, result.stdout
 

@@ -388,7 +388,7 @@ MUTATED_FILE = st.one_of(
 
 @pytest.mark.slow
 @settings(
-    max_examples=150,
+    max_examples=80,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(file=MUTATED_FILE)
