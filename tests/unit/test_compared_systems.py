@@ -26,7 +26,7 @@ from zorse_megatron.emulate.compare.comparison_report import HEADINGS, Compariso
 from zorse_megatron.emulate.jobs.emulator import EmulatedRun, System
 from zorse_megatron.emulate.jobs.self_test import SelfTest
 from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
-from zorse_megatron.emulate.jobs.tiny_model import HIDDEN_SIZE
+from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE
 from zorse_megatron.planner.baselines.stock_best import stock_on_best
 from zorse_megatron.planner.baselines.stock_grids import Grid
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs

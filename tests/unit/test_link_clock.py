@@ -5,7 +5,7 @@ import pytest
 from tests.unit.fake_costs import FakeComm, node_links
 from zorse_megatron.emulate.clock.link_clock import LinkClock
 from zorse_megatron.emulate.clock.link_model import LinkModel
-from zorse_megatron.emulate.clock.messages import Collective, Transfer
+from zorse_megatron.emulate.clock.messages import Collective, PartExchange, Transfer
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
 LATENCY_S = 0.25
@@ -100,3 +100,14 @@ def test_nothing_happens_before_now():
     assert clock.step().alarms == ["late"]
     with pytest.raises(ValueError, match=r"expected nothing before 2\.0 s"):
         clock.alarm(1.0, "early")
+
+
+def test_an_exchange_takes_what_its_busiest_rank_sends_and_receives():
+    """Rank 0 sends 20 and 30 bytes, on the NIC of its node 30 of them."""
+    model = LinkModel(COMM, range(4))
+    messages = ((0, 1, 20), (0, 2, 30), (2, 3, 10))
+    exchange = PartExchange(ranks=(0, 1, 2, 3), messages=messages)
+    posts = [(at_s, "a", 0, exchange) for at_s in (0.0, 1.0, 2.0, 1.0)]
+    assert ends(model, posts) == pytest.approx({("a", 0): 2.0 + 5.0 + LATENCY_S})
+    meeting = Collective(kind="meeting", ranks=(0, 1), part_bytes=())
+    assert model.alone_s(meeting) == 0.0

@@ -9,13 +9,16 @@ then give the same result on every run.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from zorse_megatron.runtime.transport import Work
 from zorse_megatron.schedules.shards import Interval
+
+if TYPE_CHECKING:
+    from zorse_megatron.runtime.part_exchange import Exchanged
 
 
 class Works:
@@ -96,6 +99,9 @@ class CountsOperations(Protocol):
         `parts`: what each rank owns; `sent_as`: in which type it is sent; None: in its own.
         """
 
+    def one_exchange(self, exchanged: "Exchanged", start: Callable[[], Work]) -> Work:
+        """The same for messages between ranks that hold different parts of tensors."""
+
 
 def as_one_operation(
     kind: OperationKind,
@@ -108,6 +114,15 @@ def as_one_operation(
     """Start the calls of one operation; a group that counts operations counts one."""
     if isinstance(group, CountsOperations):
         return group.one_operation(kind, parts, start, sent_as=sent_as)
+    return start()
+
+
+def as_one_exchange(
+    exchanged: "Exchanged", group: dist.ProcessGroup, start: Callable[[], Work]
+) -> Work:
+    """Start an exchange of parts; a group that counts operations counts it."""
+    if isinstance(group, CountsOperations):
+        return group.one_exchange(exchanged, start)
     return start()
 
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.runtime.collectives import CommVolume
+from zorse_megatron.runtime.collectives import CommVolume, as_one_exchange
+from zorse_megatron.runtime.transport import Work
 from zorse_megatron.schedules.part_messages import Messages, gather_messages, sum_messages
 from zorse_megatron.schedules.tensor_blocks import TensorBlock
 from zorse_megatron.schedules.tensor_parts import OwnedBlock, TensorPart
@@ -52,6 +53,18 @@ Unit = Sequence[PartedTensor]
 """Parameters that are exchanged together."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """What an exchange moves: sums of gradients to their owners, or parameters from theirs."""
+
+    unit: Unit
+    sums: bool
+
+    def messages(self, tensor: PartedTensor) -> Messages:
+        """(source, target) -> elements of this tensor."""
+        return (sum_messages if self.sums else gather_messages)(tensor.blocks)
+
+
 def sum_into_owners(
     unit: Unit,
     gradients: Sequence[torch.Tensor],
@@ -72,7 +85,8 @@ def sum_into_owners(
                     counts[peer] += each.block.numel * (peer != rank)
             elif rank in each.contributors:
                 outgoing[each.owner].append(tensor.view(gradient, each.block).reshape(-1))
-    arrived = _exchanged(outgoing, counts, gradients[0], group)
+    moved = Exchanged(unit=unit, sums=True)
+    arrived = _exchanged(moved, outgoing, counts, gradients[0], group)
     for tensor, gradient, target in zip(unit, gradients, owned, strict=True):
         at = 0
         for each in tensor.blocks:
@@ -116,7 +130,8 @@ def gather_from_owners(
                         outgoing[peer].append(place)
             elif rank in each.holders:
                 counts[each.owner] += each.block.numel
-    arrived = _exchanged(outgoing, counts, owned[0], group)
+    moved = Exchanged(unit=unit, sums=False)
+    arrived = _exchanged(moved, outgoing, counts, owned[0], group)
     for tensor, local in zip(unit, locals_, strict=True):
         for each in tensor.blocks:
             if rank != each.owner and rank in each.holders:
@@ -125,6 +140,7 @@ def gather_from_owners(
 
 
 def _exchanged(
+    moved: Exchanged,
     outgoing: Mapping[int, Sequence[torch.Tensor]],
     counts: Mapping[int, int],
     like: torch.Tensor,
@@ -139,7 +155,14 @@ def _exchanged(
     message = torch.cat(parts) if parts else like.new_empty(0)
     incoming = like.new_empty(sum(counts.values()))
     if sum(sizes) or len(incoming) or group.size() > 1:
-        dist.all_to_all_single(incoming, message, list(counts.values()), sizes, group=group)
+        splits = list(counts.values()), sizes
+
+        def start() -> Work:
+            work = dist.all_to_all_single(incoming, message, *splits, group=group, async_op=True)
+            assert work is not None, "this rank is not in the group"
+            return work
+
+        as_one_exchange(moved, group, start).wait()
     pieces = incoming.split(list(counts.values()))
     return {peer: _reader(piece) for peer, piece in zip(counts, pieces, strict=True)}
 

@@ -7,6 +7,10 @@ from typing import Any, Literal
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, kind_of
+from zorse_megatron.runtime.part_exchange import PartedTensor
+from zorse_megatron.schedules.set_parts import UnitKind
+
 PartName = Literal["embedding", "layer", "head"]
 
 
@@ -44,6 +48,8 @@ class ModelParts:
     """By part of the chunk."""
     has_own_output_table: bool
     """Whether the head has a table of its own, or a copy of the tied one."""
+    num_whole: int
+    """Parameters of one layer that sets do not cut."""
     recompute: Literal["none", "selective"]
     """How layers that are not fully recomputed are run."""
     num_recomputed: int
@@ -59,6 +65,7 @@ def parts_of(wrapped: Any) -> ModelParts:
     for name, parameter in model.named_parameters():
         part = _part_of(name)
         counts[part] = counts.get(part, 0) + parameter.numel()
+    first = model.decoder.layers[0].parameters() if model.decoder.layers else ()
     return ModelParts(
         wrapped=wrapped,
         model=model,
@@ -68,9 +75,35 @@ def parts_of(wrapped: Any) -> ModelParts:
         buffers=tuple(_flat(buffer, names) for buffer in wrapped.buffers),
         num_parameters=counts,
         has_own_output_table="output_layer.weight" in names.values(),
+        num_whole=sum(each.numel() for each in first if cut_axis(each) is None),
         recompute="selective" if config.recompute_granularity == "selective" else "none",
         num_recomputed=_num_recomputed(config, len(model.decoder.layers)),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartedParameter:
+    """A parameter of a group whose replicas cut their layers differently."""
+
+    part: PartName
+    kind: UnitKind | None
+    """What it is cut by; None: every rank has the whole."""
+    tensor: PartedTensor
+    num_owned: int
+    """Elements that this rank owns."""
+
+
+def parted_parameters(parts: ModelParts) -> Iterator[PartedParameter]:
+    """Yield them, known once the wrapper has been made; none where replicas are alike."""
+    parted = getattr(parts.wrapped, "parted", {})
+    for name, parameter in parts.model.named_parameters():
+        if parameter in parted:
+            yield PartedParameter(
+                part=_part_of(name),
+                kind=None if cut_axis(parameter) is None else kind_of(name),
+                tensor=parted[parameter],
+                num_owned=parts.wrapped.shards.num_owned(parameter),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

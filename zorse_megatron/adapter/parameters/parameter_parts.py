@@ -22,7 +22,7 @@ def held_part(
     """What rank `index` of a set with these parts holds as `parameter`; `name`: in the model."""
     shape, axis = list(parameter.shape), cut_axis(parameter)
     if axis is not None:
-        kind, blocks = _kind_of(name), _blocks(name, is_gated)
+        kind, blocks = kind_of(name), _blocks(name, is_gated)
         counts = parts.counts(kind)
         if counts[index]:
             shape[axis] = parts.whole_length(kind, index, shape[axis])
@@ -38,14 +38,15 @@ def part_of_whole(
     if axis is None:
         return TensorPart(shape=tuple(shape), axis=None)
     blocks = _blocks(name, is_gated)
-    return cut_part(shape, axis, parts, _kind_of(name), index=index, blocks=blocks)
+    return cut_part(shape, axis, parts, kind_of(name), index=index, blocks=blocks)
 
 
 def _blocks(name: str, is_gated: bool) -> int:
     return 2 if is_gated and _GATED in name else 1
 
 
-def _kind_of(name: str) -> UnitKind:
+def kind_of(name: str) -> UnitKind:
+    """What a cut parameter of this name is cut by."""
     if "self_attention." in name:
         return "kv_groups"
     return "mlp_columns" if "mlp." in name else "vocabulary_rows"

@@ -158,11 +158,16 @@ def _trained(  # noqa: PLR0917
     from zorse_megatron.emulate.compare.comparison import Result
     from zorse_megatron.emulate.jobs.emulator import emulator
     from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
+    from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
 
+    systems = [compared.system for compared in found if compared.system is not None]
+    plans = [system.plan for system in systems if system.plan is not None]
     training = TinyTraining(
         model=workload.model,
         global_batch_size=inputs.global_batch_size,
         iterations=iterations,
+        shape=TinyShape.of(workload.model, plans),
+        sequence_parallel=workload.computing.sequence_parallel,
     )
     results = []
     with emulator(inputs, training, perturbation=perturbation, tell=tell) as emulated:

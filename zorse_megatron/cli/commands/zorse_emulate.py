@@ -44,7 +44,6 @@ from zorse_megatron.extras import refuse_without
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
-from zorse_megatron.schema.plan.set_rules import sets_of
 
 if TYPE_CHECKING:
     from zorse_megatron.emulate.jobs.emulator import EmulatedRun
@@ -118,12 +117,15 @@ def _run(  # noqa: PLR0917
 ) -> "EmulatedRun":
     from zorse_megatron.emulate.jobs.emulator import System, emulator
     from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
+    from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
 
     training = TinyTraining(
         model=costs.workload.model,
         global_batch_size=plan.global_batch_size,
         iterations=iterations,
         recompute=costs.workload.computing.recompute,
+        shape=TinyShape.of(costs.workload.model, [plan]),
+        sequence_parallel=costs.workload.computing.sequence_parallel,
     )
     system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan)
     with emulator(
@@ -145,13 +147,6 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
             found=f"{plan.world_size} ranks",
             expected=f"at most {MAX_RANKS}: each is a process on this machine",
             remedy="Emulate a part of the cluster, or use zorse simulate.",
-        )
-    for where, replica in sets_of(plan):
-        yield Problem(
-            where=f"{source}: {where}",
-            found=f"{list(replica.ranks)}",
-            expected="one rank per replica",
-            remedy="Tensor-parallel sets are not emulated yet: use zorse simulate.",
         )
     if dilation is not None and not 0 < dilation < float("inf"):
         yield Problem(

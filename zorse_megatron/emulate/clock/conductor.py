@@ -15,7 +15,6 @@ from zorse_megatron.emulate.clock.link_clock import LinkClock
 from zorse_megatron.emulate.clock.link_model import LinkModel
 from zorse_megatron.emulate.clock.messages import (
     Answer,
-    Collective,
     Failure,
     Finish,
     Name,
@@ -124,7 +123,7 @@ class Conductor:
 
     def _post(self, request: PostOperation) -> None:
         known = self._operations.setdefault(request.name, request.operation)
-        if isinstance(known, Collective) and known != request.operation:
+        if not isinstance(known, Transfer) and known != request.operation:
             self._failure = Failure(
                 reason=f"the ranks of {request.name[0]} do not agree on operation "
                 f"{request.name[1]}: found {known} and {request.operation}"

@@ -7,7 +7,12 @@ out what schedule, order, overlap and runtime make of them.
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import CommCost
-from zorse_megatron.emulate.clock.messages import Collective, Operation, Transfer
+from zorse_megatron.emulate.clock.messages import (
+    Collective,
+    Operation,
+    PartExchange,
+    Transfer,
+)
 from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
 
 
@@ -41,8 +46,7 @@ class LinkModel:
         if isinstance(operation, Transfer) and operation.num_bytes is None:
             return None
         if operation not in self._works:
-            cost = self._transfer if isinstance(operation, Transfer) else self._collective
-            self._works[operation] = cost(operation)  # type: ignore[arg-type]
+            self._works[operation] = self._work(operation)
         return self._works[operation]
 
     def alone_s(self, operation: Operation) -> float:
@@ -52,6 +56,17 @@ class LinkModel:
         flow = work.flow
         return work.seconds_s + (flow.num_bytes / flow.limit_bytes_per_s if flow else 0.0)
 
+    def _work(self, operation: Operation) -> TaskWork:
+        if isinstance(operation, Transfer):
+            return self._transfer(operation)
+        if isinstance(operation, PartExchange):
+            messages = {
+                (self.gpus[source], self.gpus[target]): num_bytes
+                for source, target, num_bytes in operation.messages
+            }
+            return self._routes.exchanges([(messages, 1)])
+        return self._collective(operation)
+
     def _transfer(self, transfer: Transfer) -> TaskWork:
         source, target = self.gpus[transfer.source], self.gpus[transfer.target]
         assert transfer.num_bytes is not None
@@ -60,7 +75,7 @@ class LinkModel:
     def _collective(self, collective: Collective) -> TaskWork:
         ranks = tuple(self.gpus[rank] for rank in collective.ranks)
         parts, total = collective.part_bytes, sum(collective.part_bytes)
-        if len(ranks) == 1:
+        if len(ranks) == 1 or collective.kind == "meeting":
             return TaskWork(seconds_s=0.0)
         if collective.kind == "reduce_scatter":
             return self._routes.collective(ranks, total, self.comm.reduce_scatter_s(ranks, parts))

@@ -9,7 +9,10 @@ Stream = tuple[str | int, ...]
 Name = tuple[Stream, int]
 """An operation: the how-many-eth of its stream. All ranks that take part count alike."""
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "exchange", "broadcast"]
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "exchange", "broadcast", "meeting"
+]
+"""A meeting takes no time: what it would take is in what the ranks compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,16 @@ class Collective:
     part_bytes: tuple[int, ...]
 
 
-Operation = Transfer | Collective
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartExchange:
+    """Messages between ranks of a group, all at once."""
+
+    ranks: tuple[int, ...]
+    messages: tuple[tuple[int, int, int], ...]
+    """(source, target, bytes); the same on all ranks."""
+
+
+Operation = Transfer | Collective | PartExchange
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

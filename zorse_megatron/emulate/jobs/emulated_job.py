@@ -2,14 +2,32 @@
 
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.costs.interface import DtypeCosts
+from zorse_megatron.costs.interface import DtypeCosts, MemoryCost, ModelPart
+from zorse_megatron.schedules.set_parts import UnitKind
 from zorse_megatron.simulate.perturb import Perturbation
 
 VARIABLE = "ZORSE_EMULATION"
 """Where a rank finds the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSets:
+    """The tensor-parallel sets of a job."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """Rank of the job -> the ranks of its set."""
+    memories: tuple[MemoryCost, ...]
+    """Rank -> the memory model of a rank that has all of each layer."""
+    measured: tuple[frozenset[ModelPart], ...]
+    """Rank -> parts of the model whose times were measured with the set's collectives in them."""
+    cut_parameters: Mapping[ModelPart, Mapping[UnitKind, int]]
+    """See `costs.interface.SetCosts`."""
+    sequence_length: int
+    """Of the real model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +45,14 @@ class EmulatedJob:
     host_bytes_per_s: tuple[float, ...]
     """Rank of the job -> its GPU's link to the host, in each direction."""
     costs: tuple[DtypeCosts, ...]
-    """Rank of the job -> what it costs to compute in the type of its group."""
+    """Rank of the job -> what it costs to compute its part in the type of its group."""
     perturbation: Perturbation
     sequence_length: int
     """Sequence length of the tiny model."""
     hidden_size: int
     """Hidden size of the tiny model."""
+    sets: JobSets | None
+    """None: every rank is a set of its own."""
     dilation: float | None
     """See `rank_clock.Pace`."""
     directory: Path

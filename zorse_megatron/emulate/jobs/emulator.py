@@ -11,20 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.costs.interface import DtypeCosts
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate.clock.conductor_connections import conducted
 from zorse_megatron.emulate.clock.link_model import LinkModel
 from zorse_megatron.emulate.jobs.emulated_job import EmulatedJob
+from zorse_megatron.emulate.jobs.job_costs import costs_of_ranks, sets_of_job
 from zorse_megatron.emulate.jobs.rank_server import Ended, RankServer
 from zorse_megatron.emulate.jobs.self_test import SelfTest, self_test_of
-from zorse_megatron.emulate.jobs.tiny_model import (
-    HIDDEN_SIZE,
-    SEQUENCE_LENGTH,
-    TinyTraining,
-    plan_for_tiny,
-    training_flags,
-)
+from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
+from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE
+from zorse_megatron.planner.evaluate.simulate_plan import has_sets
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
@@ -180,10 +176,11 @@ class Emulator:
                 kinds=tuple(self.inputs.kinds[gpu] for gpu in gpus),
                 capacities_bytes=self._tensor_bytes(gpus, plan),
                 host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
-                costs=self._costs(len(gpus), plan),
+                costs=costs_of_ranks(self.inputs, plan, len(gpus)),
                 perturbation=self.perturbation,
-                sequence_length=SEQUENCE_LENGTH,
+                sequence_length=self.training.shape.sequence_length,
                 hidden_size=HIDDEN_SIZE,
+                sets=None if plan is None else sets_of_job(self.inputs, plan),
                 dilation=self.dilation,
                 directory=directory,
             )
@@ -198,14 +195,6 @@ class Emulator:
         return tuple(
             inputs.capacities_bytes[gpu] - beside for gpu, beside in zip(gpus, fixed, strict=True)
         )
-
-    def _costs(self, world_size: int, plan: Plan | None) -> tuple[DtypeCosts, ...]:
-        """Each rank's costs in its group's dtype; without a plan, in the job's."""
-        usual = DtypeCosts(compute=self.inputs.compute, memory=self.inputs.memory)
-        if plan is None:
-            return (usual,) * world_size
-        dtypes = (plan.groups[plan.group_of_rank(rank)].compute_dtype for rank in range(world_size))
-        return tuple(self.inputs.by_dtype[each] if each else usual for each in dtypes)
 
     def _start(self, job: EmulatedJob, argv: Sequence[str], **entry: str) -> Ended:
         return self.server.run(
@@ -223,7 +212,9 @@ class Emulator:
             # A plan turns it on itself; said in its command, fp16 groups would have sums to scale.
             return [*flags, "--calculate-per-token-loss"]
         path = job.directory / "plan.json"
-        save_plan(plan_for_tiny(system.plan), path)
+        save_plan(self.training.shape.plan(system.plan), path)
+        splits = self.training.sequence_parallel and has_sets(system.plan)
+        flags += ["--sequence-parallel"] if splits else []
         return [*flags, "--micro-batch-size", "1", "--zorse-plan", str(path)]
 
 

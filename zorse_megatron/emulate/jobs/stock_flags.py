@@ -1,6 +1,6 @@
 """Megatron's flags for an even layout of stock, on the tiny model that is trained in emulation."""
 
-from zorse_megatron.emulate.jobs.tiny_model import HIDDEN_SIZE
+from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE
 from zorse_megatron.planner.baselines.stock_grids import Grid
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 

@@ -1,17 +1,12 @@
-"""The tiny model that is trained in place of the real one, and the plan for it."""
+"""The tiny model that is trained in place of the real one."""
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE, TinyShape
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import ModelFingerprint, Plan
 
-# No parameter is padded, so that buckets end where the real model's do.
-HIDDEN_SIZE = 64
-SEQUENCE_LENGTH = 32
-NUM_HEADS = 2
 # An early receive may wait long on this machine for its sender.
 TIMEOUT_MINUTES = 30
 
@@ -27,6 +22,9 @@ class TinyTraining:
     recompute: JobRecompute | None = None
     """What is recomputed in groups whose plan does not say."""
     seed: int = 1234
+    shape: TinyShape = field(default_factory=TinyShape)
+    sequence_parallel: bool = False
+    """Whether the sets of plans split the sequence."""
 
 
 def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
@@ -39,9 +37,9 @@ def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
     flags: dict[str, object] = {
         "--num-layers": training.model.num_layers,
         "--hidden-size": HIDDEN_SIZE,
-        "--num-attention-heads": NUM_HEADS,
-        "--seq-length": SEQUENCE_LENGTH,
-        "--max-position-embeddings": SEQUENCE_LENGTH,
+        "--num-attention-heads": training.shape.num_heads,
+        "--seq-length": training.shape.sequence_length,
+        "--max-position-embeddings": training.shape.sequence_length,
         "--attention-dropout": 0,
         "--hidden-dropout": 0,
         "--global-batch-size": training.global_batch_size,
@@ -63,7 +61,8 @@ def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
     arguments = [str(word) for pair in flags.items() for word in pair]
     # Of gloo groups, which stock makes for another format of checkpoints, the clock would not know.
     arguments.append("--disable-gloo-process-groups")
-    return [*arguments, *untied, *_recompute_flags(training.recompute), *data]
+    recompute = _recompute_flags(training.recompute)
+    return [*arguments, *untied, *recompute, *data, *training.shape.flags()]
 
 
 def _recompute_flags(recompute: JobRecompute | None) -> list[str]:
@@ -77,9 +76,3 @@ def _recompute_flags(recompute: JobRecompute | None) -> list[str]:
         layers, method = recompute.layers_at_once, "uniform"
     full = ["--recompute-granularity", "full", "--recompute-method", method]
     return [*full, "--recompute-num-layers", str(layers)]
-
-
-def plan_for_tiny(plan: Plan) -> Plan:
-    """The same plan, said to be for the tiny model; nothing else of a plan depends on width."""
-    model = ModelFingerprint(num_layers=plan.model.num_layers)
-    return dataclasses.replace(plan, model=model)

@@ -5,7 +5,7 @@ links say so; asynchronous operations stay asynchronous. Until the rank's clock 
 plain gloo.
 
 What an operation costs is asked of its tensors through `TensorSizes`, as a tiny model stands for a
-large one.
+large one. In a rank's own tensor-parallel set collectives are those inside layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.emulate.clock.messages import Collective, CollectiveKind, Name, Transfer
+from zorse_megatron.emulate.clock.messages import (
+    Collective,
+    CollectiveKind,
+    Name,
+    PartExchange,
+    Transfer,
+)
 from zorse_megatron.emulate.clock.rank_clock import RankClock
 from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.runtime.collectives import OperationKind
+from zorse_megatron.runtime.part_exchange import Exchanged
 
 BACKEND = "emulated"
 _CPU = torch.device("cpu")
@@ -85,6 +92,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self.label = label
         self.clock = clock
         self.sizes = sizes
+        self.is_set = sizes.is_set(self.ranks)
         self._bundled: list[Any] | None = None
 
     def getBackendName(self) -> str:
@@ -112,18 +120,35 @@ class EmulatedGroup(dist.ProcessGroup):
         """
         if not self.clock.is_running or self.size() == 1:
             return start()
-        part_bytes = self.sizes.part_bytes(parts)
+        if self.is_set:  # what has arrived in parts is gathered
+            part_bytes = [self.sizes.activation_bytes(part.numel()) for part in parts]
+        else:
+            part_bytes = self.sizes.part_bytes(parts)
         if sent_as is not None:
             whole = parts[0].element_size()
             part_bytes = [size * sent_as.itemsize // whole for size in part_bytes]
+        payload = self._payload_of(start)
+        name = self._post(kind, part_bytes)
+        return [EmulatedWork(self.clock, name, payload)]
+
+    def one_exchange(self, exchanged: Exchanged, start: Callable[[], Any]) -> Any:
+        """Do what `start` does as messages that are under way at once."""
+        if not self.clock.is_running or self.size() == 1:
+            return start()
+        sizes = self.sizes.exchange_bytes(exchanged)
+        payload = self._payload_of(start)
+        messages = tuple((*pair, num_bytes) for pair, num_bytes in sorted(sizes.items()))
+        operation = PartExchange(ranks=self.ranks, messages=messages)
+        return EmulatedWork(self.clock, self.clock.post((self.label,), operation), payload)
+
+    def _payload_of(self, start: Callable[[], Any]) -> "_All":
+        """Start gloo's operations, which count as one."""
         self._bundled = []
         try:
             start()
-            payload = _All(self._bundled)
+            return _All(self._bundled)
         finally:
             self._bundled = None
-        name = self._post(kind, part_bytes)
-        return [EmulatedWork(self.clock, name, payload)]
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
         work = self.payload.send(tensors, target, tag)
@@ -156,9 +181,15 @@ class EmulatedGroup(dist.ProcessGroup):
         collective = Collective(kind=kind, ranks=self.ranks, part_bytes=tuple(part_bytes))
         return self.clock.post((self.label,), collective)
 
-    def even_parts(self, whole: Sequence[torch.Tensor]) -> list[int]:
+    def whole_bytes(self, whole: Sequence[torch.Tensor]) -> int | None:
+        """Bytes of tensors that a collective works on; None: it takes no time."""
+        if not self.is_set:
+            return sum(map(self.sizes.buffer_bytes, whole))
+        sizes = list(map(self.sizes.inside_bytes, whole))
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+
+    def even_parts(self, total: int) -> list[int]:
         """Bytes of each rank's part where tensors are split evenly."""
-        total = sum(map(self.sizes.buffer_bytes, whole))
         return [-(-total // self.size())] * self.size()
 
 
@@ -173,9 +204,17 @@ class _All:
 
 def _whole(kind: CollectiveKind) -> Describe:
     def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
-        return kind, [sum(map(group.sizes.buffer_bytes, args[0]))]
+        total = group.whole_bytes(args[0])
+        return _MEETING if total is None else (kind, [total])
 
     return describe
+
+
+_MEETING: tuple[CollectiveKind, list[int]] = "meeting", []
+
+
+def _is_async(args: tuple[Any, ...]) -> bool:
+    return any(getattr(each, "asyncOp", False) for each in args)
 
 
 def _nothing(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
@@ -197,7 +236,11 @@ def _evenly(kind: CollectiveKind, position: int) -> Describe:
 
     def describe(group: EmulatedGroup, args: tuple[Any, ...]) -> tuple[CollectiveKind, list[int]]:
         whole = args[position]
-        return kind, group.even_parts([whole] if isinstance(whole, torch.Tensor) else whole)
+        total = group.whole_bytes([whole] if isinstance(whole, torch.Tensor) else whole)
+        if total is None or (group.is_set and kind == "all_gather" and _is_async(args)):
+            # Megatron gathers inputs once more for gradients of weights: a product hides that.
+            return _MEETING
+        return kind, group.even_parts(total)
 
     return describe
 

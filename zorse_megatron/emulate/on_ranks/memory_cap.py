@@ -129,21 +129,33 @@ class MemoryCap:
         have_parameters = all(_is_there(buffer.parameters) for buffer in parts.buffers)
         have_gradients = all(_is_there(buffer.gradients) for buffer in parts.buffers)
         own_bytes, state_bytes = memory.parameter_bytes(owned), memory.state_bytes(owned)
+        # Where replicas cut layers differently, what a rank owns is beside what it computes with.
+        beside_bytes = own_bytes if have_parameters and _is_packed(parts) else 0
         if self.host is not None:
             own_bytes = 0 if self.host.has_parameters(parts) else own_bytes
             passing_bytes = self.host.state_on_gpu_bytes(parts)
             state_bytes = state_bytes if passing_bytes is None else passing_bytes
         gradients = unsharded if have_gradients else owned * _has_gradient_shards(parts)
+        if have_gradients and _is_packed(parts):  # sums arrive beside what they are made of
+            gradients += owned * _has_gradient_shards(parts)
         return (
-            (memory.parameter_bytes(unsharded) if have_parameters else own_bytes)
+            beside_bytes
+            + (memory.parameter_bytes(unsharded) if have_parameters else own_bytes)
             + memory.gradient_bytes(gradients)
             + state_bytes
         )
 
 
+def _is_packed(parts: "ModelParts") -> bool:
+    """Whether what the rank owns is packed (`adapter.data_parallel.parted_shards`)."""
+    return bool(getattr(parts.wrapped, "parted", None))
+
+
 def _has_gradient_shards(parts: "ModelParts") -> bool:
     """Whether sums of gradients have arrived, of a chunk whose gradients come and go."""
     shards = parts.wrapped.shards
+    if _is_packed(parts):
+        return bool(shards.sums)
     return any(buffer.in_shard for buffer in shards.gradients)
 
 

@@ -3,7 +3,7 @@
 The tiny model has as many layers as the real one, so that both are cut in the same way. Each of its
 parameters counts as (real / tiny) parameters, with the quotient of its part of the model: layers,
 embedding or head. An activation [sequence, samples, hidden] counts as the real one of as many
-samples.
+samples, and a part of its sequence as that part. For what sets communicate see `set_sizes`.
 """
 
 import bisect
@@ -15,6 +15,8 @@ import torch
 
 from zorse_megatron.adapter.model.model_parts import FlatBuffer, ModelParts, PartName, owned_shares
 from zorse_megatron.costs.interface import MemoryCost
+from zorse_megatron.emulate.on_ranks.set_sizes import SetSizes
+from zorse_megatron.runtime.part_exchange import Exchanged
 from zorse_megatron.schedules.shards import shard_bounds
 
 
@@ -42,9 +44,17 @@ class _Scale:
 class ModelSizes:
     """`TensorSizes` for one rank of a training run."""
 
-    def __init__(self, memory: MemoryCost, *, sequence_length: int, hidden_size: int) -> None:
-        """`sequence_length`, `hidden_size`: of the tiny model."""
+    def __init__(
+        self,
+        memory: MemoryCost,
+        *,
+        sequence_length: int,
+        hidden_size: int,
+        sets: SetSizes | None = None,
+    ) -> None:
+        """`sequence_length`, `hidden_size`: of the tiny model. `sets`: where the plan has some."""
         self.memory = memory
+        self.sets = sets
         self._boundary = sequence_length, hidden_size
         self._scales: dict[int, _Scale] = {}
         """By storage, which stays the same object while its memory comes and goes."""
@@ -55,6 +65,8 @@ class ModelSizes:
 
     def add(self, parts: ModelParts) -> None:
         """Learn the buffers of a chunk."""
+        if self.sets is not None:
+            self.sets.add(parts)
         self._element_bytes = next(parts.wrapped.parameters()).element_size()
         real = self.real_parameters(parts)
         factors = {part: real[part] / count for part, count in parts.num_parameters.items()}
@@ -83,6 +95,9 @@ class ModelSizes:
 
     def owned_parameters(self, parts: ModelParts) -> int:
         """Real parameters of a chunk that this rank's optimizer steps."""
+        unlike = None if self.sets is None else self.sets.owned_parameters(parts)
+        if unlike is not None:
+            return unlike
         return sum(
             round(self._buffers[id(parts), owned.buffer].parameters(*owned.bucket) * owned.share)
             for owned in owned_shares(parts)
@@ -112,14 +127,38 @@ class ModelSizes:
         """Activations, and gradients of the tied embedding, count as in the real model."""
         if tensor.untyped_storage()._cdata in self._scales:
             return self.buffer_bytes(tensor)
-        if tensor.dim() == 3 and (tensor.shape[0], tensor.shape[2]) == self._boundary:
+        length, hidden = self._boundary
+        if tensor.dim() == 3 and tensor.shape[2] == hidden:
             own = self._element_bytes or tensor.element_size()
+            memory = self.memory if self.sets is None else self.sets.memory
+            whole = memory.boundary_bytes(tensor.shape[1]) * tensor.shape[0] // length
             # What crosses to a group that computes in another type is in the narrower of the two.
-            return self.memory.boundary_bytes(tensor.shape[1]) * tensor.element_size() // own
+            return whole * tensor.element_size() // own
         if tensor.dim() == 1 and tensor.is_floating_point():
             # A shard that left its buffer: the only flat messages are the tied embedding's.
             return self.memory.gradient_bytes(round(tensor.numel() * self._tied_factor))
         return tensor.nbytes
+
+    def is_set(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are this rank's tensor-parallel set."""
+        return self.sets is not None and self.sets.degree > 1 and tuple(ranks) == self.sets.ranks
+
+    def inside_bytes(self, tensor: torch.Tensor) -> int | None:
+        """Of what the set communicates; None: it takes no time. Known buffers count as always."""
+        if tensor.untyped_storage()._cdata in self._scales:
+            return self.buffer_bytes(tensor)
+        assert self.sets is not None
+        return self.sets.inside_bytes(tensor)
+
+    def activation_bytes(self, num_elements: int) -> int:
+        """Of an activation of so many elements."""
+        assert self.sets is not None
+        return self.sets.activation_bytes(num_elements)
+
+    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
+        """(source, target) -> what one sends the other in an exchange of parts."""
+        assert self.sets is not None
+        return self.sets.exchange_bytes(exchanged)
 
 
 def _scale(

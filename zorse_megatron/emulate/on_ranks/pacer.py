@@ -4,6 +4,10 @@ The tiny model computes as always; only the rank's clock moves on by what the co
 the real one. A layer's time passes when its forward returns, and when its backward begins, so that
 what follows (a send, the reduction of its gradients) starts after it. A forward within a backward
 is a recomputation. Nothing else takes time: like the planner's costs, it has no gaps on the host.
+
+In a tensor-parallel set attention and MLP of a layer have a time each, which forward passes before
+the product that ends in a sum over the set. The sums are Megatron's own collectives, so a rank
+waits there for the slowest of its set.
 """
 
 import json
@@ -17,7 +21,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zorse_megatron.adapter.model.model_parts import ModelParts
-from zorse_megatron.costs.interface import ComputeCost, RecomputeMode
+from zorse_megatron.costs.interface import (
+    ComputeCost,
+    LayerTimes,
+    ModelPart,
+    RecomputeMode,
+)
 from zorse_megatron.emulate.clock.rank_clock import RankClock
 from zorse_megatron.emulate.on_ranks.host_copies import HostCopies
 from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
@@ -55,6 +64,8 @@ class Pacer:
         self.chunks: list[ModelParts] = []
         self.host = HostCopies(clock, sizes, self.chunks, bytes_per_s=host_bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
+        if sizes.sets is not None:
+            sizes.sets.on_exchange = cap.check
         self.forward_bytes = 0
         """What the layers of the last forward keep."""
         self.step_ends_s: list[float] = []
@@ -77,11 +88,39 @@ class Pacer:
         for number, layer in enumerate(parts.layers):
             recomputed = number < parts.num_recomputed
             how: RecomputeMode = "full" if recomputed else parts.recompute
-            layer.register_forward_hook(partial(self._layer, how))
+            if self.in_set:
+                self._watch_layer_of_set(layer, how)
+            else:
+                layer.register_forward_hook(partial(self._layer, how))
         if parts.embedding is not None:
-            parts.embedding.register_forward_hook(self._embedding)
+            self._watch_embedding(parts.embedding)
         if parts.output_layer is not None:
+            parts.output_layer.register_forward_pre_hook(self._entering("head"))
             parts.output_layer.register_forward_hook(self._head)
+
+    @property
+    def in_set(self) -> bool:
+        """Whether the rank computes parts of layers, with others."""
+        return self.sizes.sets is not None and self.sizes.sets.degree > 1
+
+    def _watch_layer_of_set(self, layer: Any, how: RecomputeMode) -> None:
+        layer.register_forward_pre_hook(self._entering("layer"))
+        attention, mlp = layer.self_attention, layer.mlp
+        attention.linear_proj.register_forward_pre_hook(partial(self._half, how, "attention"))
+        attention.register_forward_hook(partial(self._after_attention, how))
+        mlp.linear_fc2.register_forward_pre_hook(partial(self._half, how, "mlp"))
+        layer.register_forward_hook(partial(self._layer_of_set, how))
+
+    def _watch_embedding(self, embedding: Any) -> None:
+        embedding.register_forward_pre_hook(self._entering("embedding"))
+        if self.in_set:  # it ends in a sum
+            table = embedding.word_embeddings
+            table.register_forward_pre_hook(lambda _, inputs: self._embed(inputs[0].shape[0]))
+        else:
+            embedding.register_forward_hook(
+                lambda _module, _inputs, output: self._embed(output.shape[1])
+            )
+        embedding.register_forward_hook(self._embedding)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -148,25 +187,87 @@ class Pacer:
             hidden, lambda: self._backward(backward_s, partial(self.cap.drop_layer, size, how))
         )
 
+    def _entering(self, part: ModelPart) -> Callable[..., None]:
+        """What notes which part of the model the rank computes."""
+
+        def note(*_: Any) -> None:
+            if self.sizes.sets is not None:
+                self.sizes.sets.computed = part
+
+        return note
+
+    def _halves(self, size: int) -> LayerTimes:
+        compute: Any = self.compute  # of a rank of a set: a `SetComputeCost`
+        times: LayerTimes = compute.layer_in_two(self.kind, size)
+        return times
+
+    def _half(self, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
+        """Before the product that ends attention or MLP in a sum over the set."""
+        size = inputs[0].shape[1]
+        halves = self._halves(size)
+        forward_s = (halves.attention if half == "attention" else halves.mlp).forward_s
+        if torch._C._current_graph_task_id() != -1:  # a forward within a backward
+            whole_s = halves.attention.forward_s + halves.mlp.forward_s
+            if how == "full" and whole_s:
+                again_s = self.compute.recompute_s(self.kind, size, "full")
+                self._take("B", again_s * forward_s / whole_s)
+        else:
+            self._take("F", forward_s)
+
+    def _after_attention(self, how: RecomputeMode, _module: Any, _inputs: Any, output: Any) -> None:
+        size = _first(output).shape[1]
+        backward_s = self._halves(size).attention.backward_s
+        if how == "selective":
+            backward_s += self.compute.recompute_s(self.kind, size, how)
+        on_backward(output, lambda: self._take("B", backward_s))
+
+    def _layer_of_set(self, how: RecomputeMode, layer: Any, _inputs: Any, output: Any) -> None:
+        """The layer's memory, and when the backward of its MLP begins."""
+        hidden = _first(output)
+        size = hidden.shape[1]
+        if torch._C._current_graph_task_id() == -1 and layer.training:
+            self.cap.keep_layer(size, how)
+            self.forward_bytes += self.cap.layer_bytes(size, how)
+        backward_s, enter = self._halves(size).mlp.backward_s, self._entering("layer")
+
+        def begin() -> None:
+            enter()
+            self._backward(backward_s, partial(self.cap.drop_layer, size, how))
+
+        on_backward(hidden, begin)
+
     def _backward(self, seconds_s: float, let_go: Callable[[], None]) -> None:
         self._take("B", seconds_s)
         let_go()
 
+    def _embed(self, size: int) -> None:
+        self._take("F", self.compute.embedding(self.kind, size).forward_s)
+
     def _embedding(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
-        times = self.compute.embedding(self.kind, output.shape[1])
-        self._take("F", times.forward_s)
-        on_backward(output, lambda: self._take("B", times.backward_s))
+        times, enter = (
+            self.compute.embedding(self.kind, output.shape[1]),
+            self._entering("embedding"),
+        )
+
+        def begin() -> None:
+            enter()
+            self._take("B", times.backward_s)
+
+        on_backward(output, begin)
 
     def _head(self, _module: Any, _inputs: Any, output: Any) -> None:
         logits = _first(output)
         times = self.compute.head(self.kind, logits.shape[1])
         self._take("F", times.forward_s)
         if logits.requires_grad:
-            kept = self.cap.memory.head_bytes(logits.shape[1])
+            kept, enter = self.cap.memory.head_bytes(logits.shape[1]), self._entering("head")
             self.cap.keep(kept)
-            on_backward(
-                logits, lambda: self._backward(times.backward_s, partial(self.cap.drop, kept))
-            )
+
+            def begin() -> None:
+                enter()
+                self._backward(times.backward_s, partial(self.cap.drop, kept))
+
+            on_backward(logits, begin)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         """The whole step passes with the first of a rank's optimizers, or piece by piece."""

@@ -29,11 +29,23 @@ def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
     from zorse_megatron.emulate.on_ranks.pacer import Pacer
+    from zorse_megatron.emulate.on_ranks.set_sizes import SetSizes
 
     clock = RankClock(call(job.address, rank), world_size=len(job.gpus), dilation=job.dilation)
     atexit.register(clock.finish)
     compute, memory = job.costs[rank].compute, job.costs[rank].memory
-    sizes = ModelSizes(memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size)
+    sets = None
+    if job.sets is not None:
+        sets = SetSizes(
+            job.sets.memories[rank],
+            job.sets,
+            rank,
+            sequence_length=job.sequence_length,
+            hidden=job.hidden_size,
+        )
+    sizes = ModelSizes(
+        memory, sequence_length=job.sequence_length, hidden_size=job.hidden_size, sets=sets
+    )
     register(clock, sizes)
     pacer = Pacer(
         clock,

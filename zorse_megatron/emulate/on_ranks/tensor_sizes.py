@@ -5,6 +5,8 @@ from typing import Protocol
 
 import torch
 
+from zorse_megatron.runtime.part_exchange import Exchanged
+
 
 class TensorSizes(Protocol):
     """How many bytes a tensor stands for in the emulated job."""
@@ -18,6 +20,18 @@ class TensorSizes(Protocol):
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
         """Size of each rank's part of a tensor that a collective works on."""
 
+    def is_set(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are this rank's tensor-parallel set, of several."""
+
+    def inside_bytes(self, tensor: torch.Tensor) -> int | None:
+        """Size of a tensor that a collective of the set works on; None: it takes no time."""
+
+    def activation_bytes(self, num_elements: int) -> int:
+        """Size of an activation of so many elements."""
+
+    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
+        """(source, target) -> size of what one sends the other in an exchange of parts."""
+
 
 class AsTheyAre:
     """`TensorSizes` where tensors stand for themselves."""
@@ -30,3 +44,19 @@ class AsTheyAre:
 
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
         return [part.nbytes for part in parts]
+
+    def is_set(self, ranks: Sequence[int]) -> bool:
+        return False
+
+    def inside_bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes
+
+    def activation_bytes(self, num_elements: int) -> int:
+        raise AssertionError("without sets nothing asks for this")
+
+    def exchange_bytes(self, exchanged: Exchanged) -> dict[tuple[int, int], int]:
+        sizes: dict[tuple[int, int], int] = {}
+        for tensor in exchanged.unit:
+            for pair, count in exchanged.messages(tensor).items():
+                sizes[pair] = sizes.get(pair, 0) + 4 * count
+        return sizes

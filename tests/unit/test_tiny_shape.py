@@ -1,0 +1,58 @@
+"""The tiny model that stands for a real one: sets cut both in the same way."""
+
+import dataclasses
+
+import pytest
+
+from tests.unit.test_simulate_sets import plan_of
+from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import Parts
+from zorse_megatron.schema.plan.set_rules import DividedSizes, set_problems
+
+MODEL = dataclasses.replace(MODELS["llama-3b"], num_query_groups=8)
+
+
+def with_parts(plan, parts):
+    (group,) = plan.groups
+    replica = dataclasses.replace(group.replicas[0], parts=parts)
+    return dataclasses.replace(plan, groups=(dataclasses.replace(group, replicas=(replica,)),))
+
+
+def divided(shape):
+    return DividedSizes(
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_heads,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        vocab_size=shape.vocabulary_rows,
+        sequence_length=shape.sequence_length,
+    )
+
+
+def test_without_sets_it_is_always_the_same():
+    plan = plan_of([(0,), (1,)])
+    shape = TinyShape.of(MODEL, [plan])
+    assert shape == TinyShape()
+    assert shape.flags() == []
+    assert shape.plan(plan).groups == plan.groups
+
+
+def test_all_sets_of_all_plans_divide_it():
+    plans = [plan_of([(0, 1)], [(2, 3, 4, 5)]), plan_of([(0, 1)], [(2, 3, 4, 5, 6, 7, 8, 9)])]
+    shape = TinyShape.of(MODEL, plans)
+    assert not [problem for plan in plans for problem in set_problems(plan, divided(shape))]
+
+
+@pytest.mark.parametrize(
+    ("columns", "proportion"), [((6480, 2160), 0.75), ((5760, 2880), 2 / 3), ((8640, 0), 1.0)]
+)
+def test_unequal_parts_keep_their_proportion(columns, proportion):
+    parts = Parts(kv_groups=(7, 1), mlp_columns=columns, vocabulary_rows=(31999, 1))
+    plan = with_parts(plan_of([(0, 1)]), parts)
+    shape = TinyShape.of(MODEL, [plan])
+    tiny = shape.plan(plan)
+    assert not list(set_problems(tiny, divided(shape)))
+    found = tiny.groups[0].replicas[0].parts
+    assert found.kv_groups == (7, 1)
+    assert found.mlp_columns[0] / sum(found.mlp_columns) == pytest.approx(proportion)
+    assert found.vocabulary_rows == (255, 1)
