@@ -3,13 +3,14 @@
 Writes to `$ZORSE_TEST_RECORD`: `steps-rank<R>.json` (exact loss and gradient norm of every step
 that this rank logs), `initial-rank<R>.pt` and `weights-rank<R>.pt` (its parameters before the first
 and after the last step, by their names in the whole model). The recorder reads what stock's own
-loop passes to `training_log`, so it is the same for stock and for a plan.
+loop passes to `training_log`, so it is the same for stock and for a plan. With
+`$ZORSE_TEST_INITIAL` ranks of stock, in fp32, start from the `initial-rank<R>.pt` there.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def recording_train(train: Callable[..., Any], steps: list[dict[str, Any]]) -> A
         import torch
 
         rank = os.environ.get("RANK", "0")
+        if given := os.environ.get("ZORSE_TEST_INITIAL"):
+            start_from(model, torch.load(Path(given, f"initial-rank{rank}.pt")))
         torch.save(weights(model), RECORD / f"initial-rank{rank}.pt")
         result = train(forward_step, model, optimizer, *args, **kw)
         torch.save(weights(model), RECORD / f"weights-rank{rank}.pt")
@@ -54,6 +57,17 @@ def recording_train(train: Callable[..., Any], steps: list[dict[str, Any]]) -> A
         return result
 
     return train_and_record
+
+
+def start_from(chunks: Any, given: dict[str, Any]) -> None:
+    """Set all parameters."""
+    import torch
+
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in named_parameters(chunk):
+                parameter.copy_(given.pop(name))
+    assert not given, f"no parameters for {list(given)}"
 
 
 def weights(chunks: Any) -> dict[str, Any]:
@@ -67,13 +81,16 @@ def weights(chunks: Any) -> dict[str, Any]:
 
 
 def weights_of_chunk(chunk: Any) -> dict[str, Any]:
+    return {name: parameter.detach().clone() for name, parameter in named_parameters(chunk)}
+
+
+def named_parameters(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """A chunk's parameters by their names in the whole model."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-    return {
-        _LAYER.sub(lambda m: f"{m[1]}{numbers[int(m[2])]}.", name): parameter.detach().clone()
-        for name, parameter in chunk.named_parameters()
-    }
+    for name, parameter in chunk.named_parameters():
+        yield _LAYER.sub(lambda m: f"{m[1]}{numbers[int(m[2])]}.", name), parameter
 
 
 def record(setup: RankSetup | None = None) -> None:

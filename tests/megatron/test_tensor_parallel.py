@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.megatron.comparison import (
     GLOBAL_BATCH_SIZE,
@@ -17,6 +18,7 @@ from tests.megatron.comparison import (
     plan_of,
     plan_run,
     replica,
+    run_recorded,
     stock_run,
 )
 from tests.megatron.launch import run_ranks
@@ -100,13 +102,17 @@ def stock_of(flags: tuple[str, ...]) -> Recorded:
 
 
 def assert_follows(plan: Plan, run: Recorded, stock: Recorded, *, is_gated: bool = False) -> None:
+    assert_equal_steps(run, stock)
+    difference = largest_difference(plan, run, stock.final, is_gated=is_gated)
+    assert difference <= MAX_RELATIVE_WEIGHT_DIFFERENCE
+
+
+def assert_equal_steps(run: Recorded, stock: Recorded) -> None:
     assert len(run.losses) == len(stock.losses) > 0
     for mine, theirs in zip(run.losses, stock.losses, strict=True):
         assert abs(mine - theirs) <= MAX_LOSS_DIFFERENCE
     for mine, theirs in zip(run.grad_norms, stock.grad_norms, strict=True):
         assert abs(mine - theirs) <= MAX_RELATIVE_GRAD_NORM_DIFFERENCE * theirs
-    difference = largest_difference(plan, run, stock.final, is_gated=is_gated)
-    assert difference <= MAX_RELATIVE_WEIGHT_DIFFERENCE
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,6 +122,24 @@ def test_follows_stock(name: str, corpus: Path) -> None:
     stock = stock_of(flags)
     assert max(stock.grad_norms) > 0.5, "clipping must be at work in this test"
     assert_follows(plan, plan_run(plan, flags), stock, is_gated="--swiglu" in more)
+
+
+def test_follows_stock_s_own_tensor_parallelism(corpus: Path, tmp_path: Path) -> None:
+    """From the plan's initial weights, as each of stock's ranks draws with a seed of its own."""
+    plan = plan_of(((set_of((0, 1), 2, 4),), 4))
+    flags = flags_for(corpus, *MASKED, *DEGREE, "--clip-grad", "0.5")
+    run = plan_run(plan, flags)
+    for rank in (0, 1):
+        mine = {name: copies[rank] for name, copies in run.initial.items()}
+        torch.save(mine, tmp_path / f"initial-rank{rank}.pt")
+    stock = run_recorded(flags, 2, env={"ZORSE_TEST_INITIAL": str(tmp_path)})
+    assert max(stock.grad_norms) > 0.5, "clipping must be at work in this test"
+    assert_equal_steps(run, stock)
+    for mine, theirs in zip(run.of_ranks, stock.of_ranks, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, expected in theirs.items():
+            difference = (mine[name] - expected).norm() / expected.norm()
+            assert difference <= MAX_RELATIVE_WEIGHT_DIFFERENCE, name
 
 
 @pytest.mark.parametrize("plant", ["norm", "sum"])
