@@ -1,9 +1,8 @@
 """With c chunks per group, unsharded parameters and gradients are those of two chunks: about 2/c.
 
 The closed form, to the byte. Layers here have only parameters whose sizes are multiples of 128
-elements, so that stock's padding adds nothing. When a sum of gradients arrives is up to the
-network; both extremes are forced here, and have a closed form each. So has the step with state that
-waits in the host.
+elements, so that stock's padding adds nothing. The step with state that waits in the host has a
+closed form, too.
 """
 
 import dataclasses
@@ -46,18 +45,18 @@ def chunk_bytes(num_chunks: int) -> list[int]:
     return [ELEMENT_BYTES * count for count in elements]
 
 
-def closed_form(sizes: list[int], share: float, *, late: bool) -> int:
+def closed_form(sizes: list[int], share: float) -> int:
     """The highest of the moments after a first backward of each chunk.
 
-    Then its parameters and those of the next chunk down are unsharded, and its gradients; with sums
-    that arrive late also the gradients of the chunk above. Of the others this rank has its share:
-    of parameters always, of gradients once they have been reduced.
+    Then its parameters and those of the next chunk down are unsharded, and its gradients and those
+    of the chunk above. Of the others this rank has its share: of parameters always, of gradients
+    once they have been reduced.
     """
     highest = 0
     for at in range(len(sizes)):
         # On the last chunk the group turns; the first has nothing below it.
         unsharded = {at, max(0, at - 1)}
-        summed = {at, min(at + 1, len(sizes) - 1)} if late else {at}
+        summed = {at, min(at + 1, len(sizes) - 1)}
         parameters = sum(s if i in unsharded else share * s for i, s in enumerate(sizes))
         gradients = sum(s if i in summed else share * s for i, s in enumerate(sizes) if i >= at)
         highest = max(highest, int(parameters + gradients))
@@ -65,7 +64,7 @@ def closed_form(sizes: list[int], share: float, *, late: bool) -> int:
 
 
 def measured(
-    plan: Plan, corpus: Path, work: Path, *, sums: str, piece: int | None = None
+    plan: Plan, corpus: Path, work: Path, *, piece: int | None = None
 ) -> list[dict[str, int]]:
     """Rank -> peak bytes by category; `piece`: elements of state stepped at once."""
     save_plan(plan, work / "plan.json")
@@ -76,39 +75,29 @@ def measured(
     run_ranks(
         [*flags, "--zorse-plan", str(work / "plan.json")],
         plan.world_size,
-        entry="tests.megatron.timed_sums_entry",
+        entry="tests.megatron.small_pieces_entry",
         timeout_s=120,
-        env={"ZORSE_TEST_SUMS": sums} | ({small_pieces.NAME: str(piece)} if piece else {}),
+        env={small_pieces.NAME: str(piece)} if piece else {},
     ).check()
     found = [json.loads((work / f"memory-rank{rank}.json").read_text()) for rank in (0, 1)]
     return [{c: peak["num_bytes"] for c, peak in one["peaks"].items()} for one in found]
 
 
-@pytest.mark.parametrize(
-    ("num_chunks", "sums", "shares"),
-    [
-        (2, "late", EVEN),
-        (4, "late", EVEN),
-        (8, "late", EVEN),
-        (8, "early", EVEN),
-        (4, "early", ALL_ON_ONE),
-    ],
-)
+@pytest.mark.parametrize(("num_chunks", "shares"), [(2, EVEN), (4, ALL_ON_ONE), (8, EVEN)])
 def test_peak_is_the_closed_form(
-    num_chunks: int, sums: str, shares: tuple[float, float], corpus: Path, tmp_path: Path
+    num_chunks: int, shares: tuple[float, float], corpus: Path, tmp_path: Path
 ) -> None:
-    peaks = measured(plan_of(num_chunks, shares=shares), corpus, tmp_path, sums=sums)
+    peaks = measured(plan_of(num_chunks, shares=shares), corpus, tmp_path)
     for found, share in zip(peaks, shares, strict=True):
-        expected = closed_form(chunk_bytes(num_chunks), share, late=sums == "late")
-        assert found["parameters and gradients"] == expected
+        assert found["parameters and gradients"] == closed_form(chunk_bytes(num_chunks), share)
 
 
 @pytest.mark.parametrize("setting", ["resident", "per_micro_batch"])
 def test_other_settings(setting: str, corpus: Path, tmp_path: Path) -> None:
     """Resident: the whole stage. Gathered anew for each micro-batch: no more than per pass."""
     sizes = chunk_bytes(4)
-    expected = 2 * sum(sizes) if setting == "resident" else closed_form(sizes, 0.5, late=True)
-    for found in measured(plan_of(4, setting), corpus, tmp_path, sums="late"):
+    expected = 2 * sum(sizes) if setting == "resident" else closed_form(sizes, 0.5)
+    for found in measured(plan_of(4, setting), corpus, tmp_path):
         assert found["parameters and gradients"] == expected
 
 
@@ -122,12 +111,12 @@ def test_two_pieces_of_the_state_in_the_host_are_here_in_a_step(
     """
     plan = with_settings(plan_of(4, shares=shares), optimizer_state=True, parameters=True)
     pairs = max(one + other for one, other in pairwise(chunk_bytes(4)))
-    for found, share in zip(measured(plan, corpus, tmp_path, sums="late"), shares, strict=True):
+    for found, share in zip(measured(plan, corpus, tmp_path), shares, strict=True):
         assert found["optimizer state"] == 2 * share * pairs
 
 
 def test_pieces_do_not_grow_with_the_model(corpus: Path, tmp_path: Path) -> None:
     """One chunk, whose shards have many times the elements of a piece."""
     plan = with_settings(plan_of(1, "resident"), optimizer_state=True)
-    for found in measured(plan, corpus, tmp_path, sums="late", piece=PIECE):
+    for found in measured(plan, corpus, tmp_path, piece=PIECE):
         assert found["optimizer state"] == 2 * 2 * 4 * PIECE

@@ -45,10 +45,9 @@ def _begin_one_after_the_other(setup: Setup) -> list[float]:
         dist.recv(told, 0)
     chunk.begin_grad_sync()
     if rank == 0:
-        assert not chunk.is_reduced
         dist.send(told, 1)
     chunk.finish_grad_sync()
-    assert chunk.is_reduced and not chunk.reduction_bytes
+    assert not chunk.reduction_bytes
     mine = [p for p in chunk.parameters() if chunk.owned_part(p) != (0, 0)]
     return [chunk.gradient_piece(p, *chunk.owned_part(p)).sum().item() for p in mine]
 
@@ -156,7 +155,6 @@ def _reduce_two_chunks(low_precision: bool) -> list[str]:
             shards=None,
             config=config,
             comm_dtype="bf16" if low_precision else None,
-            is_reduced=False,
             begin_grad_sync=lambda chunk=chunk: done.append(f"{chunk} begins"),
         )
         for chunk in (0, 1)

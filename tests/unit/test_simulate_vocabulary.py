@@ -66,8 +66,8 @@ def test_released_chunks_have_their_parameters_and_gradients_while_in_use():
     assert parameters[8.0] == 2 * shard
     assert gradients[0.0] == 0
     assert gradients[2.5] == 4 * 640  # 1B0
-    assert gradients[5.5] == 4 * 320  # 1REDUCE leaves the shard
-    assert gradients[6.0] == 4 * 320 + 4 * 640  # 0B0
+    assert gradients[6.0] == 4 * 640 + 4 * 640  # 0B0
+    assert gradients[8.0] == 4 * 320 + 4 * 640  # 0REDUCE waits for 1REDUCE, which leaves the shard
     assert gradients[9.0] == 0  # after STEP
     assert result.memory[0].by_category[Category.OPTIMIZER_STATE].num_bytes == 12 * 640
 

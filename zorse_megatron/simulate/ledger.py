@@ -65,6 +65,8 @@ class _Ledger:
         """Those of them that have unsharded gradients now."""
         self.summed_s = 0.0
         """When the rank's last sum of gradients has arrived."""
+        self.let_go: list[tuple[Category, int]] = []
+        """Changes of memory once that sum has been waited for."""
         for action in self.track.actions:
             if action.kind in SENDS:
                 key = action.kind, action.chunk, action.micro_batch
@@ -234,7 +236,9 @@ class _Ledger:
     def _on_state(self, position: int, action: Action) -> None:
         _, end_s = self._run(position)
         chunk, sizes = action.chunk, self.sizes
-        if action.kind in (Kind.REDUCE, Kind.GATHER):
+        if action.kind in (Kind.TIE, Kind.SCALE):
+            self._wait_for_sums(position)
+        if action.kind is Kind.GATHER:
             assert chunk is not None
             exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
             self._for_a_while(position, Category.BUFFERS, exchanged)
@@ -251,24 +255,46 @@ class _Ledger:
             ready_s = self.timeline.ready_s(self.track, position)
             self._note(ready_s, Category.BUFFERS, swapped, position)
             self._note(end_s, Category.BUFFERS, -swapped, position)
-        elif action.kind is Kind.REDUCE and chunk in self.resharded:
-            assert chunk is not None
-            shard = sizes.memory_of(chunk).gradient_bytes(sizes.shards[chunk][self.rank])
-            unsharded = self._gradient_bytes(chunk)
-            if chunk not in self.with_gradients:
-                # No micro-batches: it has zeros to add as soon as the sum before has arrived.
-                asked_s = max(self.timeline.reached_s(self.track, position), self.summed_s)
-                self._note(asked_s, Category.GRADIENTS, unsharded, position)
-            self.summed_s = end_s
-            self.with_gradients.discard(chunk)
-            if sizes.parted[chunk] is None:
-                self._note(end_s, Category.GRADIENTS, shard - unsharded, position)
-            else:  # sums arrive beside what they are made of
-                start_s, _ = self._run(position)
-                self._note(start_s, Category.GRADIENTS, shard, position)
-                self._note(end_s, Category.GRADIENTS, -unsharded, position)
+        elif action.kind is Kind.REDUCE:
+            self._reduce(position, action)
         elif position in self.residency.moves:
             self._move(position, end_s)
+
+    def _reduce(self, position: int, action: Action) -> None:
+        """Sum gradients; what is summed goes when the rank waits for the sum (`_wait_for_sums`)."""
+        assert action.chunk is not None
+        start_s, end_s = self._run(position)
+        chunk, sizes = action.chunk, self.sizes
+        exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
+        if exchanged or chunk in self.resharded:
+            self._wait_for_sums(position)
+        self.summed_s, before_s = end_s, self.summed_s
+        if is_parted := sizes.parted[chunk] is not None:
+            self._for_a_while(position, Category.BUFFERS, exchanged)
+        else:
+            self._note(start_s, Category.BUFFERS, exchanged, position)
+            self.let_go.append((Category.BUFFERS, -exchanged))
+        if chunk not in self.resharded:
+            return
+        shard = sizes.memory_of(chunk).gradient_bytes(sizes.shards[chunk][self.rank])
+        unsharded = self._gradient_bytes(chunk)
+        if chunk not in self.with_gradients:
+            # No micro-batches: it has zeros to add as soon as the sum before has arrived.
+            asked_s = max(self.timeline.reached_s(self.track, position), before_s)
+            self._note(asked_s, Category.GRADIENTS, unsharded, position)
+        self.with_gradients.discard(chunk)
+        if is_parted:  # sums arrive beside what they are made of
+            self._note(start_s, Category.GRADIENTS, shard, position)
+            self._note(end_s, Category.GRADIENTS, -unsharded, position)
+        else:
+            self.let_go.append((Category.GRADIENTS, shard - unsharded))
+
+    def _wait_for_sums(self, position: int) -> None:
+        """The main stream waits at an action: all that was to be summed is there, the rest goes."""
+        waited_s = max(self.timeline.reached_s(self.track, position), self.summed_s)
+        for category, num_bytes in self.let_go:
+            self._note(waited_s, category, num_bytes, position)
+        self.let_go.clear()
 
     def _move(self, position: int, end_s: float) -> None:
         """Bytes are taken when a copy or a gather is issued, and freed when it is done."""

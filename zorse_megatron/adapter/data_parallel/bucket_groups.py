@@ -91,11 +91,6 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
             self.order.dispatch_through(self, force_all_reduce=False)
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether the sums have arrived, or none are under way; never waits."""
-        return self.grad_reduce_handle is None or self.grad_reduce_handle.is_completed()
-
-    @property
     def reduction_bytes(self) -> int:
         """What the reduction under way holds beside the gradients."""
         return 0 if self.grad_reduce_handle is None else self.grad_reduce_handle.buffer_bytes

@@ -206,11 +206,6 @@ class ChunkShards:
         self._reduced = True
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether the sums have arrived, or none are under way; never waits."""
-        return self._reduction is None or self._reduction.is_completed()
-
-    @property
     def reduction_bytes(self) -> int:
         """What the reduction under way holds beside the gradients."""
         return 0 if self._reduction is None else self._reduction.buffer_bytes

@@ -192,13 +192,6 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             group.begin_grad_sync()
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether the sums have arrived, or none are under way; never waits."""
-        if self.shards is not None:
-            return self.shards.is_reduced
-        return all(group.is_reduced for group in self.bucket_groups)
-
-    @property
     def reduction_bytes(self) -> int:
         """What a reduction under way holds beside the gradients."""
         if self.shards is not None:

@@ -33,7 +33,6 @@ class PartedShards:
     """The memory of one wrapped chunk; the interface is that of `ChunkShards`."""
 
     reduction_bytes = 0
-    is_reduced = True
 
     def __init__(
         self, ddp: Any, parted: dict[torch.nn.Parameter, PartedTensor], *, releases: bool

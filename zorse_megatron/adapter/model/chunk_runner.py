@@ -155,8 +155,6 @@ class MegatronChunkRunner:
         if self.backwards_left[chunk] == 0:
             self._let_gradients_sync(chunk)
         shards = self.inputs.models[chunk].shards
-        if self.reducing and all(self.inputs.models[c].is_reduced for c in self.reducing):
-            self._finish_reductions()  # gives memory back
         if shards is not None:
             shards.open_gradients()
             shards.wait_until_unsharded()
@@ -182,7 +180,7 @@ class MegatronChunkRunner:
             self._let_gradients_sync(chunk)
         if model.shards is not None or model.comm_dtype is not None:
             # At most two chunks have unsharded gradients, or copies of them that are exchanged: the
-            # one before must have left.
+            # one before must have left. Not sooner, as what a rank holds would hang on the network.
             self._finish_reductions()
         model.begin_grad_sync()
         self.reducing.append(chunk)
