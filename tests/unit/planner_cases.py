@@ -2,8 +2,8 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import permutations
+from dataclasses import dataclass, replace
+from itertools import permutations, product
 
 from tests.topologies import node
 from tests.unit.fake_costs import FakeMemory
@@ -124,15 +124,16 @@ class TooManyPlansError(Exception):
 def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> float | None:
     """Iteration of the best 1f1b plan that is faster than `below_s`; None where there is none.
 
-    Every grouping, order, number of layers, micro-batch size and recomputation (all or nothing)
-    of every group. What cannot be faster or fit by a lower bound is left out. A group is busy for
-    the time of its slowest replica, and before its first forward and after its last backward a
-    micro-batch passes all groups before it; and all backwards of a replica come after its first
-    forward and the passage of that micro-batch through all other groups. After its backwards a
-    group reduces its gradients; after all reductions each group makes its step and gathers. A
-    rank has unsharded parameters and gradients, its share of the state, and once a micro-batch. At
-    most `most_simulated` plans are simulated, those with the lowest bounds first; each of them is
-    a test of the bounds.
+    Every grouping, order, number of layers and micro-batch size of every group, and recomputation
+    (all or nothing) of every kind of GPU in it that must, with its micro-batches. What cannot be
+    faster or fit by a lower bound is left out. A group is busy for the time of its slowest replica,
+    and before its first forward and after its last backward a micro-batch passes all groups before
+    it; and all backwards of a replica come after its first forward and the passage of that
+    micro-batch through all other groups. After its backwards a group reduces its gradients, while
+    groups before it may still compute; after all reductions each group makes its step and gathers.
+    A rank has unsharded parameters and gradients, its share of the state, and once a micro-batch.
+    At most `most_simulated` plans are simulated, those with the lowest bounds first; each of them
+    is a test of the bounds.
 
     Raises TooManyPlansError if there are more.
     """
@@ -150,9 +151,28 @@ def best_by_trying(inputs: Inputs, *, below_s: float, most_simulated: int) -> fl
         result = simulated(inputs, plan)
         assert result.iteration_s >= bound_s * (1 - 1e-9), (result.iteration_s, bound_s, plan)
         _assert_least_memory(inputs, stages, result)
-        if fits(inputs, result):
-            best = min(best, result.iteration_s)
+        if result.iteration_s < best and fits(inputs, result) and _must_recompute(inputs, plan):
+            best = result.iteration_s
     return best if best < below_s else None
+
+
+def _must_recompute(inputs: Inputs, plan: Plan) -> bool:
+    """Whether no kind of GPU in a group can keep what it recomputes.
+
+    One that can is only slowed down, by which the split of the batch between it and others may
+    happen to suit the pipeline better; that is no merit of recomputation.
+    """
+    for number, group in enumerate(plan.groups):
+        for kind in {inputs.kinds[r.ranks[0]] for r in group.replicas if r.recompute}:
+            replicas = tuple(
+                replace(each, recompute=None) if inputs.kinds[each.ranks[0]] == kind else each
+                for each in group.replicas
+            )
+            groups = list(plan.groups)
+            groups[number] = replace(group, replicas=replicas)
+            if fits(inputs, simulated(inputs, replace(plan, groups=tuple(groups)))):
+                return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +181,15 @@ class _Price:
 
     shares: tuple[ReplicaShare, ...]
     busy_s: float
-    """Of its slowest replica, and the reduction after that."""
+    """Of its slowest replica."""
+    reduce_s: float
+    """Of the reduction after that."""
+    forward_s: float
+    """Least time that a sample spends in it on its way forward."""
     passage_s: float
-    """Least time that a sample spends in it."""
+    """The same of both ways."""
     beyond_s: float
-    """How much longer than that a replica needs for its first forward, all backwards, and the
-    reduction."""
+    """How much longer than that a replica needs for its first forward and all backwards."""
     after_s: float
     """Its step and gather, which come after the reductions of all groups."""
 
@@ -176,7 +199,8 @@ class _Stage:
     ranks: tuple[int, ...]
     num_layers: int
     size: int
-    recomputes: bool
+    recomputes: frozenset[str]
+    """Kinds of GPUs."""
 
 
 def _bounded(inputs: Inputs, below_s: float) -> Iterator[tuple[float, tuple[_Stage, ...]]]:
@@ -202,6 +226,7 @@ def _stages(
     prices: dict[object, _Price | None],
     chosen: tuple[_Stage, ...] = (),
     passed_s: float = 0.0,
+    reached_s: float = 0.0,
     busy_s: float = 0.0,
     beyond_s: float = 0.0,
     after_s: float = 0.0,
@@ -216,7 +241,8 @@ def _stages(
     for layers in range(1, left - later + 1) if later else (left,):
         for stage, price in _choices(inputs, order[at], layers, (at == 0, later == 0), prices):
             # Where a backward waits most, all of its own passage but `beyond_s` counts.
-            busy = max(busy_s, passed_s + price.busy_s)
+            reduced = reached_s + price.busy_s + price.reduce_s
+            busy = max(busy_s, passed_s + price.busy_s, reduced)
             passed, beyond = passed_s + price.passage_s, max(beyond_s, price.beyond_s)
             after = max(after_s, price.after_s)
             if max(busy, passed + beyond) + after < below_s:
@@ -227,6 +253,7 @@ def _stages(
                     prices=prices,
                     chosen=(*chosen, stage),
                     passed_s=passed,
+                    reached_s=reached_s + price.forward_s,
                     busy_s=busy,
                     beyond_s=beyond,
                     after_s=after,
@@ -242,7 +269,9 @@ def _choices(
 ) -> Iterator[tuple[_Stage, _Price]]:
     """What a group may do with so many layers; a larger size that changes no share is left out."""
     places = tuple((inputs.spec.node_of(rank), inputs.kinds[rank]) for rank in ranks)
-    for recomputes in (False, True):
+    kinds = sorted({inputs.kinds[rank] for rank in ranks})
+    for chosen in product((False, True), repeat=len(kinds)):
+        recomputes = frozenset(kind for kind, does in zip(kinds, chosen, strict=True) if does)
         seen = []
         for size in SIZES:
             stage = _Stage(ranks, layers, size, recomputes)
@@ -250,9 +279,29 @@ def _choices(
             if key not in prices:
                 prices[key] = _price(inputs, stage, ends)
             price = prices[key]
-            if price is not None and price.shares not in seen:
+            if price is None or _keeps_all(inputs, stage, price, ends):
+                continue
+            if price.shares not in seen:
                 seen.append(price.shares)
                 yield stage, price
+
+
+def _keeps_all(inputs: Inputs, stage: _Stage, price: _Price, ends: tuple[bool, bool]) -> bool:
+    """Whether a kind that recomputes has room for all its micro-batches at once."""
+    weights, memory = _weights(inputs, stage, ends), inputs.memory
+    assert weights is not None
+    parameters = _parameters(inputs, stage, ends)
+    whole = memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
+    short = set()
+    for rank, shard, share in zip(
+        stage.ranks, _shards(parameters, weights), price.shares, strict=True
+    ):
+        each = stage.num_layers * memory.activation_bytes(1, "none") + memory.head_bytes(1)
+        each += 4 * memory.boundary_bytes(1)  # received and made, and the gradients of both
+        most = whole + memory.state_bytes(shard) + share.num_samples * each
+        if most > inputs.capacities_bytes[rank]:
+            short.add(inputs.kinds[rank])
+    return not stage.recomputes <= short
 
 
 def _passes(
@@ -263,7 +312,7 @@ def _passes(
     parts = [compute.layer(kind, size)] * stage.num_layers
     ways = (compute.embedding, compute.head)
     parts += [way(kind, size) for is_there, way in zip(ends, ways, strict=True) if is_there]
-    again_s = compute.recompute_s(kind, size, "full") if stage.recomputes else 0.0
+    again_s = compute.recompute_s(kind, size, "full") if kind in stage.recomputes else 0.0
     return PassTimes(
         forward_s=sum(part.forward_s for part in parts),
         backward_s=sum(part.backward_s for part in parts) + stage.num_layers * again_s,
@@ -300,16 +349,20 @@ def _price(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> _Price | N
         for rank, share, each in zip(stage.ranks, shares, classes, strict=True)
         if share.num_microbatches
     ]
-    passage_s = min(each.times_s[share.micro_batch_size] for share, each, _ in active)
+    # First forward and last backward may be of two replicas.
+    least_s = min(one.forward_s for _, _, one in active)
+    passage_s = least_s + min(one.backward_s for _, _, one in active)
     after_first_s = max(
         one.forward_s + share.num_microbatches * one.backward_s for share, _, one in active
     )
     reduce_s, after_s = _collectives_s(inputs, stage, ends)
     return _Price(
         shares=shares,
-        busy_s=split.time_s + reduce_s,
+        busy_s=split.time_s,
+        reduce_s=reduce_s,
+        forward_s=least_s,
         passage_s=passage_s,
-        beyond_s=max(0.0, after_first_s - passage_s + reduce_s),
+        beyond_s=max(0.0, after_first_s - passage_s),
         after_s=after_s,
     )
 
@@ -339,14 +392,18 @@ def _least_memory(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tup
     assert split is not None
     parameters = _parameters(inputs, stage, ends)
     whole = memory.parameter_bytes(parameters) + memory.gradient_bytes(parameters)
-    mode: RecomputeMode = "full" if stage.recomputes else "none"
+    modes: list[RecomputeMode] = [
+        "full" if inputs.kinds[rank] in stage.recomputes else "none" for rank in stage.ranks
+    ]
     return tuple(
         whole
         + memory.state_bytes(shard)
         + bool(share.num_microbatches)
         * stage.num_layers
         * memory.activation_bytes(share.micro_batch_size, mode)
-        for shard, (share,) in zip(_shards(parameters, weights), split.shares, strict=True)
+        for shard, (share,), mode in zip(
+            _shards(parameters, weights), split.shares, modes, strict=True
+        )
     )
 
 
@@ -385,10 +442,12 @@ def _plan(inputs: Inputs, stages: tuple[_Stage, ...]) -> Plan | None:
                         micro_batch_size=row[0].micro_batch_size,
                         num_microbatches=row[0].num_microbatches,
                         shard_weight=weight,
+                        recompute=Recompute(mode="full")
+                        if inputs.kinds[rank] in stage.recomputes
+                        else None,
                     )
                     for rank, row, weight in zip(stage.ranks, split.shares, weights, strict=True)
-                ),
-                recompute=Recompute(mode="full") if stage.recomputes else None,
+                )
             )
         )
         chunks.append(Chunk(group=at, layers=(first, first + stage.num_layers)))

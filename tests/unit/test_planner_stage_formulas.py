@@ -43,7 +43,7 @@ def test_every_segment_takes_what_its_stage_takes(seed, level):
             is_first=start == 0, is_last=stop == len(order), in_flight_limit=1.0
         )
         stage = Stage(groups.of(ranks), int(layers), costs.sizes_of(ranks), position)
-        passes = model.passes(stage, MemorySettings())
+        passes = model.passes(stage, stage.alike(MemorySettings()))
         rate = sum(
             len(each.ranks) * one.size / (one.forward_s + one.backward_s)
             for each, one in zip(stage.device_group.gpu_classes, passes, strict=True)

@@ -182,7 +182,8 @@ class GridCosts:
                     for each in device_group.gpu_classes
                 ),
             )
-            both_s = max(passes.both_s for passes in self.cost_model.passes(stage, settings))
+            passes = self.cost_model.passes(stage, stage.alike(settings))
+            both_s = max(each.both_s for each in passes)
             busy_s = max(busy_s, count * both_s)
             fill_s += both_s
         return GridEstimate(grid=grid, iteration_s=busy_s + fill_s, fullest=fullest)

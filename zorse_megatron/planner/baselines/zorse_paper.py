@@ -131,7 +131,7 @@ def _estimated_plan(
         settings = _fitting(estimator, stage, full, shares)
         if shares is None or settings is None:
             return None
-        passes = cost_model.passes(stage, settings)
+        passes = cost_model.passes(stage, stage.alike(settings))
         kinds = zip(device_group.gpu_classes, passes, strict=True)
         busy_s = max(
             busy_s,
@@ -147,7 +147,7 @@ def _estimated_plan(
 def _shares(
     inputs: Inputs, estimator: Estimator, stage: Stage, settings: MemorySettings
 ) -> dict[int, ReplicaShare] | None:
-    passes = estimator.cost_model.passes(stage, settings)
+    passes = estimator.cost_model.passes(stage, stage.alike(settings))
     classes = [
         ReplicaClass(count=len(gpu_class.ranks), times_s={each.size: each.both_s})
         for gpu_class, each in zip(stage.device_group.gpu_classes, passes, strict=True)

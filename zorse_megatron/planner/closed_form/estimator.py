@@ -67,13 +67,13 @@ class _CostTable:
             stage=stage,
             cost=cost,
             group_cost=group_cost,
-            in_flight_limit=self._in_flight_limit(stage),
+            in_flight_limit=self._in_flight_limit(stage, cost),
         )
 
-    def _in_flight_limit(self, stage: Stage) -> float:
+    def _in_flight_limit(self, stage: Stage, cost: StageCost) -> float:
         if stage.position.schedule == "breadth_first":
             return 0.0  # it has none
-        counts = self.cost_model.counts(stage)
+        counts = self.cost_model.counts(stage, cost.settings)
         return sum(
             len(gpu_class.ranks) * size * self.cost_model.memory.limit(stage.position, count)
             for gpu_class, size, count in zip(

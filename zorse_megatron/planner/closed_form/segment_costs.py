@@ -109,7 +109,8 @@ class SegmentCosts:
             for recomputed, copies_s in self._ways(both_s(0), layers):
                 each_s = both_s(recomputed)
                 time_s = batch / samples_per_s(counts * sizes, each_s) + copies_s
-                better = np.isfinite(recomputed) & (layers[0] > 0) & (time_s < busy_s)
+                fits = np.isfinite(recomputed).all(axis=0)
+                better = fits & (layers[0] > 0) & (time_s < busy_s)
                 busy_s = np.where(better, time_s, busy_s)
                 longest_s = np.where(counts > 0, each_s, 0.0).max(axis=0)
                 slowest_s = np.where(better, longest_s, slowest_s)
@@ -147,8 +148,8 @@ class SegmentCosts:
         return self.stops == self.num_units
 
     def _ways(self, both_s: Floats, layers: Floats) -> Iterator[tuple[Floats, Floats]]:
-        """Layers that must be recomputed (infinite where that does not help), and what it costs
-        beside, [segment, layers]: with optimizer state on the GPUs, and in the host.
+        """Layers that each class must recompute (infinite where that does not help), [class,
+        segment, layers], and what it costs beside: with optimizer state on the GPUs, in the host.
 
         `both_s`: of a micro-batch without recomputation.
         """
@@ -168,17 +169,34 @@ class SegmentCosts:
         # Per sample a recomputed layer spares what it keeps, and needs all of it for a moment.
         moment, gain = sizes * spared, sizes * in_flight * spared
         present = counts > 0
-        each = np.where(present, (moment - free) / gain, -np.inf)
-        least = np.where(present, free, np.inf).min(axis=0)
-        by_rank = np.where(least >= 0, 0.0, each.max(axis=0))
+        by_rank = np.where(present & (free < 0), (moment - free) / gain, 0.0)
         state = self._state(layers)
         left = np.where(present, counts * free, 0.0).sum(axis=0) - state
-        gained = np.maximum((counts * gain).sum(axis=0), 1.0)
-        by_group = np.where(left >= 0, 0.0, ((counts * moment).sum(axis=0) - left) / gained)
-        yield self._whole(np.maximum(by_rank, by_group), layers), np.zeros(self._shape)
+        yield (
+            self._whole(self._level(by_rank, left, counts * gain, counts * moment), layers),
+            np.zeros(self._shape),
+        )
         if self.inputs.space.offload:
             copies_s = state / np.maximum(counts.sum(axis=0), 1) / self._host_link
             yield self._whole(by_rank, layers), copies_s
+
+    @staticmethod
+    def _level(floors: Floats, left: Floats, gain: Floats, moment: Floats) -> Floats:
+        """Layers of each class, at least its floor, with which all of them have enough together.
+
+        As many of each class, but where a floor is higher. `left`: what they have without
+        recomputation, below 0 where it is not enough, [segment, layers]; `gain`: by a layer;
+        `moment`: what is needed while one is recomputed; of all GPUs of a class.
+        """
+        own = np.where(floors > 0, gain * floors - moment, 0.0).sum(axis=0)
+        missing = moment.sum(axis=0) - left
+        level = np.full_like(left, np.inf)
+        for _ in range(len(floors)):
+            higher = floors > level
+            from_floors = np.where(higher, gain * floors, 0.0).sum(axis=0)
+            others = np.maximum(np.where(higher, 0.0, gain).sum(axis=0), 1.0)
+            level = np.maximum(0.0, (missing - from_floors) / others)
+        return np.where(left + own >= 0, floors, np.maximum(floors, level))
 
     def _whole(self, needed: Floats, layers: Floats) -> Floats:
         """Whole layers, infinite where there are not as many."""

@@ -12,13 +12,17 @@ MicroBatchLevel = int | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """What a group does to fit."""
+    """What GPUs of a group do to fit."""
 
     mode: RecomputeMode = "none"
     recomputed: int = 0
     """Layers (of all its chunks together) that are recomputed."""
     offload_state: bool = False
     offload_activations: bool = False
+
+
+ClassSettings = tuple[MemorySettings, ...]
+"""What each GPU class of a stage does to fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,10 @@ class Stage:
     def round_samples(self) -> int:
         """Samples of one micro-batch on every GPU."""
         return round_samples_of(self.device_group, self.sizes)
+
+    def alike(self, settings: MemorySettings) -> ClassSettings:
+        """The same settings for all GPU classes."""
+        return (settings,) * len(self.device_group.gpu_classes)
 
     @property
     def key(self) -> tuple[object, ...]:

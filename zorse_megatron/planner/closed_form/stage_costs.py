@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 
 from zorse_megatron.costs.interface import PassTimes
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
-from zorse_megatron.planner.closed_form.stage import MemorySettings, MicroBatchLevel, Stage
+from zorse_megatron.planner.closed_form.settings_by_class import SettingsByClass
+from zorse_megatron.planner.closed_form.stage import (
+    ClassSettings,
+    MemorySettings,
+    MicroBatchLevel,
+    Stage,
+)
 from zorse_megatron.planner.closed_form.stage_formulas import (
     micro_batches_per_replica,
     pass_s,
@@ -44,7 +50,7 @@ class StageCost:
     """What a stage takes, with the settings with which it fits."""
 
     num_layers: int
-    settings: MemorySettings
+    settings: ClassSettings
     passes: tuple[StagePasses, ...]
     """By GPU class."""
     busy_s: float
@@ -67,6 +73,7 @@ class StageCostModel:
         self._costs: dict[tuple[object, ...], StageCost | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._by_class = SettingsByClass(self)
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
 
     # Micro-batch sizes.
@@ -128,19 +135,28 @@ class StageCostModel:
     def _find(self, stage: Stage) -> StageCost | None:
         """Of all ways to fit the one that takes least time: recomputation costs in every pass,
         copies of optimizer state once an iteration."""
-        counts = self.counts(stage)
         found: list[tuple[float, int, StageCost]] = []
-        for order, settings in enumerate(self._ways(stage, counts)):
-            free = self.memory.free_bytes(stage, counts, settings)
-            if free < 0:
-                continue
+        for order, (settings, free) in enumerate(self._fitting(stage)):
             cost = self.with_settings(stage, settings, free)
             found.append((cost.busy_s + self.step_s(stage, settings), order, cost))
-            if not settings.recomputed:
-                break  # what follows offloads more, for nothing
         return min(found, key=lambda row: row[:2])[2] if found else None
 
-    def step_s(self, stage: Stage, settings: MemorySettings) -> float:
+    def _fitting(self, stage: Stage) -> Iterator[tuple[ClassSettings, float]]:
+        """Settings with which the stage fits, and what they leave free; the same for all GPU
+        classes before those that differ."""
+        counts = self.counts(stage)
+        keeps: MemorySettings | None = None
+        for settings in self._ways(stage, counts):
+            alike = stage.alike(settings)
+            free = self.memory.free_bytes(stage, counts, alike)
+            if free >= 0:
+                yield alike, free
+                if not settings.recomputed:
+                    keeps = settings
+                    break  # what follows offloads more, for nothing
+        yield from self._by_class.fitting(stage, keeps)
+
+    def step_s(self, stage: Stage, settings: ClassSettings) -> float:
         """The optimizer step with even shards, state in the host included."""
         owned = self.memory.parameters(stage.num_layers, stage.position) // len(
             stage.device_group.ranks
@@ -149,12 +165,14 @@ class StageCostModel:
             self.inputs.compute.step_s(gpu_class.kind, owned)
             for gpu_class in stage.device_group.gpu_classes
         )
-        if not settings.offload_state:
+        links = [
+            gpu_class.host_link_bytes_per_s
+            for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True)
+            if own.offload_state
+        ]
+        if not links:
             return compute_s
-        slowest = min(
-            gpu_class.host_link_bytes_per_s for gpu_class in stage.device_group.gpu_classes
-        )
-        return max(compute_s, self.inputs.memory.state_bytes(owned) / slowest)
+        return max(compute_s, self.inputs.memory.state_bytes(owned) / min(links))
 
     def _ways(self, stage: Stage, counts: Sequence[float]) -> Iterator[MemorySettings]:
         """Settings to try: recomputation with what it can spare, with and without host memory."""
@@ -199,7 +217,9 @@ class StageCostModel:
         return all(
             passes.size * kept(gpu_class.kind) / gpu_class.host_link_bytes_per_s <= passes.forward_s
             for gpu_class, passes in zip(
-                stage.device_group.gpu_classes, self.passes(stage, settings), strict=True
+                stage.device_group.gpu_classes,
+                self.passes(stage, stage.alike(settings)),
+                strict=True,
             )
         )
 
@@ -215,25 +235,27 @@ class StageCostModel:
 
         if "none" not in self.inputs.space.recompute:
             low = high
-        if self.memory.free_bytes(stage, counts, settings(high)) < 0:
+        if self.memory.free_bytes(stage, counts, stage.alike(settings(high))) < 0:
             return
         while low < high:
             middle = (low + high) // 2
-            if self.memory.free_bytes(stage, counts, settings(middle)) >= 0:
+            if self.memory.free_bytes(stage, counts, stage.alike(settings(middle))) >= 0:
                 high = middle
             else:
                 low = middle + 1
         yield settings(low)
 
-    def passes(self, stage: Stage, settings: MemorySettings) -> tuple[StagePasses, ...]:
+    def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
         compute, layers, result = self.inputs.compute, stage.num_layers, []
-        again_s, first, last = 0.0, _NOTHING, _NOTHING
-        for gpu_class, size in zip(stage.device_group.gpu_classes, stage.sizes, strict=True):
-            kind = gpu_class.kind
+        first = last = _NOTHING
+        for gpu_class, size, own in zip(
+            stage.device_group.gpu_classes, stage.sizes, settings, strict=True
+        ):
+            kind, again_s = gpu_class.kind, 0.0
             layer_forward_s, layer_backward_s = self.layer_s(kind, size)
-            if settings.recomputed:
-                again_s = settings.recomputed * compute.recompute_s(kind, size, settings.mode)
+            if own.recomputed:
+                again_s = own.recomputed * compute.recompute_s(kind, size, own.mode)
             if stage.position.is_first:
                 first = compute.embedding(kind, size)
             if stage.position.is_last:
@@ -245,8 +267,13 @@ class StageCostModel:
             result.append(StagePasses(size=size, forward_s=forward_s, backward_s=backward_s))
         return tuple(result)
 
-    def counts(self, stage: Stage) -> tuple[float, ...]:
-        """Micro-batches of one replica of each GPU class, if the batch is cut at will."""
+    def counts(self, stage: Stage, settings: ClassSettings = ()) -> tuple[float, ...]:
+        """Micro-batches of one replica of each GPU class, if the batch is cut at will.
+
+        What all classes recompute alike slows them alike: only settings that differ count.
+        """
+        if len(set(settings)) > 1:
+            return self._find_counts(stage, settings)
         position = stage.position
         key = (
             stage.device_group.look,
@@ -256,17 +283,17 @@ class StageCostModel:
             position.is_last,
         )
         if key not in self._counts:
-            self._counts[key] = self._find_counts(stage)
+            self._counts[key] = self._find_counts(stage, stage.alike(MemorySettings()))
         return self._counts[key]
 
-    def _find_counts(self, stage: Stage) -> tuple[float, ...]:
-        both_s = [each.both_s for each in self.passes(stage, MemorySettings())]
+    def _find_counts(self, stage: Stage, settings: ClassSettings) -> tuple[float, ...]:
+        both_s = [each.both_s for each in self.passes(stage, settings)]
         num_gpus = [len(gpu_class.ranks) for gpu_class in stage.device_group.gpu_classes]
         return tuple(
             micro_batches_per_replica(self.inputs.global_batch_size, num_gpus, stage.sizes, both_s)
         )
 
-    def with_settings(self, stage: Stage, settings: MemorySettings, free: float) -> StageCost:
+    def with_settings(self, stage: Stage, settings: ClassSettings, free: float) -> StageCost:
         """Times of a stage with these settings."""
         passes = self.passes(stage, settings)
         busy_s, mean_s = self._busy(stage.device_group, passes)

@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
 from zorse_megatron.planner.closed_form.device_groups import GpuClass
-from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
+from zorse_megatron.planner.closed_form.stage import (
+    ClassSettings,
+    MemorySettings,
+    Stage,
+    StagePosition,
+)
 from zorse_megatron.planner.closed_form.stage_formulas import (
     activation_bytes,
     in_flight_micro_batches,
@@ -26,6 +31,11 @@ from zorse_megatron.schedules.shards import passing_at_most
 # Boundary activations that are on the way in and out at once, beside those in flight: what was sent
 # lately, the output that is being made, and what is received early.
 BUFFERS = SENDS_BEHIND + 4
+
+
+def whole_micro_batches(count: float) -> int:
+    """Some replicas run one more than others."""
+    return math.ceil(count - 1e-9)
 
 
 class StageMemory:
@@ -144,18 +154,17 @@ class StageMemory:
         part: int = in_flight_micro_batches(position.in_flight_limit, count, batch)
         return min(math.ceil(count) * position.num_chunks, part)
 
-    def free_bytes(self, stage: Stage, counts: Sequence[float], settings: MemorySettings) -> float:
+    def free_bytes(self, stage: Stage, counts: Sequence[float], settings: ClassSettings) -> float:
         """Bytes that are left in the device group, below 0 where something does not fit."""
         free, least = 0.0, math.inf
-        for gpu_class, size, count in zip(
-            stage.device_group.gpu_classes, stage.sizes, counts, strict=True
+        for gpu_class, size, count, own in zip(
+            stage.device_group.gpu_classes, stage.sizes, counts, settings, strict=True
         ):
-            # Whole micro-batches: some replicas run one more than others.
-            whole = math.ceil(count - 1e-9)
-            one = self.gpu_free_bytes(stage, settings, size, whole, gpu_class)
+            one = self.gpu_free_bytes(stage, own, size, whole_micro_batches(count), gpu_class)
             least = min(least, one)
             free += len(gpu_class.ranks) * one
-        return least if least < 0 else free - self.shared_bytes(stage, settings)
+        # All classes keep optimizer state in the same place.
+        return least if least < 0 else free - self.shared_bytes(stage, settings[0])
 
     def host_holds(self, stage: Stage, settings: MemorySettings, counts: Sequence[float]) -> bool:
         """Whether host memory takes what is offloaded; where its size is not known, it does.

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from zorse_megatron.planner.closed_form.batch_split import BatchSplit, ReplicaClass, best_split
 from zorse_megatron.planner.closed_form.candidate import Estimate, layers_of_chunks
 from zorse_megatron.planner.closed_form.in_flight import InFlight
-from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage
+from zorse_megatron.planner.closed_form.stage import ClassSettings, MemorySettings, Stage
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.transfer_costs import with_hops
@@ -73,21 +74,24 @@ class Builder:
 
     def _bare_group(self, stage: Stage, cost: StageCost) -> Group:
         shares = self._split(stage, cost).shares
+        said = [_said(stage, own) for own in cost.settings]
+        # What all replicas do is said once.
+        of_group = said[0] if len(set(cost.settings)) == 1 else {}
+        classes = zip(stage.device_group.gpu_classes, shares, said, strict=True)
         replicas = [
             Replica(
                 ranks=(rank,),
                 micro_batch_size=share.micro_batch_size,
                 num_microbatches=share.num_microbatches,
                 shard_weight=1.0,
+                **({} if of_group else own),
             )
-            for gpu_class, row in zip(stage.device_group.gpu_classes, shares, strict=True)
+            for gpu_class, row, own in classes
             for rank, share in zip(gpu_class.ranks, row, strict=True)
         ]
-        settings = cost.settings
         return Group(
             replicas=tuple(sorted(replicas, key=lambda replica: replica.ranks)),
-            recompute=recompute_setting(settings, stage.num_layers, stage.num_chunks),
-            offload=offload_setting(settings),
+            **of_group,
             compute_dtype=self.inputs.dtype_of(stage.device_group.ranks),
         )
 
@@ -114,33 +118,31 @@ class Builder:
         found = []
         for stage, cost in zip(estimate.stages, estimate.costs, strict=True):
             free_bytes = self._free_bytes(stage, cost.settings, self._bare_group(stage, cost))
-            shared = self.cost_model.memory.shared_bytes(stage, cost.settings)
+            shared = self.cost_model.memory.shared_bytes(stage, cost.settings[0])
             spread = (shared - sum(max(0.0, free) for free in free_bytes)) / len(free_bytes)
             found.append(math.ceil(max(0.0, -min(free_bytes), spread)))
         return tuple(found)
 
-    def _free_bytes(self, stage: Stage, settings: MemorySettings, group: Group) -> list[float]:
+    def _free_bytes(self, stage: Stage, settings: ClassSettings, group: Group) -> list[float]:
         """What is free on each GPU beside its shard."""
         class_of = {
-            rank: gpu_class
-            for gpu_class in stage.device_group.gpu_classes
+            rank: (gpu_class, own)
+            for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True)
             for rank in gpu_class.ranks
         }
         free_bytes = []
         for replica in group.replicas:
             size, count = replica.micro_batch_size, replica.num_microbatches
-            one = class_of[replica.ranks[0]]
-            free_bytes.append(
-                self.cost_model.memory.gpu_free_bytes(stage, settings, size, count, one)
-            )
+            one, own = class_of[replica.ranks[0]]
+            free_bytes.append(self.cost_model.memory.gpu_free_bytes(stage, own, size, count, one))
         return free_bytes
 
     def _weights(
-        self, stage: Stage, settings: MemorySettings, group: Group
+        self, stage: Stage, settings: ClassSettings, group: Group
     ) -> tuple[float, ...] | None:
         """Even where that fits, otherwise by free memory."""
         free_bytes = self._free_bytes(stage, settings, group)
-        shared = self.cost_model.memory.shared_bytes(stage, settings)
+        shared = self.cost_model.memory.shared_bytes(stage, settings[0])
         filled = water_fill(shared, free_bytes)
         if filled is None or min(free_bytes) < 0:
             return None
@@ -163,6 +165,15 @@ def chunks_of(layers: Sequence[int], num_chunks: int) -> tuple[Chunk, ...]:
                 chunks.append(Chunk(group=group, layers=(first, first + row[turn])))
                 first += row[turn]
     return tuple(chunks)
+
+
+def _said(stage: Stage, settings: MemorySettings) -> dict[str, Any]:
+    """What the plan file says of a GPU class."""
+    found = {
+        "recompute": recompute_setting(settings, stage.num_layers, stage.num_chunks),
+        "offload": offload_setting(settings),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def recompute_setting(
