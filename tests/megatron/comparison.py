@@ -31,7 +31,7 @@ NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8
 STEPS = 3
 MANY_STEPS = 20
-"""For some canonical plans: rounding would have added up by then, if it did."""
+"""For a canonical plan: rounding would have added up by then, if it did."""
 
 BASE_FLAGS = (
     *("--num-layers", str(NUM_LAYERS), "--hidden-size", "32", "--num-attention-heads", "4"),

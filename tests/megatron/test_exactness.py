@@ -2,7 +2,7 @@
 
 The reference is a stock single-process run of the same command. Tolerances are the project's:
 loss 2e-5 absolute, gradient norm 1e-4 relative, each parameter 1e-4 relative (norm-wise), in fp32:
-after 20 steps for canonical plans with a tied embedding, and after three, in which the learning
+after 20 steps for a canonical plan with a tied embedding, and after three, in which the learning
 rate rises and falls, for all others.
 """
 
@@ -39,10 +39,13 @@ MAX_RELATIVE_WEIGHT_DIFFERENCE = 1e-4
 UNTIED = ("--untie-embeddings-and-output-weights",)
 NO_CLIP = ("--clip-grad", "0")
 MASKED = ("--eod-mask-loss",)
-CANONICAL = ("2|1|2", "4")
+CANONICAL = "2|1|2"
 # A tied embedding is the harder one, whose gradients and copies two groups have; random plans are
 # of both kinds.
-UNTIED_LAYOUTS = ("2|1|2", "4", "1|3|1, ends inside")
+FOLLOWING = (
+    *((name, True) for name in LAYOUTS if name not in ("2|1", "1|2")),
+    *((name, False) for name in ("1|2", "1|3|1, ends inside")),
+)
 
 
 def flags_for(corpus: Path, *more: str, steps: int = STEPS) -> tuple[str, ...]:
@@ -70,28 +73,36 @@ def assert_equal_runs(run: Recorded, reference: Recorded) -> None:
 def assert_equal_weights(
     copies: dict[str, list[torch.Tensor]], reference: dict[str, list[torch.Tensor]]
 ) -> None:
-    """Every rank's copy of every parameter; a tied head is the embedding."""
     assert set(reference) <= set(copies)
     for name, found in copies.items():
-        expected = reference.get(name, reference["embedding.word_embeddings.weight"])[0].double()
+        expected = of_reference(name, reference).double()
         for copy in found:
             difference = (copy.double() - expected).norm() / expected.norm()
             assert difference <= MAX_RELATIVE_WEIGHT_DIFFERENCE, f"{name}: {difference}"
         assert all(torch.equal(copy, found[0]) for copy in found), f"copies of {name} differ"
 
 
-@pytest.mark.parametrize(
-    ("layout", "tied"),
-    [*((layout, True) for layout in LAYOUTS), *((layout, False) for layout in UNTIED_LAYOUTS)],
-)
+def of_reference(name: str, reference: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+    """A tied head is the embedding."""
+    return reference.get(name, reference["embedding.word_embeddings.weight"])[0]
+
+
+@pytest.mark.parametrize(("layout", "tied"), FOLLOWING)
 def test_follows_stock(layout: str, tied: bool, corpus: Path) -> None:
-    """Unequal micro-batches, shards, layers and token counts, with clipping at work."""
-    steps = MANY_STEPS if tied and layout in CANONICAL else STEPS
+    """Unequal micro-batches, shards, layers and token counts, with clipping at work.
+
+    Initial weights are those of stock bit for bit, on every rank that holds a copy.
+    """
+    steps = MANY_STEPS if tied and layout == CANONICAL else STEPS
     more = () if tied else UNTIED
     flags = flags_for(corpus, *more, *MASKED, "--clip-grad", "0.5", steps=steps)
     reference = stock_run(flags)
     assert max(reference.grad_norms) > 0.5, "clipping must be at work in this test"
     run = plan_run(LAYOUTS[layout], flags)
+    assert set(reference.initial) <= set(run.initial)
+    for name, copies in run.initial.items():
+        expected = of_reference(name, reference.initial)
+        assert all(torch.equal(copy, expected) for copy in copies), name
     assert_equal_runs(run, reference)
     if tied and len(LAYOUTS[layout].chunks) > 1:
         assert_tied_copies_are_equal(run)
@@ -105,38 +116,39 @@ def assert_tied_copies_are_equal(run: Recorded) -> None:
     assert others and all(torch.equal(copy, embedding) for copy in others)
 
 
+# Flags that do not touch one another come together: who treats one of them wrongly is seen. The
+# last two layouts have a rank without work or without a shard, which matters where gradients are
+# reduced and norms are taken.
 OTHER_FLAGS = {
-    "no clip": ("--clip-grad", "0"),
-    "overlap": ("--clip-grad", "0.5", "--overlap-grad-reduce", "--ddp-num-buckets", "3"),
-    "distributed optimizer":
-        ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-    "llama":
+    "llama, cyclic, recompute, no clip": (
+        "2|1|2",
         ("--swiglu", "--disable-bias-linear", "--position-embedding-type", "rope",
-         "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2"),
-    "cyclic": ("--dataloader-type", "cyclic"),
-    "recompute":
-        ("--recompute-granularity", "full", "--recompute-method", "uniform",
-         "--recompute-num-layers", "1"),
+         "--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "2",
+         "--dataloader-type", "cyclic", "--recompute-granularity", "full", "--recompute-method",
+         "uniform", "--recompute-num-layers", "1", *NO_CLIP),
+    ),
+    "distributed optimizer, overlap": (
+        "3|2",
+        ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+    "overlap in three buckets": (
+        "5, one idle",
+        ("--clip-grad", "0.5", "--overlap-grad-reduce", "--ddp-num-buckets", "3"),
+    ),
 }  # fmt: skip
-# The last two layouts have a rank without work or without a shard, which matters where gradients
-# are reduced and norms are taken.
-OTHER_CASES = [
-    *(("2|1|2", name) for name in OTHER_FLAGS),
-    *(("5, one idle", name) for name in ("no clip", "overlap", "distributed optimizer")),
-    *(("3|2", name) for name in ("overlap", "distributed optimizer")),
-]
 
 
-@pytest.mark.parametrize(("layout", "name"), OTHER_CASES)
-def test_follows_stock_with_other_flags(layout: str, name: str, corpus: Path) -> None:
-    flags = flags_for(corpus, *MASKED, *OTHER_FLAGS[name])
+@pytest.mark.parametrize("name", OTHER_FLAGS)
+def test_follows_stock_with_other_flags(name: str, corpus: Path) -> None:
+    layout, more = OTHER_FLAGS[name]
+    flags = flags_for(corpus, *MASKED, *more)
     needs_parallel = ("--overlap-grad-reduce", "--overlap-param-gather")
     alone = tuple(f for f in flags if f not in (*needs_parallel, "--use-distributed-optimizer"))
     assert_equal_runs(plan_run(LAYOUTS[layout], flags), stock_run(alone))
 
 
 @settings(
-    max_examples=8,
+    max_examples=5,
     deadline=None,
     # A failing plan is small enough to read; shrinking it would take an hour.
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
@@ -162,7 +174,7 @@ def test_fused_cross_entropy_follows_stock_summing_over_tokens_too(corpus: Path)
     """
     more = ("--cross-entropy-loss-fusion", "--seq-length", "24", *NO_CLIP)
     flags = flags_for(corpus, *UNTIED, *more, steps=5)
-    run, reference = plan_run(LAYOUTS["2|1|2"], flags), stock_run(flags)
+    run, reference = plan_run(LAYOUTS["2|1"], flags), stock_run(flags)
     assert_equal_runs(run, reference)
     default = stock_run(tuple(flag for flag in flags if flag != "--calculate-per-token-loss"))
     assert norms_apart(default, reference) > 100 * norms_apart(run, reference)
@@ -183,35 +195,15 @@ def test_slow_messages_change_the_order_alone(corpus: Path) -> None:
     assert_equal_runs(plan_run(slow, flags), stock_run(flags))
 
 
-@pytest.mark.parametrize("layout", ["1|2", "1|1|1|1", "4"])
-def test_initial_weights_do_not_depend_on_the_plan(layout: str, corpus: Path) -> None:
-    """Bit for bit those of a stock single process, on every rank that holds a copy."""
-    flags = flags_for(corpus, *UNTIED, steps=1)
-    reference = stock_run(flags).initial
-    found = plan_run(LAYOUTS[layout], flags).initial
-    assert set(found) == set(reference)
-    for name, copies in found.items():
-        assert all(torch.equal(copy, reference[name][0]) for copy in copies), name
-
-
-@pytest.mark.parametrize("layout", ["2|1|2", "1|3|1, ends inside"])
-def test_evaluation_follows_stock(layout: str, corpus: Path) -> None:
-    """In the second layout the last rank, which prints, is not one that knows the loss."""
-    flags = flags_for(corpus, *MASKED, "--eval-interval", "2", "--eval-iters", "3", steps=4)
+def test_evaluation_follows_stock(corpus: Path) -> None:
+    """The last rank, which prints, is not one that knows the loss."""
+    flags = flags_for(corpus, *MASKED, "--eval-interval", "2", "--eval-iters", "2")
     expected = evaluations(stock_run(flags).outputs)
-    assert len(expected) == 4, "two during training, one each on the validation and test sets"
-    run = plan_run(LAYOUTS[layout], flags)
+    assert len(expected) == 3, "one during training, one each on the validation and test sets"
+    run = plan_run(LAYOUTS["1|3|1, ends inside"], flags)
     assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
 
 
 def evaluations(outputs: Sequence[str]) -> list[float]:
     """The losses of all evaluations, as the job's last rank prints them."""
     return [float(v) for v in re.findall(r"lm loss value: (\S+)", outputs[-1])]
-
-
-def test_two_runs_of_a_plan_are_equal_bit_for_bit(corpus: Path) -> None:
-    flags = flags_for(corpus, *MASKED)
-    first, second = (plan_run(LAYOUTS["2|1|2"], flags) for _ in range(2))
-    assert first.losses == second.losses
-    for name, copies in first.final.items():
-        assert torch.equal(copies[0], second.final[name][0]), name

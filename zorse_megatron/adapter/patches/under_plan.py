@@ -106,7 +106,7 @@ BUILD_MODULE = _record(
     "once its weights are copied.",
     why="the whole model is built for its random numbers; a layer must not keep its memory "
     "beyond its copy",
-    test=f"{_EXACT}::test_initial_weights_do_not_depend_on_the_plan",
+    test=f"{_EXACT}::test_follows_stock",
     delete_when="Megatron can initialise a stage as part of the whole model",
 )
 TORCH_NORM = _record(
