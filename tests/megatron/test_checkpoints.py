@@ -1,7 +1,8 @@
 """Checkpoints carry over: from any plan to any plan, to stock Megatron and back.
 
-A run saves after 2 of 4 steps; another one resumes there. Its curve must equal that of the run that
-saved and went on (fp32: 1e-5).
+A run saves after 1 of 3 steps; another one resumes there. Its curve must equal that of the run that
+saved and went on (fp32: 1e-5): the first loss shows the weights, the second one what the optimizer
+knew.
 """
 
 import pickle
@@ -16,7 +17,7 @@ from tests.shared import directory_of, name_of
 from zorse_megatron.schema.plan.plan import Plan
 
 MAX_DIFFERENCE = 1e-5
-SAVED, STEPS = 2, 4
+SAVED, STEPS = 1, 3
 PIPELINE_2 = ("--pipeline-model-parallel-size", "2")
 
 # name -> plan, or stock's flags and world size.
@@ -26,7 +27,7 @@ RUNS: dict[str, Plan | tuple[tuple[str, ...], int]] = {
     "5": LAYOUTS["5, one idle"],
     "1|2": LAYOUTS["1|2"],
     "2x2 in the host": in_the_host(TWO_BY_TWO),
-    "both ends": BOTH_ENDS,
+    "both ends in the host": in_the_host(BOTH_ENDS),
     "stock": ((), 1),
     "stock PP=2": (PIPELINE_2, 2),
 }
@@ -85,25 +86,18 @@ def assert_same_rest(resumed: Recorded, uninterrupted: Recorded) -> None:
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4), f"step {step}"
 
 
-# What a plan writes is read by stock and by other plans, and what stock writes by plans.
+# What a plan writes is read by stock and by other plans, and what stock writes by plans. "Both
+# ends" has a replica that computes nothing, and one that owns nothing.
 PAIRS = [
     ("2|1|2", "5"),
     ("2|1|2", "stock"),
-    ("5", "stock PP=2"),
-    ("stock", "2|1|2"),
+    ("both ends in the host", "stock PP=2"),
     ("stock PP=2", "1|3|1"),
-    ("2x2 in the host", "stock PP=2"),
-    ("both ends", "2x2 in the host"),
-    ("stock", "both ends"),
+    ("stock", "2x2 in the host"),
 ]
 # A tied embedding is the harder one to save, of which several ranks have copies. Untied, "both
 # ends" goes on from its own checkpoints in `test_memory_faults`.
-UNTIED_PAIRS = [
-    ("2|1|2", "5"),
-    ("2|1|2", "stock"),
-    ("stock", "2|1|2"),
-    ("2x2 in the host", "stock PP=2"),
-]
+UNTIED_PAIRS = [("1|2", "stock"), ("stock", "1|2")]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +110,9 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
 
 
-BF16 = ("--bf16",)
 FP16 = ("--fp16", "--initial-loss-scale", "4096")
 DISTRIBUTED_OPTIMIZER = (
+    "--bf16",
     "--use-distributed-optimizer",
     "--dist-ckpt-optim-fully-reshardable",
     "--ckpt-fully-parallel-load",
@@ -129,9 +123,7 @@ DISTRIBUTED_OPTIMIZER = (
 @pytest.mark.parametrize(
     ("flags", "plan", "other"),
     [
-        pytest.param(BF16, "1|2", "5", id="bf16"),
-        pytest.param(FP16, "2x2 in the host", "1|2", id="fp16 in the host"),
-        pytest.param(DISTRIBUTED_OPTIMIZER, "1|2", "2x2 in the host", id="distributed optimizer"),
+        pytest.param(FP16, "1|2", "5", id="fp16"),
         pytest.param(
             DISTRIBUTED_OPTIMIZER, "2x2 in the host", "1|2", id="distributed optimizer in the host"
         ),

@@ -12,10 +12,8 @@ import torch
 
 from tests.megatron.comparison import (
     GLOBAL_BATCH_SIZE,
-    LAYOUTS,
     Recorded,
     plan_run,
-    run_recorded,
     stock_run,
 )
 from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host, with_settings
@@ -29,8 +27,7 @@ from tests.megatron.test_exactness import (
 )
 from tests.megatron.upstream import DIRECTORY, PRETRAIN_GPT, needs_upstream
 from tests.unit.test_patches import apply
-from zorse_megatron.schema.plan.plan import Plan, Schedule
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.schema.plan.plan import Schedule
 
 pytestmark = needs_upstream
 
@@ -45,50 +42,38 @@ def assert_same_bits(run: Recorded, other: Recorded) -> None:
         assert torch.equal(copies[0], other.final[name][0]), name
 
 
-@pytest.mark.parametrize("plan", [None, TWO_BY_TWO], ids=["stock", "plan"])
-def test_computes_what_the_built_in_entry_computes(plan: Plan | None, corpus: Path) -> None:
-    flags = flags_for(corpus, *MASKED, *EVALUATED, "--clip-grad", "0.5", steps=4)
-    if plan is None:
-        assert_same_bits(stock_run(flags), stock_run(flags, script=()))
-    else:
-        assert_same_bits(plan_run(plan, flags), plan_run(plan, flags, script=()))
-
-
-def test_takes_our_flags_with_the_patch(corpus: Path, tmp_path: Path) -> None:
-    """Started by itself, as `torchrun pretrain_gpt.py` would; from a copy, patched."""
+def test_computes_what_the_built_in_entry_computes(corpus: Path, tmp_path: Path) -> None:
+    """Stock, under a plan, and started by itself as `torchrun pretrain_gpt.py` is: from a patched
+    copy, which takes our flags.
+    """
+    flags = flags_for(corpus, *MASKED, *EVALUATED, "--clip-grad", "0.5", steps=2)
+    assert_same_bits(stock_run(flags), stock_run(flags, script=()))
+    run = plan_run(TWO_BY_TWO, flags)
+    assert_same_bits(run, plan_run(TWO_BY_TWO, flags, script=()))
     for file in DIRECTORY.glob("*.py"):
         shutil.copy(file, tmp_path)
     apply(tmp_path)
-    flags = flags_for(corpus, *MASKED, *EVALUATED, steps=2)
-    save_plan(TWO_BY_TWO, tmp_path / "plan.json")
-    patched = run_recorded(
-        [*flags, "--zorse-plan", str(tmp_path / "plan.json")],
-        TWO_BY_TWO.world_size,
+    patched = plan_run(
+        TWO_BY_TWO,
+        flags,
         entry="tests.megatron.patched_entry",
         script=(),
         env={"ZORSE_TEST_SCRIPT": str(tmp_path / PRETRAIN_GPT.name)},
     )
-    assert_same_bits(patched, plan_run(TWO_BY_TWO, flags))
+    assert_same_bits(patched, run)
 
 
-MIDDLE_CHUNKS = {
-    "three groups": LAYOUTS["2|1|2"],
-    "several chunks": TWO_BY_TWO,
-    "interleaved, all in the host": with_settings(
-        in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved")
-    ),
-    "idle at the end": LAYOUTS["2|3, idle at the end"],
-}
+# The group in the middle has no data; a replica computes nothing.
+IN_THE_MIDDLE = with_settings(in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved"))
 
 
-@pytest.mark.parametrize("name", ["three groups", "interleaved, all in the host"])
-def test_layers_in_the_middle_know_where_documents_end(name: str, corpus: Path) -> None:
+def test_layers_in_the_middle_know_where_documents_end(corpus: Path) -> None:
     # Attention that matters from the start.
     masks = ("--reset-attention-mask", "--reset-position-ids", "--init-method-std", "0.2")
     # Biases of keys have no gradient but rounding, which Adam makes as large as any other.
     masks += ("--disable-bias-linear",)
-    flags = flags_for(corpus, *UNTIED, *MASKED, *masks, *EVALUATED, steps=4)
-    reference, run = stock_run(flags), plan_run(MIDDLE_CHUNKS[name], flags)
+    flags = flags_for(corpus, *UNTIED, *MASKED, *masks, *EVALUATED, steps=3)
+    reference, run = stock_run(flags), plan_run(IN_THE_MIDDLE, flags)
     assert_equal_runs(run, reference)
     expected = evaluations(reference.outputs)
     assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
@@ -101,12 +86,11 @@ def test_layers_in_the_middle_know_where_documents_end(name: str, corpus: Path) 
 PACKED = {"entry": "tests.megatron.packed_entry"}
 
 
-@pytest.mark.parametrize("name", ["several chunks", "idle at the end"])
-def test_trains_on_packed_documents(name: str, corpus: Path) -> None:
+def test_trains_on_packed_documents(corpus: Path) -> None:
     """Several packed samples in a micro-batch, which is one sequence to the layers."""
     packed = ("--dataloader-inter-document-masking", "--position-embedding-type", "rope")
-    flags = flags_for(corpus, *UNTIED, *MASKED, *packed, *EVALUATED, steps=4)
-    reference, run = stock_run(flags, **PACKED), plan_run(MIDDLE_CHUNKS[name], flags, **PACKED)
+    flags = flags_for(corpus, *UNTIED, *MASKED, *packed, *EVALUATED, steps=3)
+    reference, run = stock_run(flags, **PACKED), plan_run(TWO_BY_TWO, flags, **PACKED)
     assert_equal_runs(run, reference)
     expected = evaluations(reference.outputs)
     assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
@@ -149,7 +133,6 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def test_fine_tunes_on_conversations(tmp_path: Path) -> None:
-    plan = MIDDLE_CHUNKS["interleaved, all in the host"]
     write_conversations(tmp_path / "talk.jsonl")
     write_tokenizer(tmp_path / "tokenizer")
     tuned = (
@@ -157,12 +140,12 @@ def test_fine_tunes_on_conversations(tmp_path: Path) -> None:
         *("--tokenizer-model", str(tmp_path / "tokenizer"), "--position-embedding-type", "rope"),
         *("--no-create-attention-mask-in-dataloader",),
     )
-    flags = flags_for(tmp_path / "talk.jsonl", *UNTIED, *tuned, *EVALUATED, steps=4)
+    flags = flags_for(tmp_path / "talk.jsonl", *UNTIED, *tuned, *EVALUATED, steps=3)
     # Stock's evaluation averages means of micro-batches; a plan takes the mean of the batch, as
     # stock does with one micro-batch.
     size = flags.index("--micro-batch-size") + 1
     whole = (*flags[:size], str(GLOBAL_BATCH_SIZE), *flags[size + 1 :])
-    reference, run = stock_run(whole, **PACKED), plan_run(plan, flags, **PACKED)
+    reference, run = stock_run(whole, **PACKED), plan_run(IN_THE_MIDDLE, flags, **PACKED)
     assert_equal_runs(run, reference)
     expected = evaluations(reference.outputs)
     assert evaluations(run.outputs) == pytest.approx(expected, abs=MAX_LOSS_DIFFERENCE)
