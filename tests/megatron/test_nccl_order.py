@@ -11,7 +11,7 @@ import pytest
 from scripts.launch_order.launches import launches_of
 from tests.megatron.comparison import LAYOUTS
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host, with_settings
+from tests.megatron.ministages import BOTH_ENDS, in_the_host, with_settings
 from tests.megatron.test_exactness import flags_for
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.schedules.lower import lower_plan
@@ -21,8 +21,9 @@ from zorse_megatron.schema.plan.plan_json import save_plan
 STEPS = 2
 PLANS = {
     "2|1|2": LAYOUTS["2|1|2"],
-    "interleaved": with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
-    "breadth first, offloaded, one rank idle and one without a shard": in_the_host(BOTH_ENDS),
+    "interleaved, offloaded, one rank idle and one without a shard": with_settings(
+        in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved")
+    ),
 }
 Launch = dict[str, Any]
 
