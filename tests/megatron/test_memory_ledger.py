@@ -27,6 +27,7 @@ from tests.megatron.ministages import (
 from tests.megatron.set_plans import set_of
 from tests.megatron.test_exactness import UNTIED, flags_for
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from tests.unit.fake_sets import SplitCompute
 from zorse_megatron.costs.interface import RankPart, SetRankCosts
 from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
 from zorse_megatron.schedules.actions import Kind
@@ -56,20 +57,19 @@ MEMORY = TransformerMemory(
 )
 PLANS = {
     "1f1b": LAYOUTS["2|1|2"],
-    "1f1b, full recomputation": with_settings(LAYOUTS["2|1|2"], Recompute(mode="full")),
-    "breadth first": TWO_BY_TWO,
+    "1f1b, full recomputation, state in the host": with_settings(
+        LAYOUTS["2|1"], Recompute(mode="full"), optimizer_state=True
+    ),
     "interleaved": with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
     "layered accumulation": LAYERED,
     "neighbouring chunks": NEIGHBOURS,
     "in the host": in_the_host(BOTH_ENDS),
-    "layered, in the host": in_the_host(LAYERED),
-    "1f1b, state in the host": with_settings(LAYOUTS["2|1|2"], optimizer_state=True),
 }
 
 
 def run(plan: Plan, corpus: Path, work: Path, *more: str) -> RunResult:
     save_plan(plan, work / "plan.json")
-    flags = [*flags_for(corpus, *UNTIED, steps=3)]
+    flags = [*flags_for(corpus, *UNTIED, steps=2)]
     for name, value in (("--hidden-size", HIDDEN), ("--seq-length", SEQUENCE)):
         flags[flags.index(name) + 1] = str(value)
     flags[flags.index("--max-position-embeddings") + 1] = str(SEQUENCE)
@@ -121,18 +121,13 @@ UNLIKE = Plan(
 )
 
 
-class ComputeOfSets(FakeCompute):
-    def includes_collectives(self, kind: str, part: str) -> bool:
-        return False
-
-
 class Sets:
     sequence_parallel = False
 
     @staticmethod
     def of_rank(part: RankPart, dtype: str | None) -> SetRankCosts:
         memory = replace(MEMORY, tensor_parallel=part.degree)
-        return SetRankCosts(compute=ComputeOfSets(), memory=memory)
+        return SetRankCosts(compute=SplitCompute(), memory=memory)
 
     @staticmethod
     def cut_parameters(part: str) -> dict[str, int]:
@@ -145,7 +140,7 @@ def test_peaks_of_a_set_beside_a_rank(corpus: Path, tmp_path: Path) -> None:
     run(UNLIKE, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
     predicted = simulate(
         UNLIKE,
-        FakeCompute(),
+        SplitCompute(),
         MEMORY,
         FakeComm(),
         ["kind"] * 3,
