@@ -1,6 +1,7 @@
 """Unequal shards against a stock replicated optimizer that sees the same gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.tiny_gpt import Setup
 from zorse_megatron.errors import FlagError
 
-WEIGHTS = [(3, 1, 0), (1, 1, 1), (0, 1, 0)]
+WEIGHTS = ((3, 1, 0), (1, 1, 1), (0, 1, 0))
 
 
 def _largest_difference(ours: Any, stock: Any, setup: Setup) -> float:
@@ -21,85 +22,103 @@ def _largest_difference(ours: Any, stock: Any, setup: Setup) -> float:
     return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
 
 
-def _compare_steps(
-    weights_list: Sequence[Sequence[float]],
-    setup: Setup,
-    tolerance: float,
-    overflow_step: int,
-    update: str = "stock",
-) -> None:
-    """Four steps of each, gradients by hand; at `overflow_step` one rank's gradients overflow."""
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """How four steps are made and compared; at `overflow_step` one rank's gradients overflow."""
+
+    setup: Setup = field(default_factory=Setup)
+    tolerance: float = 0.0
+    overflow_step: int = -1
+    update: str = "stock"
+    """What updates shards; "some": on two of three ranks in one pass each."""
+    weights_list: Sequence[Sequence[float]] = WEIGHTS[:1]
+
+
+def _compare_all(cases: Mapping[str, Steps]) -> None:
+    for name, case in cases.items():
+        for weights in case.weights_list:
+            try:
+                _compare_steps(weights, case)
+            except AssertionError as error:
+                error.add_note(f"case {name}, shard weights {weights}")
+                raise
+
+
+def _compare_steps(weights: Sequence[float], case: Steps) -> None:
+    """Four steps with gradients by hand."""
     from zorse_megatron.adapter.optimizer.shard_update import choose_update
 
     tiny_gpt.start()
+    setup, tolerance, overflow_step = case.setup, case.tolerance, case.overflow_step
     collection = tiny_gpt.groups_of([[0, 1, 2]], setup)
-    for weights in weights_list:
-        ours, our_optimizer = tiny_gpt.make_ours(setup, collection, weights)
-        (part,) = our_optimizer.chained_optimizers
-        # Ranks need not agree: GPUs of one job differ in what their kernels run in.
-        mine_is = update if update != "some" else ("fused", "stock", "fused")[dist.get_rank()]
-        said = choose_update(part, mine_is, torch.device("cpu"))  # type: ignore[arg-type]
-        assert ("one pass each" in said) == (mine_is == "fused")
-        stock, stock_optimizer = tiny_gpt.make_stock(setup)
-        for step in range(4):
-            rank = dist.get_rank()
-            parts = [rank] if rank != 2 else [2, 3, 4]  # unequal numbers of micro-batches
-            # Adam divides a factor of all steps out again; that of a single step must be clipped.
-            size = 4.0 if step == 2 else 1.0
-            scales = [float("inf") if step == overflow_step and r == 1 else size for r in range(3)]
-            tiny_gpt.set_gradients(ours, setup, step=step, contributors=parts, scale=scales[rank])
-            every = [0, 1, 2, 3, 4]
-            tiny_gpt.set_gradients(stock, setup, step=step, contributors=every, scale=max(scales))
-            mine = tiny_gpt.reduce_and_step(ours, our_optimizer)
-            theirs = tiny_gpt.reduce_and_step(stock, stock_optimizer)
-            assert mine[0] == theirs[0] == (step != overflow_step)
-            if mine[0]:
-                near = 1e-6 if setup.grad_reduce_in_fp32 else tolerance
-                assert mine[1] == pytest.approx(theirs[1], rel=near)
-                assert not setup.clip_grad or theirs[1] > setup.clip_grad, "nothing is clipped"
-            assert mine[2] == theirs[2]
-            assert our_optimizer.get_loss_scale() == stock_optimizer.get_loss_scale()
-            assert _largest_difference(ours, stock, setup) <= tolerance
-        assert part.step_count == 4 - (overflow_step >= 0)
-        owned = sum(p.numel() for p in part.get_parameters())
-        assert (owned == 0) == (weights[dist.get_rank()] == 0)
+    ours, our_optimizer = tiny_gpt.make_ours(setup, collection, weights)
+    (part,) = our_optimizer.chained_optimizers
+    # Ranks need not agree: GPUs of one job differ in what their kernels run in.
+    mine_is = case.update if case.update != "some" else ("fused", "stock", "fused")[dist.get_rank()]
+    said = choose_update(part, mine_is, torch.device("cpu"))  # type: ignore[arg-type]
+    assert ("one pass each" in said) == (mine_is == "fused")
+    stock, stock_optimizer = tiny_gpt.make_stock(setup)
+    for step in range(4):
+        rank = dist.get_rank()
+        parts = [rank] if rank != 2 else [2, 3, 4]  # unequal numbers of micro-batches
+        # Adam divides a factor of all steps out again; that of a single step must be clipped.
+        size = 4.0 if step == 2 else 1.0
+        scales = [float("inf") if step == overflow_step and r == 1 else size for r in range(3)]
+        tiny_gpt.set_gradients(ours, setup, step=step, contributors=parts, scale=scales[rank])
+        every = [0, 1, 2, 3, 4]
+        tiny_gpt.set_gradients(stock, setup, step=step, contributors=every, scale=max(scales))
+        mine = tiny_gpt.reduce_and_step(ours, our_optimizer)
+        theirs = tiny_gpt.reduce_and_step(stock, stock_optimizer)
+        assert mine[0] == theirs[0] == (step != overflow_step)
+        if mine[0]:
+            near = 1e-6 if setup.grad_reduce_in_fp32 else tolerance
+            assert mine[1] == pytest.approx(theirs[1], rel=near)
+            assert not setup.clip_grad or theirs[1] > setup.clip_grad, "nothing is clipped"
+        assert mine[2] == theirs[2]
+        assert our_optimizer.get_loss_scale() == stock_optimizer.get_loss_scale()
+        assert _largest_difference(ours, stock, setup) <= tolerance
+    assert part.step_count == 4 - (overflow_step >= 0)
+    owned = sum(p.numel() for p in part.get_parameters())
+    assert (owned == 0) == (weights[dist.get_rank()] == 0)
 
 
-@pytest.mark.parametrize(
-    ("setup", "tolerance"),
-    [
-        (Setup(), 0.0),
-        (Setup(clip_grad=0.5), 2.4e-7),  # two units in the last place of 1.0
-        (Setup(dtype=torch.bfloat16), 0.0),
-        (Setup(dtype=torch.bfloat16, grad_reduce_in_fp32=False, clip_grad=0.5), 1e-3),
-    ],
-    ids=["fp32", "fp32-clip", "bf16", "bf16-clip-bf16-gradients"],
-)
-def test_steps_equal_stock(setup: Setup, tolerance: float) -> None:
+BF16, FP16 = torch.bfloat16, torch.float16
+CLIPPED = 2.4e-7  # two units in the last place of 1.0
+
+
+def test_steps_equal_stock() -> None:
+    """fp16: an overflow on one rank skips the step on all."""
     # bf16 gradients are rounded after each addition, so the order of ranks shows there.
-    run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, tolerance, -1, timeout_s=120)
-
-
-# "some": on two of three ranks.
-@pytest.mark.parametrize(
-    ("setup", "tolerance", "overflow_step", "update"),
-    [
-        pytest.param(Setup(), 0.0, -1, "some", id="fp32"),
-        pytest.param(Setup(dtype=torch.bfloat16), 0.0, -1, "some", id="bf16"),
-        # The loss scale is a power of two, so to unscale rounds nothing.
-        pytest.param(Setup(dtype=torch.float16), 0.0, 1, "some", id="fp16-overflow"),
-        # Norms agree to rounding, and so does what is multiplied by the clip coefficient.
-        pytest.param(Setup(clip_grad=0.5), 2.4e-7, -1, "fused", id="fp32-clip"),
-        # So a weight may be rounded the other way: one unit in the last place of 1.0 in fp16.
-        pytest.param(
-            Setup(dtype=torch.float16, clip_grad=0.005), 2.0**-10, 1, "some", id="fp16-both"
+    in_bf16 = Setup(dtype=BF16, grad_reduce_in_fp32=False, clip_grad=0.5)
+    cases = {
+        "fp32": Steps(weights_list=WEIGHTS),
+        "fp32-clip": Steps(setup=Setup(clip_grad=0.5), tolerance=CLIPPED),
+        "bf16": Steps(setup=Setup(dtype=BF16)),
+        "bf16-clip-bf16-gradients": Steps(setup=in_bf16, tolerance=1e-3),
+        "fp16-overflow": Steps(
+            setup=Setup(dtype=FP16, clip_grad=0.005), tolerance=1e-3, overflow_step=1
         ),
-    ],
-)
-def test_fused_update_of_shards_equals_stock(
-    setup: Setup, tolerance: float, overflow_step: int, update: str
-) -> None:
-    run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, tolerance, overflow_step, update)
+    }
+    run_megatron_ranks(3, _compare_all, cases, timeout_s=120)
+
+
+def test_fused_update_of_shards_equals_stock() -> None:
+    cases = {
+        "fp32": Steps(update="some", weights_list=WEIGHTS),
+        "bf16": Steps(setup=Setup(dtype=BF16), update="some"),
+        # The loss scale is a power of two, so to unscale rounds nothing.
+        "fp16-overflow": Steps(setup=Setup(dtype=FP16), overflow_step=1, update="some"),
+        # Norms agree to rounding, and so does what is multiplied by the clip coefficient.
+        "fp32-clip": Steps(setup=Setup(clip_grad=0.5), tolerance=CLIPPED, update="fused"),
+        # So a weight may be rounded the other way: one unit in the last place of 1.0 in fp16.
+        "fp16-both": Steps(
+            setup=Setup(dtype=FP16, clip_grad=0.005),
+            tolerance=2.0**-10,
+            overflow_step=1,
+            update="some",
+        ),
+    }
+    run_megatron_ranks(3, _compare_all, cases, timeout_s=120)
 
 
 def _steps_with_a_copy(update: str) -> list[tuple[bool, float, float]]:
@@ -135,11 +154,6 @@ def test_a_copy_of_the_embedding_overflows_but_is_in_no_norm() -> None:
         assert mine == (theirs[0], pytest.approx(theirs[1], rel=1e-6), theirs[2])
 
 
-def test_fp16_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    setup = Setup(dtype=torch.float16, clip_grad=0.005)
-    run_megatron_ranks(3, _compare_steps, WEIGHTS, setup, 1e-3, 1, timeout_s=120)
-
-
 def _train(chunk: Any, optimizer: Any, *, rows: Sequence[int], step: int) -> float:
     """One step of real forwards and backwards, one row per micro-batch; returns the norm."""
     for row in rows:
@@ -157,6 +171,18 @@ def _train(chunk: Any, optimizer: Any, *, rows: Sequence[int], step: int) -> flo
             with chunk.no_sync():
                 backward()
     return tiny_gpt.reduce_and_step(chunk, optimizer, divide_by=5.0 * tiny_gpt.SEQUENCE)[1]
+
+
+def _compare_trainings() -> None:
+    for weights in WEIGHTS[:2]:
+        for overlap in (False, True):
+            bucket_size = 2000 if overlap else None
+            setup = Setup(clip_grad=1.0, overlap=overlap, bucket_size=bucket_size)
+            try:
+                _compare_training(weights, setup)
+            except AssertionError as error:
+                error.add_note(f"shard weights {weights}, overlap {overlap}")
+                raise
 
 
 def _compare_training(weights: Sequence[float], setup: Setup) -> None:
@@ -180,11 +206,8 @@ def _compare_training(weights: Sequence[float], setup: Setup) -> None:
     assert _largest_difference(ours, stock, setup) < 1e-5
 
 
-@pytest.mark.parametrize("weights", [(3, 1, 0), (1, 1, 1)])
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_training_with_idle_ranks_equals_stock(weights: tuple[float, ...], overlap: bool) -> None:
-    setup = Setup(clip_grad=1.0, overlap=overlap, bucket_size=2000 if overlap else None)
-    run_megatron_ranks(3, _compare_training, weights, setup, timeout_s=120)
+def test_training_with_idle_ranks_equals_stock() -> None:
+    run_megatron_ranks(3, _compare_trainings, timeout_s=120)
 
 
 def _skip_large_norms() -> list[tuple[bool, int]]:
