@@ -2,7 +2,7 @@
 nodes, each with a kind of CPU of its own.
 
 `ZORSE_TEST_DEATH=1:3`: rank 1 is killed when it is told of the third measurement.
-`ZORSE_TEST_FORKS=1`: the process that builds the layers is forked, and has Megatron imported.
+Of other ranks the process that builds the layers is forked, and has Megatron imported.
 """
 
 import fcntl
@@ -126,12 +126,12 @@ def become(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
 
 def main() -> None:
     pretend()
-    if "ZORSE_TEST_FORKS" in os.environ:
+    rank, _, when = os.environ.get("ZORSE_TEST_DEATH", "").partition(":")
+    if rank != str(RANK):
         from zorse_megatron.measure.tasks import layer_process
 
         vars(layer_process)["subprocess"] = SimpleNamespace(Popen=ForkServer().popen, DEVNULL=None)
-    rank, _, when = os.environ.get("ZORSE_TEST_DEATH", "").partition(":")
-    if rank == str(RANK):
+    else:
         from zorse_megatron.measure.on_ranks import cluster_discovery, profile_run
 
         for module, name in ((cluster_discovery, "discover"), (profile_run, "measure_profile")):

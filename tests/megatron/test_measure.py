@@ -34,9 +34,8 @@ TRAINING = (
 
 
 def zorse(*words: str, death: str = "", grace_s: float = 30) -> RunResult:
-    # Only where a rank dies is the process that builds the layers a new one that imports Megatron.
-    forks = {} if death else {"ZORSE_TEST_FORKS": "1"}
-    env = {"ZORSE_TEST_NODES": "2,2", "ZORSE_TEST_DEATH": death, **forks}
+    # Only of a rank that dies is the process that builds the layers a new one, not a fork.
+    env = {"ZORSE_TEST_NODES": "2,2", "ZORSE_TEST_DEATH": death}
     return run_ranks(
         words,
         WORLD,
@@ -171,7 +170,7 @@ def test_what_megatron_itself_refuses_is_told_in_its_words(tmp_path: Path) -> No
     (tmp_path / "cluster.yaml").write_text(ONE_CPU)
     files = ("--cluster", str(tmp_path / "cluster.yaml"), "--out", str(tmp_path / "profile.json"))
     words = ("profile", "measure", *files, "--", *TRAINING, *refused)
-    env = {"ZORSE_TEST_NODES": "1", "ZORSE_TEST_FORKS": "1"}
+    env = {"ZORSE_TEST_NODES": "1"}
     result = run_ranks(words, 1, entry="tests.megatron.measure_entry", timeout_s=60, env=env)
     (output,) = result.outputs
     assert result.returncodes == (1,), output

@@ -102,12 +102,12 @@ def assert_named(result: RunResult, dead: int, name: str, *, tracebacks: int) ->
         ),
         (
             "start:2:1",
-            "2|1|2",
-            "rank 2 (group 1, layers 1 to 2) was killed by signal 9 (SIGKILL) at its start",
+            "2|1",
+            "rank 2 (group 1, layers 1 to 3) was killed by signal 9 (SIGKILL) at its start",
         ),
         (
             "meet:0:1",
-            "2|1|2",
+            "2|1",
             "rank 0 (group 0, layers 0) was killed by signal 9 (SIGKILL) while the ranks",
         ),
     ],

@@ -19,10 +19,10 @@ from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 CLUSTER = parse_cluster(
     b"nodes:\n"
     b"  - {name: a, gpus: 1 x T4, nics: 1 Gb/s}\n"
-    b"  - {name: b, gpus: 3 x L4, nics: 1 Gb/s}\n"
-    b"  - {name: c, gpus: 2 x T4, nics: 1 Gb/s}\n"
+    b"  - {name: b, gpus: 2 x L4, nics: 1 Gb/s}\n"
 )
-SAY_WHICH = ("sh", "-c", "echo $ZORSE_NODE_NAME $LOCAL_RANK $RANK $WORLD_SIZE")
+SAY_WHICH = "echo this is $ZORSE_NODE_NAME $LOCAL_RANK $RANK $WORLD_SIZE"
+ENTRY = f"exec {shlex.quote(sys.executable)} -m tests.ranks.watched_entry"
 
 
 def free_port() -> int:
@@ -31,33 +31,19 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_nodes_with_unequal_numbers_of_gpus() -> None:
-    port = free_port()
-    training = TrainingCommand(words=SAY_WHICH, resumes=False)
-    text = torchrun_lines(CLUSTER, training, master_address="127.0.0.1", master_port=port)
-    lines = [shlex.split(line) for line in text.splitlines() if line and line[0] != "#"]
-    started = []
-    for node, (_, program, *words) in zip(CLUSTER.nodes, lines, strict=True):
-        assert program == "torchrun"
-        cut = words.index("-m")
-        assert words[cut + 1] == MODULE
-        started.append(
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", *words[:cut]),
-                    *("--no-python", *words[cut + 2 :]),
-                ],
-                env=os.environ | {"ZORSE_NODE_NAME": node.name, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-    said = "".join(process.communicate(timeout=120)[0] for process in started)
-    assert sorted(line.split() for line in said.splitlines()) == sorted(
-        [node.name, str(local), str(node.first_rank + local), str(CLUSTER.world_size)]
-        for node in CLUSTER.nodes
-        for local in range(len(node.gpu_kinds))
-    )
+def torchrun_words() -> list[list[str]]:
+    """For each node what it gives torchrun, with a command that is no Megatron."""
+    command = ("sh", "-c", f"{SAY_WHICH}; {ENTRY}")
+    training = TrainingCommand(words=command, resumes=False)
+    text = torchrun_lines(CLUSTER, training, master_address="127.0.0.1", master_port=free_port())
+    found = []
+    for line in text.splitlines():
+        if line and line[0] != "#":
+            _, program, *words = shlex.split(line)
+            cut = words.index("-m")
+            assert (program, words[cut + 1]) == ("torchrun", MODULE)
+            found.append([*words[:cut], "--no-python", *words[cut + 2 :]])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -71,26 +57,28 @@ def test_nodes_with_unequal_numbers_of_gpus() -> None:
 def test_names_a_dead_rank_of_two_nodes(
     deaths: str, named: str, status: int, tmp_path: Path
 ) -> None:
-    """With torchrun's own grace; rank 0 is on another node."""
-    port, started = free_port(), []
-    for node, num_ranks in enumerate((1, 2)):
-        words = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", str(num_ranks)]
-        words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        started.append(
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", *words),
-                    *("-m", "tests.ranks.watched_entry"),
-                ],
-                env=os.environ | watched_environment(deaths, tmp_path) | {"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+    """With torchrun's own grace; nodes have unequal numbers of GPUs, rank 0 is on the other one."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            env=os.environ
+            | watched_environment(deaths, tmp_path)
+            | {"ZORSE_NODE_NAME": node.name, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
+        for node, words in zip(CLUSTER.nodes, torchrun_words(), strict=True)
+    ]
     outputs = [process.communicate(timeout=60)[0] for process in started]
     assert all(process.returncode for process in started)
-    said = [line for output in outputs for line in output.splitlines() if "zorse: error" in line]
+    lines = [line for output in outputs for line in output.splitlines()]
+    assert sorted(line.split()[2:] for line in lines if line.startswith("this is ")) == sorted(
+        [node.name, str(local), str(node.first_rank + local), str(CLUSTER.world_size)]
+        for node in CLUSTER.nodes
+        for local in range(len(node.gpu_kinds))
+    )
+    said = [line for line in lines if "zorse: error" in line]
     assert len(said) == 1 and named in said[0], outputs
     # torchrun blames the same rank: it is the first that it has seen to end.
     first = outputs[1][outputs[1].index("first observed failure") :]
