@@ -70,7 +70,7 @@ def start_bytes(sizes: list[int], share: float) -> int:
 @pytest.mark.parametrize("num_chunks", [1, 4])
 def test_start_is_the_closed_form(num_chunks: int, corpus: Path, tmp_path: Path) -> None:
     sizes = chunk_bytes(num_chunks)
-    assert start_bytes(sizes, SHARE) <= closed_form(sizes, SHARE, late=True), "as in a step"
+    assert start_bytes(sizes, SHARE) <= closed_form(sizes, SHARE), "as in a step"
     for found in counted(few_passes(num_chunks), corpus, tmp_path):
         assert found["start"] == start_bytes(sizes, SHARE) + SCALARS_BYTES
 
