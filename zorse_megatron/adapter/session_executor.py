@@ -8,6 +8,7 @@ import torch
 from megatron.training import get_args
 
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.groups.plan_communicator import PlanCommunicator
 from zorse_megatron.adapter.groups.process_groups import PlanGroups
 from zorse_megatron.adapter.memory.session_memory import make_ledger
 from zorse_megatron.runtime.executor import Executor
@@ -25,11 +26,18 @@ if TYPE_CHECKING:
 
 def make_executor(session: "PlanSession", config: Any, models: Mapping[int, Any]) -> Executor:
     """Make it; a collective call. `config`: of the model; `models`: chunk -> wrapped model."""
+    communicator = PlanCommunicator(
+        session.plan,
+        rank=session.rank,
+        actions=session.training.ranks[session.rank],
+        config=config,
+        mailbox=_mailbox(session, config),
+    )
     executor = Executor(
         micro_batches=session.micro_batches,
         chunks=session.chunks,
         last_chunk=session.num_chunks - 1,
-        mailbox=_mailbox(session, config),
+        mailbox=communicator.mailbox,
         trace=session.trace,
         enter=session.enter,
     )
