@@ -277,11 +277,11 @@ def _choices(
             stage = _Stage(ranks, layers, size, recomputes)
             key = (places, layers, size, recomputes, ends)
             if key not in prices:
-                prices[key] = _price(inputs, stage, ends)
+                price = _price(inputs, stage, ends)
+                is_vain = price is not None and _keeps_all(inputs, stage, price, ends)
+                prices[key] = None if is_vain else price
             price = prices[key]
-            if price is None or _keeps_all(inputs, stage, price, ends):
-                continue
-            if price.shares not in seen:
+            if price is not None and price.shares not in seen:
                 seen.append(price.shares)
                 yield stage, price
 
