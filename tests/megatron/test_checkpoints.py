@@ -1,8 +1,8 @@
 """Checkpoints carry over: from any plan to any plan, to stock Megatron and back.
 
-A run saves after 1 of 3 steps; another one resumes there. Its curve must equal that of the run that
-saved and went on (fp32: 1e-5): the first loss shows the weights, the second one what the optimizer
-knew.
+A run saves after 2 of 4 steps; another one resumes there. Its curve must equal that of the run that
+saved and went on (fp32: 1e-5). The second step is the first to change weights; of the other run the
+first loss shows these, and the second one what the optimizer knew.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from tests.shared import directory_of, name_of
 from zorse_megatron.schema.plan.plan import Plan
 
 MAX_DIFFERENCE = 1e-5
-SAVED, STEPS = 1, 3
+SAVED, STEPS = 2, 4
 PIPELINE_2 = ("--pipeline-model-parallel-size", "2")
 
 # name -> plan, or stock's flags and world size.
@@ -110,7 +110,8 @@ def test_resumes(by: str, then: str, tied: bool, saved: Saved) -> None:
     assert_same_rest(saved.resume(then, directory, *more), uninterrupted)
 
 
-FP16 = ("--fp16", "--initial-loss-scale", "4096")
+FP16 = ("--fp16", "--initial-loss-scale", "64")  # nothing overflows
+OTHER_SCALE = ("--initial-loss-scale", "16")
 DISTRIBUTED_OPTIMIZER = (
     "--bf16",
     "--use-distributed-optimizer",
@@ -134,9 +135,9 @@ def test_resumes_with_main_weights_and_loss_scale(
 ) -> None:
     """Main weights, moments, step and loss scale are whole: the same plan goes on bit for bit."""
     directory, uninterrupted = saved.by(plan, *flags)
-    resumed = saved.resume(plan, directory, *flags)
+    resumed = saved.resume(plan, directory, *flags, *OTHER_SCALE)
     assert resumed.steps == uninterrupted.steps[SAVED:]
-    found = saved.resume(other, directory, *flags)
+    found = saved.resume(other, directory, *flags, *OTHER_SCALE)
     # Another plan adds up in another order, so from the second step on 16 bits may differ.
     assert found.losses[0] == pytest.approx(uninterrupted.losses[SAVED], abs=2e-3)
     assert found.steps[0]["loss_scale"] == uninterrupted.steps[SAVED]["loss_scale"]

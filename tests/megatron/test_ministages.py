@@ -116,7 +116,7 @@ def assert_same_bits(run: Recorded, other: Recorded, name: str) -> None:
 
 def test_moving_memory_changes_no_bit(corpus: Path) -> None:
     """Against the same plan with everything resident; clipping is off, whose norm sums by shard."""
-    flags = flags_for(corpus, *UNTIED, *MASKED, *NO_CLIP, steps=2)
+    flags = flags_for(corpus, *UNTIED, *MASKED, *NO_CLIP)
     resident = plan_run(RESIDENT, flags)
     for name, (plan, options) in MOVES.items():
         assert_same_bits(plan_run(plan, flags, **options), resident, name)
@@ -125,10 +125,13 @@ def test_moving_memory_changes_no_bit(corpus: Path) -> None:
 def test_moving_memory_changes_no_bit_of_main_parameters(corpus: Path) -> None:
     """One group in fp16, one in bf16; the first step overflows in fp16 and is skipped."""
     scale = ("--bf16", "--initial-loss-scale", "16384", "--hysteresis", "1")
-    flags = flags_for(corpus, *UNTIED, *MASKED, *NO_CLIP, *scale, steps=4)
+    # The first step that is not skipped changes weights too.
+    more = (*NO_CLIP, *scale, "--lr-warmup-iters", "0")
+    flags = flags_for(corpus, *UNTIED, *MASKED, *more, steps=6)
     types = ("fp16", "bf16")
     resident = plan_run(computing_in(RESIDENT, *types), flags)
-    assert resident.steps[0]["skipped"] and not resident.steps[-1]["skipped"], "needs both"
+    skipped = [step["skipped"] for step in resident.steps]
+    assert skipped[0] and sum(skipped) < len(skipped) - 1, "the test needs both"
     moved = plan_run(computing_in(in_the_host(TWO_BY_TWO), *types), flags, **PIECES)
     assert_same_bits(moved, resident, "all in the host, in small pieces")
 

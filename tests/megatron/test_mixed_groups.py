@@ -13,11 +13,13 @@ from tests.megatron.comparison import (
     GLOBAL_BATCH_SIZE,
     LAYOUTS,
     computing_in,
+    plan_of,
     plan_run,
+    replica,
     run_recorded,
 )
 from tests.megatron.small_run import TOKENIZER_FLAGS
-from tests.megatron.test_mixed_precision import LOW_SCALE, THREE_TYPES, flags
+from tests.megatron.test_mixed_precision import SINGLE_SAMPLES, flags
 from tests.unit.planner_cases import simulated
 from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.planner.find_plan import find_plan
@@ -30,6 +32,13 @@ SAVED, STEPS = 2, 4
 MAIN = "optimizer.state.fp32_param."
 
 
+# So low that nothing overflows.
+LOW_SCALE = ("--bf16", "--initial-loss-scale", "16")
+THREE_TYPES = ("bf16", "fp16", "fp32")
+IN_A_ROW = computing_in(
+    plan_of(*(((replica(rank, 1, 8),), layers) for rank, layers in enumerate((1, 2, 1)))),
+    *THREE_TYPES,
+)
 OTHERWISE = computing_in(LAYOUTS["1|2"], "fp32", "bf16")
 
 
@@ -47,7 +56,7 @@ def test_an_overflow_in_one_group_skips_the_step_in_all_and_runs_repeat_bit_for_
     """At this scale fp16 overflows; bf16 and fp32 would not."""
     scale = ("--bf16", "--initial-loss-scale", "4096", "--hysteresis", "1")
     command = flags(corpus, scale, 1, 6, "--clip-grad", "0")
-    plan = sending_in_16_bits(THREE_TYPES)
+    plan = sending_in_16_bits(computing_in(SINGLE_SAMPLES["2|1|2"], *THREE_TYPES))
     run = plan_run(plan, command)
     # The second time shards are updated in one pass each, which changes no bit on a CPU where
     # nothing is clipped; only the norm is summed otherwise.
@@ -105,10 +114,10 @@ def resaved(plan: Plan, source: Path, target: Path, corpus: Path, *more: str) ->
 def test_checkpoints_cross_between_types(corpus: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     save = ("--save", str(there), "--save-interval", str(SAVED))
-    uninterrupted = plan_run(THREE_TYPES, flags(corpus, LOW_SCALE, 1, STEPS, *save))
+    uninterrupted = plan_run(IN_A_ROW, flags(corpus, LOW_SCALE, 1, STEPS, *save))
     from_there = ("--load", str(there), "--ckpt-step", str(SAVED))
     command = flags(corpus, LOW_SCALE, 1, STEPS, *from_there)
-    resumed = plan_run(THREE_TYPES, command)
+    resumed = plan_run(IN_A_ROW, command)
     assert resumed.steps == uninterrupted.steps[SAVED:]
     # Other groups in other types hold the same state, to the bit.
     saved = tensors_in(there)
@@ -137,7 +146,7 @@ nodes:
 
 
 def test_what_the_planner_writes_for_two_generations_runs(corpus: Path, tmp_path: Path) -> None:
-    """Unchanged, under a command that says no type; `test_mixed_precision` says how exactly."""
+    """Unchanged, under a command that says no type; `test_loss_scale` says how exactly."""
     inputs = make_inputs(
         parse_cluster(CLUSTER),
         shape_from_flags([*BASE_FLAGS, *TOKENIZER_FLAGS]),

@@ -17,7 +17,6 @@ from tests.megatron.comparison import (
     BASE_FLAGS,
     LAYOUTS,
     Recorded,
-    computing_in,
     plan_of,
     plan_run,
     replica,
@@ -25,7 +24,7 @@ from tests.megatron.comparison import (
 )
 from tests.megatron.small_run import TOKENIZER_FLAGS
 
-STEPS = 4
+STEPS = 6
 FP16_ROUNDING, BF16_ROUNDING = 2**-11, 2**-8
 BF16 = ("--bf16",)
 # From this loss scale the first steps overflow and must be skipped by all groups.
@@ -42,12 +41,8 @@ SINGLE_SAMPLES = {
         ((replica(3, 1, 7), replica(4, 1, 1, 0.3)), 1),
     ),
 }
-THREE_TYPES = computing_in(SINGLE_SAMPLES["2|1|2"], "bf16", "fp16", "fp32")
-# So low that nothing overflows.
-LOW_SCALE = ("--bf16", "--initial-loss-scale", "16")
 CASES = {
     "bf16, one sample: 3|2": (BF16, SINGLE_SAMPLES["3|2"], BF16_ROUNDING),
-    "bf16, other sizes: 2|1|2": (BF16, LAYOUTS["2|1|2"], BF16_ROUNDING),
     "fp16, one sample: 2|1|2": (FP16, SINGLE_SAMPLES["2|1|2"], FP16_ROUNDING),
     "fp16, other sizes: 5, one idle": (FP16, LAYOUTS["5, one idle"], FP16_ROUNDING),
 }
@@ -86,9 +81,3 @@ def test_follows_stock_within_rounding(name: str, corpus: Path) -> None:
     for parameter, copies in run.final.items():
         assert all(torch.equal(copy, copies[0]) for copy in copies), parameter
         assert bool(copies[0].isfinite().all()), parameter
-
-
-def test_groups_of_three_types_follow_stock_in_fp32(corpus: Path) -> None:
-    run = plan_run(THREE_TYPES, flags(corpus, LOW_SCALE, 1, STEPS))
-    stock = stock_run(tuple(flags(corpus, (), 1, STEPS)))
-    assert run.losses == pytest.approx(stock.losses, rel=BF16_ROUNDING)
