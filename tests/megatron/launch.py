@@ -20,6 +20,7 @@ from zorse_megatron.doctor.rank_jobs import RankJob, spawned_statuses
 from zorse_megatron.emulate.forks.fork_client import (
     GRACE_AFTER_FAILURE_S,
     ForkClient,
+    ForkedEnd,
     ForkedJob,
     output_of,
     tail_of,
@@ -92,7 +93,7 @@ class MegatronServer:
         if ON_GPU:
             return _on_gpu(argv, world_size, entry, timeout_s, dict(env or {}))
         with tempfile.TemporaryDirectory(prefix="zorse-ranks-") as output_dir:
-            end = self._client.run(
+            end = self.run_job(
                 ForkedJob(
                     entry=entry,
                     argv=[str(word) for word in argv],
@@ -112,6 +113,10 @@ class MegatronServer:
         if end.timed_out:
             raise rank_failure(f"The ranks have not ended after {timeout_s} s", result)
         return result
+
+    def run_job(self, job: ForkedJob) -> ForkedEnd:
+        """Run a job to its end."""
+        return self._client.run(job)
 
     def close(self) -> None:
         """End the server, and with it whatever it still runs."""

@@ -1,6 +1,6 @@
 """Forks the ranks of the tests' jobs: see `zorse_megatron.emulate.forks.fork_server`.
 
-Started by `launch.MegatronServer`. It has more imported than one for a user's ranks has.
+Started by `launch.MegatronServer`. It has what one for a user's emulated ranks has, and more.
 """
 
 import importlib
@@ -8,6 +8,7 @@ import pkgutil
 import sys
 
 from zorse_megatron.emulate.forks.fork_server import serve
+from zorse_megatron.emulate.on_ranks import server_main
 
 # What a run imports of this project, most of it late: after the plan and Megatron's flags are read.
 RUN_PACKAGES = ("schema", "schedules", "runtime", "adapter", "flags", "watch")
@@ -20,22 +21,11 @@ def preload() -> None:
     from zorse_megatron.adapter.cpu import cpu_mode
 
     if cpu_mode.needed():
-        cpu_mode.enable()
-    import zorse_megatron.pretrain  # noqa: F401
-    from zorse_megatron.adapter.patches.registry import REGISTRY
-    from zorse_megatron.adapter.preload import (
-        hooks_of_forked_ranks,
-        import_late_modules_of_stock,
-        remember_flags,
-    )
-
+        server_main.preload()
     for name in RUN_PACKAGES:
         package = importlib.import_module(f"zorse_megatron.{name}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    import_late_modules_of_stock()
-    REGISTRY.apply(hooks_of_forked_ranks())
-    remember_flags()
     # Each rank shuffles all documents three times, which takes longer than to train on some.
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 

@@ -3,24 +3,27 @@
 Every duration is one of the emulated cluster, so it does not depend on how busy this machine is.
 """
 
-import contextlib
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
+from tests.megatron.launch import default_server
 from tests.megatron.set_plans import set_of
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.simulation import peaks_without
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
-from zorse_megatron.emulate.jobs import emulator as jobs_emulator
+from zorse_megatron.emulate.jobs import rank_server
 from zorse_megatron.emulate.jobs.emulator import System, emulator
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
+from zorse_megatron.emulate.on_ranks import server_main
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
@@ -60,6 +63,21 @@ def changed(plan, recompute=None, **offload):
 
 
 FULL = Recompute(mode="full")
+
+
+def client_of_tests(module):
+    """In place of the process that `RankServer` starts: the one that forks the tests' ranks.
+
+    That one preloads as this one does.
+    """
+    assert module == server_main.__name__
+    return SimpleNamespace(run=default_server().run_job, close=lambda: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_server():
+    with patch.object(rank_server, "ForkClient", client_of_tests):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +133,11 @@ def test_stock_pipeline_takes_what_1f1b_takes(lab):
     ("plan", "tolerance"),
     [
         pytest.param(UNEVEN, 0.002, id="1f1b"),
-        pytest.param(changed(UNEVEN, FULL, activations=True), 0.002, id="inputs in the host"),
-        pytest.param(changed(UNEVEN, optimizer_state=True), 0.002, id="state in the host"),
+        pytest.param(
+            changed(UNEVEN, FULL, activations=True, optimizer_state=True),
+            0.002,
+            id="inputs and state in the host",
+        ),
         pytest.param(MINISTAGES, 0.02, id="ministages"),
         pytest.param(
             changed(MINISTAGES, FULL, parameters=True, optimizer_state=True, activations=True),
@@ -238,10 +259,9 @@ MODEL_FLAGS = (
 )
 
 
-def test_the_commands(lab, tmp_path, monkeypatch):
+def test_the_commands(tmp_path, monkeypatch):
     """Compare on a lab whose rank 1 is slower than the planner believes; then emulate its plan."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jobs_emulator, "RankServer", lambda: contextlib.nullcontext(lab.server))
     Path("cluster.yaml").write_text(LAB)
     common = ("--cluster", "cluster.yaml", "--model", MODEL_FLAGS, "--iterations", "2")
     slow = ("--slow-rank", "1=1.5", "--json")
