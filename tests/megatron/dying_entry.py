@@ -1,9 +1,9 @@
 """The recording entry, but one rank dies: `ZORSE_TEST_DEATH=<how>:<rank>:<when>`.
 
 `kill:1:5` - rank 1 is killed in the middle of its fifth step; `raise:1:5` - it fails there by an
-error of its own; `oom:1:5` - its device has no memory left there (`oom-forward`, `oom-step`: in a
-forward or in STEP, not in a backward); `host:1:5` - it may not take any more host memory from there
-on; `save:1:2` - it is killed in the middle of its second checkpoint.
+error of its own; `oom:1:5` - its device has no memory left there (`oom-step`: in STEP, not in a
+backward); `host:1:5` - it may not take any more host memory from a forward on; `save:1:2` - it is
+killed in the middle of its second checkpoint.
 """
 
 import os
@@ -81,7 +81,7 @@ if __name__ == "__main__":
         else:
             from zorse_megatron.runtime.executor import Executor
 
-            where = {"host": "_forward", "oom-forward": "_forward", "oom-step": "_on_state"}
+            where = {"host": "_forward", "oom-step": "_on_state"}
             name = where.get(HOW, "_backward")
             setattr(Executor, name, dying(getattr(Executor, name)))
     record()

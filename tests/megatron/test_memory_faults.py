@@ -83,7 +83,6 @@ def without_fault(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     ("fault", "plan", "place"),
     [
         ("oom:2:3", BOTH_ENDS, "rank 2 at 1B0 (chunk 1)"),
-        ("oom-forward:0:3", IN_HOST, "rank 0 at 0F0 (chunk 0)"),
         ("oom-step:1:3", IN_HOST, "rank 1 at STEP"),
     ],
 )
