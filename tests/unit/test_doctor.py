@@ -407,7 +407,7 @@ def test_what_is_over_its_time_is_ended(tmp_path):
     started_s = time.monotonic()
     with pytest.raises(RankFailure) as raised:
         SpawnedRanks().run(job)
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 30
     assert [problem.found for problem in raised.value.problems] == ["no end in 1 s"] * 2
     assert _ranks_in(tmp_path) == []
 
@@ -427,19 +427,19 @@ def test_no_rank_survives_its_doctor(number, status, tmp_path):
     with subprocess.Popen([sys.executable, "-c", code]) as doctor:
         _until(lambda: len(_ranks_in(tmp_path)) == 2)
         doctor.send_signal(number)
-        assert doctor.wait(10) == status
+        assert doctor.wait(60) == status
     try:
-        _until(lambda: not _ranks_in(tmp_path), 5.0)
+        _until(lambda: not _ranks_in(tmp_path))
     finally:
         for pid in _ranks_in(tmp_path):
             os.kill(int(pid), signal.SIGKILL)
 
 
-def _until(holds, limit_s=20.0):
+def _until(holds, limit_s=60.0):
     until_s = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < until_s
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 def _ranks_in(directory):
