@@ -179,6 +179,21 @@ def test_model_that_differs_in_what_megatron_derives(tmp_path: Path) -> None:
     assert_refused(result, "--ffn-hidden-size", "found 128", "expected 96", "--padded-vocab-size")
 
 
+def test_parts_of_a_vocabulary_that_only_megatron_knows(tmp_path: Path) -> None:
+    """Taken for proportions, they would give the ranks of the set rows that overlap."""
+    plan = good_plan()
+    plan["model"].pop("vocab_size", None)
+    plan["groups"][0]["replicas"] = [
+        {
+            **first_replica(plan),
+            **{"ranks": [0, 1], "micro_batch_size": 2, "num_microbatches": 4},
+            "parts": {"vocabulary_rows": [3, 1]},
+        }
+    ]
+    result = run_plan(json.dumps(plan), tmp_path)
+    assert_refused(result, "parts: found [3, 1], 4 rows of the vocabulary in all", "expected 256")
+
+
 def test_unsupported_megatron_version(tmp_path: Path) -> None:
     result = run_ranks(
         [*FLAGS, "--zorse-plan", str(tmp_path / "plan.json")],

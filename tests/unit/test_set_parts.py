@@ -16,7 +16,7 @@ from zorse_megatron.flags.flags_against_sets import set_flag_problems
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schedules.set_parts import SetParts
 from zorse_megatron.schedules.tensor_parts import cut_part, owned_blocks, whole_blocks_of
-from zorse_megatron.schema.plan.plan import Parts, Plan
+from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Parts, Plan
 from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
@@ -161,6 +161,8 @@ def test_flags_that_sets_cannot_keep_are_refused() -> None:
     ]
     (gated,) = flag_problems(plan, swiglu=True, save="checkpoints")
     assert gated.startswith("groups[0].replicas[0].parts.mlp_columns: [8, 0] with --swiglu")
+    (also,) = flag_problems(plan, quick_geglu=True, pretrained_checkpoint="checkpoints")
+    assert "[8, 0] with --quick-geglu and --pretrained-checkpoint" in also
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     assert flag_problems(plan, **fused) == [
         "--cross-entropy-fusion-impl: te, with unequal parts of the vocabulary"
@@ -169,6 +171,25 @@ def test_flags_that_sets_cannot_keep_are_refused() -> None:
     assert "33 positions of a sequence" in split
     (rows,) = flag_problems(plan, padded_vocab_size=17)
     assert "16 rows of the vocabulary in all" in rows
+
+
+def chain(*sets: tuple[int, ...]) -> Plan:
+    """One group and one layer for each set."""
+    groups = tuple(plan_with(ranks).groups[0] for ranks in sets)
+    chunks = tuple(Chunk(group=n, layers=(n, n + 1)) for n in range(len(sets)))
+    model = ModelFingerprint(num_layers=len(sets))
+    return replace(plan_with(sets[0]), model=model, groups=groups, chunks=chunks)
+
+
+def test_masks_do_not_reach_all_ranks_of_sets_in_between() -> None:
+    """Stock's `get_batch_on_this_tp_rank` broadcasts them on the first and the last stage."""
+    between, ends = chain((0,), (1, 2), (3,)), chain((0, 1), (2,), (3, 4))
+    (found,) = flag_problems(between, reset_attention_mask=True)
+    assert found.startswith("--reset-attention-mask: the flag, with a tensor-parallel set in")
+    assert "groups[1].replicas[0].ranks" in found
+    assert flag_problems(ends, reset_attention_mask=True) == []
+    without = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}
+    assert flag_problems(between, **without) == []
 
 
 def test_a_plan_without_sets_asks_nothing_of_the_flags() -> None:

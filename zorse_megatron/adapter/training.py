@@ -46,6 +46,7 @@ from zorse_megatron.adapter.recording.record_files import RecordFiles, check_rec
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.flags_against_plan import model_flag_problems
+from zorse_megatron.flags.flags_against_sets import set_flag_problems
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_link import HostLink
@@ -62,7 +63,8 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     plans or are on other GPUs than planned, CheckpointError when no checkpoint can be loaded.
     """
     args = get_args()
-    problems = model_flag_problems(args, run.plan)
+    # Again, as Megatron has derived sizes since: of the MLP, of the vocabulary.
+    problems = [*model_flag_problems(args, run.plan), *set_flag_problems(args, run.plan)]
     if problems:
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)

@@ -49,16 +49,8 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             expected="native",
             remedy="Transformer Engine's cross entropy takes it that all parts are equal.",
         )
-    stores = getattr(args, "save", None) or getattr(args, "load", None)
-    for where, replica in sets_of(plan) if stores and getattr(args, "swiglu", False) else ():
-        columns = replica.parts.mlp_columns if replica.parts else None
-        if columns is not None and 0 in columns:
-            yield Problem(
-                where=where.replace(".ranks", ".parts.mlp_columns"),
-                found=f"{list(columns)} with --swiglu, --save or --load",
-                expected="at least 1 for each rank",
-                remedy="Megatron cannot describe a gated MLP without columns in a checkpoint.",
-            )
+    yield from _mask_problems(args, plan)
+    yield from _gated_problems(args, plan)
     # A plan that knows its model has been checked by itself.
     known = plan.model
     yield from set_problems(
@@ -74,6 +66,45 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             else None,
         ),
     )
+
+
+def _mask_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
+    """Scripts broadcast masks in sets of the first and of the last stage only.
+
+    Source: `megatron.core.utils.get_batch_on_this_tp_rank`; other ranks of a set in between would
+    attend by a mask that nobody has written.
+    """
+    if not getattr(args, "reset_attention_mask", False):
+        return
+    if not getattr(args, "create_attention_mask_in_dataloader", True):
+        return
+    between = {chunk.group for chunk in plan.chunks[1:-1]}
+    for where, _ in sets_of(plan):
+        if any(where.startswith(f"groups[{number}].") for number in between):
+            yield Problem(
+                where=spelling_of("reset_attention_mask"),
+                found=f"the flag, with a tensor-parallel set in {where}, whose group holds a chunk "
+                "that is neither the first nor the last",
+                expected="no such flag",
+                remedy="Remove the flag, or use replicas of one rank for the chunks in between: "
+                "Megatron hands masks to the sets of the first and the last stage only.",
+            )
+            return
+
+
+def _gated_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
+    """Ranks without columns of a gated MLP, where a checkpoint would describe them."""
+    gates = [name for name in ("swiglu", "quick_geglu") if getattr(args, name, False)]
+    stores = [each for each in ("save", "load", "pretrained_checkpoint") if getattr(args, each, None)]
+    for where, replica in sets_of(plan) if gates and stores else ():
+        columns = replica.parts.mlp_columns if replica.parts else None
+        if columns is not None and 0 in columns:
+            yield Problem(
+                where=where.replace(".ranks", ".parts.mlp_columns"),
+                found=f"{list(columns)} with {spelling_of(gates[0])} and {spelling_of(stores[0])}",
+                expected="at least 1 for each rank",
+                remedy="Megatron cannot describe a gated MLP without columns in a checkpoint.",
+            )
 
 
 def _fuses_in_te(args: Namespace) -> bool:
