@@ -16,7 +16,7 @@ from zorse_megatron.flags.flags_against_sets import set_flag_problems
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schedules.set_parts import SetParts
 from zorse_megatron.schedules.tensor_parts import cut_part, owned_blocks, whole_blocks_of
-from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Parts, Plan
+from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Parts, Plan
 from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
@@ -190,6 +190,15 @@ def test_masks_do_not_reach_all_ranks_of_sets_in_between() -> None:
     assert flag_problems(ends, reset_attention_mask=True) == []
     without = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}
     assert flag_problems(between, **without) == []
+
+
+def test_replicas_that_cut_layers_differently_have_no_hashes_to_compare() -> None:
+    hashes = {"check_weight_hash_across_dp_replicas_interval": 2}
+    alike = chain((0, 1), (2,))
+    assert flag_problems(alike, **hashes) == []
+    other = Group(replicas=(*alike.groups[0].replicas, *alike.groups[1].replicas))
+    (found,) = flag_problems(replace(alike, groups=(other,)), **hashes)
+    assert "2, with replicas in groups[0] that cut layers differently" in found
 
 
 def test_a_plan_without_sets_asks_nothing_of_the_flags() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.table import defaults, spelling_of
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 from zorse_megatron.schema.plan.set_rules import DividedSizes, set_problems, sets_of
 
 # Argument -> values with which ranks of a set compute what one rank computes, and what to do.
@@ -50,6 +51,7 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             remedy="Transformer Engine's cross entropy takes it that all parts are equal.",
         )
     yield from _mask_problems(args, plan)
+    yield from _hash_problems(args, plan)
     yield from _gated_problems(args, plan)
     # A plan that knows its model has been checked by itself.
     known = plan.model
@@ -92,10 +94,28 @@ def _mask_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             return
 
 
+def _hash_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
+    """Stock compares hashes over the data-parallel group, where unlike replicas hold other parts.
+
+    Source: `megatron.core.utils.check_param_hashes_across_dp_replicas`.
+    """
+    interval = getattr(args, "check_weight_hash_across_dp_replicas_interval", None)
+    unlike = [n for n, group in enumerate(plan.groups) if not holds_equal_parts(group)]
+    if interval is not None and unlike:
+        yield Problem(
+            where=spelling_of("check_weight_hash_across_dp_replicas_interval"),
+            found=f"{interval}, with replicas in groups[{unlike[0]}] that cut layers differently",
+            expected="no such flag",
+            remedy="Remove the flag: such replicas have no parameters in common to compare.",
+        )
+
+
 def _gated_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
     """Ranks without columns of a gated MLP, where a checkpoint would describe them."""
     gates = [name for name in ("swiglu", "quick_geglu") if getattr(args, name, False)]
-    stores = [each for each in ("save", "load", "pretrained_checkpoint") if getattr(args, each, None)]
+    stores = [
+        each for each in ("save", "load", "pretrained_checkpoint") if getattr(args, each, None)
+    ]
     for where, replica in sets_of(plan) if gates and stores else ():
         columns = replica.parts.mlp_columns if replica.parts else None
         if columns is not None and 0 in columns:
