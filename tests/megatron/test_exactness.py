@@ -43,7 +43,8 @@ CANONICAL = "2|1|2"
 # A tied embedding is the harder one, whose gradients and copies two groups have; random plans are
 # of both kinds.
 FOLLOWING = (
-    *((name, True) for name in LAYOUTS if name not in ("2|1", "1|2")),
+    *((name, True) for name in ("2|1|2", "1|1|1|1", "4", "1|3|1, ends inside")),
+    ("2|3, idle at the end", True),
     *((name, False) for name in ("1|2", "1|3|1, ends inside")),
 )
 

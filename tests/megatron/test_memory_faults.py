@@ -55,7 +55,7 @@ def run_with_fault(plan: Plan, work: Path, *more: str, fault: str = "none:0:0") 
 def flags(work: Path) -> list[str]:
     return [
         *BASE_FLAGS,
-        *("--train-iters", "4", "--mock-data", "--split", "90,5,5", *TOKENIZER_FLAGS, *UNTIED),
+        *("--train-iters", "3", "--mock-data", "--split", "90,5,5", *TOKENIZER_FLAGS, *UNTIED),
         *("--zorse-plan", str(work / "plan.json")),
     ]
 
@@ -118,7 +118,7 @@ def test_a_shard_that_starves_its_rank(tmp_path: Path) -> None:
     limit = str((totals[0] - 1) / 1e9)
     result = run_with_fault(STARVING, tmp_path, "--zorse-memory-limit", limit)
     assert_said(result, 0, "rank 0 at", "bytes", "optimizer state")
-    assert_latest(tmp_path / "checkpoints", 4)  # of the first run
+    assert_latest(tmp_path / "checkpoints", 3)  # of the first run
 
 
 def test_a_chunk_that_is_larger_than_the_device(tmp_path: Path) -> None:

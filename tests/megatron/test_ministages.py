@@ -49,7 +49,6 @@ from tests.strategies import lowerable_plans
 from zorse_megatron.schema.plan.plan import Plan, Schedule
 
 PLANS = {
-    "breadth first": TWO_BY_TWO,
     "interleaved, each replica its own": each_its_own(
         with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved"))
     ),
