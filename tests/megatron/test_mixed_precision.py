@@ -22,7 +22,9 @@ from tests.megatron.comparison import (
     replica,
     stock_run,
 )
+from tests.megatron.set_plans import set_of
 from tests.megatron.small_run import TOKENIZER_FLAGS
+from zorse_megatron.schema.plan.plan import Parts
 
 STEPS = 6
 FP16_ROUNDING, BF16_ROUNDING = 2**-11, 2**-8
@@ -81,3 +83,14 @@ def test_follows_stock_within_rounding(name: str, corpus: Path) -> None:
     for parameter, copies in run.final.items():
         assert all(torch.equal(copy, copies[0]) for copy in copies), parameter
         assert bool(copies[0].isfinite().all()), parameter
+
+
+def test_sets_follow_stock_within_rounding(corpus: Path) -> None:
+    """Unequal parts, sets of two and three ranks: steps are skipped on all of them together."""
+    two = Parts(kv_groups=(1, 3), mlp_columns=(50, 78), vocabulary_rows=(99, 157))
+    three = Parts(kv_groups=(1, 1, 2), mlp_columns=(40, 41, 47), vocabulary_rows=(1, 200, 55))
+    plan = plan_of(
+        ((set_of((0, 1), 2, 4, parts=two),), 2), ((set_of((2, 3, 4), 4, 2, parts=three),), 2)
+    )
+    run = plan_run(plan, flags(corpus, FP16, 1, STEPS))
+    assert_follows(run, stock_run(tuple(flags(corpus, FP16, 1, STEPS))), FP16_ROUNDING)

@@ -15,14 +15,20 @@ from tests.megatron.test_tensor_parallel import SEQUENCE_PARALLEL, assert_follow
 from zorse_megatron.schema.plan.plan import Parts, Plan
 
 THREE_TO_ONE = Parts(kv_groups=(3, 1), mlp_columns=(96, 32), vocabulary_rows=(170, 86))
+TWO_TO_ONES = Parts(kv_groups=(2, 1, 1), mlp_columns=(0, 0, 128), vocabulary_rows=(100, 99, 57))
 OF_THREE = Parts(kv_groups=(1, 2, 1), mlp_columns=(0, 61, 67), vocabulary_rows=(1, 155, 100))
 CASES: dict[str, tuple[Plan, tuple[str, ...]]] = {
     # Its gradients go to and come from a rank that holds everything.
-    "3:1 beside 1, tied": (
+    "3:1 beside 1, tied to a set of three": (
         plan_of(
             ((set_of((0, 1), 2, 3, 2.0, THREE_TO_ONE), replica(2, 1, 2)), 2),
-            ((replica(3, 4, 2),), 2),
+            ((set_of((3, 4, 5), 4, 2, parts=TWO_TO_ONES),), 2),
         ),
+        (),
+    ),
+    # Every rank has its own norms' gradients of its own positions only.
+    "3:1, sequence parallel": (
+        plan_of(((set_of((0, 1), 2, 4, 2.0, THREE_TO_ONE),), 4)),
         SEQUENCE_PARALLEL,
     ),
     "four groups over three ranks, SwiGLU": (
