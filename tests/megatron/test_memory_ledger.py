@@ -56,7 +56,7 @@ MEMORY = TransformerMemory(
     model=MODEL, dtype="float32", precision=precision_of("float32"), attention="unfused"
 )
 PLANS = {
-    "1f1b": LAYOUTS["2|1|2"],
+    "1f1b": LAYOUTS["2|1"],
     "1f1b, full recomputation, state in the host": with_settings(
         LAYOUTS["2|1"], Recompute(mode="full"), optimizer_state=True
     ),
