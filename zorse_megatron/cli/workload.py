@@ -12,6 +12,7 @@ from zorse_megatron.errors import FlagError, ModelError, Problem
 from zorse_megatron.flags.command import Command, read_command
 from zorse_megatron.flags.command_findings import Findings, findings_of
 from zorse_megatron.flags.computing_flags import computing_from_flags
+from zorse_megatron.flags.flags_against_sets import barring_sets
 from zorse_megatron.flags.shape import (
     batch_size_from_flags,
     dtype_from_flags,
@@ -47,6 +48,10 @@ class Workload:
     """Whether the model is known, but not how long its samples are: a config.json has a limit."""
     notes: tuple[str, ...] = ()
     """For people: of the training command, or of the model's file."""
+    wished_tensor_parallel: int = 1
+    """Ranks of a tensor-parallel set, if the command says so; a plan may have others."""
+    barring_sets: tuple[str, ...] = ()
+    """Flags of the command with which no plan may have tensor-parallel sets."""
 
 
 def workload_of(
@@ -124,8 +129,9 @@ def _from_flags(
     """Everything from the flags; options may say the same once more, but nothing else."""
     command = read_command(flags)
     problems, notes = check(command)
+    wished = getattr(command.args, "tensor_model_parallel_size", None) or 1
     try:
-        shape = shape_from_flags(flags)
+        shape = shape_from_flags(flags, tensor_parallel=wished)
     except ModelError as error:
         if not problems:
             raise
@@ -141,6 +147,8 @@ def _from_flags(
         global_batch_size=batch if batch_in_flags is None else batch_in_flags,
         computing=computing_from_flags(command.args),
         notes=tuple(notes),
+        wished_tensor_parallel=wished,
+        barring_sets=tuple(barring_sets(command.args)),
     )
     pairs = (
         ("--global-batch-size", batch, found.global_batch_size),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
@@ -51,6 +51,26 @@ class WorkloadCosts:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SetOptions:
+    """Which tensor-parallel sets a plan may have."""
+
+    most: int | None = None
+    """Ranks of one; None: as many as a node has."""
+    across_nodes: bool = False
+    unequal_parts: bool = True
+
+    def of_search(self, workload: Workload) -> dict[str, Any]:
+        """Fields of `SearchSpace`."""
+        wished = workload.wished_tensor_parallel
+        return {
+            "max_tensor_parallel": 1 if workload.barring_sets else self.most,
+            "wished_tensor_parallel": 1 if workload.barring_sets else wished,
+            "sets_across_nodes": self.across_nodes,
+            "unequal_parts": self.unequal_parts,
+        }
+
+
 def costs_of_workload(
     cluster: Cluster,
     workload: Workload,
@@ -58,9 +78,13 @@ def costs_of_workload(
     *,
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
+    sets: SetOptions | None = None,
     gradient_comm_dtype: GradientCommDtype | None = None,
 ) -> WorkloadCosts:
-    """Return what a workload costs on a cluster. Raises a ZorseError with every problem."""
+    """Return what a workload costs on a cluster. Raises a ZorseError with every problem.
+
+    `sets`: which a plan that is to be made may have; None: no plan is made.
+    """
     # Here and not above: other commands start faster without these imports.
     from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 
@@ -74,10 +98,15 @@ def costs_of_workload(
         global_batch_size=global_batch_size,
         dtype=dtype,
         memory_margin=margin,
-        space=SearchSpace(gradient_comm_dtype=gradient_comm_dtype),
+        space=SearchSpace(
+            gradient_comm_dtype=gradient_comm_dtype,
+            **({} if sets is None else sets.of_search(workload)),
+        ),
         computing=workload.computing,
     )
     notes = [*inputs.notes, *workload.notes]
+    if sets is not None and workload.barring_sets:
+        notes.append(f"no tensor-parallel sets, because of {' and '.join(workload.barring_sets)}")
     if profile is not None:
         notes += [f"unlikely: {each}" for each in unlikely_times(profile, cluster.kinds)]
     if workload.dtype is None:

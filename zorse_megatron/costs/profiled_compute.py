@@ -157,7 +157,10 @@ class ProfiledCompute:
         return Provenance(basis=basis, detail=said)
 
     def includes_collectives(self, kind: str, part: Part) -> bool:
-        """Whether the times were measured in a set, so that its collectives are in them."""
+        """Whether the times were measured in a set, so that its collectives are in them.
+
+        In one of as many ranks: times of sets of other degrees are not used (`series.closest`).
+        """
         found = self._closest(part, kind)
         return found is not None and found[0].times.tensor_parallel > 1
 

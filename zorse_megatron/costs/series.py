@@ -82,6 +82,8 @@ def _candidates(profile: Profile, wanted: Wanted, kinds: Mapping[str, GpuKind]) 
     for times in profile.times:
         if times.part == wanted.part and times.gpu_kind in same_chip and _same_rate(times, wanted):
             model = replace(models[times.model], seq_length=times.seq_length)
+            if times.tensor_parallel not in (1, wanted.tensor_parallel):
+                continue  # it has the collectives of other sets in it
             if times.part == "layer" or _same_ends(model, wanted, times):
                 yield Series(times, model)
 

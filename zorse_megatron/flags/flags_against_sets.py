@@ -22,6 +22,15 @@ _EXACT_IN_SETS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+def barring_sets(args: Namespace) -> list[str]:
+    """Flags with which no plan may have sets, as they are spelled."""
+    found = {name: getattr(args, name, None) for name in _EXACT_IN_SETS}
+    known = {
+        name: defaults().get(name) if value is None else value for name, value in found.items()
+    }
+    return [spelling_of(n) for n, value in known.items() if value not in _EXACT_IN_SETS[n][0]]
+
+
 def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
     """Yield what sets cannot do with these flags; nothing for a plan without sets.
 

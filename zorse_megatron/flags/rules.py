@@ -163,7 +163,6 @@ def _decided_problems(args: Namespace) -> Iterator[Problem]:
     """What a plan that is to be made decides."""
     for name, neutral in (
         ("pipeline_model_parallel_size", (None, 1)),
-        ("tensor_model_parallel_size", (None, 1)),
         ("pipeline_model_parallel_layout", (None,)),
         ("recompute_granularity", (None,)),
         ("recompute_activations", (None, False)),

@@ -27,7 +27,7 @@ from zorse_megatron.planner.outcome import (
 from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
-from zorse_megatron.planner.search.zorse import search as search_all
+from zorse_megatron.planner.search.set_search import search_with_sets
 from zorse_megatron.planner.shortage.gpu_memory import no_plan
 from zorse_megatron.schema.plan.memory_settings import offloads_anything
 from zorse_megatron.schema.plan.plan import Predictions
@@ -119,7 +119,7 @@ def _searched(
     inputs: Inputs, strategy: Strategy, on_progress: Callable[[SearchProgress], None]
 ) -> _Searched:
     if strategy == "zorse":
-        found = search_all(inputs, on_progress)
+        found = search_with_sets(inputs, on_progress)
         evaluator = Evaluator(inputs, Estimator(inputs))
         return _Searched(
             evaluator=evaluator, evaluations=found.evaluations, before=found.considered

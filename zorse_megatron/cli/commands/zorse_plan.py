@@ -27,7 +27,12 @@ from zorse_megatron.cli.options import (
 from zorse_megatron.cli.plan_answer import answer_as_json, notes_on, print_answer
 from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload, needed_batch_size
+from zorse_megatron.cli.workload_costs import (
+    SetOptions,
+    WorkloadCosts,
+    costs_of_workload,
+    needed_batch_size,
+)
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import refuse_unwritable
@@ -57,6 +62,21 @@ GradientCommDtypeName = Annotated[
         "Gradients are still summed in fp32, but sending rounds them. Default: none.",
     ),
 ]
+MaxTensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Most ranks of a tensor-parallel set; 1: no sets. Default: a node's GPUs.",
+    ),
+]
+SetsAcrossNodes = Annotated[
+    bool,
+    typer.Option("--sets-across-nodes", help="Let tensor-parallel sets have ranks on two nodes."),
+]
+EqualParts = Annotated[
+    bool,
+    typer.Option("--equal-parts", help="Give the ranks of a tensor-parallel set equal parts only."),
+]
 PlanToWrite = Annotated[
     Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan to this file.")
 ]
@@ -81,6 +101,9 @@ def plan(  # noqa: PLR0917
     dtype: DtypeOrAuto = None,
     strategy: StrategyName = "zorse",
     comm_dtype: GradientCommDtypeName = None,
+    max_tensor_parallel: MaxTensorParallel = None,
+    sets_across_nodes: SetsAcrossNodes = False,
+    equal_parts: EqualParts = False,
     margin: Margin = DEFAULT_MARGIN,
     out: PlanToWrite = None,
     html: PageToWrite = None,
@@ -106,6 +129,11 @@ def plan(  # noqa: PLR0917
             profiles,
             global_batch_size=batch,
             margin=margin,
+            sets=SetOptions(
+                most=max_tensor_parallel,
+                across_nodes=sets_across_nodes,
+                unequal_parts=not equal_parts,
+            ),
             gradient_comm_dtype=sent_as,
         )
         outcome = _found(costs, wanted, shows_progress=not as_json)

@@ -1,11 +1,17 @@
 """Lower bounds of the iteration time: all work at full speed on all GPUs, without waiting."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from zorse_megatron.costs.interface import ComputeCost, PassTimes
+from zorse_megatron.planner.baselines.bound_ways import (
+    Way,
+    both_s,
+    largest_set,
+    may_share_layers,
+    ways_to_compute,
+)
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.plan.plan import Plan
@@ -19,8 +25,8 @@ class _Rates:
     """GPUs of one kind, and the least time that one of them needs for a sample, by part."""
 
     count: int
-    layers_s: float
-    """All layers of the model."""
+    layers_s: tuple[float, ...]
+    """All layers of the model; attention and MLP apart, where one GPU may have more of either."""
     ends_s: tuple[float, ...]
     """Embedding, head."""
 
@@ -35,6 +41,10 @@ def lower_bound_s(
     cut at will: no bubbles, no communication, no optimizer step. `dtypes`: types that groups of a
     plan compute in, other than the job's.
 
+    With tensor-parallel sets too: what is not cut makes a part take more than its part of the time,
+    and sums over a set are left out. GPUs of several kinds on a node may share a layer as they
+    like, one more of the attention and one more of the MLP.
+
     The best way to share three kinds of work among unlike GPUs is a linear programme; any prices of
     the work give a lower bound of it (weak duality), and the largest of those is taken at the
     ratios at which a kind is indifferent. O(kinds^3).
@@ -45,9 +55,12 @@ def lower_bound_s(
     ]
     batch = inputs.global_batch_size
     choices = [
-        _dual_prices([kind.ends_s[end] / kind.layers_s for kind in kinds]) for end in range(2)
+        _dual_prices([kind.ends_s[end] / sum(kind.layers_s) for kind in kinds]) for end in range(2)
     ]
-    return max(batch * _dual_value(kinds, prices) for prices in product(*choices))
+    halves = sorted({kind.layers_s[0] / sum(kind.layers_s) for kind in kinds})
+    return max(
+        batch * _dual_value(kinds, half, prices) for half in halves for prices in product(*choices)
+    )
 
 
 def plan_bound_s(inputs: Inputs, plan: Plan, *, recomputing: bool = False) -> float:
@@ -72,54 +85,44 @@ def _dual_prices(ratios: Sequence[float]) -> list[float]:
     return [0.0] if min(ratios) <= 0 else sorted({0.0, *ratios})
 
 
-def _dual_value(kinds: Sequence[_Rates], ends: Sequence[float]) -> float:
-    """Seconds per sample if all layers together have the price 1, and the ends these prices."""
-    earned_per_s = sum(
-        kind.count
-        * max(
-            1 / kind.layers_s,
-            *(p / s for p, s in zip(ends, kind.ends_s, strict=True) if p),
-            0.0,
-        )
-        for kind in kinds
-    )
-    return (1 + sum(ends)) / earned_per_s
+def _dual_value(kinds: Sequence[_Rates], half: float, ends: Sequence[float]) -> float:
+    """Seconds per sample if all layers together have the price 1, and the ends these prices.
+
+    `half`: the price of the attentions, where they have one of their own.
+    """
+
+    def best_per_s(kind: _Rates) -> float:
+        prices = (half, 1 - half) if len(kind.layers_s) > 1 else (1.0,)
+        rates = [p / s for p, s in zip(prices, kind.layers_s, strict=True)]
+        return max(*rates, *(p / s for p, s in zip(ends, kind.ends_s, strict=True) if p), 0.0)
+
+    return (1 + sum(ends)) / sum(kind.count * best_per_s(kind) for kind in kinds)
 
 
 def _rates(
     inputs: Inputs, kind: str, count: int, recomputing: bool, dtypes: tuple[ComputeDtype, ...]
 ) -> _Rates:
-    computes = list(_computes(inputs, kind, dtypes))
+    ways = list(ways_to_compute(inputs, kind, dtypes))
     sizes = _sizes(inputs, kind)
 
-    def least_s(part: Callable[[ComputeCost, int], float]) -> float:
-        return min(part(compute, size) / size for compute in computes for size in sizes)
+    def least_s(part: Callable[[Way, int], float]) -> float:
+        return min(part(way, size) / size for way in ways for size in sizes)
 
-    def layer_s(compute: ComputeCost, size: int) -> float:
-        again_s = compute.recompute_s(kind, size, "full") if recomputing else 0.0
-        return _both_s(compute.layer(kind, size)) + again_s
+    def layer_s(way: Way, size: int) -> float:
+        return way.layer_s(kind, size, recomputing=recomputing)
 
+    def half_s(half: int) -> float:
+        return least_s(lambda way, size: way.halves_s(kind, size, recomputing=recomputing)[half])
+
+    layers_s = (least_s(layer_s),) if not may_share_layers(inputs) else (half_s(0), half_s(1))
     return _Rates(
         count=count,
-        layers_s=inputs.num_layers * least_s(layer_s),
+        layers_s=tuple(inputs.num_layers * each for each in layers_s),
         ends_s=(
-            least_s(lambda compute, size: _both_s(compute.embedding(kind, size))),
-            least_s(lambda compute, size: _both_s(compute.head(kind, size))),
+            least_s(lambda way, size: both_s(way.compute.embedding(kind, size)) / way.rows),
+            least_s(lambda way, size: both_s(way.compute.head(kind, size)) / way.rows),
         ),
     )
-
-
-def _both_s(times: PassTimes) -> float:
-    return times.forward_s + times.backward_s
-
-
-def _computes(inputs: Inputs, kind: str, dtypes: tuple[ComputeDtype, ...]) -> Iterator[ComputeCost]:
-    """Every way in which a plan may let a kind compute."""
-    yield inputs.compute
-    own = inputs.own_types[kind] if inputs.own_types is not None else None
-    for dtype, costs in inputs.by_dtype.items():
-        if dtype in dtypes or (own is not None and own.computes_in(dtype)):
-            yield costs.compute
 
 
 def _sizes(inputs: Inputs, kind: str) -> tuple[int, ...]:
@@ -136,6 +139,9 @@ def _sizes(inputs: Inputs, kind: str) -> tuple[int, ...]:
     memories = [inputs.memory, *(costs.memory for costs in inputs.by_dtype.values())]
     least = min(memory.activation_bytes(1, "none", kind) for memory in memories)
     held = int(capacity / (1 - inputs.memory_margin)) // max(1, least)
+    if (most_ranks := largest_set(inputs)) > 1:  # together they hold a layer of more samples
+        most_bytes = max(inputs.capacities_bytes) / (1 - inputs.memory_margin)
+        held = int(most_ranks * most_bytes) // max(1, least)
     most = max(1, min(inputs.global_batch_size, held))
     sizes = set(range(1, min(most, _EVERY_SIZE_UP_TO) + 1)) | {most}
     size = _EVERY_SIZE_UP_TO

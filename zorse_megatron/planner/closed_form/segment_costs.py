@@ -137,7 +137,12 @@ class SegmentCosts:
         last = [compute.head(kind, size) for (kind, _), size in rows]
         first_s = self._per_class([each.forward_s + each.backward_s for each in first])
         last_s = self._per_class([each.forward_s + each.backward_s for each in last])
-        return first_s * self._is_first[:, None], last_s * self._is_last[:, None]
+        arrival_s = self._per_class([self.inputs.arrival_s(kind, size) for (kind, _), size in rows])
+        is_first, is_last = self._is_first[:, None], self._is_last[:, None]
+        return (
+            first_s * is_first + arrival_s * ~is_first,
+            last_s * is_last + arrival_s * ~is_last,
+        )
 
     @property
     def _is_first(self) -> np.ndarray:
@@ -157,6 +162,7 @@ class SegmentCosts:
         memory, batch = self.cost_model.memory, self.inputs.global_batch_size
         spared = self._per_class([memory.spared(kind, "full") for kind, _ in self.classes])
         kept = self._per_class([memory.kept(kind) for kind, _ in self.classes])
+        boundaries = self._per_class([memory.boundary_on(kind) for kind, _ in self.classes])
         number = np.stack(micro_batches_per_replica(batch, counts, sizes, both_s))
         whole = np.ceil(number - 1e-9)
         in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
@@ -164,7 +170,7 @@ class SegmentCosts:
             self._fixed(layers),
             sizes,
             activations=activation_bytes(in_flight * layers, layers, kept=kept, spared=spared),
-            working=BUFFERS * memory.boundary + self._head(),
+            working=BUFFERS * boundaries + self._head(),
         )
         # Per sample a recomputed layer spares what it keeps, and needs all of it for a moment.
         moment, gain = sizes * spared, sizes * in_flight * spared

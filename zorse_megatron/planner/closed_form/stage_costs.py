@@ -25,7 +25,6 @@ from zorse_megatron.planner.closed_form.stage_formulas import (
 from zorse_megatron.planner.closed_form.stage_memory import StageMemory
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
-_NOTHING = PassTimes(forward_s=0.0, backward_s=0.0)
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 # A replica's micro-batch may take so much longer than one sample on the group's slowest GPU.
 _MOST_SLOWER = 1.5
@@ -248,7 +247,6 @@ class StageCostModel:
     def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
         compute, layers, result = self.inputs.compute, stage.num_layers, []
-        first = last = _NOTHING
         for gpu_class, size, own in zip(
             stage.device_group.gpu_classes, stage.sizes, settings, strict=True
         ):
@@ -256,10 +254,15 @@ class StageCostModel:
             layer_forward_s, layer_backward_s = self.layer_s(kind, size)
             if own.recomputed:
                 again_s = own.recomputed * compute.recompute_s(kind, size, own.mode)
+            arrival_s = self.inputs.arrival_s(kind, size)
             if stage.position.is_first:
                 first = compute.embedding(kind, size)
+            else:
+                first = PassTimes(forward_s=arrival_s, backward_s=0.0)
             if stage.position.is_last:
                 last = compute.head(kind, size)
+            else:
+                last = PassTimes(forward_s=0.0, backward_s=arrival_s)
             forward_s = pass_s(layers, layer_forward_s, 0.0, first.forward_s, last.forward_s)
             backward_s = pass_s(
                 layers, layer_backward_s, again_s, first.backward_s, last.backward_s

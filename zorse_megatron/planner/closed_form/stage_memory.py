@@ -45,6 +45,7 @@ class StageMemory:
         self.inputs = inputs
         self.costs = costs = inputs.memory
         self.boundary = costs.boundary_bytes(1)
+        self._boundaries: dict[str, int] = {}
         self._kept: dict[tuple[str, RecomputeMode], int] = {}
         self.head = costs.head_bytes(1)
         self.layer_parameters = costs.layer_parameters()
@@ -55,6 +56,12 @@ class StageMemory:
         if found is None:
             found = self._kept[kind, mode] = self.costs.activation_bytes(1, mode, kind)
         return found
+
+    def boundary_on(self, kind: str) -> int:
+        """One activation between layers of a sample; each rank of a set has all of it."""
+        if kind not in self._boundaries:
+            self._boundaries[kind] = self.inputs.boundary_bytes_on(kind)
+        return self._boundaries[kind]
 
     def spared(self, kind: str, mode: RecomputeMode) -> int:
         """What a recomputed layer does not keep."""
@@ -108,7 +115,7 @@ class StageMemory:
             layers, stage.num_layers, self.kept(kind), spared, settings.recomputed
         )
         alone = position.is_first and position.is_last and stage.num_chunks == 1
-        buffers = 0 if alone else BUFFERS * self.boundary
+        buffers = 0 if alone else BUFFERS * self.boundary_on(kind)
         head = again = 0.0
         if settings.recomputed:  # after the head's backward, when its part is freed
             again = max(0, spared - self.head) if position.is_last else spared

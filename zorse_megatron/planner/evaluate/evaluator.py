@@ -1,5 +1,6 @@
 """Evaluate candidates in the simulator: iteration time, and whether they fit in memory."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,7 +39,7 @@ class Evaluation:
     peaks_bytes: tuple[int, ...]
     """Rank -> highest memory."""
     overflow_bytes: tuple[int, ...]
-    """Group -> most that one of its ranks has too much, below 0 where all fit."""
+    """Group -> most that one of its units has too much, below 0 where all fit."""
     is_extrapolated: bool = False
 
     @property
@@ -148,7 +149,8 @@ class Evaluator:
 
     def simulated(self, plan: Plan) -> SimulationResult | None:
         """Simulate a plan; None where it cannot be lowered."""
-        inputs = self.inputs
+        units = self.inputs.units
+        inputs = self.inputs if units is None else units.base
         self.num_simulated += 1
         self.num_computations += computations(plan)
         with gc_paused():
@@ -189,7 +191,7 @@ class Evaluator:
         result: SimulationResult,
         iteration_s: float,
     ) -> Evaluation:
-        peaks, capacities = result.peak_memory_bytes, self.inputs.capacities_bytes
+        peaks = result.peak_memory_bytes
         return Evaluation(
             estimate=estimate,
             plan=plan,
@@ -197,9 +199,17 @@ class Evaluator:
             iteration_s=iteration_s,
             peaks_bytes=peaks,
             overflow_bytes=tuple(
-                max(peaks[rank] - capacities[rank] for rank in group.ranks) for group in plan.groups
+                max(self._overflow_bytes(rank, peaks[rank]) for rank in group.ranks)
+                for group in plan.groups
             ),
         )
+
+    def _overflow_bytes(self, rank: int, peak_bytes: int) -> int:
+        """What a rank has too much, of its unit as that is counted."""
+        units = self.inputs.units
+        if units is None:
+            return peak_bytes - self.inputs.capacities_bytes[rank]
+        return math.ceil((peak_bytes - units.base.capacities_bytes[rank]) / units.share(rank))
 
 
 class _Shorter:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zorse_megatron.planner.explain.explanation import Explanation
+from zorse_megatron.planner.explain.set_sentences import set_sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.describe import members
 from zorse_megatron.planner.shortage.node_host_memory import (
@@ -36,6 +37,7 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
         f"{tightest.free_bytes / _GIB:.2f} of {tightest.capacity_bytes / _GIB:.2f} GiB free."
     )
     yield from host_sentences(found.host)
+    yield from set_sentences(inputs, plan)
     idle = [replica for each in plan.groups for replica in each.replicas if _only_holds(replica)]
     if idle:
         ranks = ", ".join(str(replica.ranks[0]) for replica in idle[:8])

@@ -16,7 +16,9 @@ from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_by
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
+from zorse_megatron.planner.inputs.search_space import SearchSpace, space_problems, wish_problems
 from zorse_megatron.planner.inputs.split_costs import SplitCosts
+from zorse_megatron.planner.inputs.units import Units
 from zorse_megatron.planner.planner_errors import PlannerInputError
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.gpus.gpu import (
@@ -30,7 +32,6 @@ from zorse_megatron.schema.model.computing import USUAL, Computing, JobRecompute
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.plan.plan import (
     ClusterFingerprint,
-    GradientCommDtype,
     ModelFingerprint,
     Plan,
 )
@@ -38,25 +39,10 @@ from zorse_megatron.schema.profile.profile import Profile, Source
 from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.from_cluster import topology_of
 
+__all__ = ["DEFAULT_MARGIN", "Inputs", "SearchSpace", "make_inputs"]
+
 DEFAULT_MARGIN = 0.05
 _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic"),))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSpace:
-    """Which plans may be proposed."""
-
-    schedules: tuple[str, ...] = ("1f1b", "interleaved", "breadth_first")
-    recompute: tuple[str, ...] = ("none", "selective", "full")
-    """Modes that groups may have; with full, any number of layers."""
-    offload: bool = True
-    """Whether anything may wait in host memory."""
-    max_micro_batch_size: int | None = None
-    """None: whatever fits."""
-    max_groups: int | None = None
-    """None: as many as there are layers."""
-    gradient_comm_dtype: GradientCommDtype | None = None
-    """In which type gradients may be sent where that is faster; None: as they are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +87,8 @@ class Inputs:
     """Of the notes those that many do not expect."""
     sets: SetCosts | None = None
     """Costs of tensor-parallel sets that a plan has; None: one rank stands for a set."""
+    units: Units | None = None
+    """Which GPUs are joined to sets; then ranks here are units. None: none are."""
     gpus: Mapping[str, GpuKind] | None = None
     """Kind -> its figures; None: processes take no memory beside their tensors."""
 
@@ -124,8 +112,22 @@ class Inputs:
             return None
         return fixed_bytes(plan, [self.gpus[kind] for kind in self.kinds])
 
+    def boundary_bytes_on(self, kind: str) -> int:
+        """An activation of a sample between layers, as buffers of a unit's ranks hold it."""
+        if self.units is None:
+            return self.memory.boundary_bytes(1)
+        return self.units.boundary_bytes_on(kind)
+
+    def arrival_s(self, kind: str, micro_batch_size: int) -> float:
+        """What a unit does with an activation or a gradient that has come from another group."""
+        if self.units is None:
+            return 0.0
+        return self.units.arrival_s(kind, micro_batch_size)
+
     def dtype_of(self, ranks: Iterable[int]) -> ComputeDtype | None:
         """What a group of these ranks computes in; None: what the training command says."""
+        if self.units is not None:
+            return self.units.base.dtype_of(self.units.ranks(ranks))
         if self.own_types is None:
             return None
         return common_dtype(self.own_types[kind] for kind in {self.kinds[rank] for rank in ranks})
@@ -159,7 +161,8 @@ def make_inputs(
     )
     problems = [
         *_number_problems(global_batch_size, memory_margin),
-        *_space_problems(space),
+        *space_problems(space),
+        *wish_problems(space, cluster, model),
         *communication_dtype_problems(
             space.gradient_comm_dtype, [each.dtype for each in models.computes.values()]
         ),
@@ -240,19 +243,3 @@ def _number_problems(global_batch_size: int, memory_margin: float) -> Iterator[P
             expected="a share of the memory, at least 0 and below 1",
             remedy="0.05 reserves one twentieth.",
         )
-
-
-def _space_problems(space: SearchSpace) -> Iterator[Problem]:
-    known = {
-        "schedules": ("1f1b", "breadth_first", "interleaved"),
-        "recompute": ("none", "selective", "full"),
-    }
-    for name, values in known.items():
-        found = getattr(space, name)
-        if not found or not set(found) <= set(values):
-            yield Problem(
-                where=f"search space, {name}",
-                found=f"{', '.join(map(repr, found)) or 'nothing'}",
-                expected=f"some of {', '.join(values)}",
-                remedy="Correct it.",
-            )

@@ -56,7 +56,7 @@ class Builder:
             replace(group, extra_in_flight=extra or None)
             for group, extra in zip(groups, estimate.extras, strict=True)
         ]
-        return Plan(
+        plan = Plan(
             schema_version=1,
             global_batch_size=self.inputs.global_batch_size,
             model=self.inputs.model,
@@ -65,6 +65,8 @@ class Builder:
             schedule=Schedule(name=estimate.candidate.schedule),  # type: ignore[arg-type]
             cluster=self.inputs.cluster,
         )
+        units = self.inputs.units
+        return plan if units is None else units.expanded(plan)
 
     def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
         chunks = chunks_of(estimate.layers, estimate.candidate.num_chunks)

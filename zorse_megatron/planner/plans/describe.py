@@ -30,9 +30,17 @@ def structure(plan: Plan, kinds: Sequence[str]) -> tuple[object, ...]:
 
 
 def members(group: Group, kinds: Sequence[str]) -> str:
-    """How many GPUs of which kinds a group has."""
-    counts = Counter(kinds[rank] for rank in group.ranks)
-    return " + ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    """How many GPUs of which kinds a group has, those in sets with their number of ranks."""
+    counts = Counter(_of(replica, kinds) for replica in group.replicas)
+    return " + ".join(f"{count}{said}" for said, count in sorted(counts.items()))
+
+
+def _of(replica: Replica, kinds: Sequence[str]) -> str:
+    """What comes after the number of replicas like this one."""
+    if len(replica.ranks) == 1:
+        return f" {kinds[replica.ranks[0]]}"
+    inside = Counter(kinds[rank] for rank in replica.ranks)
+    return f" x ({' + '.join(f'{count} {kind}' for kind, count in sorted(inside.items()))})"
 
 
 def _settings(group: Group, kinds: Sequence[str]) -> str:

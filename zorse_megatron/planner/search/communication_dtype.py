@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 
 
 def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
@@ -19,7 +20,7 @@ def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     if dtype is None or best.is_extrapolated:
         return best
     for number, group in enumerate(best.plan.groups):
-        if len(group.replicas) == 1:
+        if len(group.replicas) == 1 or not holds_equal_parts(group):
             continue
         groups = [*best.plan.groups]
         groups[number] = replace(group, gradient_wire=dtype)

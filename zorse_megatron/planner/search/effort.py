@@ -1,6 +1,6 @@
 """Search budget, by cluster size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.search.groupings import EVERY_PARTITION_UP_TO
@@ -53,6 +53,25 @@ class Effort:
     """Finalists estimated at over this multiple of the best simulated time are not simulated."""
     tolerance: float = 1.1
     """Neighbours whose estimate is over this multiple are not simulated."""
+
+    @property
+    def light(self) -> "Effort":
+        """A small part of it: enough to see whether another search is worth all of it."""
+        return replace(
+            self,
+            listed=-(-self.listed // 4),
+            costed=-(-self.costed // 6),
+            widened=-(-self.widened // 6),
+            finalists=-(-self.finalists // 6),
+            finalists_part=1.0,
+            computations=-(-self.computations // 40),
+            partitions=-(-self.partitions // 4),
+            polished=1,
+            orders=1,
+            levels=(1, 2, 4),
+            refits=min(self.refits, 1),
+            tries=3,
+        )
 
     @classmethod
     def of(cls, inputs: Inputs) -> "Effort":

@@ -26,9 +26,13 @@ class SearchResult:
     considered: Considered
 
 
-def search(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
+def search(
+    inputs: Inputs,
+    on_progress: Callable[[SearchProgress], None],
+    effort: Effort | None = None,
+) -> SearchResult:
     """Search for the fastest plan. Raises RuntimeError if the second process fails."""
-    effort = Effort.of(inputs)
+    effort = effort or Effort.of(inputs)
     with workers_for(inputs, effort, on_progress) as workers:
         zorse = ZorseSearch(workers, effort, on_progress)
         evaluations = zorse.run()

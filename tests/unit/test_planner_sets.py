@@ -1,0 +1,372 @@
+"""Tensor-parallel sets in plans: when they are found, that none better are missed, and bounds."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from zorse_megatron.costs.interface import RankPart
+from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.explain.set_sentences import set_sentences
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.joined_inputs import joined
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.inputs.units import JoinedSet
+from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
+from zorse_megatron.planner.search.effort import Effort
+from zorse_megatron.planner.search.joinings import joinings_of
+from zorse_megatron.planner.search.set_parts import apportioned, choices_of_parts
+from zorse_megatron.planner.search.zorse import search
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster import cluster_yaml
+from zorse_megatron.schema.model.computing import Computing
+from zorse_megatron.schema.model.model_shape import ModelShape
+from zorse_megatron.schema.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
+from zorse_megatron.schema.plan.plan_json import dump_plan
+from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
+
+MODEL = ModelShape(
+    name="small",
+    num_layers=3,
+    hidden_size=2048,
+    ffn_hidden_size=8192,
+    num_attention_heads=16,
+    num_query_groups=4,
+    kv_channels=128,
+    vocab_size=16384,
+    seq_length=2048,
+)
+QUICK = SearchSpace(schedules=("1f1b",), recompute=("none",), offload=False)
+COLUMNS = 1024
+"""Of the MLP, in the compositions that are all tried."""
+NEAR = 1.02
+SLOW = "PCIe 0.5 GB/s"
+
+
+def parse_cluster(text):
+    return cluster_yaml.parse_cluster(text.encode())
+
+
+def inputs_of(gpus, *, batch, space=QUICK, link="NVLink 40 GB/s", model=MODEL, profile=None):
+    cluster = parse_cluster(f"nodes: [{{gpus: [{gpus}], link: {link}}}]")
+    return make_inputs(
+        cluster, model, profile, global_batch_size=batch, dtype="float16", space=space
+    )
+
+
+def compositions(total, parts, least=1):
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(least, total - least * (parts - 1) + 1):
+        for rest in compositions(total - first, parts - 1, least):
+            yield (first, *rest)
+
+
+def parts_of(degree):
+    """Every composition of the KV groups with every one of the MLP in large grains."""
+    for groups in compositions(4, degree):
+        for grains in compositions(MODEL.ffn_hidden_size // COLUMNS, degree):
+            total = sum(grains)
+            yield Parts(
+                kv_groups=groups,
+                mlp_columns=tuple(COLUMNS * each for each in grains),
+                vocabulary_rows=tuple(MODEL.vocab_size * each // total for each in grains),
+            )
+
+
+def partitions(ranks):
+    if not ranks:
+        yield []
+        return
+    first, *rest = ranks
+    for some in partitions(rest):
+        yield [(first,), *some]
+        for at, each in enumerate(some):
+            yield [*some[:at], (first, *each), *some[at + 1 :]]
+
+
+def all_plans(inputs, batch):
+    """Each way to join GPUs, all parts; the units are groups in any order, or share the batch."""
+    for sets in partitions(list(range(inputs.world_size))):
+        choices = [[None] if len(s) == 1 else list(parts_of(len(s))) for s in sets]
+        for chosen in itertools.product(*choices):
+            units = list(zip(sets, chosen, strict=True))
+            for order in itertools.permutations(units):
+                for layers in compositions(MODEL.num_layers, len(units)):
+                    yield plan_of(inputs, batch, order, layers)
+            if len(units) > 1:
+                for counts in compositions(batch, len(units), 0):
+                    yield sharing_plan(inputs, batch, units, counts)
+
+
+def replica(unit, count):
+    ranks, parts = unit
+    return Replica(
+        ranks=tuple(sorted(ranks)),
+        parts=parts,
+        micro_batch_size=1,
+        num_microbatches=count,
+        shard_weight=1.0,
+    )
+
+
+def plan_of(inputs, batch, order, layers):
+    stops = list(itertools.accumulate(layers))
+    return made(
+        inputs,
+        batch,
+        groups=tuple(Group(replicas=(replica(unit, batch),)) for unit in order),
+        chunks=tuple(
+            Chunk(group=number, layers=(stop - count, stop))
+            for number, (count, stop) in enumerate(zip(layers, stops, strict=True))
+        ),
+    )
+
+
+def sharing_plan(inputs, batch, units, counts):
+    replicas = (replica(unit, count) for unit, count in zip(units, counts, strict=True))
+    group = Group(replicas=tuple(sorted(replicas, key=lambda each: each.ranks)))
+    chunks = (Chunk(group=0, layers=(0, MODEL.num_layers)),)
+    return made(inputs, batch, groups=(group,), chunks=chunks)
+
+
+def made(inputs, batch, *, groups, chunks):
+    return Plan(
+        schema_version=1,
+        global_batch_size=batch,
+        model=inputs.model,
+        groups=groups,
+        chunks=chunks,
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+def degrees(plan):
+    return sorted(len(each.ranks) for group in plan.groups for each in group.replicas)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch"), [("2 x T4", 1), ("1 x V100-16, 1 x T4", 1), ("1 x V100-16, 1 x T4", 2)]
+)
+def test_no_membership_and_no_parts_are_better(gpus, batch):
+    inputs = inputs_of(gpus, batch=batch)
+    found = find_plan(inputs)
+    best_s = min(simulate_plan(inputs, plan).iteration_s for plan in all_plans(inputs, batch))
+    assert found.iteration_s <= NEAR * best_s
+    assert simulate_plan(inputs, found.plan).iteration_s == pytest.approx(found.iteration_s)
+    assert degrees(found.plan) == [2], "with so few samples a set is faster"
+
+
+def test_three_gpus_of_two_kinds():
+    """A sample at a time: of all ways to join three GPUs with all compositions of KV groups."""
+    inputs = inputs_of("2 x T4, 1 x V100-16", batch=1)
+    draw = random.Random(1)
+    plans = list(all_plans(inputs, 1))
+    some = draw.sample(plans, 150)
+    best_s = min(simulate_plan(inputs, plan).iteration_s for plan in some)
+    assert find_plan(inputs).iteration_s <= NEAR * best_s
+
+
+def test_equal_parts_may_be_asked_for():
+    inputs = inputs_of("1 x V100-16, 1 x T4", batch=1)
+    even = dataclasses.replace(
+        inputs, space=dataclasses.replace(QUICK, unequal_parts=False, recompute=("none",))
+    )
+    uneven, equal = find_plan(inputs), find_plan(even)
+    assert uneven.iteration_s < 0.95 * equal.iteration_s
+    assert all(each.parts is None for group in equal.plan.groups for each in group.replicas)
+
+
+def test_equal_inputs_give_equal_plans_with_sets():
+    inputs = inputs_of("1 x V100-16, 1 x T4", batch=2)
+    assert dump_plan(find_plan(inputs).plan) == dump_plan(find_plan(inputs).plan)
+
+
+def test_a_plan_that_no_set_betters_is_the_one_without_sets():
+    """On a slow link with many samples."""
+    with_sets, without = (
+        find_plan(inputs_of("2 x T4", batch=4, link=SLOW, space=space)).plan
+        for space in (QUICK, dataclasses.replace(QUICK, max_tensor_parallel=1))
+    )
+    assert dump_plan(with_sets) == dump_plan(without)
+    assert degrees(without) == [1, 1]
+
+
+HUGE = dataclasses.replace(
+    MODEL, num_layers=1, hidden_size=8192, ffn_hidden_size=163840, num_attention_heads=64
+)
+
+
+def test_a_layer_that_fits_no_gpu_is_planned_with_sets():
+    inputs = inputs_of("4 x T4", batch=4, model=HUGE, space=SearchSpace())
+    with pytest.raises(NoPlanError):
+        find_plan(
+            dataclasses.replace(
+                inputs, space=dataclasses.replace(inputs.space, max_tensor_parallel=1)
+            )
+        )
+    found = find_plan(inputs)
+    refuse_unsupported(found.plan)
+    assert max(degrees(found.plan)) == 4
+    peaks = simulate_plan(inputs, found.plan).peak_memory_bytes
+    assert all(a <= b for a, b in zip(peaks, inputs.capacities_bytes, strict=True))
+
+
+def profile_of_sets(share):
+    """A pair takes `share` of the time of one T4."""
+    fields = {field.name for field in dataclasses.fields(ProfiledModel)}
+    known = {name: value for name, value in vars(MODEL).items() if name in fields}
+    return Profile(
+        schema_version=1,
+        sources=(Source(name="here", kind="measured"),),
+        models=(ProfiledModel(**known),),
+        times=tuple(
+            Times(
+                part="layer",
+                model="small",
+                gpu_kind="T4",
+                seq_length=MODEL.seq_length,
+                dtype="float16",
+                tensor_parallel=degree,
+                source="here",
+                micro_batch_sizes=(1, 4),
+                forward_s=tuple(0.01 * size * factor for size in (1, 4)),
+                backward_s=tuple(0.02 * size * factor for size in (1, 4)),
+            )
+            for degree, factor in ((1, 1.0), (2, share))
+        ),
+    )
+
+
+@pytest.mark.parametrize("share", [None, 0.3, 0.6])
+def test_no_plan_with_sets_beats_the_bound(share):
+    """Also where a pair was measured to be faster than two GPUs apart."""
+    gpus = "2 x T4" if share else "1 x V100-16, 1 x T4"
+    profile = None if share is None else profile_of_sets(share)
+    inputs = inputs_of(gpus, batch=2, profile=profile)
+    bound_s = lower_bound_s(inputs)
+    fastest_s = min(simulate_plan(inputs, plan).iteration_s for plan in all_plans(inputs, 2))
+    assert bound_s <= fastest_s
+
+
+def test_times_of_sets_are_used_for_sets_of_that_degree_alone():
+    inputs = inputs_of("4 x T4", batch=4, profile=profile_of_sets(0.3))
+    alone, two, four = (
+        inputs.sets.of_rank(RankPart(degree=degree), None).compute for degree in (1, 2, 4)
+    )
+    assert alone.layer("T4", 1).forward_s == 0.01
+    assert two.layer("T4", 1).forward_s == pytest.approx(0.003)
+    assert two.includes_collectives("T4", "layer")
+    assert not four.includes_collectives("T4", "layer")
+    assert four.layer("T4", 1).forward_s >= 0.0025, "a quarter of one GPU's at least"
+
+
+def test_a_unit_is_costed_as_the_simulator_times_it():
+    """One set, one group: all of it but the optimizer step and statistics."""
+    inputs = inputs_of("1 x V100-16, 1 x T4", batch=4)
+    parts = choices_of_parts(inputs, (0, 1))[1]
+    units = joined(inputs, (JoinedSet(ranks=(0, 1), parts=parts),))
+    found = search(units, lambda progress: None).evaluations[0]
+    (stage,), (cost,) = found.estimate.stages, found.estimate.costs
+    computed_s = cost.busy_s
+    usage = found.result or simulate_plan(inputs, found.plan)
+    assert stage.num_layers == MODEL.num_layers
+    assert computed_s == pytest.approx(max(each.busy_s for each in usage.usage), rel=0.05)
+    assert computed_s <= found.iteration_s
+
+
+def test_the_plans_of_units_name_all_ranks_once():
+    inputs = inputs_of("3 x T4, 1 x V100-16", batch=2)
+    for joining in joinings_of(inputs)[::9]:
+        units = joined(inputs, joining)
+        found = search(units, lambda progress: None, Effort.of(units).light).evaluations[:1]
+        for each in found:
+            ranks = sorted(rank for group in each.plan.groups for rank in group.ranks)
+            assert ranks == [0, 1, 2, 3]
+            assert len(each.peaks_bytes) == 4
+            refuse_unsupported(each.plan)
+
+
+def test_sets_stay_on_a_node_unless_asked():
+    cluster = parse_cluster("nodes: [{count: 2, gpus: 1 x T4, nics: 100 Gb/s}]")
+    made_for = [
+        make_inputs(
+            cluster,
+            MODEL,
+            None,
+            global_batch_size=1,
+            dtype="float16",
+            space=dataclasses.replace(QUICK, sets_across_nodes=across),
+        )
+        for across in (False, True)
+    ]
+    assert [len(joinings_of(inputs)) for inputs in made_for] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"wished_tensor_parallel": 8}, "at most 2"),
+        ({"wished_tensor_parallel": 8, "sets_across_nodes": True}, "whole KV group"),
+        ({"wished_tensor_parallel": 2, "max_tensor_parallel": 1}, "at most 1"),
+    ],
+)
+def test_wishes_that_cannot_be(changes, said):
+    with pytest.raises(PlannerInputError) as caught:
+        inputs_of("2 x T4", batch=1, space=SearchSpace(**changes))
+    assert len(caught.value.problems) == (2 if said == "at most 2" else 1)
+    assert said in str(caught.value)
+
+
+def test_a_wish_is_tried_and_bettered():
+    """Sets of two on a slow link: they are searched, and single GPUs are faster."""
+    space = dataclasses.replace(QUICK, wished_tensor_parallel=2)
+    found = find_plan(inputs_of("2 x T4", batch=4, link=SLOW, space=space))
+    assert degrees(found.plan) == [1, 1]
+    assert any("x (2 T4)" in each.what for each in found.rejected)
+
+
+def test_why_there_are_sets_or_none():
+    slow = inputs_of("2 x T4", batch=4, link=SLOW)
+    (never,) = set_sentences(slow, find_plan(slow).plan)
+    assert never.startswith(
+        "Tensor-parallel sets never pay on T4 (pcie): in a set of 2 collectives"
+    )
+    fast = inputs_of("2 x T4", batch=1)
+    (used,) = set_sentences(fast, find_plan(fast).plan)
+    assert used.startswith("Tensor-parallel sets of 2 with T4: in a set of 2 a layer takes")
+
+
+def test_sequence_parallelism_halves_what_a_set_keeps_whole():
+    cluster = parse_cluster("nodes: [{gpus: 2 x T4}]")
+    whole, parted = (
+        joined(
+            make_inputs(
+                cluster,
+                MODEL,
+                None,
+                global_batch_size=1,
+                dtype="float16",
+                computing=Computing(attention="flash", sequence_parallel=sequence_parallel),
+            ),
+            (JoinedSet(ranks=(0, 1)),),
+        )
+        for sequence_parallel in (False, True)
+    )
+    kind = whole.kinds[0]
+    assert parted.memory.activation_bytes(1, "none", kind) < whole.memory.activation_bytes(
+        1, "none", kind
+    )
+    assert whole.arrival_s(kind, 1) > 0 == parted.arrival_s(kind, 1)
+
+
+def test_parts_in_proportion():
+    for total, degree in itertools.product((4, 7, 16, 100), (2, 3, 4)):
+        draw = random.Random(total * degree)
+        weights = [draw.random() + 0.01 for _ in range(degree)]
+        counts = apportioned(total, weights)
+        assert sum(counts) == total
+        assert min(counts) >= 1

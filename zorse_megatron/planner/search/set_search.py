@@ -1,0 +1,176 @@
+"""Search plans with tensor-parallel sets: which GPUs are joined, then the usual search among units.
+
+A set computes a layer sooner than one of its GPUs and holds more, but as a whole it never computes
+more than they do alone: sums over the set come on top. What it can spare is waiting (fewer, faster
+steps fill a pipeline sooner), recomputation and copies. So sets can pay only where the plan without
+them leaves time, and only those whose sums cost less than that. These are estimated in closed form,
+and the best of them get a whole search.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zorse_megatron.planner.evaluate.evaluator import Evaluation, best_first
+from zorse_megatron.planner.inputs.joined_inputs import joined
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.inputs.units import Joining
+from zorse_megatron.planner.outcome import Considered, SearchProgress
+from zorse_megatron.planner.search.effort import Effort
+from zorse_megatron.planner.search.joinings import joinings_of, together, wished
+from zorse_megatron.planner.search.quick_estimate import QuickEstimate
+from zorse_megatron.planner.search.zorse import SearchResult, search
+
+_SIZES = (1, 2, 4, 8)  # of micro-batches, at the best of which units are compared
+_NEAR = 1.005  # what a light search finds may be so much slower than the best plan
+_BETTER = 0.998  # plans with sets are taken where they are faster by that much
+_SEARCHED, _SEARCHED_OF_MANY = 2, 1  # whole searches with sets; of more than so many units
+_MANY_UNITS = 16
+_ESTIMATED, _ESTIMATED_OF_MANY = 60, 8
+_PART_OF_LOSS = 0.6
+_ROUNDS = 2  # of joining more GPUs to the best so far
+_SEARCHED_WHERE_NOTHING_FITS = 4
+
+
+def search_with_sets(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
+    """Search for the fastest plan, with sets where they pay or where nothing fits without."""
+    alone = search(inputs, on_progress)
+    asked = wished(inputs)
+    joinings = joinings_of(inputs)
+    if not joinings and not asked:
+        return alone
+    sets = _SetSearch(inputs, alone, on_progress)
+    for joining in asked:
+        sets.search(joining)
+    if alone.evaluations:
+        sets.improve(joinings)
+    if not sets.fits:
+        sets.find(joinings)
+    return sets.result
+
+
+@dataclass
+class _SetSearch:
+    """What was found so far."""
+
+    inputs: Inputs
+    alone: SearchResult
+    report: Callable[[SearchProgress], None]
+    found: list[Evaluation] = field(default_factory=list)
+    considered: list[Considered] = field(default_factory=list)
+    seen: set[Joining] = field(default_factory=set)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan does."""
+        return bool(self.alone.evaluations or self.found)
+
+    @property
+    def result(self) -> SearchResult:
+        """Both searches; of plans that are equally fast those without sets."""
+        alone = self.alone.evaluations
+        least_s = alone[0].iteration_s if alone else math.inf
+        faster = [each for each in self.found if each.iteration_s < _BETTER * least_s]
+        slower = [each for each in self.found if each.iteration_s >= _BETTER * least_s]
+        rows = [*best_first(faster), *best_first([*alone, *slower])] if faster else None
+        counts = [self.alone.considered, *self.considered]
+        return SearchResult(
+            evaluations=rows or [*alone, *best_first(slower)],
+            considered=Considered(
+                groupings=sum(each.groupings for each in counts),
+                estimated=sum(each.estimated for each in counts),
+                simulated=sum(each.simulated for each in counts),
+            ),
+        )
+
+    @property
+    def _best(self) -> Evaluation:
+        return min([*self.alone.evaluations[:1], *self.found], key=lambda each: each.iteration_s)
+
+    def search(self, joining: Joining) -> None:
+        """Search with these sets, once: with all effort where a part of it comes near the best."""
+        if joining in self.seen:
+            return
+        self.seen.add(joining)
+        inputs = joined(self.inputs, joining)
+        effort = Effort.of(inputs)
+        for some in (effort.light, effort) if self.fits else (effort,):
+            least_s = self._best.iteration_s if self.fits else math.inf
+            result = search(inputs, self.report, some)
+            self.considered.append(result.considered)
+            self.found += result.evaluations
+            found_s = min((each.iteration_s for each in result.evaluations), default=math.inf)
+            if found_s > _NEAR * least_s:
+                return
+
+    def improve(self, joinings: Sequence[Joining]) -> None:
+        """Search with the sets that the closed form finds faster than single GPUs."""
+        hopeful = self._may_pay(joinings)
+        if not hopeful:
+            return
+        many = self.inputs.world_size > _MANY_UNITS
+        quick = QuickEstimate.beside(self.inputs, self.alone.evaluations[0])
+        # The quick search misses some of what a whole one finds, with sets and without.
+        limit_s = (quick.iteration_s(self.inputs) + self._best.iteration_s) / 2
+        values: dict[Joining, float] = {}
+
+        def estimate(some: Sequence[Joining]) -> None:
+            for number, joining in enumerate(some):
+                self.report(SearchProgress(phase="joining", done=number, total=len(some)))
+                if joining not in values:
+                    values[joining] = quick.iteration_s(joined(self.inputs, joining))
+
+        estimate(hopeful[: _ESTIMATED_OF_MANY if many else _ESTIMATED])
+        for _ in range(_ROUNDS if many else 0):
+            ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
+            good = [each for each in ranked if values[each] < limit_s]
+            more = (together(self.inputs, good[0], each) for each in good[1:4]) if good else ()
+            estimate([each for each in more if each is not None])
+        ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
+        good = [each for each in ranked if values[each] < limit_s]
+        for joining in good[: _SEARCHED_OF_MANY if many else _SEARCHED]:
+            self.search(joining)
+
+    def find(self, joinings: Sequence[Joining]) -> None:
+        """Search where nothing fits on single GPUs: with small sets first, until something does."""
+        quick = QuickEstimate(inputs=self.inputs)
+        values = {each: quick.iteration_s(joined(self.inputs, each)) for each in joinings}
+        ranked = sorted(joinings, key=lambda each: (values[each], hopeful_order(each)))
+        for number, joining in enumerate(ranked):
+            if number >= _SEARCHED_WHERE_NOTHING_FITS or (number and values[joining] == math.inf):
+                return
+            self.search(joining)
+
+    def _may_pay(self, joinings: Sequence[Joining]) -> list[Joining]:
+        """Those that might be faster if nothing ever waited, the fastest of them first.
+
+        Sums that cost most of what the best plan loses leave too little to win.
+        """
+        best_s, alone_s = self._best.iteration_s, ideal_iteration_s(self.inputs)
+        limit_s = alone_s + _PART_OF_LOSS * (_BETTER * best_s - alone_s)
+        rows = []
+        for order, joining in enumerate(joinings):
+            ideal_s = ideal_iteration_s(joined(self.inputs, joining))
+            if ideal_s < limit_s:
+                rows.append((ideal_s, order, joining))
+        return [joining for _, _, joining in sorted(rows, key=lambda row: row[:2])]
+
+
+def hopeful_order(joining: Joining) -> tuple[int, int, tuple[int, ...]]:
+    """Smaller sets first, and fewer of them."""
+    degrees = [len(each.ranks) for each in joining]
+    return max(degrees), len(degrees), joining[0].ranks
+
+
+def ideal_iteration_s(inputs: Inputs) -> float:
+    """All layers on all units, which never wait and never recompute."""
+    rate = 0.0
+    compute = inputs.compute
+    sizes = [size for size in _SIZES if size <= inputs.global_batch_size]
+    rates: dict[str, float] = {}
+    for kind in inputs.kinds:
+        if kind not in rates:
+            times = [(size, compute.layer(kind, size)) for size in sizes]
+            rates[kind] = max(size / (each.forward_s + each.backward_s) for size, each in times)
+        rate += rates[kind]
+    return inputs.global_batch_size * inputs.num_layers / rate
