@@ -1,0 +1,183 @@
+"""Tables of docs/tensor-parallelism.md: plans with and without tensor-parallel sets.
+
+    python scripts/bench_sets.py [--measured DIR] [--json OUT]
+
+Two A100 and two T4 in one machine train GPT-3 1B (the case of Baton, FAST 2025): the best even
+layout of stock Megatron, the best plan with equal parts in sets, and the best of all. Then a model
+of which no GPU holds a layer. With --measured, the clusters of the Zorse paper, with sets and
+without. All times are simulated.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts.bench_planner import cases, paper_inputs, recomputed_work_s
+from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.find_plan import NoPlanError, find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
+from zorse_megatron.planner.plans.describe import describe_plan
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
+
+BATON = b"nodes: [{gpus: [2 x A100-40, 2 x T4], link: PCIe 12 GB/s, host_memory: 256GiB}]"
+LARGE_LAYERS = b"nodes: [{gpus: 4 x T4, link: PCIe 12 GB/s, host_memory: 256GiB}]"
+GIB = 2**30
+BATCH = 64
+SIZES = (1, 2, 4, 8, 16)
+
+
+def main() -> int:
+    """Make the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--measured", type=Path, metavar="DIR")
+    parser.add_argument("--cases", nargs="+", metavar="CLUSTER-MODEL", help="for example b-33b")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    arguments = parser.parse_args()
+    rows: dict[str, Any] = {"baton": list(baton_rows()), "large layers": list(large_layer_rows())}
+    if arguments.measured:
+        rows["paper"] = list(paper_rows(arguments.measured, arguments.cases))
+    for title, table in rows.items():
+        print(title)
+        for row in table:
+            print("  ", json.dumps(row))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def baton_rows() -> Iterator[dict[str, Any]]:
+    """Two A100 and two T4."""
+    for batch in (BATCH, 4):
+        inputs = _inputs(BATON, batch=batch)
+        yield {"batch": batch, "what": "bound", "iteration_s": round(lower_bound_s(inputs), 4)}
+        stock_s, stock = min(even_layouts(inputs), key=lambda row: row[0])
+        yield {"batch": batch, "what": f"even layout: {stock}", "iteration_s": round(stock_s, 4)}
+        for what, space in (
+            ("no sets", SearchSpace(max_tensor_parallel=1)),
+            ("equal parts", SearchSpace(unequal_parts=False)),
+            ("any sets", SearchSpace()),
+        ):
+            yield {"batch": batch, **_row(what, dataclasses.replace(inputs, space=space))}
+
+
+def large_layer_rows() -> Iterator[dict[str, Any]]:
+    """A layer's parameters and gradients in 16 bits are more than a T4 has."""
+    model = dataclasses.replace(
+        MODELS["gpt-1.3b"],
+        name="wide",
+        num_layers=1,
+        hidden_size=8192,
+        ffn_hidden_size=163840,
+        num_attention_heads=64,
+        num_query_groups=64,
+        seq_length=1024,
+    )
+    for what, space in (("no sets", SearchSpace(max_tensor_parallel=1)), ("any", SearchSpace())):
+        inputs = make_inputs(
+            parse_cluster(LARGE_LAYERS),
+            model,
+            None,
+            global_batch_size=8,
+            dtype="float16",
+            space=space,
+        )
+        yield _row(what, inputs)
+
+
+def paper_rows(measured: Path, wanted: list[str] | None) -> Iterator[dict[str, Any]]:
+    """The clusters of the paper."""
+    for cluster, model in cases(wanted):
+        inputs = paper_inputs(measured, cluster, model)
+        work_s = recomputed_work_s(inputs)
+        for what, space in (("no sets", SearchSpace(max_tensor_parallel=1)), ("any", inputs.space)):
+            row = _row(what, dataclasses.replace(inputs, space=space))
+            ratio = row["iteration_s"] and round(row["iteration_s"] / work_s, 3)
+            yield {"cluster": cluster, "model": model, **row, "over_work": ratio}
+
+
+def _row(what: str, inputs: Inputs) -> dict[str, Any]:
+    try:
+        outcome = find_plan(inputs)
+    except NoPlanError as error:
+        return {"what": what, "iteration_s": None, "missing_gib": error.missing_bytes / GIB}
+    peaks = outcome.plan.predictions and outcome.plan.predictions.peak_memory_bytes
+    return {
+        "what": what,
+        "iteration_s": round(outcome.iteration_s, 4),
+        "plan": describe_plan(outcome.plan, inputs.kinds),
+        "parts": [
+            dataclasses.asdict(each.parts)
+            for group in outcome.plan.groups
+            for each in group.replicas
+            if each.parts is not None
+        ],
+        "peak_gib": [round(peak / GIB, 2) for peak in peaks or ()][:4],
+        "plan_time_s": round(outcome.plan_time_s, 1),
+    }
+
+
+def even_layouts(inputs: Inputs) -> Iterator[tuple[float, str]]:
+    """Times of stock's layouts that fit: equal sets, stages, replicas and micro-batches."""
+    world = inputs.world_size
+    for tensor, pipeline in itertools.product((1, 2, 4), repeat=2):
+        if world % (tensor * pipeline):
+            continue
+        data = world // (tensor * pipeline)
+        for size, mode in itertools.product(SIZES, ("none", "full")):
+            if inputs.global_batch_size % (data * size):
+                continue
+            plan = _even(inputs, tensor, pipeline, size, mode)
+            result = simulate_plan(inputs, plan, merge_equal_ranks=True)
+            peaks = zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True)
+            if all(peak <= capacity for peak, capacity in peaks):
+                told = f"TP {tensor}, PP {pipeline}, DP {data}, micro-batch {size}"
+                yield result.iteration_s, told + (", recomputed" if mode == "full" else "")
+
+
+def _even(inputs: Inputs, tensor: int, pipeline: int, size: int, mode: str) -> Plan:
+    """As Megatron numbers ranks: sets are neighbours, then replicas, then stages."""
+    data = inputs.world_size // (tensor * pipeline)
+    groups = []
+    for stage in range(pipeline):
+        first = stage * data * tensor
+        replicas = tuple(
+            Replica(
+                ranks=tuple(range(first + at * tensor, first + (at + 1) * tensor)),
+                micro_batch_size=size,
+                num_microbatches=inputs.global_batch_size // (data * size),
+                shard_weight=1.0,
+            )
+            for at in range(data)
+        )
+        recompute = Recompute(mode="full") if mode == "full" else None
+        groups.append(Group(replicas=replicas, recompute=recompute))
+    layers = inputs.num_layers // pipeline
+    return Plan(
+        schema_version=1,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=tuple(groups),
+        chunks=tuple(
+            Chunk(group=stage, layers=(stage * layers, (stage + 1) * layers))
+            for stage in range(pipeline)
+        ),
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+def _inputs(cluster: bytes, *, batch: int) -> Inputs:
+    model = dataclasses.replace(MODELS["gpt-1.3b"], seq_length=1024)
+    return make_inputs(
+        parse_cluster(cluster), model, None, global_batch_size=batch, dtype="float16"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
