@@ -65,6 +65,7 @@ GradientCommDtypeName = Annotated[
 MaxTensorParallel = Annotated[
     int | None,
     typer.Option(
+        "--max-tp",
         min=1,
         help="Most ranks of a tensor-parallel set; 1: no sets. Default: a node's GPUs.",
     ),

@@ -75,7 +75,7 @@ def wish_problems(space: SearchSpace, cluster: Cluster, model: ModelShape) -> It
     if most is not None and wished > most:
         yield Problem(
             where=where,
-            found=f"{found}, and --max-tensor-parallel {most}",
+            found=f"{found}, and --max-tp {most}",
             expected=f"at most {most}",
             remedy="Leave one of the two out.",
         )
