@@ -132,10 +132,15 @@ class _SetSearch:
             self.search(joining)
 
     def find(self, joinings: Sequence[Joining]) -> None:
-        """Search where nothing fits on single GPUs: with small sets first, until something does."""
+        """Search where nothing fits on single GPUs, with the sets that look best in closed form."""
         quick = QuickEstimate(inputs=self.inputs)
-        values = {each: quick.iteration_s(joined(self.inputs, each)) for each in joinings}
-        ranked = sorted(joinings, key=lambda each: (values[each], hopeful_order(each)))
+        # Some of all sizes: where memory is short, how many GPUs share a layer matters most.
+        by_size = sorted(joinings, key=hopeful_order)
+        most = _ESTIMATED_OF_MANY if self.inputs.world_size > _MANY_UNITS else _ESTIMATED
+        some = by_size[:: max(1, -(-len(by_size) // most))]
+        some = list(dict.fromkeys([*some, *by_size[-1:]]))
+        values = {each: quick.iteration_s(joined(self.inputs, each)) for each in some}
+        ranked = sorted(some, key=lambda each: (values[each], hopeful_order(each)))
         for number, joining in enumerate(ranked):
             if number >= _SEARCHED_WHERE_NOTHING_FITS or (number and values[joining] == math.inf):
                 return
