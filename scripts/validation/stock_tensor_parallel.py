@@ -39,7 +39,7 @@ def step_of(flags: list[str], scratch: Path, *, iterations: int) -> Step:
     """Run a job."""
     with tempfile.TemporaryDirectory(dir=scratch) as times:
         env = {"ZORSE_TIMES": times}
-        entry = "scripts.validation.timed_entry"
+        entry = "tests.megatron.timed_entry"
         run_ranks(flags, DEGREE, entry=entry, timeout_s=300, env=env).check()
         ranks = [
             json.loads(Path(times, f"rank{rank}.json").read_text())[WARM_UP:iterations]
