@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tests.unit.simulation import peaks_without
+from scripts.validation.peaks import peaks_without
 from zorse_megatron.emulate.jobs.emulator import EmulatedRun, Emulator, System, emulator
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 from zorse_megatron.emulate.jobs.tiny_shape import TinyShape

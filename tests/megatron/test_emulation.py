@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 from typer.testing import CliRunner
 
+from scripts.validation.peaks import peaks_without
 from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
 from tests.megatron.launch import default_server
 from tests.megatron.set_plans import set_of
 from tests.unit.fake_costs import FakeComm, FakeCompute
-from tests.unit.simulation import peaks_without
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate.jobs import rank_server

@@ -8,7 +8,6 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, ActionLists, Kind
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.iteration import simulate
-from zorse_megatron.simulate.ledger import Category, changes_of
 from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.result import SimulationResult
 
@@ -32,23 +31,6 @@ def run(
         sequence_length=1,
         **options,
     )
-
-
-def peaks_without(result: SimulationResult, *left_out: Category) -> tuple[int, ...]:
-    """Rank -> the most bytes that all other categories have at once."""
-    found = []
-    for rank in range(len(result.stands_in)):
-        start, changes = changes_of(result.timeline, rank)
-        counted = [
-            n for category, n in zip(Category, start, strict=True) if category not in left_out
-        ]
-        total = highest = sum(counted)
-        for _, category, num_bytes, _ in changes:
-            if category not in left_out:
-                total += num_bytes
-                highest = max(highest, total)
-        found.append(highest)
-    return tuple(found)
 
 
 @dataclass(kw_only=True)
