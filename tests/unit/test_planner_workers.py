@@ -107,7 +107,7 @@ def test_what_does_not_fit_gets_other_settings_at_once(monkeypatch):
         each
         for each in worker.cost(("groupings",))
         if each.candidate.schedule == "1f1b"
-        and all(cost.settings.mode == "none" for cost in each.costs)
+        and all(own.mode == "none" for cost in each.costs for own in cost.settings)
         and each.costs[0].free_bytes > 2**30
         and len(each.candidate.device_groups[0].gpu_classes) == 1
     )

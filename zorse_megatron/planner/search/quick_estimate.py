@@ -18,9 +18,9 @@ from zorse_megatron.planner.search.worker import SearchWorker
 
 _LEVELS = (1, 2)
 _LIGHT = Effort(
-    listed=60,
-    costed=8,
-    widened=3,
+    listed=30,
+    costed=4,
+    widened=2,
     finalists=1,
     computations=0,
     polished=1,

@@ -26,7 +26,7 @@ _NEAR = 1.005  # what a light search finds may be so much slower than the best p
 _BETTER = 0.998  # plans with sets are taken where they are faster by that much
 _SEARCHED, _SEARCHED_OF_MANY = 2, 1  # whole searches with sets; of more than so many units
 _MANY_UNITS = 16
-_ESTIMATED, _ESTIMATED_OF_MANY = 60, 16
+_ESTIMATED = 16
 _PART_OF_LOSS = 0.6
 _ROUNDS = 2  # of joining more GPUs to the best so far
 _SEARCHED_WHERE_NOTHING_FITS = 4
@@ -120,7 +120,7 @@ class _SetSearch:
                 if joining not in values:
                     values[joining] = quick.iteration_s(joined(self.inputs, joining))
 
-        estimate(hopeful[: _ESTIMATED_OF_MANY if many else _ESTIMATED])
+        estimate(hopeful[:_ESTIMATED])
         for _ in range(_ROUNDS if many else 0):
             ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
             good = [each for each in ranked if values[each] < limit_s]
@@ -136,8 +136,7 @@ class _SetSearch:
         quick = QuickEstimate(inputs=self.inputs)
         # Some of all sizes: where memory is short, how many GPUs share a layer matters most.
         by_size = sorted(joinings, key=hopeful_order)
-        most = _ESTIMATED_OF_MANY if self.inputs.world_size > _MANY_UNITS else _ESTIMATED
-        some = by_size[:: max(1, -(-len(by_size) // most))]
+        some = by_size[:: max(1, -(-len(by_size) // _ESTIMATED))]
         some = list(dict.fromkeys([*some, *by_size[-1:]]))
         values = {each: quick.iteration_s(joined(self.inputs, each)) for each in some}
         ranked = sorted(some, key=lambda each: (values[each], hopeful_order(each)))
