@@ -3,7 +3,7 @@
 Ring: bytes per link over the bandwidth of the slowest link of the ring, plus the latency of the
 way round. Hierarchical: first between nodes, each node as one member whose NICs work together,
 then inside every node; fewer steps over slow links, but the two phases add up. The cheaper one
-counts, in the cheapest form that fits the shards (see `rings`). Costs depend on the nodes of a
+counts. Costs depend on the nodes of a
 set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a new set.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from zorse_megatron.costs.direct_exchange import largest_load
 from zorse_megatron.costs.rank_set import RankSet, rank_set
-from zorse_megatron.costs.rings import UNEVEN_PENALTY, Form, RingTraffic, Shards, ring_traffic
+from zorse_megatron.costs.rings import UNEVEN_PENALTY, Shards
 from zorse_megatron.schema.profile.profile import Sharded
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.link_curves import curve_for
@@ -30,27 +30,15 @@ class CollectiveOption:
     """One way to run a gather or a scatter."""
 
     algorithm: Algorithm
-    form: Form
     time_s: float
 
 
 class GraphComm:
-    """Communication cost over a cluster's topology; see `costs.interface.CommCost`.
+    """Communication cost over a cluster's topology; see `costs.interface.CommCost`."""
 
-    `uneven_forms`: which forms of collectives over unequal shards the runtime has.
-    """
-
-    def __init__(
-        self,
-        spec: Topology,
-        *,
-        uneven_forms: tuple[Literal["padded", "grouped"], ...] = ("padded", "grouped"),
-    ) -> None:
-        if not uneven_forms:
-            raise ValueError("found no form for uneven shards; expected padded, grouped or both")
+    def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self.routes = Routes(spec)
-        self._forms: tuple[Form, ...] = ("equal", *uneven_forms)
         self._sets: dict[tuple[int, ...], RankSet] = {}
         self._factors: dict[tuple[tuple[int, ...], Sharded], float] = {}
         self._transfers: dict[tuple[int, int, int], float] = {}
@@ -150,7 +138,7 @@ class GraphComm:
             return 0.0
         members = self._set(ranks)
         even = Shards.of((num_bytes / len(ranks),) * len(ranks))
-        ring_s = 2 * _ring_options(members, even, 1.0)[0].time_s
+        ring_s = 2 * _ring(members, even, 1.0).time_s
         return min(ring_s, _tree_s(members, num_bytes))
 
     def host_link_bytes_per_s(self, rank: int) -> float:
@@ -169,10 +157,10 @@ class GraphComm:
             return ()
         members, shards = self._set(ranks), Shards.of(shard_bytes)
         factor = 1.0 if shards.is_even else self._factor(ranks, operation)
-        found = list(_ring_options(members, shards, factor))
-        if len(members.nodes) > 1 and members.inside:
-            found += _hierarchical_options(members, shards, shard_bytes, factor)
-        return tuple(option for option in found if option.form in self._forms)
+        ring = _ring(members, shards, factor)
+        if len(members.nodes) == 1 or not members.inside:
+            return (ring,)
+        return (ring, _hierarchical(members, shards, shard_bytes, factor))
 
     def _set(self, ranks: tuple[int, ...]) -> RankSet:
         if ranks not in self._sets:
@@ -200,34 +188,22 @@ def _leave_node_s(node: MeasuredNode, num_bytes: int) -> float:
     return num_bytes / min(node.host_link_bytes_per_s, node.port_bytes_per_s)
 
 
-def _ring_options(members: RankSet, shards: Shards, factor: float) -> tuple[CollectiveOption, ...]:
-    return tuple(
-        _option("ring", way, factor, members.ring_rate(way.message_bytes), members.ring_latency_s)
-        for way in ring_traffic(shards)
-    )
+def _ring(members: RankSet, shards: Shards, factor: float) -> CollectiveOption:
+    carried_s = shards.ring_bytes / members.ring_rate(shards.mean_bytes)
+    return CollectiveOption(algorithm="ring", time_s=factor * (carried_s + members.ring_latency_s))
 
 
-def _hierarchical_options(
+def _hierarchical(
     members: RankSet, shards: Shards, shard_bytes: tuple[int, ...], factor: float
-) -> tuple[CollectiveOption, ...]:
+) -> CollectiveOption:
     on_node = [0.0] * len(members.nodes)
     for slot, size in zip(members.slots, shard_bytes, strict=True):
         on_node[slot] += size
     # Nodes with different numbers of ranks hold unequal blocks even where all shards are equal.
-    ways = ring_traffic(Shards.of(tuple(on_node)))
+    blocks = Shards.of(tuple(on_node))
+    carried_s = blocks.ring_bytes / members.between.at(blocks.mean_bytes)
     latency_s = members.crossing_latency_s + _inside_s(members, shards.total_bytes)
-    rates = (members.between.at(way.message_bytes) for way in ways)
-    return tuple(
-        _option("hierarchical", way, factor, rate, latency_s)
-        for way, rate in zip(ways, rates, strict=True)
-    )
-
-
-def _option(
-    algorithm: Algorithm, way: RingTraffic, factor: float, bytes_per_s: float, latency_s: float
-) -> CollectiveOption:
-    time_s = factor * (way.bytes_per_link / bytes_per_s + latency_s)
-    return CollectiveOption(algorithm=algorithm, form=way.form, time_s=time_s)
+    return CollectiveOption(algorithm="hierarchical", time_s=factor * (carried_s + latency_s))
 
 
 def _inside_s(members: RankSet, total: float) -> float:

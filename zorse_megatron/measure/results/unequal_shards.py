@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from zorse_megatron.costs.rings import Shards, ring_traffic
+from zorse_megatron.costs.rings import Shards
 from zorse_megatron.schema.profile.profile import (
     Sharded,
     Transfers,
@@ -59,5 +59,4 @@ def _factor(equal: Transfers, unequal: Transfers | None) -> float | None:
 
 def _load(parts: tuple[int, ...]) -> float:
     """What a link of the ring carries, as `costs.comm` takes it, of a buffer of one byte."""
-    shards = Shards.of(tuple(part / sum(parts) for part in parts))
-    return min(way.bytes_per_link for way in ring_traffic(shards))
+    return Shards.of(tuple(part / sum(parts) for part in parts)).ring_bytes
