@@ -10,28 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.topologies import many_nodes, node, switch, topologies, two_regions
 from zorse_megatron.planner.groupings.grouping import Grouping, hardware_key, normalised
 from zorse_megatron.planner.groupings.mergers import mergers_of
 from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.pools import Pool, pools_of, spread
 from zorse_megatron.planner.groupings.proposals import propose_groupings
+from zorse_megatron.planner.groupings.set_partitions import set_partitions
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.from_cluster import topology_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def set_partitions(ranks: list[int]) -> Iterator[list[list[int]]]:
-    if not ranks:
-        yield []
-        return
-    for rest in set_partitions(ranks[1:]):
-        yield [[ranks[0]], *rest]
-        for i, part in enumerate(rest):
-            yield [*rest[:i], [ranks[0], *part], *rest[i + 1 :]]
 
 
 def symmetries(spec: Topology) -> Iterator[list[int]]:
@@ -93,7 +85,7 @@ def test_one_signature_for_each_class_of_groupings(name: str) -> None:
     assert len(renamings) > 1
     symmetry = Symmetry(spec)
     classes: dict[Grouping, set[int]] = {}
-    for partition in set_partitions(list(range(spec.num_gpus))):
+    for partition in set_partitions(tuple(range(spec.num_gpus))):
         grouping = normalised(partition)
         smallest = min(
             normalised([renamed[rank] for rank in group] for group in grouping)
@@ -105,7 +97,7 @@ def test_one_signature_for_each_class_of_groupings(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(topologies(), st.integers(1, 8), st.integers(1, 60))
 def test_candidates_are_valid_and_different(spec: Topology, max_groups: int, limit: int) -> None:
     found = list(propose_groupings(spec, max_groups=max_groups, limit=limit))
@@ -189,7 +181,7 @@ def test_ten_thousand_gpus() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(topologies(), st.randoms(use_true_random=False))
 def test_neighbours_are_one_step_away(spec: Topology, random: object) -> None:
     labels = [random.randint(0, 3) for _ in range(spec.num_gpus)]  # type: ignore[attr-defined]

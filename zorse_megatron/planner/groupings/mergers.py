@@ -1,9 +1,10 @@
 """Which pools of GPUs share groups: ways to put pools together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 from zorse_megatron.planner.groupings.pools import Pool
+from zorse_megatron.planner.groupings.set_partitions import set_partitions
 
 Merger = tuple[tuple[Pool, ...], ...]
 """Pools that share groups; each pool is in one part."""
@@ -18,7 +19,7 @@ def mergers_of(pools: Sequence[Pool]) -> tuple[Merger, ...]:
     All of them for up to 6 pools. Beyond: none, all, by kind, by region, and every two.
     """
     if len(pools) <= _ALL_WAYS_UP_TO:
-        found = list(_set_partitions(tuple(pools)))
+        found = list(set_partitions(tuple(pools)))
     else:
         found = [tuple((pool,) for pool in pools), (tuple(pools),)]
         found += [_by(pools, "kind"), _by(pools, "region")]
@@ -34,14 +35,3 @@ def _by(pools: Sequence[Pool], field: str) -> Merger:
     for pool in pools:
         together.setdefault(getattr(pool, field), []).append(pool)
     return tuple(map(tuple, together.values()))
-
-
-def _set_partitions(pools: tuple[Pool, ...]) -> Iterator[Merger]:
-    if not pools:
-        yield ()
-        return
-    first, rest = pools[0], pools[1:]
-    for merger in _set_partitions(rest):
-        yield ((first,), *merger)
-        for i, part in enumerate(merger):
-            yield (*merger[:i], (first, *part), *merger[i + 1 :])

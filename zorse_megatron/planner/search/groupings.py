@@ -8,6 +8,7 @@ from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.groupings.grouping import Grouping, normalised
 from zorse_megatron.planner.groupings.neighbours import neighbours
 from zorse_megatron.planner.groupings.proposals import GroupingProposal, propose_groupings
+from zorse_megatron.planner.groupings.set_partitions import set_partitions
 from zorse_megatron.planner.groupings.symmetry import Symmetry
 
 # Every partition is looked at up to this many GPUs (203 of them, fewer without mirror images).
@@ -84,16 +85,5 @@ class Groupings:
         )
 
     def _every_partition(self) -> Iterator[GroupingProposal]:
-        for groups in _partitions(tuple(range(self.inputs.world_size))):
+        for groups in set_partitions(tuple(range(self.inputs.world_size))):
             yield GroupingProposal(grouping=normalised(groups), origin="every partition")
-
-
-def _partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for partition in _partitions(rest):
-        yield [(first,), *partition]
-        for index, group in enumerate(partition):
-            yield [*partition[:index], (first, *group), *partition[index + 1 :]]
