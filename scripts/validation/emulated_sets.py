@@ -57,6 +57,9 @@ ALL_UNEQUAL = Parts(
 OF_THREE = Parts(
     kv_groups=(4, 3, 1), mlp_columns=(COLUMNS, 0, 0), vocabulary_rows=(20000, 11999, 1)
 )
+ALL_OR_NONE = Parts(
+    kv_groups=(8, 0), mlp_columns=(COLUMNS // 2, COLUMNS // 2), vocabulary_rows=(0, 32000)
+)
 MEDIAN, WORST = 0.02, 0.05
 
 
@@ -128,6 +131,7 @@ PLANS: dict[str, Plan] = {
 ON_MIXED_NODE: dict[str, Plan] = {
     "2 unequal": plan_of((a_set((0, 1), 2, 8, parts=THREE_TO_ONE),)),
     "2 unequal\\|2": plan_of((a_set((0, 1), 2, 8, parts=ALL_UNEQUAL),), (a_set((2, 3), 4, 4),)),
+    "2 all or none\\|2": plan_of((a_set((0, 1), 2, 8, parts=ALL_OR_NONE),), (a_set((2, 3), 4, 4),)),
     "2 unequal+1+1": plan_of(
         (
             a_set((0, 1), 2, 6, weight=4.0, parts=ALL_UNEQUAL),

@@ -56,11 +56,11 @@ def random_parts(dice: random.Random, degree: int) -> Parts | None:
     if degree == 1 or (even and dice.random() < 0.4):
         return None
     return Parts(
-        kv_groups=None if even and dice.random() < 0.3 else composition(dice, GROUPS, degree, 1),
+        kv_groups=None if even and dice.random() < 0.3 else composition(dice, GROUPS, degree, 0),
         mlp_columns=None if even and dice.random() < 0.3 else composition(dice, COLUMNS, degree, 0),
         vocabulary_rows=None
         if even and dice.random() < 0.3
-        else composition(dice, ROWS, degree, 1),
+        else composition(dice, ROWS, degree, 0),
     )
 
 

@@ -123,6 +123,7 @@ UNLIKE = Plan(
 
 class Sets:
     sequence_parallel = False
+    learns_positions = False
 
     @staticmethod
     def of_rank(part: RankPart, dtype: str | None) -> SetRankCosts:

@@ -32,7 +32,7 @@ from tests.megatron.test_exactness import (
     flags_for,
 )
 from tests.megatron.test_traffic import ELEMENT_BYTES, HIDDEN, SEQUENCE, VOCABULARY
-from zorse_megatron.schema.plan.plan import Offload, Plan, RankSettings, Recompute, Replica
+from zorse_megatron.schema.plan.plan import Offload, Parts, Plan, RankSettings, Recompute, Replica
 from zorse_megatron.schema.plan.plan_json import save_plan
 
 UNLIKE = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
@@ -124,11 +124,23 @@ def test_follows_stock(name: str, corpus: Path) -> None:
     assert_follows(plan, plan_run(plan, flags), stock, is_gated="--swiglu" in more)
 
 
+def assert_same_bits(run: Recorded, other: Recorded) -> None:
+    assert run.steps == other.steps
+    for mine, theirs in zip(run.of_ranks, other.of_ranks, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+
+
 def test_follows_stock_s_own_tensor_parallelism(corpus: Path, tmp_path: Path) -> None:
-    """From the plan's initial weights, as each of stock's ranks draws with a seed of its own."""
+    """From the plan's initial weights, as each of stock's ranks draws with a seed of its own.
+
+    A plan that names its equal parts runs as one that does not.
+    """
     plan = plan_of(((set_of((0, 1), 2, 4),), 4))
     flags = flags_for(corpus, *MASKED, *DEGREE, "--clip-grad", "0.5")
     run = plan_run(plan, flags)
+    named = Parts(kv_groups=(2, 2), mlp_columns=(64, 64), vocabulary_rows=(128, 128))
+    assert_same_bits(plan_run(plan_of(((set_of((0, 1), 2, 4, parts=named),), 4)), flags), run)
     for rank in (0, 1):
         mine = {name: copies[rank] for name, copies in run.initial.items()}
         torch.save(mine, tmp_path / f"initial-rank{rank}.pt")

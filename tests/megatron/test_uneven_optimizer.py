@@ -80,6 +80,26 @@ def _compare_steps(weights: Sequence[float], case: Steps) -> None:
     assert part.step_count == 4 - (overflow_step >= 0)
     owned = sum(p.numel() for p in part.get_parameters())
     assert (owned == 0) == (weights[dist.get_rank()] == 0)
+    rounded = setup.dtype != torch.float32 and mine_is == "stock"
+    assert _num_copies(part) == (len(part.owned_shards()) if rounded else 0)
+
+
+def _num_copies(optimizer: Any) -> int:
+    """How many tensors are copied after the step; fp32 parameters are stepped where they are."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Copies(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten.copy_.default
+            return func(*args, **(kwargs or {}))
+
+    with Copies() as copies:
+        optimizer._copy_main_params_to_model_params()
+    return copies.count
 
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -5,10 +5,11 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.examples import examples
 from zorse_megatron.planner.search.effort import Effort
 
 # No deadline: a busy machine would fail examples at random.
-settings.register_profile("zorse", deadline=None)
+settings.register_profile("zorse", deadline=None, max_examples=examples(100))
 settings.load_profile("zorse")
 # Tables are as wide as documented, whatever the terminal of whoever runs the tests says.
 os.environ.pop("COLUMNS", None)

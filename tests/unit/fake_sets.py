@@ -22,7 +22,7 @@ class SplitCompute(FakeCompute):
         share = self.attention_share
         return LayerTimes(attention=times(share), mlp=times(1.0 - share))
 
-    def includes_collectives(self, kind, part):
+    def includes_collectives(self, kind, section):
         return self.measured
 
 
@@ -34,9 +34,11 @@ class FakeSets:
     whole: int = 40
     boundary: int = 0
     kept: int = 1000
+    positions: int = 0
     forward_s: float = 1.0
     factors: dict = field(default_factory=dict)
     sequence_parallel: bool = False
+    learns_positions: bool = False
     measured: bool = False
     attention_shares: dict = field(default_factory=dict)
     """Index in a set with unequal parts -> which part of a layer's time is attention's."""
@@ -55,6 +57,7 @@ class FakeSets:
         kept = self.kept // degree
         return FakeMemory(
             layer_count=self.whole + self.cut // degree,
+            embedding_count=self.positions,
             kept={"none": kept, "selective": kept, "full": kept // 10},
             boundary=self.boundary // (degree if self.sequence_parallel else 1),
         )
@@ -63,8 +66,8 @@ class FakeSets:
         compute = self.compute(part.degree, part.index)
         return SetRankCosts(compute=compute, memory=self.memory(part.degree))
 
-    def cut_parameters(self, part):
-        return {"mlp_columns": self.cut} if part == "layer" else {"vocabulary_rows": 0}
+    def cut_parameters(self, section):
+        return {"mlp_columns": self.cut} if section == "layer" else {"vocabulary_rows": 0}
 
     def alone(self):
         """What `simulate` takes for ranks that are sets of their own."""

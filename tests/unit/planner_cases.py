@@ -11,6 +11,7 @@ from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, ReplicaShare, best_split
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.groupings.set_partitions import set_partitions
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.planner.plans.water_filling import water_fill
 from zorse_megatron.schedules.shards import shard_bounds
@@ -207,7 +208,7 @@ def _bounded(inputs: Inputs, below_s: float) -> Iterator[tuple[float, tuple[_Sta
     seen = set()
     prices: dict[object, _Price | None] = {}
     node_of = [inputs.spec.node_of(rank) for rank in range(inputs.world_size)]
-    for groups in _partitions(tuple(range(inputs.world_size))):
+    for groups in set_partitions(tuple(range(inputs.world_size))):
         if len(groups) > inputs.num_layers:
             continue
         for order in permutations(groups):
@@ -478,14 +479,3 @@ def _weights(inputs: Inputs, stage: _Stage, ends: tuple[bool, bool]) -> tuple[fl
     if filled is None or min(rooms) < 0:
         return None
     return (1.0,) * len(filled) if len(set(filled)) == 1 else filled
-
-
-def _partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for partition in _partitions(rest):
-        yield [(first,), *partition]
-        for index, group in enumerate(partition):
-            yield [*partition[:index], (first, *group), *partition[index + 1 :]]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.topologies import GB_PER_S, node, topologies
 from zorse_megatron.planner.baselines.gpu_graph import (
     pair_bytes_per_s,
@@ -26,7 +27,7 @@ def complete_graph(spec: Topology) -> nx.Graph:
     return graph
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(topologies(max_nodes=5, max_gpus=12))
 def test_every_step_takes_the_cheapest_cut_of_all_groups(spec: Topology) -> None:
     """As the authors' code does it: Stoer-Wagner on every component, the lightest cut wins."""
@@ -57,7 +58,7 @@ def test_the_default_is_one_group_per_node_at_most() -> None:
     assert [len(step.grouping) for step in paper_groupings(spec)] == [1, 2]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(2, 9), st.randoms(use_true_random=False))
 def test_dense_stoer_wagner(size: int, random: object) -> None:
     weights = np.zeros((size, size))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.chunked_plans import dealt_out, ministages, with_owners
 from tests.unit.fake_costs import FakeComm, FakeMemory
@@ -95,7 +96,7 @@ def test_offloaded_shards_are_fetched_one_chunk_ahead_of_the_gather() -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(plan=breadth_first_plans)
 def test_all_micro_batches_of_a_chunk_then_the_next_chunk(plan: Plan) -> None:
     last = len(plan.chunks) - 1
@@ -111,7 +112,7 @@ def test_all_micro_batches_of_a_chunk_then_the_next_chunk(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(plan=breadth_first_plans, forward_only=st.booleans())
 def test_at_most_two_chunks_are_unsharded_and_what_is_computed_is(
     plan: Plan, forward_only: bool
@@ -152,7 +153,7 @@ def expected_gathers(plan: Plan, group: int, *, forward_only: bool) -> Counter[i
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(plan=breadth_first_plans, forward_only=st.booleans())
 def test_gathers_and_reductions_equal_the_closed_form(plan: Plan, forward_only: bool) -> None:
     for rank, actions in enumerate(lower_plan(plan, forward_only=forward_only).ranks):
@@ -165,7 +166,7 @@ def test_gathers_and_reductions_equal_the_closed_form(plan: Plan, forward_only: 
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(plan=breadth_first_plans)
 def test_gradients_are_reduced_after_their_last_backward_and_before_the_next_chunk(
     plan: Plan,
@@ -229,7 +230,7 @@ def test_memory_of_equal_chunks(num_chunks: int, replicas: int) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     plan=lowerable_plans(schedule_names=("breadth_first",)),
     bytes_per_s=st.sampled_from([float("inf"), 3000.0, 100.0]),

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
@@ -37,7 +38,7 @@ def by_phase(events):
 
 @pytest.mark.slow
 @given(case=priced_with_options())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_structure(case):
     plan = case[0]
     result = run_case(case)

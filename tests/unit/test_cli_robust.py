@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.cli_samples import FLAGS, MODEL, lab_plan, runner_in, write_lab
 from tests.unit.profile_samples import good as good_profile
 
@@ -388,7 +389,7 @@ MUTATED_FILE = st.one_of(
 
 @pytest.mark.slow
 @settings(
-    max_examples=80,
+    max_examples=examples(80),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(file=MUTATED_FILE)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.schedules import communicators
@@ -41,7 +42,7 @@ def test_a_link_for_each_direction_a_group_and_the_world():
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(plan=any_plan)
 def test_every_message_has_one_and_nobody_has_one_alone(plan):
     lists = lower_plan(plan)

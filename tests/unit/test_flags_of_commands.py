@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.flag_samples import all_words
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
 from zorse_megatron.errors import FlagError
@@ -85,7 +86,9 @@ def test_where_a_plan_is_made_it_decides_what_is_recomputed(run):
 
 @pytest.mark.slow
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(words=st.sampled_from(all_words()))
 def test_every_flag_has_the_same_verdict_in_check_and_in_a_run(run, words):

@@ -7,6 +7,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.topologies import GB_PER_S, many_nodes, node, region_link, topologies, two_regions
 from tests.unit.test_topology_graph import least_cut
 from zorse_megatron.planner.groupings.grouping import Grouping
@@ -41,7 +42,7 @@ def brute_force_bipartition(graph: nx.Graph, terminals: list[Vertex]) -> float:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(topologies(max_gpus=6))
 def test_the_first_cut_is_the_cheapest(spec: Topology) -> None:
     steps = list(split_groupings(spec, 2))
@@ -70,7 +71,7 @@ def brute_force_k_cut(graph: nx.Graph, gpus: list[Vertex], k: int) -> float:
     return best
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(topologies(max_nodes=3, max_gpus=4))
 def test_split_keeps_its_promise(spec: Topology) -> None:
     """At most 2 - 2/k times the cheapest k-cut (Saran and Vazirani)."""
@@ -86,7 +87,7 @@ def test_split_keeps_its_promise(spec: Topology) -> None:
             assert best * (1 - 1e-9) <= step.cut_bytes_per_s <= (2 - 2 / k) * best * (1 + 1e-9)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(topologies())
 def test_every_step_splits_one_group(spec: Topology) -> None:
     steps = list(split_groupings(spec, 20))

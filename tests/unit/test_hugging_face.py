@@ -174,7 +174,7 @@ def test_the_commands_take_it(tmp_path, monkeypatch):
     plan = ("plan", "--cluster", "cluster.yaml", "--model", "tiny", "--out", "p.json")
     lacking = run(*plan).output
     assert "--global-batch-size: found no" in lacking and "--seq-length: found no" in lacking
-    made = run(*plan, "--global-batch-size", "8", "--seq-length", "256")
+    made = run(*plan, "--global-batch-size", "8", "--seq-length", "256", "--max-tp", "1")
     assert made.exit_code == 0, made.output
     assert "note: Megatron's flags for tiny/config.json: --num-layers 4 --hidden-size 1024" in (
         made.stdout

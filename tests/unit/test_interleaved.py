@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.chunked_plans import dealt_out, with_owners
 from tests.unit.simulation import run
@@ -74,7 +75,7 @@ def test_one_chunk_per_group_does_what_1f1b_does(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(plan=lowerable_plans(schedule_names=("interleaved",)))
 def test_in_flight_micro_batches_stay_below_the_limit(plan: Plan) -> None:
     policy = interleaved(plan)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.runtime import communicator_groups
@@ -32,7 +33,7 @@ EDGES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(plan=lowerable_plans())
 def test_links_of_a_plan_are_those_of_its_lists(plan):
     """What is priced from the plan is what the ranks connect from their lists."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
@@ -30,7 +31,7 @@ any_plan = lowerable_plans(schedule_names=EVERY_SCHEDULE)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(plan=any_plan, forward_only=st.booleans())
 def test_each_computation_once_and_micro_batches_in_order(plan: Plan, forward_only: bool) -> None:
     lists = lower_plan(plan, forward_only=forward_only)
@@ -44,7 +45,7 @@ def test_each_computation_once_and_micro_batches_in_order(plan: Plan, forward_on
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(plan=any_plan, forward_only=st.booleans())
 def test_samples_cross_every_boundary_between_groups_once(plan: Plan, forward_only: bool) -> None:
     lists = lower_plan(plan, forward_only=forward_only)
@@ -71,7 +72,7 @@ def test_samples_cross_every_boundary_between_groups_once(plan: Plan, forward_on
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(plan=any_plan, forward_only=st.booleans())
 def test_lists_can_be_executed(plan: Plan, forward_only: bool) -> None:
     """Even if all transfers and collectives block."""
@@ -79,7 +80,7 @@ def test_lists_can_be_executed(plan: Plan, forward_only: bool) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(plan=any_plan, forward_only=st.booleans())
 def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
     plan: Plan, forward_only: bool
@@ -93,7 +94,7 @@ def test_collectives_come_in_one_order_on_all_ranks_of_a_group(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(plan=any_plan, forward_only=st.booleans())
 def test_lists_print_and_parse_back(plan: Plan, forward_only: bool) -> None:
     lists = lower_plan(plan, forward_only=forward_only)
@@ -101,7 +102,7 @@ def test_lists_print_and_parse_back(plan: Plan, forward_only: bool) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(plan=any_plan, forward_only=st.booleans())
 def test_the_simulator_runs_them_and_gives_back_what_it_took(
     plan: Plan, forward_only: bool

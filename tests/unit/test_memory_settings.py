@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.fake_sets import FakeSets
@@ -168,7 +169,7 @@ def said_by_groups(plan, offloads):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(lowerable_plans())
 def test_lists_of_mixed_groups(plan):
     """Of a group with ranks that offload parameters: the copies, on these ranks alone."""

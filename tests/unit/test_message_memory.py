@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
@@ -141,7 +142,7 @@ def simulated(plan: Plan, bytes_per_s: float) -> list[int]:
     return [rank.by_category[Category.BUFFERS].num_bytes for rank in result.memory]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(plan=st.one_of(plans(5, 3), lowerable_plans(5, 3)))
 def test_the_runtime_holds_what_is_simulated(plan: Plan) -> None:
     expected = simulated(plan, bytes_per_s=1.0)

@@ -32,7 +32,10 @@ nodes:
 BESIDE = {"T4": ("fp16", "fp16"), "V100-16": ("fp16", "fp16"), "relic": ("fp32", "fp32")}
 
 
-def lab(old: str, dtype="auto", *, space: SearchSpace | None = None, profile=None) -> Inputs:
+NO_SETS = SearchSpace(max_tensor_parallel=1)
+
+
+def lab(old: str, dtype="auto", *, space: SearchSpace = NO_SETS, profile=None) -> Inputs:
     cluster = LAB.replace("OLD", old)
     return make_inputs(
         parse_cluster(cluster.encode()),
@@ -61,10 +64,13 @@ def test_kinds_have_the_units_of_their_generation():
     assert common_dtype([GPU_KINDS["H100-80"], GPU_KINDS["T4"]]) == "fp16"
 
 
-@pytest.mark.parametrize("old", BESIDE)
-@pytest.mark.parametrize("most_groups", [1, 4])
-def test_groups_get_what_all_of_their_gpus_compute_in(old, most_groups):
-    inputs = lab(old, space=SearchSpace(max_groups=most_groups))
+@pytest.mark.parametrize(
+    ("old", "most_groups", "most_of_a_set"),
+    [*((old, groups, 1) for old in BESIDE for groups in (1, 4)), ("T4", 4, 2)],
+)
+def test_groups_get_what_all_of_their_gpus_compute_in(old, most_groups, most_of_a_set):
+    space = SearchSpace(max_groups=most_groups, max_tensor_parallel=most_of_a_set)
+    inputs = lab(old, space=space)
     own, both = BESIDE[old]
     expected = {
         frozenset({"A100-40"}): "bf16",

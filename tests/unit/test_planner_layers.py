@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from zorse_megatron.planner.closed_form import balance
 from zorse_megatron.planner.closed_form.balance import balanced_layers
 from zorse_megatron.planner.closed_form.layer_assignment import GroupCost, best_layer_assignments
@@ -29,7 +30,7 @@ def value(table, layers):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tables, st.integers(1, 12))
 def test_no_layout_is_better(table, num_layers):
     every = [layers for layers in product(*table) if sum(layers) == num_layers]

@@ -5,6 +5,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, best_split, rate_bound_s
 
 
@@ -38,7 +39,7 @@ def least_time_by_trying(batch, classes):
     return best[batch]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 24), worker_classes())
 def test_no_split_is_faster(batch, classes):
     split = best_split(batch, classes)

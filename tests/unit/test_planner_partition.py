@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.planner_cases import random_case
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
@@ -61,7 +62,7 @@ def partitions_looked_at(costs: SegmentCosts, ceiling_s: float):
 
 @given(seed=st.integers(0, 10_000), level=st.sampled_from([1, 2, 4]), nested=st.booleans())
 @example(seed=4532, level=1, nested=True)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_least_busy_partition_is_found(seed, level, nested):
     inputs = random_case(seed, most_gpus=5, most_layers=7)
     costs = costs_of(inputs, level=level, nested=nested)
@@ -81,7 +82,7 @@ def test_the_least_busy_partition_is_found(seed, level, nested):
 
 
 @given(seed=st.integers(0, 10_000), slack=st.sampled_from([1.0, 1.1, 1.5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_of_a_ceiling_the_least_fill_and_drain_is_found(seed, slack):
     """Where every segment has as many layers as the ceiling allows, or one less."""
     costs = costs_of(random_case(seed, most_gpus=5, most_layers=7))

@@ -9,7 +9,7 @@ from zorse_megatron.planner.explain.analysis import explain
 from zorse_megatron.planner.explain.replan import Replans, replan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks, with_one_more
-from zorse_megatron.planner.inputs.search_inputs import make_inputs
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 
@@ -26,7 +26,12 @@ MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512, num_layers=4)
 
 def lab(cluster=CLUSTER):
     return make_inputs(
-        parse_cluster(cluster.encode()), MODEL, None, global_batch_size=8, dtype="float16"
+        parse_cluster(cluster.encode()),
+        MODEL,
+        None,
+        global_batch_size=8,
+        dtype="float16",
+        space=SearchSpace(max_tensor_parallel=1),
     )
 
 

@@ -1,4 +1,7 @@
-"""What the planner promises of every plan: valid, fitting, reproducible; or the missing amount."""
+"""What the planner promises of every plan: valid, fitting, reproducible; or the missing amount.
+
+Without tensor-parallel sets, of which `test_planner_sets` says the same.
+"""
 
 import dataclasses
 import math
@@ -29,7 +32,10 @@ nodes:
 MODEL = dataclasses.replace(MODELS["llama-1b"], seq_length=512)
 
 
-def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace | None = None) -> Inputs:
+NO_SETS = SearchSpace(max_tensor_parallel=1)
+
+
+def lab(cluster: str = CLUSTER, *, batch: int = 24, space: SearchSpace = NO_SETS) -> Inputs:
     return make_inputs(
         parse_cluster(cluster.encode()),
         MODEL,
@@ -186,8 +192,9 @@ nodes:
 
 
 def test_gradients_are_sent_in_16_bits_only_where_that_is_allowed_and_faster():
-    space = SearchSpace(max_groups=1, gradient_comm_dtype="bf16")
-    slow, allowed = (lab(SLOW_PAIR, space=s) for s in (SearchSpace(max_groups=1), space))
+    one_group = dataclasses.replace(NO_SETS, max_groups=1)
+    space = dataclasses.replace(one_group, gradient_comm_dtype="bf16")
+    slow, allowed = (lab(SLOW_PAIR, space=each) for each in (one_group, space))
     before, after = find_plan(slow), find_plan(allowed)
     assert [group.gradient_wire for group in before.plan.groups] == [None]
     assert [group.gradient_wire for group in after.plan.groups] == ["bf16"]

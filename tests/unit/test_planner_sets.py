@@ -7,6 +7,7 @@ import random
 import pytest
 
 from zorse_megatron.costs.interface import RankPart
+from zorse_megatron.emulate.compare.compared_systems import compared_systems
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain.set_sentences import set_sentences
@@ -178,6 +179,13 @@ def test_equal_parts_may_be_asked_for():
     uneven, equal = find_plan(inputs), find_plan(even)
     assert uneven.iteration_s < 0.95 * equal.iteration_s
     assert all(each.parts is None for group in equal.plan.groups for each in group.replicas)
+
+
+def test_a_comparison_runs_the_planned_set_and_says_so():
+    """As `zorse compare --quick` does before it trains."""
+    *_, ours = compared_systems(inputs_of("1 x V100-16, 1 x T4", batch=1), quick=True)
+    assert ours.layout.startswith("groups of a set of 2, 1 chunk")
+    assert degrees(ours.system.plan) == [2]
 
 
 def test_equal_inputs_give_equal_plans_with_sets():

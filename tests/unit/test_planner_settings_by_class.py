@@ -6,6 +6,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.topologies import node
 from tests.unit.planner_cases import CaseCompute, fits, random_case, simulated
 from zorse_megatron.costs.comm import GraphComm
@@ -46,7 +47,7 @@ def all_ways(stage):
     return product(each, repeat=len(stage.device_group.gpu_classes))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2000),
     num_layers=st.integers(1, 5),

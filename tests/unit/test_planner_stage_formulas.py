@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.planner_cases import random_case
 from zorse_megatron.planner.closed_form import stage_formulas
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
@@ -21,7 +22,7 @@ POSITIVE = st.floats(1e-3, 1e3)
 
 
 @given(seed=st.integers(0, 10_000), level=st.sampled_from([1, 2, 4]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_every_segment_takes_what_its_stage_takes(seed, level):
     """With memory to spare: nothing is recomputed, and micro-batches are not rounded."""
     inputs = random_case(seed, most_gpus=5, most_layers=6)

@@ -19,7 +19,7 @@ CLUSTER = """
 name: lab
 nodes:
   - {name: new, gpus: 2 x A100-40, link: NVSwitch 220 GB/s, nics: 100 Gb/s}
-  - {name: old, count: 3, gpus: 2 x T4, link: PCIe 6 GB/s, nics: 25 Gb/s}
+  - {name: old, count: 2, gpus: 2 x T4, link: PCIe 6 GB/s, nics: 25 Gb/s}
 """
 EFFORT = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
 

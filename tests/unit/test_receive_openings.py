@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
@@ -47,7 +48,7 @@ def moved(actions: tuple[Action, ...], ahead: int) -> tuple[Action, ...]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(plan=any_plan, ahead=st.integers(1, 4), forward_only=st.booleans())
 def test_simulated_as_if_they_stood_where_they_are_opened(
     plan: Plan, ahead: int, forward_only: bool
@@ -66,7 +67,7 @@ def test_simulated_as_if_they_stood_where_they_are_opened(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(plan=any_plan, ahead=st.integers(0, 4))
 def test_opened_in_order_and_never_late(plan: Plan, ahead: int) -> None:
     for actions in lower_plan(plan).ranks:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import lowerable_plans, plans
 from tests.unit.fake_costs import FakeComm, FakeMemory
 from tests.unit.simulation import run
@@ -34,7 +35,7 @@ def test_before_the_computation_that_has_so_many_between():
     assert send_closings(actions[:7], behind=9) == {1: 7, 3: 7, 4: 7}, "at the end"
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(plan=any_plan, behind=st.integers(0, 9), forward_only=st.booleans())
 def test_closed_in_order_after_their_place(plan: Plan, behind: int, forward_only: bool) -> None:
     for actions in lower_plan(plan, forward_only=forward_only).ranks:

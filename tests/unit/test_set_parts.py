@@ -9,17 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_sequence_parts import plan_with
+from tests.unit.test_sequence_slices import plan_with
 from tests.unit.test_tensor_parts import elements, held
+from zorse_megatron.costs.interface import RankPart
 from zorse_megatron.errors import PlanError
 from zorse_megatron.flags.flags_against_sets import set_flag_problems
+from zorse_megatron.schedules.communicators import communicators_of
+from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schedules.set_parts import SetParts
+from zorse_megatron.schedules.set_parts import SetParts, has_uneven_parts
 from zorse_megatron.schedules.tensor_parts import cut_part, owned_blocks, whole_blocks_of
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Parts, Plan
 from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
-from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks, holds_equal_parts
 
 counts = st.lists(st.integers(0, 5), min_size=2, max_size=4).filter(any).map(tuple)
 
@@ -109,6 +112,38 @@ def test_a_plan_with_parts_is_said_back() -> None:
     assert "parts" not in dump_plan(plan_with((0, 1)))
 
 
+def test_a_rank_may_hold_none_of_anything() -> None:
+    parts = Parts(kv_groups=(4, 0), mlp_columns=(16, 0), vocabulary_rows=(0, 16))
+    sizes = {"num_query_groups": 4, "ffn_hidden_size": 16, "vocab_size": 16}
+    plan = plan_of_parts(parts, **sizes)
+    assert not problems_of(plan)
+    assert parse_plan(dump_plan(plan).encode()) == plan
+    refuse_unsupported(plan)  # raises nothing
+
+
+def test_equal_parts_are_those_of_a_plan_that_names_none() -> None:
+    """Replicas of which one names them are twins, with the data-parallel groups of twins."""
+    plan = plan_with((0, 1))
+    (silent,) = plan.groups[0].replicas
+    for said in (Parts(), Parts(kv_groups=(2, 2), mlp_columns=(8, 8), vocabulary_rows=(9, 9))):
+        naming = replace(silent, ranks=(2, 3), parts=said)
+        group = replace(plan.groups[0], replicas=(silent, naming))
+        assert SetParts.of(naming) == SetParts.of(silent)
+        assert RankPart.of(naming, 3) == RankPart.of(silent, 1)
+        assert holds_equal_parts(group) and not has_uneven_parts(group)
+        assert data_parallel_ranks(group) == ((0, 2), (1, 3))
+        both, none = (
+            replace(plan, global_batch_size=2 * plan.global_batch_size, groups=(each,))
+            for each in (group, replace(group, replicas=(silent, replace(naming, parts=None))))
+        )
+        assert lower_plan(both) == lower_plan(none)
+        assert communicators_of(both, [lower_plan(both)]) == communicators_of(
+            none, [lower_plan(none)]
+        )
+    columns = replace(silent, parts=Parts(kv_groups=(2, 2), mlp_columns=(15, 1)))
+    assert SetParts.of(columns).parts == Parts(mlp_columns=(15, 1))
+
+
 def test_unlike_parts_are_no_twins() -> None:
     plan = plan_of_parts(Parts(kv_groups=(3, 1)))
     (uneven,) = plan.groups[0].replicas
@@ -159,10 +194,7 @@ def test_flags_that_sets_cannot_keep_are_refused() -> None:
         "--hidden-dropout",
         "--sft",
     ]
-    (gated,) = flag_problems(plan, swiglu=True, save="checkpoints")
-    assert gated.startswith("groups[0].replicas[0].parts.mlp_columns: [8, 0] with --swiglu")
-    (also,) = flag_problems(plan, quick_geglu=True, pretrained_checkpoint="checkpoints")
-    assert "[8, 0] with --quick-geglu and --pretrained-checkpoint" in also
+    assert flag_problems(plan, swiglu=True, save="checkpoints") == []
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     assert flag_problems(plan, **fused) == [
         "--cross-entropy-fusion-impl: te, with unequal parts of the vocabulary"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import with_random_hops
 from tests.unit.chunked_plans import ministages, with_owners
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
@@ -146,7 +147,7 @@ MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
     spine=st.sampled_from([None, 7.0]),
     forward_only=st.booleans(),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only):
     plan, kinds = case
     links = node_links(ranks_per_node, nic, spine_bytes_per_s=spine)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
@@ -233,7 +234,7 @@ def test_an_iteration_gives_back_what_it_took(case, forward_only):
 
 @pytest.mark.slow
 @given(case=priced())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_activations_are_those_between_forward_and_backward(case):
     """The number in flight is counted from the spans alone."""
     plan, _, _, memory, _ = case

@@ -5,12 +5,14 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.strategies import plans
 from tests.unit.fake_costs import FakeComm, node_links
 from tests.unit.fake_sets import FakeSets, RingComm
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_rank_sets import in_sets
+from zorse_megatron.costs.set_collectives import SetCollectives
 from zorse_megatron.schedules.actions import RECEIVES, SENDS
 from zorse_megatron.schema.plan.plan import Chunk, Group, Parts, Replica
 from zorse_megatron.simulate.ledger import Category, changes_of
@@ -62,6 +64,40 @@ def test_one_set_alone_takes_its_share_and_four_sums_a_layer(degree, sequence_pa
     assert found.iteration_s == pytest.approx(4 * 2 * 3.0 / degree + inside_s)
     assert found.simulated_ranks == tuple(range(degree))
     assert len({usage.busy_s for usage in found.usage}) == 1
+
+
+@pytest.mark.parametrize("learns_positions", [False, True])
+def test_an_embedding_with_learned_positions_is_summed_whole(learns_positions):
+    """Then cut, without a message; without a table of positions it is a reduce-scatter.
+
+    Source: `megatron.core.models.common.embeddings.language_model_embedding`, where
+    `reduce_scatter_embeddings` asks for no position embedding.
+    """
+    comm = RingComm(bytes_per_s=100.0)
+    inside = SetCollectives(comm=comm, sequence_parallel=True, learns_positions=learns_positions)
+    found = inside.of("embedding", (0, 1, 2, 3), 64, 2)
+    scatter_s, gather_s = (
+        call((0, 1, 2, 3), (16,) * 4) for call in (comm.reduce_scatter_s, comm.all_gather_s)
+    )
+    sum_s = comm.all_reduce_s((0, 1, 2, 3), 64)
+    assert found.forward_s == pytest.approx(sum_s if learns_positions else scatter_s)
+    assert found.backward_s == pytest.approx(gather_s)
+    assert scatter_s < 0.6 * sum_s
+    sets = FakeSets(boundary=32, sequence_parallel=True, learns_positions=learns_positions)
+    plain = FakeSets(boundary=32, sequence_parallel=True)
+    plan = plan_of([(0, 1, 2, 3)])
+    more_s = (simulated(plan, one, comm=comm).iteration_s for one in (sets, plain))
+    assert next(more_s) - next(more_s) == pytest.approx(found.forward_s - scatter_s)
+
+
+def test_gradients_of_learned_positions_are_whole_on_every_rank():
+    """Of norms and biases they are summed over the set, with sequence parallelism."""
+    comm, plan = RingComm(bytes_per_s=100.0), plan_of([(0, 1)])
+    times_s = [
+        simulated(plan, FakeSets(sequence_parallel=True, **sizes), comm=comm).iteration_s
+        for sizes in ({}, {"positions": 1000}, {"whole": 140})
+    ]
+    assert times_s[0] == times_s[1] < times_s[2]
 
 
 def test_times_measured_in_a_set_have_its_collectives_in_them():
@@ -157,7 +193,7 @@ def test_shared_links_carry_all_messages_of_an_exchange():
     assert slow.iteration_s - fast.iteration_s == pytest.approx(4 * 256 * 6 * (1 / 100 - 1 / 1000))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plan=plans(max_world=7, max_ranks_per_replica=3))
 def test_random_sets_end_and_give_all_memory_back(plan):
     sets = FakeSets(cut=600, whole=64, boundary=60)

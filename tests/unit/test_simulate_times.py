@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import plans
 from tests.unit.chunked_plans import dealt_out
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
@@ -274,7 +275,7 @@ def priced(draw):
 
 @pytest.mark.slow
 @given(case=priced(), forward_only=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_random_plans_agree_with_a_second_implementation(case, forward_only):
     plan, kinds, compute, memory, comm = case
     lists = lower_plan(plan, forward_only=forward_only)
@@ -421,7 +422,7 @@ def test_links_carry_no_more_than_they_can(case):
 
 @pytest.mark.slow
 @given(case=priced().map(congested))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_same_input_gives_the_same_result(case):
     first, second = run_case(case), run_case(case)
     assert first.traces == second.traces

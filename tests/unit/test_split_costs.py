@@ -1,5 +1,7 @@
 """Costs of ranks of tensor-parallel sets, from models, clusters and links."""
 
+import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.costs.interface import WHOLE, RankPart
+from tests.unit.profile_samples import good
+from zorse_megatron.costs.interface import WHOLE, PassTimes, RankPart
+from zorse_megatron.costs.profiled_compute import ProfiledCompute
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.planner.inputs.split_costs import told_local_sizes
+from zorse_megatron.planner.inputs.units import set_collectives
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.computing import Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.plan.plan import Chunk, Group, Parts, Plan, Replica, Schedule
+from zorse_megatron.schema.profile.profile_json import parse_profile
 from zorse_megatron.simulate.ledger import Category
 
 MODEL = ModelShape(
@@ -103,23 +109,19 @@ def test_sequence_parallelism_makes_activations_smaller_by_the_degree(tmp_path):
 def test_parts_of_all_ranks_make_the_whole(data):
     degree = data.draw(st.integers(2, 4))
 
-    def counts(total, least):
+    def counts(total):
         cuts = [0, *sorted(data.draw(st.integers(0, total)) for _ in range(degree - 1)), total]
-        found = tuple(b - a for a, b in pairwise(cuts))
-        return found if min(found) >= least else None
+        return tuple(b - a for a, b in pairwise(cuts))
 
     parts = Parts(
-        kv_groups=counts(8, 1),
-        mlp_columns=counts(4096, 0) or (4096,) + (0,) * (degree - 1),
-        vocabulary_rows=counts(32000, 1),
+        kv_groups=counts(8),
+        mlp_columns=counts(4096),
+        vocabulary_rows=counts(32000),
     )
-    kv, rows = parts.kv_groups, parts.vocabulary_rows
     locals_ = [
         told_local_sizes(MODEL, RankPart(degree=degree, parts=parts, index=index))
         for index in range(degree)
     ]
-    if (kv is None and 8 % degree) or (rows is None and 32000 % degree):
-        return  # no such plan
     whole = MODEL.layer_parameters() - MODEL.attention_parameters - MODEL.mlp_parameters
     held = [each.layer_parameters(degree) for each in locals_]
     assert sum(each - whole for each in held) + whole == MODEL.layer_parameters()
@@ -143,6 +145,54 @@ def test_unequal_parts_suit_unequal_gpus(tmp_path):
     assert uneven.iteration_s < 0.8 * equal.iteration_s
     assert uneven.peak_memory_bytes[0] > equal.peak_memory_bytes[0]
     assert uneven.peak_memory_bytes[1] < equal.peak_memory_bytes[1]
+
+
+def test_a_rank_that_holds_nothing_takes_no_time_and_no_memory_of_layers(tmp_path):
+    """A set in which one rank has it all is that rank alone, and the set's collectives."""
+    inputs = inputs_on(tmp_path / "cluster.yaml", "2 x A100-40")
+    all_to_one = Parts(kv_groups=(8, 0), mlp_columns=(4096, 0), vocabulary_rows=(32000, 0))
+    alone = replace(inputs, kinds=inputs.kinds[:1])
+    whole, found = (
+        simulate_plan(alone, one_set(alone, 1)),
+        simulate_plan(inputs, one_set(inputs, 2, all_to_one)),
+    )
+    tokens = SIZE * MODEL.seq_length
+    inside_s = [
+        times.forward_s + times.backward_s
+        for times in (
+            set_collectives(inputs).of(part, (0, 1), tokens * MODEL.hidden_size * 2, tokens)
+            for part in ("embedding", *("layer",) * MODEL.num_layers, "head")
+        )
+    ]
+    expected_s = whole.iteration_s + BATCH // SIZE * sum(inside_s)
+    # Norm and report are summed over two ranks.
+    assert expected_s < found.iteration_s < expected_s + 1e-4
+    has = [each.by_category[Category.PARAMETERS].num_bytes for each in found.memory]
+    norms = (2 * MODEL.num_layers + 1) * MODEL.norm_parameters
+    biases = MODEL.num_layers * 2 * MODEL.hidden_size  # added after the sums
+    assert has[0] == whole.memory[0].by_category[Category.PARAMETERS].num_bytes
+    assert has[1] == 2 * (norms + biases)
+
+
+@pytest.mark.parametrize("kind", ["T4", "Z9"])
+def test_a_rank_that_holds_nothing_beside_what_was_measured(kind):
+    """Z9 has no published figures."""
+    profile = good()
+    profile["times"][0]["gpu_kind"] = kind
+    profile = parse_profile(json.dumps(profile).encode())
+    model = profile.models[0].shape()
+    nothing = replace(model, num_attention_heads=0, num_query_groups=0, ffn_hidden_size=0)
+    compute, other = (
+        ProfiledCompute(profile, shape, dtype="float16", tensor_parallel=2)
+        for shape in (nothing, model)
+    )
+    mine, theirs = compute.layer_in_two(kind, 2), other.layer_in_two(kind, 2)
+    assert mine.attention.forward_s <= theirs.attention.forward_s
+    assert mine.mlp.backward_s <= theirs.mlp.backward_s
+    if kind == "Z9":  # of others the launch of kernels takes its time
+        assert compute.layer(kind, 2) == PassTimes(forward_s=0.0, backward_s=0.0)
+    assert compute.recompute_s(kind, 2, "selective") == 0
+    assert compute.head(kind, 2).forward_s == pytest.approx(other.head(kind, 2).forward_s)
 
 
 def test_costs_of_a_rank_alone_are_those_of_the_job(tmp_path):

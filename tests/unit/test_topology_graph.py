@@ -4,6 +4,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.topologies import GB_PER_S, node, switch, topologies, two_regions
 from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.graph import CAPACITY, full_graph, gpu, host, node_graph
@@ -62,7 +63,7 @@ def test_two_regions_as_drawn() -> None:
     assert least_cut(graph, leaf0, gpus(spec, 2) + gpus(spec, 3)) == 12 * GB_PER_S
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(topologies())
 def test_nodes_as_vertices_keep_the_capacities_between_nodes(spec: Topology) -> None:
     if len(spec.nodes) < 2:

@@ -4,6 +4,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.topologies import GB_PER_S, many_nodes, node, topologies, two_regions
 from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.graph import CAPACITY, full_graph, gpu
@@ -38,7 +39,7 @@ def walk(spec: Topology, source: int, target: int) -> list[object]:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(topologies())
 def test_routes_are_walks_in_the_graph(spec: Topology) -> None:
     routes = Routes(spec)
@@ -57,7 +58,7 @@ def test_routes_are_walks_in_the_graph(spec: Topology) -> None:
                 assert rates.setdefault(link.name, link.bytes_per_s) == link.bytes_per_s
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(topologies())
 def test_ways_between_nodes_are_shortest(spec: Topology) -> None:
     """Only nodes and what is between them: there the shortest way by latency is the one taken."""

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from zorse_megatron.adapter.model.model_parts import ModelParts, parts_of
+from zorse_megatron.adapter.model.chunk_view import ChunkView, chunk_view_of
 from zorse_megatron.adapter.patches import emulation
 from zorse_megatron.adapter.patches.rebind import Replacements
 
 
 def emulation_hooks(
     *,
-    watch: Callable[[ModelParts], None],
+    watch: Callable[[ChunkView], None],
     around_step: Callable[[], AbstractContextManager[None]],
 ) -> Replacements:
     """`watch` gets every chunk of the model when it is wrapped, `around_step` surrounds a step."""
@@ -26,11 +26,11 @@ def emulation_hooks(
     }
 
 
-def _watching(watch: Callable[[ModelParts], None], stock: Callable[..., None]) -> Any:
+def _watching(watch: Callable[[ChunkView], None], stock: Callable[..., None]) -> Any:
     @functools.wraps(stock)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        watch(parts_of(self))
+        watch(chunk_view_of(self))
 
     return __init__
 

@@ -25,19 +25,14 @@ from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.memory.session_memory import (
     before_first_step,
     is_parameter,
-    share_host_memory,
     watch_logits,
 )
-from zorse_megatron.adapter.model.chunk_runner import (
-    MegatronChunkRunner,
-    StepInputs,
-    iterator_per_chunk,
-)
+from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner
+from zorse_megatron.adapter.model.step_inputs import StepInputs, iterator_per_chunk
 from zorse_megatron.adapter.optimizer.shard_update import Update
 from zorse_megatron.adapter.parameters.exact_values import start_from_main
 from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.session_executor import (
-    boundary_dtype,
     make_executor,
     phase_of,
     rank_device,
@@ -242,22 +237,6 @@ class PlanSession:
         """Within the block, this rank may find that the host has too little memory."""
         return before_first_step(self.rank, self.host_link)
 
-    def check_host_memory(self, models: list[Any]) -> None:
-        """Before the first step, once the optimizer exists; see `share_host_memory`."""
-        config = get_model_config(models[0])
-        samples = max((m.size for m in self.micro_batches), default=0)
-        elements = samples * self.sequence_length * config.hidden_size
-        share_host_memory(
-            self.plan,
-            self.rank,
-            self.host_link,
-            dict(zip(self.chunks, models, strict=True)),
-            self.optimizers,
-            actions=self.training.ranks[self.rank],
-            boundary_bytes=elements * boundary_dtype(config).itemsize,
-            limit_bytes=self.host_memory_limit_bytes,
-        )
-
     def optimizer_step(self, stock_step: Any) -> Any:
         """Run the rest of the list: the step, by stock's `stock_step`, and the gathers."""
         assert self.runner is not None and self.executor is not None
@@ -290,23 +269,6 @@ class PlanSession:
         if self.executor is None:
             self.executor = make_executor(self, config, models)
         return self.executor
-
-    def keep_in_host(self) -> None:
-        """Let the optimizers step what waits in the host from there; before there is any state."""
-        if not (self.offload.parameters or self.offload.optimizer_state):
-            return
-        assert self.host_link is not None
-        with self.before_first_step():
-            for optimizer in self.optimizers:
-                optimizer.keep_in_host(
-                    self.host_link,
-                    optimizer_state=self.offload.optimizer_state,
-                    on_change=self._sample_memory,
-                )
-
-    def _sample_memory(self) -> None:
-        if self.executor is not None:
-            self.executor.sample_memory()
 
     def _settle(self, models: list[Any]) -> None:
         """Before the first step, when a checkpoint has been loaded if there is one."""

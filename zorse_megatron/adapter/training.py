@@ -1,7 +1,7 @@
 """Stock's `pretrain`, called with the plan's groups and with the plan's hooks in place."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.training import get_args, training
 
 from zorse_megatron.adapter.activate import PlanRun
-from zorse_megatron.adapter.arguments.compute_dtype import compute_dtypes, with_one_loss_scale
+from zorse_megatron.adapter.arguments.compute_dtype import compute_dtypes
 from zorse_megatron.adapter.arguments.recompute import set_recompute
 from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.checkpoint.check_before_load import (
@@ -21,7 +21,6 @@ from zorse_megatron.adapter.checkpoint.check_before_load import (
 from zorse_megatron.adapter.checkpoint.chosen_iteration import same_on_all
 from zorse_megatron.adapter.checkpoint.fully_parallel import PARALLEL_HOOKS
 from zorse_megatron.adapter.checkpoint.save_manifest import MANIFEST_HOOKS
-from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.data.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.data.sample_readers import counting_each_chunk, sample_kind
 from zorse_megatron.adapter.groups import global_groups
@@ -32,22 +31,19 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss.loss_report import tell_last_rank
-from zorse_megatron.adapter.model.local_sizes import LocalSizes, with_own_rows
+from zorse_megatron.adapter.model.local_sizes import LocalSizes, size_hooks
 from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
-from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
-from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
-from zorse_megatron.adapter.parameters.exact_values import take_exact
-from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding, saved_once
+from zorse_megatron.adapter.parameters.tied_embeddings import saved_once
 from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
 from zorse_megatron.adapter.session import PlanSession
+from zorse_megatron.adapter.session_optimizer import build_optimizer
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.flags_against_plan import model_flag_problems
 from zorse_megatron.flags.flags_against_sets import set_flag_problems
-from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.communicators import Communicator
@@ -176,7 +172,7 @@ def _hooks(session: PlanSession, model_config: Any) -> Replacements:
         **LOAD_HOOKS,
         checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.enter),
         **_model_hooks(session, model_config),
-        **_row_hooks(session),
+        **size_hooks(session.place),
         **_data_hooks(session),
         **_report_hooks(session),
     }
@@ -187,16 +183,9 @@ def _model_hooks(session: PlanSession, model_config: Any) -> Replacements:
         under_plan.BUILD_MODELS: partial(build_one_by_one, session, model_config),
         under_plan.TORCH_NORM: with_sequence_parallelism,
         under_plan.DDP_CLASS: lambda _stock: partial(wrap_chunk, session),
-        under_plan.GET_OPTIMIZER: lambda _stock: partial(_build_optimizer, session),
+        under_plan.GET_OPTIMIZER: lambda _stock: partial(build_optimizer, session),
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
     }
-
-
-def _row_hooks(session: PlanSession) -> Replacements:
-    place = session.place
-    if place is None or place.parts.parts.vocabulary_rows is None:
-        return {}
-    return {under_plan.VOCAB_RANGE: partial(with_own_rows, place)}
 
 
 def _data_hooks(session: PlanSession) -> Replacements:
@@ -244,68 +233,3 @@ def _save_once(
         return result
 
     return save_checkpoint
-
-
-def _build_optimizer(  # noqa: PLR0917  (stock's signature)
-    session: PlanSession,
-    config: Any,
-    model_chunks: list[Any],
-    config_overrides: Any = None,
-    use_gloo_process_groups: bool = True,
-    pg_collection: Any = None,
-    dump_param_to_param_group_map: str | None = None,
-) -> Any:
-    """Build the optimizer, and let the executor call its step."""
-    distributed = get_args().use_distributed_optimizer
-    optimizer = build_uneven_optimizer(
-        with_one_loss_scale(config, session.dtypes),
-        model_chunks,
-        config_overrides=config_overrides,
-        pg_collection=session.collection,
-        checkpoint_layout=CheckpointLayout.DISTRIBUTED
-        if distributed
-        else CheckpointLayout.REPLICATED,
-        state_waits=session.offload.optimizer_state,
-    )
-    session.optimizers = list(optimizer.chained_optimizers)
-    for each in session.optimizers:
-        each.is_mixed = session.is_mixed
-        take_exact(each)
-    updates = [choose_update(each, session.update, session.device) for each in session.optimizers]
-    say_update(updates, session.device)
-    if any(group.gradient_wire for group in session.plan.groups):
-        # Said now on every node: its first rank may be in a group that sends none in 16 bits.
-        why_not_triton(session.device)
-    session.check_host_memory(model_chunks)
-    session.keep_in_host()
-    session.tied = _tied_embedding(session, model_chunks, optimizer)
-    _defer_parameter_gather(optimizer.chained_optimizers)
-    stock_step = optimizer.step
-    optimizer.step = lambda: session.optimizer_step(stock_step)
-    return optimizer
-
-
-def _tied_embedding(session: PlanSession, model_chunks: list[Any], optimizer: Any) -> Any:
-    """What sums the tied embedding's gradient, on ranks that hold a copy; a collective call."""
-    ends = {0, session.num_chunks - 1}
-    if not session.tied_embeddings or len(ends) == 1:
-        return None
-    at_an_end = bool(ends & set(session.chunks))
-    first, last = (session.plan.groups[session.plan.chunks[end].group] for end in (0, -1))
-    tied = TiedEmbedding(
-        model_chunks=model_chunks if at_an_end else [],
-        first_ranks=sorted(first.ranks),
-        last_ranks=sorted(last.ranks),
-        group=session.groups.world,
-    )
-    tied.check_update_rule(optimizer)
-    return tied if at_an_end else None
-
-
-def _defer_parameter_gather(optimizers: Iterable[Any]) -> None:
-    """Leave the gather after the step to the action list.
-
-    `_defer_param_sync` is stock's own switch for it (`DistributedOptimizer.step_with_ready_grads`).
-    """
-    for optimizer in optimizers:
-        optimizer._defer_param_sync = True

@@ -203,7 +203,8 @@ def selective_share(model: ModelShape, computing: Computing) -> float:
         2.0 * model.seq_length * model.hidden_size * (model.ffn_input_width + model.ffn_hidden_size)
     )
     shares = {"core_attn": attention, "mlp": mlp, "layernorm": 0.0}
-    return sum(shares[module] for module in computing.modules) / total
+    # Of a rank that holds none of the layer there is nothing to do again.
+    return sum(shares[module] for module in computing.modules) / total if total else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import (
     LayerTimes,
-    ModelPart,
+    ModelSection,
     PassTimes,
     RecomputeMode,
     SetComputeCost,
@@ -43,6 +43,6 @@ class ByKind:
         """Optimizer step on a shard of `num_parameters`."""
         return self.computes[kind].step_s(kind, num_parameters)
 
-    def includes_collectives(self, kind: str, part: ModelPart) -> bool:
+    def includes_collectives(self, kind: str, section: ModelSection) -> bool:
         """Whether the times were measured in a set, so that its collectives are in them."""
-        return self.computes[kind].includes_collectives(kind, part)
+        return self.computes[kind].includes_collectives(kind, section)

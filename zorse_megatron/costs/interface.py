@@ -13,7 +13,7 @@ from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.plan.plan import Parts, Replica
 
 RecomputeMode = Literal["none", "selective", "full"]
-ModelPart = Literal["embedding", "layer", "head"]
+ModelSection = Literal["embedding", "layer", "head"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class SetComputeCost(ComputeCost, Protocol):
     def layer_in_two(self, kind: str, micro_batch_size: int) -> LayerTimes:
         """`layer`, as its attention and its MLP, which together take as long."""
 
-    def includes_collectives(self, kind: str, part: ModelPart) -> bool:
+    def includes_collectives(self, kind: str, section: ModelSection) -> bool:
         """Whether the times were measured in a set, so that its collectives are in them."""
 
 
@@ -126,10 +126,10 @@ class RankPart:
     @classmethod
     def of(cls, replica: Replica, rank: int) -> "RankPart":
         """That of a plan's rank."""
-        degree = len(replica.ranks)
-        if replica.parts is None or degree == 1:
+        degree, parts = len(replica.ranks), replica.unequal_parts
+        if parts is None or degree == 1:
             return cls(degree=degree)
-        return cls(degree=degree, parts=replica.parts, index=replica.ranks.index(rank))
+        return cls(degree=degree, parts=parts, index=replica.ranks.index(rank))
 
 
 WHOLE = RankPart()
@@ -142,10 +142,14 @@ class SetCosts(Protocol):
     def sequence_parallel(self) -> bool:
         """Whether ranks of a set have a part of the sequence each, between layers."""
 
+    @property
+    def learns_positions(self) -> bool:
+        """Whether the embedding has a table of positions, which every rank has whole."""
+
     def of_rank(self, part: RankPart, dtype: ComputeDtype | None) -> SetRankCosts:
         """Costs of a rank of a set; None: in the type of the job."""
 
-    def cut_parameters(self, part: ModelPart) -> Mapping[UnitKind, int]:
+    def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
         """Parameters that sets cut by these units; of embedding and head their table."""
 
 

@@ -102,7 +102,8 @@ class ProfiledCompute:
     def _attention_shares(self, kind: str, micro_batch_size: int) -> tuple[float, float]:
         """Of a layer's forward and of its backward."""
         if not self.analytic.knows(kind):
-            share = layer_flops(self._halves[0].model) / layer_flops(self.model)
+            # Of a rank that holds none of the layer both halves take no time.
+            share = layer_flops(self._halves[0].model) / (layer_flops(self.model) or 1.0)
             return share, share
         whole = self.analytic.layer(kind, micro_batch_size)
         attention, mlp = (each.layer(kind, micro_batch_size) for each in self._halves)
@@ -156,12 +157,12 @@ class ProfiledCompute:
         basis = "scaled" if distance else source.kind
         return Provenance(basis=basis, detail=said)
 
-    def includes_collectives(self, kind: str, part: Part) -> bool:
+    def includes_collectives(self, kind: str, section: Part) -> bool:
         """Whether the times were measured in a set, so that its collectives are in them.
 
         In one of as many ranks: times of sets of other degrees are not used (`series.closest`).
         """
-        found = self._closest(part, kind)
+        found = self._closest(section, kind)
         return found is not None and found[0].times.tensor_parallel > 1
 
     def measured_attention(self, kind: str) -> Attention | None:
@@ -239,6 +240,8 @@ class ProfiledCompute:
 
     def _head_like_layer(self, kind: str, micro_batch_size: int) -> PassTimes:
         """The head does what layers do, so what makes their time differ is applied to it too."""
+        if not layer_flops(self.model):
+            return self._with_a_column._head_like_layer(kind, micro_batch_size)
         layer = self.layer(kind, micro_batch_size)
         if not self.analytic.knows(kind):
             ratio = head_flops(self.model) / layer_flops(self.model)
@@ -248,6 +251,18 @@ class ProfiledCompute:
         return PassTimes(
             forward_s=head.forward_s * layer.forward_s / expected.forward_s,
             backward_s=head.backward_s * layer.backward_s / expected.backward_s,
+        )
+
+    @cached_property
+    def _with_a_column(self) -> "ProfiledCompute":
+        """Costs of a rank with one column of the MLP, for one that holds none of the layer."""
+        return ProfiledCompute(
+            self.profile,
+            replace(self.model, ffn_hidden_size=self.tensor_parallel),
+            dtype=self.dtype,
+            kinds=self.kinds,
+            tensor_parallel=self.tensor_parallel,
+            computing=self.computing,
         )
 
     def _measured_step(self, kind: str) -> float | None:

@@ -105,7 +105,8 @@ def _same_ends(model: ModelShape, wanted: Wanted, times: Times) -> bool:
 def _distance(series: Series, wanted: Wanted) -> float:
     model, other = series.model, wanted.model
     factors = {
-        1.0: model.layer_matrix_parameters() / other.layer_matrix_parameters(),
+        # A rank of a set may hold none of the layer.
+        1.0: model.layer_matrix_parameters() / max(1, other.layer_matrix_parameters()),
         _PER_SEQUENCE_FACTOR: model.seq_length / other.seq_length,
         _PER_PARALLEL_FACTOR: series.times.tensor_parallel / wanted.tensor_parallel,
     }

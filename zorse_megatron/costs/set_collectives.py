@@ -13,7 +13,7 @@ Links are taken to be idle, and nothing overlaps with computation.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.costs.interface import CommCost, ModelPart, PassTimes
+from zorse_megatron.costs.interface import CommCost, ModelSection, PassTimes
 
 _FLOAT32_BYTES = 4
 _SUMS_OF_LOSS = 3
@@ -25,18 +25,23 @@ class SetCollectives:
 
     comm: CommCost
     sequence_parallel: bool
+    learns_positions: bool = False
+    """See `SetCosts`."""
 
-    def part(
-        self, part: ModelPart, ranks: Sequence[int], num_bytes: int, num_tokens: int
+    def of(
+        self, section: ModelSection, ranks: Sequence[int], num_bytes: int, num_tokens: int
     ) -> PassTimes:
         """One layer, the embedding, or output layer and loss."""
         sum_s = self._sum_s(ranks, num_bytes)
-        if part == "layer":
+        if section == "layer":
             return PassTimes(forward_s=2 * sum_s, backward_s=2 * sum_s)
         half_s = self.gather_s(ranks, num_bytes) if self.sequence_parallel else 0.0
-        if part == "embedding":
-            # Its output is summed and cut; the gradient is gathered from its parts.
-            return PassTimes(forward_s=sum_s - half_s, backward_s=half_s)
+        if section == "embedding":
+            # Its output is summed and cut; the gradient is gathered from its parts. Learned
+            # positions are added in between, to the whole (`LanguageModelEmbedding.forward`).
+            whole_s = self.comm.all_reduce_s(tuple(ranks), num_bytes)
+            forward_s = whole_s if self.learns_positions else sum_s - half_s
+            return PassTimes(forward_s=forward_s, backward_s=half_s)
         loss_s = _SUMS_OF_LOSS * self.comm.all_reduce_s(tuple(ranks), num_tokens * _FLOAT32_BYTES)
         return PassTimes(forward_s=half_s + loss_s, backward_s=sum_s - half_s)
 

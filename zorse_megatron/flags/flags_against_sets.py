@@ -50,9 +50,8 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
                 expected=f"{values[-1]}" if values[-1] is not False else "no such flag",
                 remedy=remedy,
             )
-    if _fuses_in_te(args) and any(
-        replica.parts is not None and replica.parts.vocabulary_rows for _, replica in sets_of(plan)
-    ):
+    unequal = [replica.unequal_parts for _, replica in sets_of(plan)]
+    if _fuses_in_te(args) and any(parts and parts.vocabulary_rows for parts in unequal):
         yield Problem(
             where="--cross-entropy-fusion-impl",
             found="te, with unequal parts of the vocabulary",
@@ -61,7 +60,6 @@ def set_flag_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
         )
     yield from _mask_problems(args, plan)
     yield from _hash_problems(args, plan)
-    yield from _gated_problems(args, plan)
     # A plan that knows its model has been checked by itself.
     known = plan.model
     yield from set_problems(
@@ -117,23 +115,6 @@ def _hash_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
             expected="no such flag",
             remedy="Remove the flag: such replicas have no parameters in common to compare.",
         )
-
-
-def _gated_problems(args: Namespace, plan: Plan) -> Iterator[Problem]:
-    """Ranks without columns of a gated MLP, where a checkpoint would describe them."""
-    gates = [name for name in ("swiglu", "quick_geglu") if getattr(args, name, False)]
-    stores = [
-        each for each in ("save", "load", "pretrained_checkpoint") if getattr(args, each, None)
-    ]
-    for where, replica in sets_of(plan) if gates and stores else ():
-        columns = replica.parts.mlp_columns if replica.parts else None
-        if columns is not None and 0 in columns:
-            yield Problem(
-                where=where.replace(".ranks", ".parts.mlp_columns"),
-                found=f"{list(columns)} with {spelling_of(gates[0])} and {spelling_of(stores[0])}",
-                expected="at least 1 for each rank",
-                remedy="Megatron cannot describe a gated MLP without columns in a checkpoint.",
-            )
 
 
 def _fuses_in_te(args: Namespace) -> bool:

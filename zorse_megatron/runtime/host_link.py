@@ -290,12 +290,3 @@ def _elements(view: torch.Tensor) -> tuple[int, int]:
     """From where to where a contiguous view is in its storage."""
     first = int(view.storage_offset())
     return first, first + view.numel()
-
-
-def wait_until_back(memories: Iterable[HostBacked]) -> None:
-    """Bring all back, started together."""
-    listed = list(memories)
-    for memory in listed:
-        memory.start_back()
-    for memory in listed:
-        memory.wait_until_back()

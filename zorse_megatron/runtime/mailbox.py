@@ -1,6 +1,6 @@
 """Tensors sent between chunks: split and joined along the batch dimension.
 
-Between tensor-parallel sets they are also split along the sequence (`schedules.sequence_parts`).
+Between tensor-parallel sets they are also split along the sequence (`schedules.sequence_slices`).
 A set whose ranks each need the whole gathers it inside itself when it is taken, right before the
 computation that all its ranks come to next.
 """
@@ -18,7 +18,7 @@ from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.samples import MicroBatch
 from zorse_megatron.schedules.send_closings import send_closings
-from zorse_megatron.schedules.sequence_parts import part_of_rank
+from zorse_megatron.schedules.sequence_slices import slice_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Mailbox:
         part = tensor
         if (start, stop) != (micro_batch.start, micro_batch.stop):
             part = tensor[:, start - micro_batch.start : stop - micro_batch.start]
-        if action.part is not None:
+        if action.positions is not None:
             first, last = self._positions(action)
             part = part[first - self._held[0] : last - self._held[0]]
         dtype = self.spec.message_dtype(action.other_chunk, sends=True)
@@ -173,7 +173,7 @@ class Mailbox:
         else:
             length, row = self.spec.sequence_length, count * self.spec.hidden_size
             ranks = range(self.place.degree)
-            cuts = [part_of_rank(each, self.place.degree).bounds(length) for each in ranks]
+            cuts = [slice_of_rank(each, self.place.degree).bounds(length) for each in ranks]
             bounds = [(low * row, high * row) for low, high in cuts]
             with self.waiting():
                 all_gather_uneven(whole.view(-1), bounds, self.place.group)
@@ -190,7 +190,7 @@ class Mailbox:
 
     def _positions(self, action: Action) -> tuple[int, int]:
         length = self.spec.sequence_length
-        return (0, length) if action.part is None else action.part.bounds(length)
+        return (0, length) if action.positions is None else action.positions.bounds(length)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that is arriving or leaving."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from zorse_megatron.schedules.sequence_parts import SequencePart, part_of_rank
+from zorse_megatron.schedules.sequence_slices import SequenceSlice, slice_of_rank
 from zorse_megatron.schedules.set_parts import SetParts
 
 
@@ -22,10 +22,10 @@ class SetPlace:
     """What its ranks hold of each layer."""
 
     @property
-    def part(self) -> SequencePart:
+    def positions(self) -> SequenceSlice:
         """Positions that this rank sends and receives."""
-        return part_of_rank(self.index, self.degree)
+        return slice_of_rank(self.index, self.degree)
 
     def held(self, length: int) -> tuple[int, int]:
         """Positions of an activation that this rank has: all, or its part."""
-        return self.part.bounds(length) if self.is_split else (0, length)
+        return self.positions.bounds(length) if self.is_split else (0, length)

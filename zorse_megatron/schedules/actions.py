@@ -39,7 +39,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zorse_megatron.schedules.sequence_parts import SequencePart
+from zorse_megatron.schedules.sequence_slices import SequenceSlice
 
 
 class Kind(StrEnum):
@@ -78,8 +78,8 @@ MATCHING = {
 class Action:
     """One step of one rank's list. Unused fields are None.
 
-    `peer` is a global rank; `samples` is a half-open interval of the global batch; `part` is what
-    is sent of their sequences, None for all of it.
+    `peer` is a global rank; `samples` is a half-open interval of the global batch; `positions` is
+    what is sent of their sequences, None for all of it.
     """
 
     kind: Kind
@@ -87,7 +87,7 @@ class Action:
     micro_batch: int | None = None
     peer: int | None = None
     samples: tuple[int, int] | None = None
-    part: SequencePart | None = None
+    positions: SequenceSlice | None = None
 
     @property
     def other_chunk(self) -> int:
@@ -103,8 +103,8 @@ class Action:
             assert self.samples is not None
             arrow = ">" if self.kind in SENDS else "<"
             start, stop = self.samples
-            part = "" if self.part is None else f",{self.part}"
-            end = f"{arrow}{self.peer}[{start}:{stop}{part}]"
+            positions = "" if self.positions is None else f",{self.positions}"
+            end = f"{arrow}{self.peer}[{start}:{stop}{positions}]"
             return f"{self.chunk}{self.kind}{self.micro_batch}{end}"
         suffix = "" if self.micro_batch is None else str(self.micro_batch)
         return f"{self.chunk}{self.kind}{suffix}"
@@ -132,9 +132,9 @@ def parse_action(word: str) -> Action:
         micro_batch=int(match[3]),
         peer=int(match[5]),
         samples=(int(match[6]), int(match[7])),
-        part=None
+        positions=None
         if match[8] is None
-        else SequencePart(start=int(match[8]), stop=int(match[9]), of=int(match[10])),
+        else SequenceSlice(start=int(match[8]), stop=int(match[9]), of=int(match[10])),
     )
 
 

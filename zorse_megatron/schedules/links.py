@@ -7,7 +7,7 @@ lists; this asks the plan alone, so that a plan's communicators can be priced wi
 from collections.abc import Iterable
 
 from zorse_megatron.schedules.boundaries import Boundaries
-from zorse_megatron.schedules.sequence_parts import part_pairs
+from zorse_megatron.schedules.sequence_slices import slice_pairs
 from zorse_megatron.schema.plan.plan import Plan
 
 Link = tuple[int, int]
@@ -30,7 +30,7 @@ def links_of(plan: Plan) -> tuple[Link, ...]:
         }
         for source, target in pairs:
             senders, receivers = here[source], there[target]
-            for pair in part_pairs(len(senders), len(receivers)):
+            for pair in slice_pairs(len(senders), len(receivers)):
                 sender, receiver = senders[pair.source], receivers[pair.target]
                 found |= {(sender, receiver), (receiver, sender)}
     return tuple(sorted(found))

@@ -21,7 +21,6 @@ from zorse_megatron.schedules.breadth_first import (
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.interleaved import interleaved
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
-from zorse_megatron.schedules.order import Pipeline
 from zorse_megatron.schedules.refusals import refuse_unlowered
 from zorse_megatron.schedules.sequence import cut_into_lists
 from zorse_megatron.schedules.timed_transfers import pipeline_for
@@ -37,11 +36,25 @@ def lower_plan(plan: Plan, *, forward_only: bool = False, tied: bool | None = No
     `tied`: whether the embedding and the output weight are one; None takes it from the plan's
     model. Raises PlanError with everything that cannot be lowered.
     """
+    return _lowered(plan, forward_only=forward_only, tied=tied)[0]
+
+
+def lower_unless_stuck(plan: Plan, *, forward_only: bool = False) -> ActionLists | None:
+    """The same; None where the simulation gets stuck on its own rules.
+
+    It then prefers one of several equal replicas.
+    """
+    lists, was_stuck = _lowered(plan, forward_only=forward_only, tied=None)
+    return None if was_stuck else lists
+
+
+def _lowered(plan: Plan, *, forward_only: bool, tied: bool | None) -> tuple[ActionLists, bool]:
+    """The lists, and whether the simulation got stuck."""
     refuse_unlowered(plan)
     if tied is None:
         tied = bool(plan.model.tied_embeddings)
     boundaries = Boundaries(plan)
-    events, group_events = _simulate(plan, boundaries, forward_only=forward_only)
+    events, group_events, was_stuck = _simulate(plan, boundaries, forward_only=forward_only)
     lists: list[Sequence[Action]] = list(cut_into_lists(plan, boundaries, events, group_events))
     if not forward_only:
         gathers = parameters_setting(plan) == RESIDENT
@@ -49,28 +62,17 @@ def lower_plan(plan: Plan, *, forward_only: bool = False, tied: bool | None = No
             update = update_actions(plan, number, tied=tied, gathers=gathers)
             for rank in group.ranks:
                 lists[rank] = [*lists[rank], *update]
-    return ActionLists(ranks=tuple(map(tuple, lists)))
-
-
-def may_favour_a_replica(plan: Plan, *, forward_only: bool) -> bool:
-    """Whether the simulation gets stuck on its own rules and then prefers one of several equals."""
-    if plan.schedule.name == "breadth_first":
-        return False
-    pipeline = _pipeline(plan, Boundaries(plan), forward_only=forward_only)
-    for _ in pipeline.simulate():
-        pass
-    return pipeline.was_stuck
+    return ActionLists(ranks=tuple(map(tuple, lists))), was_stuck
 
 
 def _simulate(
     plan: Plan, boundaries: Boundaries, *, forward_only: bool
-) -> tuple[Sequence[Event], Sequence[GroupEvent]]:
+) -> tuple[Sequence[Event], Sequence[GroupEvent], bool]:
+    """All events, and whether the simulation got stuck on its own rules."""
     if plan.schedule.name == "breadth_first":
-        return simulate_breadth_first(plan, boundaries, forward_only=forward_only)
-    events = list(_pipeline(plan, boundaries, forward_only=forward_only).simulate())
-    return events, [] if forward_only else reductions(boundaries, events)
-
-
-def _pipeline(plan: Plan, boundaries: Boundaries, *, forward_only: bool) -> Pipeline:
+        return *simulate_breadth_first(plan, boundaries, forward_only=forward_only), False
     policy = _POLICIES[plan.schedule.name](plan)
-    return pipeline_for(plan, boundaries, policy, forward_only=forward_only)
+    pipeline = pipeline_for(plan, boundaries, policy, forward_only=forward_only)
+    events = list(pipeline.simulate())
+    group_events = [] if forward_only else reductions(boundaries, events)
+    return events, group_events, pipeline.was_stuck

@@ -121,10 +121,11 @@ class Pipeline:
                 )
                 self._prepare(worker, policy.samples_per_round)
                 self.workers[worker.key] = worker
-        self.turn_of = {
-            group: -max(plan.chunks_of_group(group)) for group in set(boundaries.groups)
+        self.turns = {
+            (group, replica): (-max(plan.chunks_of_group(group)), replica)
+            for group, replica in self.workers
         }
-        """Group -> its turn where several start at once: those nearest to the loss first."""
+        """Whose turn it is where several start at once: those nearest to the loss first."""
         self.changed = set(self.workers)
         """Workers that something happened to: only these can have become able to start."""
         self.running: list[tuple[int, int, int, Event | Arrival]] = []
@@ -170,7 +171,7 @@ class Pipeline:
                 self._finish(heapq.heappop(running)[3])
 
     def _startable(self, now: int) -> Iterator[Event]:
-        candidates = sorted(self.changed, key=lambda key: (self.turn_of[key[0]], key[1]))
+        candidates = sorted(self.changed, key=self.turns.__getitem__)
         self.changed.clear()
         for key in candidates:
             worker = self.workers[key]

@@ -10,14 +10,14 @@ Between two groups, a micro-batch may feed parts of several micro-batches, and b
 the pieces are the overlaps of their intervals. No divisibility is asked for.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from zorse_megatron.schema.plan.plan import Group, Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """One micro-batch of one replica: samples [start, stop) of the global batch.
 
@@ -44,7 +44,7 @@ MicroBatchKey = tuple[int, int]
 """(replica, index) of a micro-batch in its group."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """Samples [start, stop) that travel from one micro-batch to one of the next group."""
 
@@ -56,8 +56,10 @@ class Piece:
 
 def micro_batches(group: Group) -> tuple[MicroBatch, ...]:
     """Lay a group's micro-batches out over the global batch, in sample order."""
+    # At (2 * index + 1) / (2 * num_microbatches) of the step, in integers.
+    whole = math.lcm(*(replica.num_microbatches or 1 for replica in group.replicas))
     finish_order = sorted(
-        (Fraction(2 * index + 1, 2 * replica.num_microbatches), number, index)
+        ((2 * index + 1) * (whole // replica.num_microbatches), number, index)
         for number, replica in enumerate(group.replicas)
         for index in range(replica.num_microbatches)
     )

@@ -9,12 +9,13 @@ if every send waited for its receive and every collective for all of its ranks.
 """
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.samples import MicroBatch, Piece
-from zorse_megatron.schedules.sequence_parts import PartPair, part_pairs
+from zorse_megatron.schedules.sequence_slices import SlicePair, slice_pairs
 from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -36,7 +37,7 @@ def cut_into_lists(
         timeline.append((event.time, _COMPUTE, number, event))
     for number, group_event in enumerate(group_events):
         timeline.append((group_event.time, _ACT, number, group_event))
-    timeline.sort(key=lambda entry: entry[:3])
+    timeline.sort(key=itemgetter(0, 1, 2))
     for _, stage, _, happening in timeline:
         if isinstance(happening, GroupEvent):
             sequence.act(happening)
@@ -84,12 +85,12 @@ class _Sequence:
         for piece in by_producer[event.micro_batch.key]:
             lowers = self._ranks(lower, piece.source)
             uppers = self._ranks(lower + 1, piece.target)
-            for pair in part_pairs(len(lowers), len(uppers)):
+            for pair in slice_pairs(len(lowers), len(uppers)):
                 ends = lowers[pair.source], uppers[pair.target]
                 self._transfer(lower, piece, ends, pair, gradient=not event.forward)
 
     def _transfer(
-        self, chunk: int, piece: Piece, ends: tuple[int, int], pair: PartPair, *, gradient: bool
+        self, chunk: int, piece: Piece, ends: tuple[int, int], pair: SlicePair, *, gradient: bool
     ) -> None:
         """Append one transfer between `chunk` and `chunk + 1` to both ranks' lists."""
         lower, upper = ends
@@ -102,7 +103,7 @@ class _Sequence:
                 micro_batch=piece.source.index,
                 peer=upper,
                 samples=samples,
-                part=pair.part,
+                positions=pair.positions,
             )
         )
         self.lists[upper].append(
@@ -112,7 +113,7 @@ class _Sequence:
                 micro_batch=piece.target.index,
                 peer=lower,
                 samples=samples,
-                part=pair.part,
+                positions=pair.positions,
             )
         )
 

@@ -23,18 +23,26 @@ class SetParts:
 
     @classmethod
     def of(cls, replica: Replica) -> "SetParts":
-        """Those of a plan's replica."""
-        return cls(degree=len(replica.ranks), parts=replica.parts or Parts())
+        """Those of a plan's replica; equal ones that it names are as if it named none."""
+        return cls(degree=len(replica.ranks), parts=replica.unequal_parts or Parts())
 
     @property
     def are_equal(self) -> bool:
-        """Whether the plan gives no numbers."""
-        return self.parts == Parts()
+        """Whether all ranks hold as much of everything."""
+        return self.parts.unequal() is None
 
-    def counts(self, kind: UnitKind) -> tuple[int, ...]:
-        """Units of each rank; where all hold as much, their proportion."""
-        given: tuple[int, ...] | None = getattr(self.parts, kind)
-        return given or (1,) * self.degree
+    def units(self, kind: UnitKind) -> tuple[int, ...] | None:
+        """How many of them each rank holds; None: equally many, which only the model knows."""
+        units: tuple[int, ...] | None = getattr(self.parts, kind)
+        return units
+
+    def proportions(self, kind: UnitKind) -> tuple[int, ...]:
+        """How much each rank holds beside the others, in any unit."""
+        return self.units(kind) or (1,) * self.degree
+
+    def has_any(self, kind: UnitKind, index: int) -> bool:
+        """Whether rank `index` holds any of them."""
+        return self.proportions(kind)[index] > 0
 
     def interval(self, kind: UnitKind, index: int, length: int) -> Interval:
         """What rank `index` holds of an axis of `length` elements.
@@ -42,15 +50,14 @@ class SetParts:
         >>> SetParts(degree=2, parts=Parts(kv_groups=(3, 1))).interval("kv_groups", 1, 80)
         (60, 80)
         """
-        counts = self.counts(kind)
-        ends = (0, *accumulate(counts))
+        ends = (0, *accumulate(self.proportions(kind)))
         total = ends[-1]
         return length * ends[index] // total, length * ends[index + 1] // total
 
     def whole_length(self, kind: UnitKind, index: int, length: int) -> int:
         """Elements of an axis of which rank `index` holds `length`, which are not none."""
-        counts = self.counts(kind)
-        return length * sum(counts) // counts[index]
+        proportions = self.proportions(kind)
+        return length * sum(proportions) // proportions[index]
 
 
 def has_uneven_parts(group: Group) -> bool:

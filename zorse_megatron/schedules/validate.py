@@ -103,8 +103,8 @@ class _DryRun:
             return False
         ends = [(rank, action), (action.peer, other)]
         (source, send), (target, receive) = ends if action.kind in SENDS else reversed(ends)
-        what = send.samples, send.part
-        if MATCHING[send.kind] != receive.kind or what != (receive.samples, receive.part):
+        what = send.samples, send.positions
+        if MATCHING[send.kind] != receive.kind or what != (receive.samples, receive.positions):
             raise ScheduleError(f"rank {source} sends {send} where rank {target} has {receive}")
         for end in (source, target):
             self.position[end] += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.costs.interface import (
     WHOLE,
     ComputeCost,
-    ModelPart,
+    ModelSection,
     PassTimes,
     RankPart,
     SetComputeCost,
@@ -55,7 +55,11 @@ class ActionCosts:
         self._inside = (
             None
             if sets is None
-            else SetCollectives(comm=loads.comm, sequence_parallel=sets.sequence_parallel)
+            else SetCollectives(
+                comm=loads.comm,
+                sequence_parallel=sets.sequence_parallel,
+                learns_positions=sets.learns_positions,
+            )
         )
         self._phases: dict[tuple[str, int, RankPart, int, int], tuple[PassTimes, ...]] = {}
         self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
@@ -169,14 +173,14 @@ class ActionCosts:
         )
 
     def _sums_in_sets_s(self, chunk: int) -> float:
-        """With sequence parallelism, sums of the gradients of what every rank of a set has."""
+        """With sequence parallelism, sums of gradients that have seen a part on every rank."""
         if self._sets is None or not self._sets.sequence_parallel:
             return 0.0
         sizes, comm = self.sizes, self.loads.comm
         group = sizes.plan.groups[sizes.plan.chunks[chunk].group]
         gradient_bytes = sizes.memory_of(chunk).gradient_bytes
         return max(
-            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.whole_parameters(chunk)))
+            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.summed_in_sets(chunk)))
             if len(replica.ranks) > 1
             else 0.0
             for replica in group.replicas
@@ -187,10 +191,10 @@ class ActionCosts:
         sizes, inside, size = self.sizes, self._inside, self.sizes.micro_batch_size(ranks[0])
         num_bytes, tokens = sizes.boundary_bytes(size, chunk), size * self.sequence_length
 
-        def of(part: ModelPart) -> PassTimes:
-            if all(self._is_measured_together(rank, chunk, part) for rank in ranks):
+        def of(section: ModelSection) -> PassTimes:
+            if all(self._is_measured_together(rank, chunk, section) for rank in ranks):
                 return PassTimes(forward_s=0.0, backward_s=0.0)
-            return inside.part(part, ranks, num_bytes, tokens)
+            return inside.of(section, ranks, num_bytes, tokens)
 
         layer, layers = of("layer"), sizes.num_layers(chunk)
         mode, recomputed = sizes.recompute(ranks[0], chunk)  # if whole layers, as all of the set
@@ -208,9 +212,9 @@ class ActionCosts:
             + sum(e.backward_s for e in ends),
         )
 
-    def _is_measured_together(self, rank: int, chunk: int, part: ModelPart) -> bool:
+    def _is_measured_together(self, rank: int, chunk: int, section: ModelSection) -> bool:
         compute = self._set_compute(rank, chunk)
-        return compute is not None and compute.includes_collectives(self.kinds[rank], part)
+        return compute is not None and compute.includes_collectives(self.kinds[rank], section)
 
     def _set_compute(self, rank: int, chunk: int) -> SetComputeCost | None:
         """What a rank of a set of several computes with."""

@@ -69,7 +69,8 @@ class _Execution:
                     self._end(number, now_s)
                 else:
                     self._end_flows(number, version, now_s)
-            self._share_links(now_s)
+            if self.network.has_changed:
+                self._share_links(now_s)
 
     def _end_flows(self, bundle: int, version: int, now_s: float) -> None:
         for task in self.network.finish(bundle, version, now_s):
@@ -90,9 +91,10 @@ class _Execution:
     def _end(self, task: int, now_s: float) -> None:
         self.end_s[task] = now_s
         self.num_done += 1
+        missing = self.missing
         for later in self.graph.waiting[task]:
-            self.missing[later] -= 1
-            if not self.missing[later]:
+            left = missing[later] = missing[later] - 1
+            if not left:
                 self.cause[later] = task
                 self._start(later, now_s)
 

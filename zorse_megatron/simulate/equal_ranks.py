@@ -33,7 +33,7 @@ from functools import cached_property
 
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
-from zorse_megatron.schedules.lower import lower_plan, may_favour_a_replica
+from zorse_megatron.schedules.lower import lower_unless_stuck
 from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.simulate.copy_classes import Edge, classify_copies
@@ -80,9 +80,9 @@ def find_equal_ranks(
     if copies.count == 1:
         return None
     one = copies.reduced_plan()
-    if may_favour_a_replica(one, forward_only=forward_only):
+    lists = lower_unless_stuck(one, forward_only=forward_only)
+    if lists is None:
         return None
-    lists = lower_plan(one, forward_only=forward_only)
     messages = _messages(copies.renamed(lists, 0))
 
     def look(names: Mapping[int, int]) -> Hashable:

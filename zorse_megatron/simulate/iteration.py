@@ -15,11 +15,9 @@ from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.action_costs import ActionCosts
-from zorse_megatron.simulate.critical_path import critical_path
 from zorse_megatron.simulate.engine import run_program
 from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
 from zorse_megatron.simulate.framework import RUNTIME, Framework
-from zorse_megatron.simulate.memory_timeline import peak_memory
 from zorse_megatron.simulate.network_loads import NetworkLoads
 from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
 from zorse_megatron.simulate.rank_sets import RankSets
@@ -28,7 +26,6 @@ from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.timeline import Timeline
 from zorse_megatron.simulate.translate import translate
-from zorse_megatron.simulate.usage import usage_of
 
 
 def simulate(
@@ -100,24 +97,15 @@ def simulate(
         fixed_bytes=fixed,
         forward_only=forward_only,
     )
-    return _report(timeline, equal, tokens=plan.global_batch_size * sequence_length)
+    iteration_s, tokens = timeline.end_s, plan.global_batch_size * sequence_length
+    return SimulationResult(
+        iteration_s=iteration_s,
+        tokens_per_s=tokens / iteration_s if iteration_s else float("inf"),
+        stands_in=equal.stands_in,
+        timeline=timeline,
+    )
 
 
 def action_lists(plan: Plan, *, forward_only: bool = False) -> ActionLists:
     """The plan's lists, also where the runtime cannot execute all of the plan yet."""
     return lower_plan(plan, forward_only=forward_only)
-
-
-def _report(timeline: Timeline, equal: EqualRanks, *, tokens: int) -> SimulationResult:
-    usage = {rank: usage_of(timeline, rank) for rank in equal.lists}
-    memory = {rank: peak_memory(timeline, rank) for rank in equal.lists}
-    iteration_s = timeline.end_s
-    return SimulationResult(
-        iteration_s=iteration_s,
-        tokens_per_s=tokens / iteration_s if iteration_s else float("inf"),
-        usage=tuple(usage[rank] for rank in equal.stands_in),
-        memory=tuple(memory[rank] for rank in equal.stands_in),
-        critical_path=critical_path(timeline),
-        stands_in=equal.stands_in,
-        timeline=timeline,
-    )

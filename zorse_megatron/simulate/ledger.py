@@ -1,9 +1,10 @@
 """Every change of the bytes on one rank's GPU, action by action."""
 
 from enum import IntEnum
+from operator import itemgetter
 
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
-from zorse_megatron.simulate.residency import Residency
+from zorse_megatron.simulate.micro_batch_bytes import MicroBatchSizes
 from zorse_megatron.simulate.timeline import Timeline
 
 
@@ -36,19 +37,20 @@ def changes_of(timeline: Timeline, rank: int) -> tuple[list[int], list[Change]]:
     """
     ledger = _Ledger(timeline, rank)
     ledger.write()
-    ledger.changes.sort(key=lambda change: change[0])  # stable
+    ledger.changes.sort(key=itemgetter(0))  # stable
     return ledger.start, ledger.changes
 
 
 class _Ledger:
     def __init__(self, timeline: Timeline, rank: int) -> None:
         self.timeline = timeline
-        self.times = timeline.times
+        self.start_s, self.end_s = timeline.times.start_s, timeline.times.end_s
         self.sizes = sizes = timeline.sizes
         self.rank = rank
         self.track = timeline.program.tracks[rank]
-        self.residency = Residency(sizes, rank, self.track.actions)
+        self.residency = self.track.residency
         self.samples = sizes.micro_batch_size(rank)
+        self.bytes = MicroBatchSizes(sizes, rank, forward_only=timeline.forward_only)
         self.changes: list[Change] = []
         self.received: dict[tuple[Kind, int | None, int | None], list[int]] = {}
         """Bytes of each piece that a computation consumes."""
@@ -92,18 +94,26 @@ class _Ledger:
         for position, action in enumerate(self.track.actions):
             for receive in opened_at.get(position, ()):
                 self._open(position, self.track.actions[receive])
-            self._close(position)
-            if action.kind in RECEIVES:
+            if position in self.leaving:
+                self._close(position)
+            kind = action.kind
+            if kind in RECEIVES:
                 continue  # it was opened
-            if action.kind in SENDS:
+            if kind in SENDS:
                 self._send(position, action)
-            elif action.kind is Kind.FORWARD:
+            elif kind is Kind.FORWARD:
                 self._forward(position, action)
-            elif action.kind is Kind.BACKWARD:
+            elif kind is Kind.BACKWARD:
                 self._backward(position, action)
             else:
                 self._on_state(position, action)
-        self._close(len(self.track.actions))
+        if len(self.track.actions) in self.leaving:
+            self._close(len(self.track.actions))
+
+    def _reached_s(self, position: int) -> float:
+        """As `Timeline.reached_s`."""
+        task = self.track.before[position]
+        return self.end_s[task] if task >= 0 else 0.0
 
     def _note(self, time_s: float, category: Category, num_bytes: int, position: int) -> None:
         if num_bytes:
@@ -111,23 +121,22 @@ class _Ledger:
 
     def _open(self, position: int, action: Action) -> None:
         """Take the buffer of a receive, at the turn of the action at `position`."""
-        num_bytes = self._message_bytes(action)
+        num_bytes = self.sizes.crossing_bytes(action)
         key = action.kind, action.chunk, action.micro_batch
         self.received.setdefault(key, []).append(num_bytes)
-        time_s = self.timeline.reached_s(self.track, position)
-        self._note(time_s, Category.BUFFERS, num_bytes, position)
+        self._note(self._reached_s(position), Category.BUFFERS, num_bytes, position)
 
     def _send(self, position: int, action: Action) -> None:
-        now_s = self.timeline.reached_s(self.track, position)
-        num_bytes = self._message_bytes(action)
+        now_s = self._reached_s(position)
+        num_bytes = self.sizes.crossing_bytes(action)
         assert action.chunk is not None
-        whole_bytes = self.sizes.held_bytes(self.rank, action.chunk)
+        whole_bytes = self.bytes.of(action.chunk).held
         in_pieces = num_bytes != whole_bytes
         key = action.kind, action.chunk, action.micro_batch
         self.sends_left[key] -= 1
         if in_pieces and self._is_view(action):
             # It keeps the whole tensor until it has left.
-            end_s = self.times.end_s[self.track.tasks[position]]
+            end_s = self.end_s[self.track.tasks[position]]
             self.views_leave_s[key] = max(end_s, self.views_leave_s.get(key, 0.0))
             if not self.sends_left[key]:
                 closing = self.track.closings.get(position, position + 1)
@@ -138,16 +147,16 @@ class _Ledger:
             self._note(now_s, Category.BUFFERS, num_bytes, position)
             if not self.sends_left[key]:
                 self._note(now_s, Category.BUFFERS, -whole_bytes, position)
-        left_s = self.times.end_s[self.track.tasks[position]]
+        left_s = self.end_s[self.track.tasks[position]]
         closing = self.track.closings.get(position, position + 1)
         self.leaving.setdefault(closing, []).append((left_s, num_bytes))
 
     def _close(self, position: int) -> None:
         """Let go of the messages that must have left before the action at `position`."""
-        for left_s, num_bytes in self.leaving.pop(position, ()):
-            last = min(position, len(self.track.actions) - 1)
-            closed_s = max(self.timeline.reached_s(self.track, last), left_s)
-            self._note(closed_s, Category.BUFFERS, -num_bytes, last)
+        last = min(position, len(self.track.actions) - 1)
+        reached_s = self._reached_s(last)
+        for left_s, num_bytes in self.leaving.pop(position):
+            self._note(max(reached_s, left_s), Category.BUFFERS, -num_bytes, last)
 
     def _is_view(self, action: Action) -> bool:
         """Whether it is consecutive positions of all samples, which needs no copy."""
@@ -156,59 +165,52 @@ class _Ledger:
         same_type = self.sizes.boundary_bytes(1, action.chunk) == min(
             self.sizes.boundary_bytes(1, each) for each in (action.chunk, action.other_chunk)
         )
-        return action.part is not None and all_samples and same_type
+        return action.positions is not None and all_samples and same_type
 
     def _forward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
-        chunk, sizes = action.chunk, self.sizes
+        chunk, of_chunk = action.chunk, self.bytes.of(action.chunk)
         start_s, end_s = self._run(position)
         evaluating = self.timeline.forward_only
         key = Kind.RECEIVE_ACTIVATION, chunk, action.micro_batch
         received = self._take(key, position)
         self._note(end_s if evaluating else start_s, Category.BUFFERS, -received, position)
         if evaluating:
-            working = sizes.working_bytes(self.rank, chunk, forward_only=True)
-            self._for_a_while(position, Category.ACTIVATIONS, working)
-            self._for_a_while(position, Category.LOGITS, sizes.head_bytes(self.rank, chunk))
+            self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
+            self._for_a_while(position, Category.LOGITS, of_chunk.head)
         else:
-            kept = sizes.kept_bytes(self.rank, chunk)
-            self._note(start_s, Category.ACTIVATIONS, kept, position)
-            head = sizes.head_bytes(self.rank, chunk)
-            self._note(start_s, Category.LOGITS, head, position)
+            self._note(start_s, Category.ACTIVATIONS, of_chunk.kept, position)
+            self._note(start_s, Category.LOGITS, of_chunk.head, position)
             if position in self.track.copies:
-                gone_s = self.times.end_s[self.track.copies[position]]
-                self._note(gone_s, Category.ACTIVATIONS, -kept, position)
+                gone_s = self.end_s[self.track.copies[position]]
+                self._note(gone_s, Category.ACTIVATIONS, -of_chunk.kept, position)
         if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
-            output = sizes.held_bytes(self.rank, chunk)
-            self._note(start_s, Category.BUFFERS, output, position)
-        elif sizes.is_local(chunk):
+            self._note(start_s, Category.BUFFERS, of_chunk.held, position)
+        elif self.sizes.is_local(chunk):
             key = Kind.RECEIVE_ACTIVATION, chunk + 1, action.micro_batch
             self._hand_over(start_s, key, position)
 
     def _backward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
-        chunk, sizes = action.chunk, self.sizes
+        chunk, of_chunk = action.chunk, self.bytes.of(action.chunk)
         start_s, end_s = self._run(position)
         received = self._take((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), position)
-        kept = sizes.kept_bytes(self.rank, chunk)
         if position in self.track.copies:
-            back_s = self.times.start_s[self.track.copies[position]]
-            self._note(back_s, Category.ACTIVATIONS, kept, position)
+            back_s = self.start_s[self.track.copies[position]]
+            self._note(back_s, Category.ACTIVATIONS, of_chunk.kept, position)
         if chunk in self.resharded and chunk not in self.with_gradients:
             self.with_gradients.add(chunk)
             self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
         if (Kind.SEND_GRADIENT, chunk, action.micro_batch) in self.sends_left:
-            gradient = sizes.held_bytes(self.rank, chunk)
-            self._note(start_s, Category.BUFFERS, gradient, position)
-        elif chunk > 0 and sizes.is_local(chunk - 1):
+            self._note(start_s, Category.BUFFERS, of_chunk.held, position)
+        elif chunk > 0 and self.sizes.is_local(chunk - 1):
             key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
             self._hand_over(start_s, key, position)
-        working = sizes.working_bytes(self.rank, chunk, forward_only=False)
         # Layers are computed again after the head's backward, when its part is freed.
-        head_ends_s = start_s if working else end_s
-        self._note(head_ends_s, Category.LOGITS, -sizes.head_bytes(self.rank, chunk), position)
-        self._for_a_while(position, Category.ACTIVATIONS, working)
-        self._note(end_s, Category.ACTIVATIONS, -kept, position)
+        head_ends_s = start_s if of_chunk.working else end_s
+        self._note(head_ends_s, Category.LOGITS, -of_chunk.head, position)
+        self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
+        self._note(end_s, Category.ACTIVATIONS, -of_chunk.kept, position)
         self._note(end_s, Category.BUFFERS, -received, position)
 
     def _take(self, key: tuple[Kind, int | None, int | None], position: int) -> int:
@@ -217,7 +219,7 @@ class _Ledger:
         if not pieces:
             return 0
         assert key[1] is not None
-        whole = self.sizes.held_bytes(self.rank, key[1])
+        whole = self.bytes.of(key[1]).held
         if pieces != [whole]:
             start_s, _ = self._run(position)
             self._note(start_s, Category.BUFFERS, whole, position)
@@ -229,7 +231,7 @@ class _Ledger:
     ) -> None:
         """Keep what a computation makes for the neighbouring chunk, as if it were received."""
         assert key[1] is not None
-        num_bytes = self.sizes.held_bytes(self.rank, key[1])
+        num_bytes = self.bytes.of(key[1]).held
         self.received[key] = [num_bytes]
         self._note(time_s, Category.BUFFERS, num_bytes, position)
 
@@ -280,7 +282,7 @@ class _Ledger:
         unsharded = self._gradient_bytes(chunk)
         if chunk not in self.with_gradients:
             # No micro-batches: it has zeros to add as soon as the sum before has arrived.
-            asked_s = max(self.timeline.reached_s(self.track, position), before_s)
+            asked_s = max(self._reached_s(position), before_s)
             self._note(asked_s, Category.GRADIENTS, unsharded, position)
         self.with_gradients.discard(chunk)
         if is_parted:  # sums arrive beside what they are made of
@@ -291,7 +293,7 @@ class _Ledger:
 
     def _wait_for_sums(self, position: int) -> None:
         """The main stream waits at an action: all that was to be summed is there, the rest goes."""
-        waited_s = max(self.timeline.reached_s(self.track, position), self.summed_s)
+        waited_s = max(self._reached_s(position), self.summed_s)
         for category, num_bytes in self.let_go:
             self._note(waited_s, category, num_bytes, position)
         self.let_go.clear()
@@ -299,21 +301,18 @@ class _Ledger:
     def _move(self, position: int, end_s: float) -> None:
         """Bytes are taken when a copy or a gather is issued, and freed when it is done."""
         move = self.residency.moves[position]
-        issued_s = self.timeline.reached_s(self.track, position)
-        time_s = issued_s if move.num_bytes > 0 else end_s
+        time_s = self._reached_s(position) if move.num_bytes > 0 else end_s
         self._note(time_s, Category.PARAMETERS, move.num_bytes, position)
 
     def _for_a_while(self, position: int, category: Category, num_bytes: int) -> None:
-        start_s, end_s = self._run(position)
-        self._note(start_s, category, num_bytes, position)
-        self._note(end_s, category, -num_bytes, position)
+        if num_bytes:
+            start_s, end_s = self._run(position)
+            self._note(start_s, category, num_bytes, position)
+            self._note(end_s, category, -num_bytes, position)
 
     def _run(self, position: int) -> tuple[float, float]:
         task = self.track.tasks[position]
-        return self.times.start_s[task], self.times.end_s[task]
+        return self.start_s[task], self.end_s[task]
 
     def _gradient_bytes(self, chunk: int) -> int:
         return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(self.rank, chunk))
-
-    def _message_bytes(self, action: Action) -> int:
-        return self.sizes.crossing_bytes(action)

@@ -23,6 +23,7 @@ When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zorse_megatron.simulate.ledger import Category, changes_of
 from zorse_megatron.simulate.timeline import Timeline
@@ -80,6 +81,12 @@ def memory_over_time(timeline: Timeline, rank: int) -> tuple[MemoryStep, ...]:
         else:
             steps.append(step)
     return tuple(steps)
+
+
+def peak_bytes(timeline: Timeline, rank: int) -> int:
+    """The rank's peak of all categories together: `PeakMemory.total_bytes`, sooner."""
+    start, changes = changes_of(timeline, rank)
+    return max(accumulate((num_bytes for _, _, num_bytes, _ in changes), initial=sum(start)))
 
 
 def peak_memory(timeline: Timeline, rank: int) -> PeakMemory:

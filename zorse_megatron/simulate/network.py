@@ -19,7 +19,7 @@ ends when the service has grown by its size, so a change of rate costs O(1) for 
 
 import heapq
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # Rounding must not make a link look full that its flows fill exactly.
@@ -67,6 +67,8 @@ class Network:
 
     def __init__(self, capacities_bytes_per_s: Sequence[float]) -> None:
         self.capacity = tuple(capacities_bytes_per_s)
+        self._full_bytes_per_s = tuple(each * _SLACK for each in self.capacity)
+        """Link -> demand from which on it is full."""
         self.crossing: list[dict[int, float]] = [{} for _ in self.capacity]
         """Link -> the bundles on it, and the usage of one member."""
         self.demand = [0.0] * len(self.capacity)
@@ -86,7 +88,7 @@ class Network:
         for link, usage in bundle.links:
             self.crossing[link][bundle_number] = usage
             self.demand[link] += usage * bundle.limit
-            if self._is_full(link):
+            if self.demand[link] > self._full_bytes_per_s[link]:
                 self._changed_links[link] = None
 
     def finish(self, bundle_number: int, version: int, now_s: float) -> list[int]:
@@ -106,7 +108,7 @@ class Network:
             ended.append(heapq.heappop(bundle.ends)[1])
         self._changed_bundles[bundle_number] = None
         for link, usage in bundle.links:
-            if self._is_full(link):
+            if self.demand[link] > self._full_bytes_per_s[link]:
                 self._changed_links[link] = None
             self.demand[link] -= usage * bundle.limit * len(ended)
             if not bundle.ends:
@@ -119,20 +121,29 @@ class Network:
             self._changed_bundles.pop(bundle_number)
         return ended
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether `rebalance` has anything to do."""
+        return bool(self._changed_bundles or self._changed_links)
+
     def rebalance(self, now_s: float) -> list[tuple[float, int, int]]:
         """Share the links anew; returns (time, bundle, version) of the next end in each bundle.
 
         Only of bundles where it has changed.
         """
-        if not (self._changed_bundles or self._changed_links):
+        if not self.has_changed:
             return []
-        if not self._changed_links:
-            rates = {number: self.bundles[number].limit for number in self._changed_bundles}
-        else:
-            rates = self._fill(*self._tied_together())
-        changed = self._changed_bundles
-        self._changed_bundles, self._changed_links = {}, {}
-        return list(self._apply(rates, changed, now_s))
+        changed, links = self._changed_bundles, self._changed_links
+        self._changed_bundles = {}
+        if not links:
+            return [self._served_at(self.bundles[each].limit, each, now_s) for each in changed]
+        self._changed_links = {}
+        rates = self._fill(*self._tied_together(changed, links))
+        return [
+            self._served_at(rate, number, now_s)
+            for number, rate in rates.items()
+            if rate != self.bundles[number].rate or number in changed
+        ]
 
     def rates(self) -> dict[int, float]:
         """The rate of each flow under way."""
@@ -145,19 +156,18 @@ class Network:
             self.bundles.append(_Bundle(flow))
         return number
 
-    def _is_full(self, link: int) -> bool:
-        return self.demand[link] > self.capacity[link] * _SLACK
-
-    def _tied_together(self) -> tuple[list[int], list[int]]:
+    def _tied_together(
+        self, changed: Iterable[int], changed_links: Iterable[int]
+    ) -> tuple[list[int], list[int]]:
         """Changed bundles, those on changed links, and all that share full links with them."""
-        numbers = dict.fromkeys(self._changed_bundles)
-        for link in self._changed_links:
+        numbers = dict.fromkeys(changed)
+        for link in changed_links:
             numbers.update(dict.fromkeys(self.crossing[link]))
         links: dict[int, None] = {}
         frontier = list(numbers)
         while frontier:
             for link, _ in self.bundles[frontier.pop()].links:
-                if link in links or not self._is_full(link):
+                if link in links or self.demand[link] <= self._full_bytes_per_s[link]:
                     continue
                 links[link] = None
                 found = [number for number in self.crossing[link] if number not in numbers]
@@ -215,15 +225,11 @@ class Network:
                     settle(number, share)
         return rates
 
-    def _apply(
-        self, rates: dict[int, float], changed: Container[int], now_s: float
-    ) -> Iterator[tuple[float, int, int]]:
-        for number, rate in rates.items():
-            bundle = self.bundles[number]
-            if rate == bundle.rate and number not in changed:
-                continue
-            bundle.serve_until(now_s)
-            bundle.rate = rate
-            bundle.version += 1
-            left_bytes = max(0.0, bundle.ends[0][0] - bundle.service_bytes)
-            yield now_s + left_bytes / rate, number, bundle.version
+    def _served_at(self, rate: float, number: int, now_s: float) -> tuple[float, int, int]:
+        """Give a bundle a rate; returns its next end."""
+        bundle = self.bundles[number]
+        bundle.serve_until(now_s)
+        bundle.rate = rate
+        bundle.version += 1
+        left_bytes = max(0.0, bundle.ends[0][0] - bundle.service_bytes)
+        return now_s + left_bytes / rate, number, bundle.version

@@ -51,13 +51,13 @@ class JitterSource:
     """Draws one factor after the other."""
 
     def __init__(self, perturbation: Perturbation, rank: int) -> None:
-        self._random = random.Random(f"{perturbation.seed}/{rank}")
         variance = math.log1p(perturbation.jitter**2)  # of the logarithm
         self._mean, self._deviation = -variance / 2, math.sqrt(variance)
+        self._random = random.Random(f"{perturbation.seed}/{rank}") if self._deviation else None
 
     def draw(self) -> float:
         """The next factor; 1 without jitter."""
-        if not self._deviation:
+        if self._random is None:
             return 1.0
         return self._random.lognormvariate(self._mean, self._deviation)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
-from zorse_megatron.costs.interface import WHOLE, MemoryCost, ModelPart, RankPart, SetCosts
+from zorse_megatron.costs.interface import WHOLE, MemoryCost, ModelSection, RankPart, SetCosts
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.set_parts import UnitKind
 from zorse_megatron.schedules.shards import intersection
@@ -35,6 +35,7 @@ class RankParameters:
     ) -> None:
         """See `RankSizes`."""
         self._sets = sets
+        self._parts: dict[int, RankPart] = {}
         self.plan = plan
         self.framework = framework
         self.memory = memory
@@ -65,7 +66,12 @@ class RankParameters:
 
     def part(self, rank: int) -> RankPart:
         """Which part of each layer the rank has."""
-        return WHOLE if self._sets is None else RankPart.of(self.replica(rank), rank)
+        if self._sets is None:
+            return WHOLE
+        found = self._parts.get(rank)
+        if found is None:
+            found = self._parts[rank] = RankPart.of(self.replica(rank), rank)
+        return found
 
     def _memory(self, chunk: int, part: RankPart) -> MemoryCost:
         if part == WHOLE or self._sets is None:
@@ -85,9 +91,17 @@ class RankParameters:
         part = self.part(rank)
         return self.parameters[chunk] if part == WHOLE else self._parameters(chunk, part)
 
-    def whole_parameters(self, chunk: int) -> int:
-        """Those that every rank of a set has."""
-        return sum(unit.count * unit.whole for unit in self._units(chunk))
+    def summed_in_sets(self, chunk: int) -> int:
+        """With sequence parallelism: those that every rank of a set has, and sees a part of.
+
+        Learned positions are added to the whole sequence, so their gradients are whole.
+        """
+        whole = sum(unit.count * unit.whole for unit in self._units(chunk))
+        if chunk > 0:
+            return whole
+        assert self._sets is not None
+        cut = sum(self._sets.cut_parameters("embedding").values())
+        return whole - (self.memory.embedding_parameters() - cut)
 
     def peers(self, chunk: int) -> tuple[tuple[int, ...], ...]:
         """Ranks of the chunk's group that sum gradients among each other, once for each part."""
@@ -194,7 +208,7 @@ class RankParameters:
         assert self._sets is not None
         layer, ends = self._layer_and_ends(chunk, WHOLE)
         in_layer, of_ends = self._sets.cut_parameters("layer"), Counter[UnitKind]()
-        tables: list[ModelPart] = ["embedding"] if chunk == 0 else []
+        tables: list[ModelSection] = ["embedding"] if chunk == 0 else []
         if self.is_last(chunk) and not (self.tied and chunk == 0):
             tables.append("head")
         for table in tables:

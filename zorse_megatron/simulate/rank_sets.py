@@ -33,7 +33,7 @@ class RankSets:
         size = len(plan.groups[0].replicas[0].ranks)
         for where, replica in _replicas(plan):
             first = replica.ranks[0]
-            if replica.parts is not None:
+            if replica.unequal_parts is not None:
                 raise SimulationError(
                     f"{where} has unequal parts; expected equal ones where one rank stands for all"
                 )

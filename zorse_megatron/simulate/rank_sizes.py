@@ -125,8 +125,8 @@ class RankSizes(RankParameters):
             ends = key[1:]
             found = min(self.boundary_bytes(key[0], chunk) for chunk in ends)
             self._crossing[key] = found
-        if action.part is not None:
-            start, stop = action.part.bounds(found)
+        if action.positions is not None:
+            start, stop = action.positions.bounds(found)
             return stop - start
         return found
 

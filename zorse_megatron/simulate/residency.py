@@ -17,7 +17,7 @@ long as their chunk's pieces are.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
+from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.shards import state_pieces
 from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.simulation_errors import SimulationError
@@ -101,7 +101,8 @@ class Residency:
         self.start_parameter_bytes = sum(state.on_gpu_bytes for state in self._chunks.values())
         self.start_state_bytes = self._state_bytes()
         for position, action in enumerate(actions):
-            self._follow(position, action)
+            if action.kind not in TRANSFERS or action.chunk not in self._chunks:
+                self._follow(position, action)
 
     def _first(self, chunk: int, last: dict[tuple[int | None, bool], Kind]) -> _ChunkResidency:
         memory, owned = self.sizes.memory_of(chunk), self.sizes.shards[chunk][self.rank]

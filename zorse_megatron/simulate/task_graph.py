@@ -11,6 +11,7 @@ from enum import IntEnum
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.network import Flow
 from zorse_megatron.simulate.network_loads import TaskWork
+from zorse_megatron.simulate.residency import Residency
 
 NOTHING = -1
 """In place of a task where there is none; nothing is waited for."""
@@ -77,6 +78,8 @@ class Track:
 
     rank: int
     actions: tuple[Action, ...]
+    residency: Residency
+    """Where its parameters are meanwhile."""
     tasks: list[int] = field(default_factory=list)
     """The task that does the action."""
     before: list[int] = field(default_factory=list)

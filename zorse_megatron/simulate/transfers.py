@@ -11,9 +11,11 @@ from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph, Track
 
 Consumer = tuple[int, bool, int | None, int | None]
 """(rank, forward?, chunk, micro-batch): a computation, as a receive names it."""
+Samples = int | Fraction
+"""Exact, because slices of samples are added up."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Post:
     """One end of a transfer that has been started."""
 
@@ -23,7 +25,8 @@ class Post:
     """The task after which it is started."""
     token: object
     """What must be equal at both ends."""
-    num_bytes: int
+    num_bytes: int = 0
+    """What is sent, as the sender says."""
     waiter: Consumer | int | None = None
     """What waits for the transfer at this end."""
     gate: int = NOTHING
@@ -56,21 +59,28 @@ class MatchedTransfers:
     ) -> None:
         """Note a send or a receive of a list."""
         assert action.samples is not None and action.peer is not None
-        sends = action.kind in SENDS
-        forward = action.kind is Kind.RECEIVE_ACTIVATION
+        kind = action.kind
+        if kind in SENDS:
+            post = Post(
+                rank=rank,
+                position=position,
+                after=after,
+                token=(MATCHING[kind], action.samples, action.positions),
+                num_bytes=self.sizes.message_bytes(action),
+                gate=gate,
+            )
+            self._edge(rank, action.peer).sends.append(post)
+            return
+        forward = kind is Kind.RECEIVE_ACTIVATION
         post = Post(
             rank=rank,
             position=position,
             after=after,
-            token=(MATCHING[action.kind] if sends else action.kind, action.samples, action.part),
-            num_bytes=self.sizes.message_bytes(action),
-            waiter=None if sends else (rank, forward, action.chunk, action.micro_batch),
+            token=(kind, action.samples, action.positions),
+            waiter=(rank, forward, action.chunk, action.micro_batch),
             gate=gate,
         )
-        if sends:
-            self._edge(rank, action.peer).sends.append(post)
-        else:
-            self._edge(action.peer, rank).receives.append(post)
+        self._edge(action.peer, rank).receives.append(post)
 
     def swap(
         self, *, rank: int, position: int, peer: int, num_bytes: int, after: int, waiter: int
@@ -89,7 +99,7 @@ class MatchedTransfers:
 
     def match(self, tracks: dict[int, Track]) -> None:
         """Make every transfer a task. Raises SimulationError where two ends do not fit."""
-        received: dict[Consumer, Fraction] = {}
+        received: dict[Consumer, Samples] = {}
         for (source, target), edge in self.edges.items():
             if len(edge.sends) != len(edge.receives):
                 raise SimulationError(
@@ -106,7 +116,7 @@ class MatchedTransfers:
                 previous = self._make(tracks, send, receive, previous)
                 if isinstance(receive.waiter, tuple):
                     arrived = _samples_of(tracks[target].actions[receive.position])
-                    received[receive.waiter] = received.get(receive.waiter, Fraction()) + arrived
+                    received[receive.waiter] = received.get(receive.waiter, 0) + arrived
         self._check_inputs(tracks, received)
 
     def _edge(self, source: int, target: int) -> _Endpoints:
@@ -144,16 +154,19 @@ class MatchedTransfers:
             )
         return task
 
-    def _check_inputs(self, tracks: dict[int, Track], received: dict[Consumer, Fraction]) -> None:
+    def _check_inputs(self, tracks: dict[int, Track], received: dict[Consumer, Samples]) -> None:
         """Every computation has all of its input, as `Mailbox.take` asserts.
 
-        Of a set, every rank its part.
+        Of a set, every rank its slice.
         """
+        slices = {
+            rank: Fraction(self.sizes.micro_batch_size(rank), len(self.sizes.set_of(rank)))
+            for rank in tracks
+        }
         for consumer, (_, position) in self.consumers.items():
             rank = consumer[0]
-            action, size = tracks[rank].actions[position], self.sizes.micro_batch_size(rank)
-            is_own = self.sizes.has_own_input(action)
-            wanted = Fraction(0 if is_own else size, len(self.sizes.set_of(rank)))
+            action = tracks[rank].actions[position]
+            wanted = 0 if self.sizes.has_own_input(action) else slices[rank]
             if received.get(consumer, 0) != wanted:
                 raise SimulationError(
                     f"rank {rank} receives {received.get(consumer, 0)} samples for {action}; "
@@ -165,9 +178,10 @@ class MatchedTransfers:
         return str(tracks[post.rank].actions[post.position])
 
 
-def _samples_of(action: Action) -> Fraction:
-    """How many samples a receive brings; of a part of their sequences, so much less."""
+def _samples_of(action: Action) -> Samples:
+    """How many samples a receive brings; of a slice of their sequences, so much less."""
     start, stop = action.samples or (0, 0)
-    part = action.part
-    share = Fraction(1) if part is None else Fraction(part.stop - part.start, part.of)
-    return (stop - start) * share
+    sent = action.positions
+    if sent is None:
+        return stop - start
+    return (stop - start) * Fraction(sent.stop - sent.start, sent.of)

@@ -112,15 +112,22 @@ class _RankTranslator:
         self.sizes = self.costs.sizes
         self.transfers = transfers
         self.sets = sets
+        self.residency = Residency(self.sizes, rank, actions)
         self.track = Track(
             rank=rank,
             actions=actions,
+            residency=self.residency,
             openings=self._openings(actions),
             closings=self._closings(actions),
         )
-        self.residency = Residency(self.sizes, rank, actions)
+        framework = self.sizes.framework
+        self.blocks, self.pairs = framework.blocking_transfers, framework.paired_transfers
+        self.set = self.sizes.set_of(rank)
+        self.times_s: dict[tuple[int, bool], list[float]] = {}
+        """(chunk, forward?) -> what its phases take, without a perturbation."""
         self.factor = perturbation.rank_factor(rank, self.costs.kinds[rank])
         self.jitter = perturbation.jitter_of(rank)
+        self.is_perturbed = bool(perturbation.jitter) or self.factor != 1.0
         self.main = self.collective = self.to_host = self.from_host = NOTHING
         self.last_out = self.reduction = NOTHING
         """The last copy of activations to the host, and the last reduction."""
@@ -136,21 +143,23 @@ class _RankTranslator:
 
     def translate(self) -> Track:
         """Go through the list once."""
+        before, tasks = self.track.before, self.track.tasks
         for position, action in enumerate(self.track.actions):
-            self.track.before.append(self.main)
-            self.track.tasks.append(NOTHING)
-            if action.kind in TRANSFERS:
+            before.append(self.main)
+            tasks.append(NOTHING)
+            kind = action.kind
+            if kind in TRANSFERS:
                 self._transfer(position, action)
                 continue  # the task is known when its other end is
-            if action.kind in COMPUTE:
+            if kind in COMPUTE:
                 task = self._compute(position, action)
-            elif action.kind in (Kind.REDUCE, Kind.GATHER):
+            elif kind in (Kind.REDUCE, Kind.GATHER):
                 task = self._collective(position, action)
-            elif action.kind in (Kind.OFFLOAD, Kind.FETCH):
+            elif kind in (Kind.OFFLOAD, Kind.FETCH):
                 task = self._copy(position, action)
             else:
                 task = self._blocking(position, action)
-            self.track.tasks[position] = task
+            tasks[position] = task
         if any(action.kind is Kind.STEP for action in self.track.actions):
             self._report()
         return self.track
@@ -168,9 +177,9 @@ class _RankTranslator:
 
     def _transfer(self, position: int, action: Action) -> None:
         after = self.track.before[self.track.openings.get(position, position)]
-        if self.sizes.framework.paired_transfers and self._is_second(position):
+        if self.pairs and self._is_second(position):
             after = self.track.before[position - 1]
-        gate = self._stop(position, action) if self.sizes.framework.blocking_transfers else NOTHING
+        gate = self._stop(position, action) if self.blocks else NOTHING
         self.transfers.start(action, rank=self.rank, position=position, after=after, gate=gate)
 
     def _is_second(self, position: int) -> bool:
@@ -193,15 +202,15 @@ class _RankTranslator:
         own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
         if not forward and (action.chunk, action.micro_batch) in self.copied_out:
             own = self.track.own[position] = (*own, self._copy_back(position, action))
-        factor = self.factor * self.jitter.draw()
-        owner, ranks = (self.rank, position), self.sizes.set_of(self.rank)
-        phases = self.costs.phases(self.rank, action.chunk)
-        phases_s = [factor * (each.forward_s if forward else each.backward_s) for each in phases]
-        if len(ranks) > 1:
+        owner, phases_s = (self.rank, position), self._phases_s(action.chunk, forward=forward)
+        if self.is_perturbed:
+            factor = self.factor * self.jitter.draw()
+            phases_s = [factor * each for each in phases_s]
+        if len(self.set) > 1:
             gathers = not self.sizes.has_own_input(action)
-            inside = self.costs.set_collectives(ranks, action.chunk, gathers=gathers)
+            inside = self.costs.set_collectives(self.set, action.chunk, gathers=gathers)
             inside_s = inside.forward_s if forward else inside.backward_s
-            task = self.sets.join(ranks, action, owner, phases_s, inside_s, self.main, *own)
+            task = self.sets.join(self.set, action, owner, phases_s, inside_s, self.main, *own)
         else:
             task = self.graph.add(owner, Role.COMPUTE, sum(phases_s), self.main, *own)
         consumer = self.rank, forward, action.chunk, action.micro_batch
@@ -210,6 +219,15 @@ class _RankTranslator:
         if forward and (action.chunk, action.micro_batch) in self.offloaded:
             self._copy_out(position, action)
         return task
+
+    def _phases_s(self, chunk: int, *, forward: bool) -> list[float]:
+        """See `ActionCosts.phases`."""
+        found = self.times_s.get((chunk, forward))
+        if found is None:
+            phases = self.costs.phases(self.rank, chunk)
+            found = [float(each.forward_s if forward else each.backward_s) for each in phases]
+            self.times_s[chunk, forward] = found
+        return found
 
     def _collective(self, position: int, action: Action) -> int:
         own = live([self.collective])

@@ -31,23 +31,23 @@ class RankUsage:
 
 def usage_of(timeline: Timeline, rank: int) -> RankUsage:
     """Split the rank's iteration up."""
-    track = timeline.program.tracks[rank]
-    times, roles = timeline.times, timeline.program.graph.roles
-    busy_s = sum(
-        times.end_s[task] - times.start_s[task]
-        for task in track.main
-        if roles[task] is Role.COMPUTE
-    )
+    track, times = timeline.program.tracks[rank], timeline.times
+    computing_s = busy_s(timeline, rank)
     end_s = max((times.end_s[task] for task in _tasks(track)), default=0.0)
-    stopped = list(_between(_computing(timeline, track), end_s))
+    stopped = list(_between(_computing(timeline, rank), end_s))
     communicating = sorted((times.start_s[t], times.end_s[t]) for t in track.communication)
     communication_s = _overlap_s(stopped, _merged(communicating))
     return RankUsage(
-        busy_s=busy_s,
+        busy_s=computing_s,
         communication_s=communication_s,
-        wait_s=max(0.0, end_s - busy_s - communication_s),
+        wait_s=max(0.0, end_s - computing_s - communication_s),
         idle_s=timeline.end_s - end_s,
     )
+
+
+def busy_s(timeline: Timeline, rank: int) -> float:
+    """How long the rank computes."""
+    return sum(stop_s - start_s for start_s, stop_s in _computing(timeline, rank))
 
 
 def _tasks(track: Track) -> Iterator[int]:
@@ -59,9 +59,9 @@ def _tasks(track: Track) -> Iterator[int]:
         yield track.tasks[position]
 
 
-def _computing(timeline: Timeline, track: Track) -> Iterator[Interval]:
+def _computing(timeline: Timeline, rank: int) -> Iterator[Interval]:
     roles, times = timeline.program.graph.roles, timeline.times
-    for task in track.main:
+    for task in timeline.program.tracks[rank].main:
         if roles[task] is Role.COMPUTE:
             yield times.start_s[task], times.end_s[task]
 

@@ -36,13 +36,13 @@ class MeasuredNode(Node):
         """GPUs of all kinds together."""
         return len(self.gpu_kinds)
 
-    @property
+    @cached_property
     def adapters(self) -> Nics:
         """Its NICs. Without any there is no other node, and nothing ever takes this link."""
         lone = Nics(count=1, bandwidth_bytes_per_s=self.host_link_bytes_per_s, latency_s=0.0)
         return self.nics or lone
 
-    @property
+    @cached_property
     def num_ports(self) -> int:
         """What GPUs send through: single NICs, or as many bundles of NICs as there are GPUs.
 
@@ -50,19 +50,19 @@ class MeasuredNode(Node):
         """
         return min(self.adapters.count, self.num_gpus)
 
-    @property
+    @cached_property
     def port_bytes_per_s(self) -> float:
         """Bandwidth of one NIC or bundle."""
         return self.nics_bytes_per_s / self.num_ports
 
-    @property
+    @cached_property
     def nics_bytes_per_s(self) -> float:
         """Bandwidth of all NICs together."""
         if self.nic_curves:
             return max(curve.max_bytes_per_s for _, curve in self.nic_curves)
         return self.adapters.total_bytes_per_s
 
-    @property
+    @cached_property
     def peer_bytes_per_s(self) -> float:
         """From one GPU to another one of the node."""
         if self.intra_curves:

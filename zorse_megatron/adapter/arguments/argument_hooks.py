@@ -30,9 +30,9 @@ def argument_hooks(
 
     fit = partial(fit_to_plan, plan=plan, world_size=world_size, kinds=kinds)
     has_own_heads = any(
-        replica.parts is not None and replica.parts.kv_groups is not None
+        parts is not None and parts.kv_groups is not None
         for group in plan.groups
-        for replica in group.replicas
+        for parts in (replica.unequal_parts for replica in group.replicas)
     )
     return {
         **({under_plan.CHECK_HEADS: with_any_heads} if has_own_heads else {}),

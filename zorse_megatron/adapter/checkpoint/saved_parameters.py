@@ -4,7 +4,7 @@ No parameter is unsharded for it. The tensors in the checkpoint are those that s
 cut into other blocks (see `sharded_tensors`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,6 +76,20 @@ def joined_loaded(chunk: Any, loaded: Mapping[str, Any]) -> dict[str, Any]:
     # Of what a rank holds nothing there is nothing to load.
     empty = {name: torch.empty(shape) for name, shape in shapes.items() if not shape.numel()}
     return {**empty, **found}
+
+
+def saved_as_nothing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `apply_swiglu_sharded_factory`, which divides by the columns of this rank.
+
+    What is returned for no columns at all is left out by `owned_entries` and `unsharded_entries`.
+    """
+
+    def apply_swiglu_sharded_factory(original_sh_ten: Any, *args: Any, **kwargs: Any) -> Any:
+        if not original_sh_ten.data.numel():
+            return original_sh_ten
+        return stock(original_sh_ten, *args, **kwargs)
+
+    return apply_swiglu_sharded_factory
 
 
 def take_loaded(

@@ -14,25 +14,28 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.checkpoint.saved_parameters import joined_loaded, take_loaded
-from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder, UnevenBucketGroup
+from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
+from zorse_megatron.adapter.data_parallel.ddp_options import option_problems
 from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards
-from zorse_megatron.adapter.data_parallel.set_sums import set_sums_of
+from zorse_megatron.adapter.data_parallel.uneven_buckets import (
+    bucket_per_layer,
+    cut_buckets,
+    uneven_bucket_groups,
+)
 from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.parameters.exact_values import keep_exact
 from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, held_part, taken
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.low_precision_reduce import CommDtype
 from zorse_megatron.runtime.part_exchange import PartedTensor
 from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.set_parts import SetParts
-from zorse_megatron.schedules.shards import Interval, intersection, shard_bounds
+from zorse_megatron.schedules.shards import Interval, intersection
 from zorse_megatron.schedules.tensor_parts import Run, TensorPart, runs_of_rows
 
 
@@ -78,7 +81,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         place: SetPlace | None = None,
         unlike: UnlikeReplicas | None = None,
     ) -> None:
-        problems = _problems(config, ddp_config, module)
+        problems = option_problems(config, ddp_config, module)
         if problems:
             raise FlagError("Gradients cannot be reduced into unequal shards", problems)
         self.has_uneven_parts = place is not None and not place.parts.are_equal
@@ -91,7 +94,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
                 num_buckets=None,
             )
             disable_bucketing = False
-            full_param_layout = _bucket_per_layer(module, ddp_config, pg_collection)
+            full_param_layout = bucket_per_layer(module, ddp_config, pg_collection)
         self.place = place
         super().__init__(
             config=config,
@@ -106,8 +109,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.is_mixed = is_mixed
         self.parts = _parts(module, config, place)
         """What this rank holds of each parameter of the model."""
-        self._cut_buckets()
-        self._replace_bucket_groups()
+        self._make_bucket_groups()
         self.shards = ChunkShards(self, link) if sharded and unlike is None else None
         self.parted: dict[torch.nn.Parameter, PartedTensor] = {}
         """Parameters of which what a rank owns is packed."""
@@ -127,38 +129,11 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         for buffer in self.buffers:
             buffer.zorse_packed = {p: self.shards.num_owned(p) for p in buffer.params}
 
-    def _cut_buckets(self) -> None:
-        if len(self.shard_weights) != self.intra_dp_cp_group.size():
-            raise ValueError(
-                f"found {len(self.shard_weights)} shard weights for a data-parallel group of "
-                f"{self.intra_dp_cp_group.size()} ranks; expected one per rank"
-            )
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                bucket.shard_bounds = shard_bounds(bucket.grad_data.numel(), self.shard_weights)
-
-    def _replace_bucket_groups(self) -> None:
-        """Exchange stock's bucket groups for ours and link them as stock's `__init__` does."""
-        groups = [
-            UnevenBucketGroup(
-                group.buckets,
-                self.ddp_config,
-                self.intra_dp_cp_group,
-                self.comm_dtype,
-                set_group=None if self.place is None else self.place.group,
-            )
-            for group in self.bucket_groups
-        ]
+    def _make_bucket_groups(self) -> None:
+        """Cut stock's buckets and exchange its bucket groups for ours."""
+        cut_buckets(self.buffers, self.shard_weights, self.intra_dp_cp_group)
+        groups = uneven_bucket_groups(self)
         self.bucket_groups = groups
-        summed = set_sums_of(self.module, self.config)
-        for group in groups:
-            group.set_sums = tuple(p for b in group.buckets for p in b.params_list if p in summed)
-        if self.has_uneven_parts and groups:
-            # Ranks of the set have other buckets then; but the first one is reduced when all
-            # gradients are there.
-            for group in groups:
-                group.set_sums = ()
-            groups[0].set_sums = tuple(p for p in self.module.parameters() if p in summed)
         self.bucket_order = BucketOrder(groups)
         self.param_to_bucket_group = {
             param: group for group in groups for bucket in group.buckets for param in bucket.params
@@ -316,70 +291,3 @@ def _parts(module: torch.nn.Module, config: Any, place: SetPlace | None) -> dict
         parameter: held_part(name, parameter, parts, is_gated=is_gated, index=index)
         for name, parameter in module.named_parameters()
     }
-
-
-def _bucket_per_layer(module: torch.nn.Module, ddp_config: Any, collection: Any) -> Any:
-    """Stock's layout with buckets of a layer each, so that a layer can be used when it is there."""
-    layers = [m for m in module.modules() if isinstance(m, BaseTransformerLayer)]
-    sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers]
-    return DistributedOptimizer.compute_full_param_layout(
-        [p for p in module.parameters() if p.requires_grad],
-        min(sizes, default=None),
-        collection.intra_dp_cp.size(),
-        ddp_config,
-        expert_data_parallel_world_size=collection.intra_expt_dp.size(),
-    )
-
-
-def _problems(config: Any, ddp_config: Any, module: torch.nn.Module) -> list[Problem]:
-    """Everything in the configuration that unequal shards cannot keep."""
-    problems = []
-    if not ddp_config.use_distributed_optimizer:
-        problems.append(
-            _problem("use_distributed_optimizer", "False", "True", "Set it in the DDP config.")
-        )
-    if not config.calculate_per_token_loss:
-        problems.append(
-            _problem("calculate_per_token_loss", "False", "True", "Add --calculate-per-token-loss.")
-        )
-    if ddp_config.overlap_param_gather and not ddp_config.overlap_grad_reduce:
-        problems.append(
-            _problem("overlap_grad_reduce", "False", "True", "Add --overlap-grad-reduce.")
-        )
-    problems += [
-        _problem(name, repr(value), repr(expected), f"Remove {flag}.")
-        for name, expected, flag in _UNSUPPORTED
-        if (value := getattr(ddp_config, name)) != expected
-    ]
-    experts = [n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)]
-    if experts:
-        problems.append(
-            _problem(
-                "expert-parallel parameters",
-                f"{len(experts)}, {experts[0]} first",
-                "none",
-                "Use --expert-model-parallel-size 1.",
-            )
-        )
-    return problems
-
-
-# Each changes what is in the buffers or who reduces them: (field, value it must have, flag).
-_UNSUPPORTED = (
-    ("num_distributed_optimizer_instances", 1, "--num-distributed-optimizer-instances"),
-    ("average_in_collective", False, "--ddp-average-in-collective"),
-    (
-        "reduce_scatter_with_fp32_accumulation",
-        False,
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-    ),
-    ("fp8_param_gather", False, "--fp8-param-gather"),
-    ("fp4_param_gather", False, "--fp4-param-gather"),
-    ("nccl_ub", False, "--use-nccl-ub"),
-    ("use_megatron_fsdp", False, "--use-megatron-fsdp"),
-    ("use_custom_fsdp", False, "--use-custom-fsdp"),
-)
-
-
-def _problem(where: str, found: str, expected: str, remedy: str) -> Problem:
-    return Problem(where=where, found=found, expected=expected, remedy=remedy)

@@ -5,8 +5,9 @@ is the only difference to stock's step; checkpoints are in `checkpoint.saved_opt
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -162,10 +163,15 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def copy_main_to_model(self, chunk: Any) -> None:
-        """Write a chunk's stepped main parameters to where its parameters are kept."""
+        """Write a chunk's stepped main parameters to where its parameters are kept.
+
+        fp32 ones are stepped there; stock copies them onto themselves.
+        """
         for owner, parameter, (start, stop), shard in self.owned_shards():
             if owner is chunk:
-                chunk.parameter_piece(parameter, start, stop).copy_(shard)
+                kept = chunk.parameter_piece(parameter, start, stop)
+                if kept.data_ptr() != shard.data_ptr():
+                    kept.copy_(shard)
         if chunk.shards is not None:
             chunk.shards.mark_changed()
 
@@ -191,8 +197,20 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         state = self.host_state.memories if self.host_state is not None else []
         return next((m for m in (*shards, *state) if m and m.storage._cdata == storage), None)
 
-    def owned_shards(self) -> Iterator[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
+    def owned_shards(
+        self,
+    ) -> Sequence[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
         """Chunk, model parameter, owned elements of it, and the tensor that is stepped."""
+        return self._owned_shards
+
+    @cached_property
+    def _owned_shards(self) -> tuple[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor], ...]:
+        # Every step asks, and what a rank owns stays the same.
+        return tuple(self._find_owned_shards())
+
+    def _find_owned_shards(
+        self,
+    ) -> Iterator[tuple[Any, torch.nn.Parameter, Interval, torch.Tensor]]:
         if self.is_stub_optimizer:
             return
         chunk_of = {p: chunk for chunk in self.model_chunks for p in chunk.params_with_grad}

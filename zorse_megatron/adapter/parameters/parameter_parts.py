@@ -14,6 +14,7 @@ from zorse_megatron.schedules.set_parts import SetParts, UnitKind
 from zorse_megatron.schedules.tensor_parts import TensorPart, cut_part
 
 _GATED = "mlp.linear_fc1."
+_UNIT = "zorse_unit"
 
 
 def held_part(
@@ -23,12 +24,22 @@ def held_part(
     shape, axis = list(parameter.shape), cut_axis(parameter)
     if axis is not None:
         kind, blocks = kind_of(name), _blocks(name, is_gated)
-        counts = parts.counts(kind)
-        if counts[index]:
+        if parts.has_any(kind, index):
             shape[axis] = parts.whole_length(kind, index, shape[axis])
-        else:  # of the MLP, of which a unit is one column
-            shape[axis] = blocks * sum(counts)
+        else:
+            units = parts.units(kind) or ()
+            shape[axis] = blocks * sum(units) * getattr(parameter, _UNIT, 1)
     return part_of_whole(name, shape, axis, parts, is_gated=is_gated, index=index)
+
+
+def mark_unit(module: torch.nn.Module, length: int) -> None:
+    """Note of cut parameters without elements how long a KV group's part of the axis would be.
+
+    A unit of all others is one row or column.
+    """
+    for parameter in module.parameters():
+        if cut_axis(parameter) is not None:
+            setattr(parameter, _UNIT, length)
 
 
 def part_of_whole(

@@ -144,6 +144,38 @@ VOCAB_RANGE = _record(
     test="tests/megatron/test_uneven_parts.py::test_follows_stock",
     delete_when="the embedding and the cross entropy are told their first row",
 )
+LOOK_UP = _record(
+    target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+    parameters=("self", "input_"),
+    becomes="The same; on a rank without rows of the vocabulary, as if it had a row of zeros.",
+    why="stock looks up row 0 of none; the embedding's class is named where it is made",
+    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    delete_when="VocabParallelEmbedding takes part in the set's sum without rows",
+)
+LOSS = _record(
+    target="megatron.core.models.common.language_module.language_module:"
+    "LanguageModule.compute_language_model_loss",
+    parameters=("self", "labels", "logits"),
+    becomes="The same; on a rank without rows of the vocabulary, as if it had a logit of minus "
+    "infinity.",
+    why="stock's cross entropy takes the maximum of the rank's logits, of which there are none",
+    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    delete_when="the vocabulary-parallel cross entropy takes part in the set's sums without logits",
+)
+SPLIT_GATE = _record(
+    target="megatron.core.transformer.mlp:apply_swiglu_sharded_factory",
+    parameters=(
+        "original_sh_ten",
+        "sharded_offsets",
+        "singleton_local_shards",
+        "tp_group",
+        "dp_group",
+    ),
+    becomes="The same; a gated MLP without columns is not divided in two.",
+    why="stock divides by the number of the rank's columns",
+    test="tests/megatron/test_uneven_parts.py::test_follows_stock",
+    delete_when="it describes a tensor without elements",
+)
 GET_OPTIMIZER = _training(
     target=f"{_LOOP}:get_megatron_optimizer",
     parameters=(
@@ -248,6 +280,9 @@ UNDER_A_PLAN = (
     TORCH_NORM,
     VOCAB_RANGE,
     CHECK_HEADS,
+    LOOK_UP,
+    LOSS,
+    SPLIT_GATE,
     GET_OPTIMIZER,
     OPTIMIZER_CLASS,
     GET_SCHEDULE,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.costs.interface import DtypeCosts, MemoryCost, ModelPart
+from zorse_megatron.costs.interface import DtypeCosts, MemoryCost, ModelSection
 from zorse_megatron.schedules.set_parts import UnitKind
 from zorse_megatron.simulate.perturb import Perturbation
 
@@ -22,9 +22,9 @@ class JobSets:
     """Rank of the job -> the ranks of its set."""
     memories: tuple[MemoryCost, ...]
     """Rank -> the memory model of a rank that has all of each layer."""
-    measured: tuple[frozenset[ModelPart], ...]
+    measured: tuple[frozenset[ModelSection], ...]
     """Rank -> parts of the model whose times were measured with the set's collectives in them."""
-    cut_parameters: Mapping[ModelPart, Mapping[UnitKind, int]]
+    cut_parameters: Mapping[ModelSection, Mapping[UnitKind, int]]
     """See `costs.interface.SetCosts`."""
     sequence_length: int
     """Of the real model."""

@@ -20,7 +20,6 @@ from zorse_megatron.emulate.jobs.rank_server import Ended, RankServer
 from zorse_megatron.emulate.jobs.self_test import SelfTest, self_test_of
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
 from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE
-from zorse_megatron.planner.evaluate.simulate_plan import has_sets
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
@@ -40,6 +39,8 @@ class System:
     plan: Plan | None = None
     flags: tuple[str, ...] = ()
     """Further flags of Megatron's."""
+    stock_layout: Plan | None = None
+    """Stock's layout as a plan, which is not given to it: says what each rank has of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Emulator:
         self.tell(f"{system.name}: training {self.training.iterations} iterations")
         if self.dilation is None:  # then nothing but the GPUs can change what comes of it
             self._tests[system.gpus] = test
-        with self._job(system.gpus, system.plan) as job:
+        with self._job(system) as job:
             metrics = job.directory / "metrics.jsonl"
             ended = self._start(job, [*self._flags(system, job), "--zorse-metrics", str(metrics)])
             reports = [_report(job, rank) for rank in range(len(system.gpus))]
@@ -117,7 +118,7 @@ class Emulator:
 
     def self_test(self, gpus: Sequence[int]) -> SelfTest:
         """Let the ranks run a schedule whose duration is known. Raises RankFailure."""
-        with self._job(gpus) as job:
+        with self._job(System(name="self-test", gpus=tuple(gpus))) as job:
             ended = self._start(job, [], entry="zorse_megatron.emulate.on_ranks.self_test_main")
             if not ended.succeeded:
                 raise ended.failure()
@@ -164,7 +165,9 @@ class Emulator:
         self.data = [*self.data, *load]
 
     @contextlib.contextmanager
-    def _job(self, gpus: Sequence[int], plan: Plan | None = None) -> Iterator[EmulatedJob]:
+    def _job(self, system: System) -> Iterator[EmulatedJob]:
+        gpus, plan = system.gpus, system.plan
+        layout, kinds = plan or system.stock_layout, tuple(self.inputs.kinds[gpu] for gpu in gpus)
         factors = self.perturbation.link_factors
         with conducted(LinkModel(self.inputs.comm, gpus, link_factors=factors)) as address:
             self._number += 1
@@ -172,15 +175,15 @@ class Emulator:
             directory.mkdir()
             yield EmulatedJob(
                 address=address,
-                gpus=tuple(gpus),
-                kinds=tuple(self.inputs.kinds[gpu] for gpu in gpus),
+                gpus=gpus,
+                kinds=kinds,
                 capacities_bytes=self._tensor_bytes(gpus, plan),
                 host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
-                costs=costs_of_ranks(self.inputs, plan, len(gpus)),
+                costs=costs_of_ranks(self.inputs, layout, len(gpus)),
                 perturbation=self.perturbation,
                 sequence_length=self.training.shape.sequence_length,
                 hidden_size=HIDDEN_SIZE,
-                sets=None if plan is None else sets_of_job(self.inputs, plan),
+                sets=None if layout is None else sets_of_job(self.inputs, layout, kinds),
                 dilation=self.dilation,
                 directory=directory,
             )
@@ -208,14 +211,24 @@ class Emulator:
 
     def _flags(self, system: System, job: EmulatedJob) -> list[str]:
         flags = [*training_flags(self.training, self.data), *system.flags]
+        if self.training.sequence_parallel and job.sets is not None:
+            flags.append("--sequence-parallel")
         if system.plan is None:
             # A plan turns it on itself; said in its command, fp16 groups would have sums to scale.
-            return [*flags, "--calculate-per-token-loss"]
+            return [*flags, *self._stock_vocabulary(job), "--calculate-per-token-loss"]
         path = job.directory / "plan.json"
         save_plan(self.training.shape.plan(system.plan), path)
-        splits = self.training.sequence_parallel and has_sets(system.plan)
-        flags += ["--sequence-parallel"] if splits else []
         return [*flags, "--micro-batch-size", "1", "--zorse-plan", str(path)]
+
+    def _stock_vocabulary(self, job: EmulatedJob) -> list[str]:
+        """Stock pads the vocabulary to a multiple of this times the degree of its sets.
+
+        All systems are to have as many rows, and so the same loss.
+        """
+        if job.sets is None:
+            return []
+        rows = self.training.shape.vocabulary_rows // len(job.sets.ranks[0])
+        return ["--make-vocab-size-divisible-by", str(rows)]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What each rank of an emulated job costs, alone or in a tensor-parallel set."""
 
-from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelPart, RankPart, SetCosts
+from zorse_megatron.costs.interface import WHOLE, DtypeCosts, ModelSection, RankPart, SetCosts
 from zorse_megatron.emulate.jobs.emulated_job import JobSets
 from zorse_megatron.planner.evaluate.simulate_plan import has_sets
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -8,7 +8,7 @@ from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.plan.plan import Plan, Replica
 from zorse_megatron.schema.plan.rank_axes import set_of_rank
 
-_PARTS: tuple[ModelPart, ...] = ("embedding", "layer", "head")
+_SECTIONS: tuple[ModelSection, ...] = ("embedding", "layer", "head")
 
 
 def costs_of_ranks(inputs: Inputs, plan: Plan | None, world_size: int) -> tuple[DtypeCosts, ...]:
@@ -18,8 +18,11 @@ def costs_of_ranks(inputs: Inputs, plan: Plan | None, world_size: int) -> tuple[
     return tuple(_of_rank(inputs, plan, rank) for rank in range(world_size))
 
 
-def sets_of_job(inputs: Inputs, plan: Plan) -> JobSets | None:
-    """What ranks need to know of their sets; None where each rank is one."""
+def sets_of_job(inputs: Inputs, plan: Plan, kinds: tuple[str, ...]) -> JobSets | None:
+    """What ranks need to know of their sets; None where each rank is one.
+
+    `kinds`: of each rank's GPU.
+    """
     sets = inputs.sets
     if sets is None or not has_sets(plan):
         return None
@@ -27,8 +30,8 @@ def sets_of_job(inputs: Inputs, plan: Plan) -> JobSets | None:
     return JobSets(
         ranks=tuple(set_of_rank(plan, rank) for rank in ranks),
         memories=tuple(_whole(inputs, _place(plan, rank)[1]).memory for rank in ranks),
-        measured=tuple(_measured(sets, inputs.kinds, *_place(plan, rank)) for rank in ranks),
-        cut_parameters={part: dict(sets.cut_parameters(part)) for part in _PARTS},
+        measured=tuple(_measured(sets, kinds, *_place(plan, rank)) for rank in ranks),
+        cut_parameters={each: dict(sets.cut_parameters(each)) for each in _SECTIONS},
         sequence_length=inputs.sequence_length,
     )
 
@@ -58,15 +61,15 @@ def _of_rank(inputs: Inputs, plan: Plan, rank: int) -> DtypeCosts:
 
 def _measured(
     sets: SetCosts, kinds: tuple[str, ...], replica: Replica, dtype: ComputeDtype | None
-) -> frozenset[ModelPart]:
-    """Parts of the model whose collectives are in the times of all ranks of a set."""
+) -> frozenset[ModelSection]:
+    """Sections of the model whose collectives are in the times of all ranks of a set."""
     if len(replica.ranks) == 1:
         return frozenset()
     computes = {
         rank: sets.of_rank(RankPart.of(replica, rank), dtype).compute for rank in replica.ranks
     }
     return frozenset(
-        part
-        for part in _PARTS
-        if all(each.includes_collectives(kinds[rank], part) for rank, each in computes.items())
+        section
+        for section in _SECTIONS
+        if all(each.includes_collectives(kinds[rank], section) for rank, each in computes.items())
     )

@@ -20,7 +20,7 @@ from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 from zorse_megatron.schedules.shards import state_pieces
 
 if TYPE_CHECKING:
-    from zorse_megatron.adapter.model.model_parts import ModelParts
+    from zorse_megatron.adapter.model.chunk_view import ChunkView
     from zorse_megatron.adapter.optimizer.host_state import HostState
     from zorse_megatron.adapter.optimizer.state_pieces import OwnedShard
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
@@ -45,7 +45,7 @@ class HostCopies:
         self,
         clock: RankClock,
         sizes: "ModelSizes",
-        chunks: "Sequence[ModelParts]",
+        chunks: "Sequence[ChunkView]",
         *,
         bytes_per_s: float,
     ) -> None:
@@ -87,11 +87,11 @@ class HostCopies:
         owner, num_bytes = self._known.get(storage, (None, 0))
         if owner is not None and owner() is not None:
             return num_bytes
-        for parts in self.chunks:
-            for buffer in _sharded_buffers(parts):
+        for chunk in self.chunks:
+            for buffer in _sharded_buffers(chunk):
                 if buffer.memory is not None and buffer.memory.storage._cdata == storage:
-                    owned = self.sizes.owned_parameters(parts)
-                    count = owned * buffer.num_owned // max(1, _num_owned(parts))
+                    owned = self.sizes.owned_parameters(chunk)
+                    count = owned * buffer.num_owned // max(1, _num_owned(chunk))
                     return self.sizes.memory.parameter_bytes(count)
         return tensor.nbytes
 
@@ -106,23 +106,23 @@ class HostCopies:
         """Learn what is stepped in pieces, when it has been sent to the host."""
         self.step_elements = host_state.num_elements
         for state in host_state.states:
-            parts = self._parts_of(state.shards)
-            if parts is None:
+            chunk = self._chunk_of(state.shards)
+            if chunk is None:
                 continue  # the rank owns nothing of the chunk
             counts = _scaled(
-                [piece.num_elements for piece in state.pieces], self.sizes.owned_parameters(parts)
+                [piece.num_elements for piece in state.pieces], self.sizes.owned_parameters(chunk)
             )
             for piece, count in zip(state.pieces, counts, strict=True):
                 num_bytes = self.sizes.memory.state_bytes(count)
                 tiny = [memory.num_bytes for memory in piece.memories]
                 for memory, share in zip(piece.memories, _scaled(tiny, num_bytes), strict=True):
                     self._note(memory, share)
-            self._state[id(parts)] = [m for piece in state.pieces for m in piece.memories]
+            self._state[id(chunk)] = [m for piece in state.pieces for m in piece.memories]
 
     def piece_sizes(self, shards: "Sequence[OwnedShard]") -> list[int]:
         """Elements of the tiny model's pieces: as many pieces as the real model's."""
-        parts, tiny = self._parts_of(shards), sum(shard.tensor.numel() for shard in shards)
-        real = state_pieces(0 if parts is None else self.sizes.owned_parameters(parts))
+        chunk, tiny = self._chunk_of(shards), sum(shard.tensor.numel() for shard in shards)
+        real = state_pieces(0 if chunk is None else self.sizes.owned_parameters(chunk))
         return _scaled(real, tiny)
 
     # Memory.
@@ -132,16 +132,16 @@ class HostCopies:
         """Activations that are in the host and not on the GPU."""
         return sum(self._known[m.storage._cdata][1] for m in self._activations if m.is_away)
 
-    def has_parameters(self, parts: "ModelParts") -> bool:
+    def has_parameters(self, chunk: "ChunkView") -> bool:
         """Whether the chunk's shard of parameters is in the host."""
         return any(
             buffer.in_shard and buffer.memory is not None and buffer.memory.is_away
-            for buffer in _sharded_buffers(parts)
+            for buffer in _sharded_buffers(chunk)
         )
 
-    def state_on_gpu_bytes(self, parts: "ModelParts") -> int | None:
+    def state_on_gpu_bytes(self, chunk: "ChunkView") -> int | None:
         """Optimizer state of the chunk that is on the GPU; None if all of it always is."""
-        memories = self._state.get(id(parts))
+        memories = self._state.get(id(chunk))
         if memories is None:
             return None
         return sum(self._known[m.storage._cdata][1] for m in memories if not m.is_away)
@@ -149,22 +149,22 @@ class HostCopies:
     def _note(self, memory: HostBacked, num_bytes: int) -> None:
         self._known[memory.storage._cdata] = weakref.ref(memory), num_bytes
 
-    def _parts_of(self, shards: "Sequence[OwnedShard]") -> "ModelParts | None":
-        for parts in self.chunks:
-            mine = {id(parameter) for parameter in parts.model.parameters()}
+    def _chunk_of(self, shards: "Sequence[OwnedShard]") -> "ChunkView | None":
+        for chunk in self.chunks:
+            mine = {id(parameter) for parameter in chunk.model.parameters()}
             if shards and id(shards[0].parameter) in mine:
-                return parts
+                return chunk
         return None
 
 
-def _sharded_buffers(parts: "ModelParts") -> Sequence[ShardedBuffer]:
+def _sharded_buffers(chunk: "ChunkView") -> Sequence[ShardedBuffer]:
     """The buffers of a chunk whose parameters come and go; none for other chunks."""
-    shards = getattr(parts.wrapped, "shards", None)
+    shards = getattr(chunk.wrapped, "shards", None)
     return () if shards is None else tuple(shards.parameters)
 
 
-def _num_owned(parts: "ModelParts") -> int:
-    return sum(buffer.num_owned for buffer in _sharded_buffers(parts))
+def _num_owned(chunk: "ChunkView") -> int:
+    return sum(buffer.num_owned for buffer in _sharded_buffers(chunk))
 
 
 def _scaled(counts: Sequence[int], total: int) -> list[int]:

@@ -15,7 +15,7 @@ from zorse_megatron.costs.interface import MemoryCost, RecomputeMode
 from zorse_megatron.emulate.on_ranks.host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from zorse_megatron.adapter.model.model_parts import ModelParts
+    from zorse_megatron.adapter.model.chunk_view import ChunkView
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
 
 _MOMENTS_BYTES = 8
@@ -43,7 +43,7 @@ class MemoryCap:
         self.kept_bytes = 0
         """Activations and logits."""
         self.peak_bytes = 0
-        self.chunks: Sequence[ModelParts] = ()
+        self.chunks: Sequence[ChunkView] = ()
         self.host: HostCopies | None = None
         """What waits in the host, if anything may."""
         self.overflow: str | None = None
@@ -71,12 +71,12 @@ class MemoryCap:
         Resident parameters and gradients are unsharded, of others there are shards. The first step
         makes Adam's moments, unless they wait in the host.
         """
-        made_in_step = [parts for parts in self.chunks if not self._has_state_in_host(parts)]
+        made_in_step = [chunk for chunk in self.chunks if not self._has_state_in_host(chunk)]
         owned = sum(map(self.sizes.owned_parameters, made_in_step))
         self._refuse_beyond(self.state_bytes() - _MOMENTS_BYTES * owned)
 
-    def _has_state_in_host(self, parts: "ModelParts") -> bool:
-        return self.host is not None and self.host.state_on_gpu_bytes(parts) is not None
+    def _has_state_in_host(self, chunk: "ChunkView") -> bool:
+        return self.host is not None and self.host.state_on_gpu_bytes(chunk) is not None
 
     def _refuse_beyond(self, total: int) -> None:
         if total <= self.capacity_bytes:
@@ -122,22 +122,22 @@ class MemoryCap:
         self.kept_bytes -= self._leaving_bytes
         self._leaving_bytes = 0
 
-    def _chunk_bytes(self, parts: "ModelParts") -> int:
+    def _chunk_bytes(self, chunk: "ChunkView") -> int:
         memory = self.memory
-        unsharded = sum(self.sizes.real_parameters(parts).values())
-        owned = self.sizes.owned_parameters(parts)
-        have_parameters = all(_is_there(buffer.parameters) for buffer in parts.buffers)
-        have_gradients = all(_is_there(buffer.gradients) for buffer in parts.buffers)
+        unsharded = sum(self.sizes.real_parameters(chunk).values())
+        owned = self.sizes.owned_parameters(chunk)
+        have_parameters = all(_is_there(buffer.parameters) for buffer in chunk.buffers)
+        have_gradients = all(_is_there(buffer.gradients) for buffer in chunk.buffers)
         own_bytes, state_bytes = memory.parameter_bytes(owned), memory.state_bytes(owned)
         # Where replicas cut layers differently, what a rank owns is beside what it computes with.
-        beside_bytes = own_bytes if have_parameters and _is_packed(parts) else 0
+        beside_bytes = own_bytes if have_parameters and _is_packed(chunk) else 0
         if self.host is not None:
-            own_bytes = 0 if self.host.has_parameters(parts) else own_bytes
-            passing_bytes = self.host.state_on_gpu_bytes(parts)
+            own_bytes = 0 if self.host.has_parameters(chunk) else own_bytes
+            passing_bytes = self.host.state_on_gpu_bytes(chunk)
             state_bytes = state_bytes if passing_bytes is None else passing_bytes
-        gradients = unsharded if have_gradients else owned * _has_gradient_shards(parts)
-        if have_gradients and _is_packed(parts):  # sums arrive beside what they are made of
-            gradients += owned * _has_gradient_shards(parts)
+        gradients = unsharded if have_gradients else owned * _has_gradient_shards(chunk)
+        if have_gradients and _is_packed(chunk):  # sums arrive beside what they are made of
+            gradients += owned * _has_gradient_shards(chunk)
         return (
             beside_bytes
             + (memory.parameter_bytes(unsharded) if have_parameters else own_bytes)
@@ -146,15 +146,15 @@ class MemoryCap:
         )
 
 
-def _is_packed(parts: "ModelParts") -> bool:
+def _is_packed(chunk: "ChunkView") -> bool:
     """Whether what the rank owns is packed (`adapter.data_parallel.parted_shards`)."""
-    return bool(getattr(parts.wrapped, "parted", None))
+    return bool(getattr(chunk.wrapped, "parted", None))
 
 
-def _has_gradient_shards(parts: "ModelParts") -> bool:
+def _has_gradient_shards(chunk: "ChunkView") -> bool:
     """Whether sums of gradients have arrived, of a chunk whose gradients come and go."""
-    shards = parts.wrapped.shards
-    if _is_packed(parts):
+    shards = chunk.wrapped.shards
+    if _is_packed(chunk):
         return bool(shards.sums)
     return any(buffer.in_shard for buffer in shards.gradients)
 

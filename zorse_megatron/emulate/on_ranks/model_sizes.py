@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zorse_megatron.adapter.model.model_parts import FlatBuffer, ModelParts, PartName, owned_shares
+from zorse_megatron.adapter.model.chunk_view import (
+    ChunkView,
+    CountedSection,
+    FlatBuffer,
+    owned_shares,
+)
 from zorse_megatron.costs.interface import MemoryCost
 from zorse_megatron.emulate.on_ranks.set_sizes import SetSizes
 from zorse_megatron.runtime.part_exchange import Exchanged
@@ -63,15 +68,19 @@ class ModelSizes:
         self._element_bytes: int | None = None
         """Size of the tiny model's elements; None while it has no parameters."""
 
-    def add(self, parts: ModelParts) -> None:
+    def add(self, chunk: ChunkView) -> None:
         """Learn the buffers of a chunk."""
         if self.sets is not None:
-            self.sets.add(parts)
-        self._element_bytes = next(parts.wrapped.parameters()).element_size()
-        real = self.real_parameters(parts)
-        factors = {part: real[part] / count for part, count in parts.num_parameters.items()}
-        self._tied_factor = factors.get("embedding", factors.get("head", 1.0))
-        for number, buffer in enumerate(parts.buffers):
+            self.sets.add(chunk)
+        self._element_bytes = next(chunk.wrapped.parameters()).element_size()
+        real = self.real_parameters(chunk)
+        # A rank may hold none of the embedding.
+        factors = {
+            section: real[section] / count if count else 0.0
+            for section, count in chunk.num_parameters.items()
+        }
+        self._tied_factor = factors.get("tied table", self._tied_factor)
+        for number, buffer in enumerate(chunk.buffers):
             pairs = [
                 (buffer.gradients, self.memory.gradient_bytes),
                 (buffer.parameters, self.memory.parameter_bytes),
@@ -80,27 +89,30 @@ class ModelSizes:
                 if tensor is not None:
                     scale = _scale(buffer, tensor, factors, to_bytes)
                     self._scales[tensor.untyped_storage()._cdata] = scale
-                    self._buffers.setdefault((id(parts), number), scale)
+                    self._buffers.setdefault((id(chunk), number), scale)
 
-    def real_parameters(self, parts: ModelParts) -> dict[PartName, int]:
-        """Number of parameters of each part of a chunk in the real model."""
+    def real_parameters(self, chunk: ChunkView) -> dict[CountedSection, int]:
+        """Number of parameters of each section of a chunk in the real model."""
         memory = self.memory
-        real: dict[PartName, int] = {"layer": len(parts.layers) * memory.layer_parameters()}
-        if parts.embedding is not None:
-            real["embedding"] = memory.embedding_parameters()
-        if parts.output_layer is not None:
-            tied_here = not parts.has_own_output_table
-            real["head"] = memory.head_parameters(tied_on_same_rank=tied_here)
+        own_head = memory.head_parameters(tied_on_same_rank=True)
+        table = memory.head_parameters(tied_on_same_rank=False) - own_head
+        real: dict[CountedSection, int] = {"layer": len(chunk.layers) * memory.layer_parameters()}
+        if "tied table" in chunk.num_parameters:
+            real["tied table"] = table
+        if chunk.embedding is not None:
+            real["embedding"] = memory.embedding_parameters() - table
+        if chunk.output_layer is not None:
+            real["head"] = own_head
         return real
 
-    def owned_parameters(self, parts: ModelParts) -> int:
+    def owned_parameters(self, chunk: ChunkView) -> int:
         """Real parameters of a chunk that this rank's optimizer steps."""
-        unlike = None if self.sets is None else self.sets.owned_parameters(parts)
+        unlike = None if self.sets is None else self.sets.owned_parameters(chunk)
         if unlike is not None:
             return unlike
         return sum(
-            round(self._buffers[id(parts), owned.buffer].parameters(*owned.bucket) * owned.share)
-            for owned in owned_shares(parts)
+            round(self._buffers[id(chunk), owned.buffer].parameters(*owned.bucket) * owned.share)
+            for owned in owned_shares(chunk)
         )
 
     def buffer_bytes(self, tensor: torch.Tensor) -> int:
@@ -164,13 +176,13 @@ class ModelSizes:
 def _scale(
     buffer: FlatBuffer,
     tensor: torch.Tensor,
-    factors: dict[PartName, float],
+    factors: dict[CountedSection, float],
     to_bytes: Callable[[int], int],
 ) -> _Scale:
     bounds, slopes = [0], [0.0]
-    for part in buffer.parts:
-        bounds += [part.start, part.stop]
-        slopes += [factors[part.part], 0.0]
+    for each in buffer.sections:
+        bounds += [each.start, each.stop]
+        slopes += [factors[each.section], 0.0]
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     grown = [length * slope for length, slope in zip(lengths, slopes, strict=False)]
     return _Scale(

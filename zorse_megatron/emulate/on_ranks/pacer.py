@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zorse_megatron.adapter.model.model_parts import ModelParts
+from zorse_megatron.adapter.model.chunk_view import ChunkView
 from zorse_megatron.costs.interface import (
     ComputeCost,
     LayerTimes,
-    ModelPart,
+    ModelSection,
     RecomputeMode,
 )
 from zorse_megatron.emulate.clock.rank_clock import RankClock
@@ -61,7 +61,7 @@ class Pacer:
         self.cap = cap
         self.kind = kind
         self.report = report
-        self.chunks: list[ModelParts] = []
+        self.chunks: list[ChunkView] = []
         self.host = HostCopies(clock, sizes, self.chunks, bytes_per_s=host_bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
         if sizes.sets is not None:
@@ -79,24 +79,24 @@ class Pacer:
         """Elements of a step that is made in pieces."""
         register_optimizer_step_pre_hook(self._step)
 
-    def watch(self, parts: ModelParts) -> None:
+    def watch(self, chunk: ChunkView) -> None:
         """Pace a chunk of the model."""
-        self.chunks.append(parts)
-        self.sizes.add(parts)
-        parts.model.register_forward_pre_hook(self._begin_forward)
-        parts.model.register_forward_hook(self._end_forward)
-        for number, layer in enumerate(parts.layers):
-            recomputed = number < parts.num_recomputed
-            how: RecomputeMode = "full" if recomputed else parts.recompute
+        self.chunks.append(chunk)
+        self.sizes.add(chunk)
+        chunk.model.register_forward_pre_hook(self._begin_forward)
+        chunk.model.register_forward_hook(self._end_forward)
+        for number, layer in enumerate(chunk.layers):
+            recomputed = number < chunk.num_recomputed
+            how: RecomputeMode = "full" if recomputed else chunk.recompute
             if self.in_set:
                 self._watch_layer_of_set(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
-        if parts.embedding is not None:
-            self._watch_embedding(parts.embedding)
-        if parts.output_layer is not None:
-            parts.output_layer.register_forward_pre_hook(self._entering("head"))
-            parts.output_layer.register_forward_hook(self._head)
+        if chunk.embedding is not None:
+            self._watch_embedding(chunk.embedding)
+        if chunk.output_layer is not None:
+            chunk.output_layer.register_forward_pre_hook(self._entering("head"))
+            chunk.output_layer.register_forward_hook(self._head)
 
     @property
     def in_set(self) -> bool:
@@ -187,12 +187,12 @@ class Pacer:
             hidden, lambda: self._backward(backward_s, partial(self.cap.drop_layer, size, how))
         )
 
-    def _entering(self, part: ModelPart) -> Callable[..., None]:
-        """What notes which part of the model the rank computes."""
+    def _entering(self, section: ModelSection) -> Callable[..., None]:
+        """What notes which section of the model the rank computes."""
 
         def note(*_: Any) -> None:
             if self.sizes.sets is not None:
-                self.sizes.sets.computed = part
+                self.sizes.sets.computed = section
 
         return note
 

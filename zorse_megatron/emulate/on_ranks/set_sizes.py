@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zorse_megatron.costs.interface import MemoryCost, ModelPart
+from zorse_megatron.costs.interface import MemoryCost, ModelSection
 from zorse_megatron.emulate.jobs.emulated_job import JobSets
 
 if TYPE_CHECKING:
-    from zorse_megatron.adapter.model.model_parts import ModelParts
+    from zorse_megatron.adapter.model.chunk_view import ChunkView
     from zorse_megatron.runtime.part_exchange import Exchanged, PartedTensor
     from zorse_megatron.schedules.set_parts import UnitKind
 
@@ -30,8 +30,8 @@ class SetSizes:
         self.sets = sets
         self.ranks = sets.ranks[rank]
         self.measured = sets.measured[rank]
-        self.computed: ModelPart | None = None
-        """Which part of the model this rank computes."""
+        self.computed: ModelSection | None = None
+        """Which section of the model this rank computes."""
         self.on_exchange: Callable[[], None] = lambda: None
         """Called when one begins."""
         self._tiny = sequence_length, hidden
@@ -41,7 +41,7 @@ class SetSizes:
         """Real elements for each of the tiny tensor's."""
         self._owned: dict[int, int] = {}
         """By chunk: real parameters that this rank owns."""
-        self._chunks: list[ModelParts] = []
+        self._chunks: list[ChunkView] = []
 
     @property
     def degree(self) -> int:
@@ -67,23 +67,23 @@ class SetSizes:
         length, hidden = self._tiny
         return self.memory.boundary_bytes(1) * num_elements // (length * hidden)
 
-    def add(self, parts: "ModelParts") -> None:
+    def add(self, chunk: "ChunkView") -> None:
         """Learn a chunk."""
-        self._num_whole = parts.num_whole or self._num_whole
-        self._chunks.append(parts)
+        self._num_whole = chunk.num_whole or self._num_whole
+        self._chunks.append(chunk)
 
-    def owned_parameters(self, parts: "ModelParts") -> int | None:
+    def owned_parameters(self, chunk: "ChunkView") -> int | None:
         """Real parameters that this rank owns of a chunk; None where replicas are alike."""
-        if not getattr(parts.wrapped, "parted", None):
+        if not getattr(chunk.wrapped, "parted", None):
             return None
-        if id(parts) not in self._owned:
-            self._learn(parts)
-        return self._owned[id(parts)]
+        if id(chunk) not in self._owned:
+            self._learn(chunk)
+        return self._owned[id(chunk)]
 
     def exchange_bytes(self, exchanged: "Exchanged") -> dict[tuple[int, int], int]:
         """(source, target) -> what one sends the other."""
-        for parts in self._chunks:
-            self.owned_parameters(parts)
+        for chunk in self._chunks:
+            self.owned_parameters(chunk)
         self.on_exchange()
         elements: dict[tuple[int, int], float] = {}
         for tensor in exchanged.unit:
@@ -92,36 +92,36 @@ class SetSizes:
         to_bytes = self.memory.gradient_bytes if exchanged.sums else self.memory.parameter_bytes
         return {pair: to_bytes(round(count)) for pair, count in elements.items()}
 
-    def _learn(self, parts: "ModelParts") -> None:
-        from zorse_megatron.adapter.model.model_parts import parted_parameters
+    def _learn(self, chunk: "ChunkView") -> None:
+        from zorse_megatron.adapter.model.chunk_view import parted_parameters
 
-        found = list(parted_parameters(parts))
-        tiny: dict[tuple[ModelPart, UnitKind | None], int] = {}
+        found = list(parted_parameters(chunk))
+        tiny: dict[tuple[ModelSection, UnitKind | None], int] = {}
         for each in found:
             count = torch.Size(each.tensor.part.shape).numel()
-            tiny[each.part, each.kind] = tiny.get((each.part, each.kind), 0) + count
+            tiny[each.section, each.kind] = tiny.get((each.section, each.kind), 0) + count
         owned = 0.0
         for each in found:
-            real = self._real(each.part, each.kind, parts)
-            self._factors[each.tensor] = real / tiny[each.part, each.kind]
+            real = self._real(each.section, each.kind, chunk)
+            self._factors[each.tensor] = real / tiny[each.section, each.kind]
             owned += each.num_owned * self._factors[each.tensor]
-        self._owned[id(parts)] = round(owned)
+        self._owned[id(chunk)] = round(owned)
 
-    def _real(self, part: ModelPart, kind: "UnitKind | None", parts: "ModelParts") -> int:
+    def _real(self, section: ModelSection, kind: "UnitKind | None", chunk: "ChunkView") -> int:
         """Parameters of the real chunk that are cut in this way."""
-        layers = len(parts.layers) if part == "layer" else 1
+        layers = len(chunk.layers) if section == "layer" else 1
         if kind is not None:
-            return layers * self._cut(part)[kind]
-        return self._real_whole(part, layers, has_table=parts.has_own_output_table)
+            return layers * self._cut(section)[kind]
+        return self._real_whole(section, layers, has_table=chunk.has_own_output_table)
 
-    def _real_whole(self, part: ModelPart, layers: int, *, has_table: bool = True) -> int:
+    def _real_whole(self, section: ModelSection, layers: int, *, has_table: bool = True) -> int:
         memory = self.memory
-        if part == "head":
+        if section == "head":
             total = memory.head_parameters(tied_on_same_rank=not has_table)
-            cut = sum(self._cut(part).values()) if has_table else 0
+            cut = sum(self._cut(section).values()) if has_table else 0
             return max(0, total - cut)
-        total = memory.layer_parameters() if part == "layer" else memory.embedding_parameters()
-        return layers * (total - sum(self._cut(part).values()))
+        total = memory.layer_parameters() if section == "layer" else memory.embedding_parameters()
+        return layers * (total - sum(self._cut(section).values()))
 
-    def _cut(self, part: ModelPart) -> "Mapping[UnitKind, int]":
-        return self.sets.cut_parameters[part]
+    def _cut(self, section: ModelSection) -> "Mapping[UnitKind, int]":
+        return self.sets.cut_parameters[section]

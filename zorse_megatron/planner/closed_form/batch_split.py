@@ -122,12 +122,25 @@ def _sumset(first: int, second: int) -> int:
     """Bit s + t is set for every bit s of one and bit t of the other."""
     if first.bit_count() < second.bit_count():
         first, second = second, first
-    result = 0
-    while second:
-        low = second & -second
-        result |= first * low
-        second ^= low
+    result = at = 0
+    while second:  # one run of set bits after the other
+        zeros = (second & -second).bit_length() - 1
+        second >>= zeros
+        ones = (~second & (second + 1)).bit_length() - 1
+        second >>= ones
+        result |= _smeared(first, ones) << (at + zeros)
+        at += zeros + ones
     return result
+
+
+def _smeared(bits: int, length: int) -> int:
+    """The sumset with the numbers below `length`."""
+    done = 1
+    while done < length:
+        step = min(done, length - done)
+        bits |= bits << step
+        done += step
+    return bits
 
 
 def _power(bits: int, count: int, batch: int) -> int:

@@ -1,8 +1,9 @@
 """Communication time in closed form: inter-stage transfers, link loads, collectives."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.groupings.grouping import hardware_key
@@ -27,21 +28,37 @@ class TransferPath:
     """A typical pair of ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TransferPaths:
+    """The paths that all samples take, one after the other."""
+
+    paths: tuple[TransferPath, ...]
+
+    @cached_property
+    def busiest_s_per_byte(self) -> float:
+        """Time on the busiest of all links for a byte of each sample that takes the paths."""
+        loads: dict[str, float] = {}
+        for path in self.paths:
+            for name, rate, share in path.loads:
+                loads[name] = loads.get(name, 0.0) + share / rate
+        return max(loads.values(), default=0.0)
+
+
 class CommunicationCosts:
     """Costs communication, each thing once."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.boundary = inputs.memory.boundary_bytes(1)
-        self._paths: dict[tuple[tuple[int, ...], tuple[int, ...]], TransferPath] = {}
-        self._gathers: dict[tuple[tuple[int, ...], int], float] = {}
+        self._paths: dict[tuple[DeviceGroup, DeviceGroup], TransferPath] = {}
+        self._gathers: dict[tuple[DeviceGroup, int], float] = {}
         self._like: dict[tuple[object, ...], float] = {}
         looks: dict[object, int] = {}
         self._look_of_node = [
             looks.setdefault(hardware_key(node), len(looks)) for node in inputs.spec.nodes
         ]
         self._alone: dict[tuple[int, int, int], float] = {}
-        self._nodes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._nodes: dict[DeviceGroup, tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
         sums = RUNTIME.sums_at_scale + 1 + RUNTIME.sums_after_step
         self.statistics_s = (
@@ -51,10 +68,11 @@ class CommunicationCosts:
 
     def path(self, source: DeviceGroup, target: DeviceGroup) -> TransferPath:
         """The links from one device group to another. O(ranks)."""
-        key = (source.ranks, target.ranks)
-        if key not in self._paths:
-            self._paths[key] = self._find(*key)
-        return self._paths[key]
+        key = (source, target)
+        found = self._paths.get(key)
+        if found is None:
+            found = self._paths[key] = self._find(source.ranks, target.ranks)
+        return found
 
     def _find(self, sources: Sequence[int], targets: Sequence[int]) -> TransferPath:
         count = min(_MOST_PAIRS, max(len(sources), len(targets)))
@@ -84,14 +102,9 @@ class CommunicationCosts:
             )
         return max(self._alone[key], round_samples * self.boundary * path.contended_s_per_byte)
 
-    def busiest_link_s(self, paths: Sequence[TransferPath]) -> float:
+    def busiest_link_s(self, paths: TransferPaths) -> float:
         """How long the busiest link takes for all samples, each path passed once."""
-        loads: dict[str, float] = {}
-        for path in paths:
-            for name, rate, share in path.loads:
-                loads[name] = loads.get(name, 0.0) + share / rate
-        most = max(loads.values(), default=0.0)
-        return most * self.inputs.global_batch_size * self.boundary
+        return paths.busiest_s_per_byte * self.inputs.global_batch_size * self.boundary
 
     def even_gather_s(self, device_group: DeviceGroup, num_bytes: int, pieces: int = 1) -> float:
         """An all-gather (or reduce-scatter) of equal shards over a device group, on idle links.
@@ -101,24 +114,29 @@ class CommunicationCosts:
         ranks = device_group.ranks
         if len(ranks) < 2:
             return 0.0
-        key = (ranks, num_bytes // pieces // len(ranks))
-        if key not in self._gathers:
-            self._gathers[key] = self.inputs.comm.all_gather_s(ranks, (key[1],) * len(ranks))
-        return pieces * self._gathers[key]
+        key = (device_group, num_bytes // pieces // len(ranks))
+        found = self._gathers.get(key)
+        if found is None:
+            found = self.inputs.comm.all_gather_s(ranks, (key[1],) * len(ranks))
+            self._gathers[key] = found
+        return pieces * found
 
-    def like_gather_s(self, ranks: tuple[int, ...], num_bytes: int) -> float:
-        """As `even_gather_s`, computed once for all ranks that look like these."""
-        spec = self.inputs.spec
-        on_node = Counter(spec.node_of(rank) for rank in ranks)
-        key = (
-            tuple(sorted((self._look_of_node[node], count) for node, count in on_node.items())),
-            num_bytes,
-        )
-        if key not in self._like:
+    def like_gather_s(
+        self, ranks: tuple[int, ...], num_bytes: int, on_node: Mapping[int, int]
+    ) -> float:
+        """As `even_gather_s`, computed once for all ranks that look like these.
+
+        `on_node`: how many of them are on each node.
+        """
+        look = self._look_of_node
+        key = tuple(sorted((look[node], count) for node, count in on_node.items())), num_bytes
+        found = self._like.get(key)
+        if found is None:
             shares = (num_bytes // len(ranks),) * len(ranks)
             alone, ascending = len(ranks) == 1, tuple(sorted(ranks))
-            self._like[key] = 0.0 if alone else self.inputs.comm.all_gather_s(ascending, shares)
-        return self._like[key]
+            found = 0.0 if alone else self.inputs.comm.all_gather_s(ascending, shares)
+            self._like[key] = found
+        return found
 
     def groups_sharing_a_node(self, device_groups: Sequence[DeviceGroup]) -> tuple[int, ...]:
         """For each group with ranks on several nodes, how many such groups share a node with it."""
@@ -132,9 +150,9 @@ class CommunicationCosts:
 
     def nodes(self, device_group: DeviceGroup) -> tuple[int, ...]:
         """The nodes that a device group has ranks on."""
-        if device_group.ranks not in self._nodes:
+        found = self._nodes.get(device_group)
+        if found is None:
             spec = self.inputs.spec
-            self._nodes[device_group.ranks] = tuple(
-                sorted({spec.node_of(rank) for rank in device_group.ranks})
-            )
-        return self._nodes[device_group.ranks]
+            found = tuple(sorted({spec.node_of(rank) for rank in device_group.ranks}))
+            self._nodes[device_group] = found
+        return found

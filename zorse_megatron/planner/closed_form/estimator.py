@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from zorse_megatron.planner.closed_form.balance import balanced_layers
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
-from zorse_megatron.planner.closed_form.communication import CommunicationCosts, TransferPath
+from zorse_megatron.planner.closed_form.communication import CommunicationCosts, TransferPaths
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.in_flight import InFlight, SizedGroup
 from zorse_megatron.planner.closed_form.layer_assignment import GroupCost, best_layer_assignments
@@ -92,6 +92,7 @@ class Estimator:
         self.in_flight = InFlight(inputs, self.cost_model, self.communication)
         self._times = PipelineTimes(inputs, self.cost_model, self.communication, self.in_flight)
         self.num_estimated = 0
+        self._paths: dict[tuple[tuple[DeviceGroup, ...], bool], TransferPaths] = {}
         self._made: dict[tuple[DeviceGroup, tuple[int, ...], StagePosition, int], _CostTable] = {}
 
     def best(self, candidate: Candidate, *, most: int = 1) -> list[Estimate]:
@@ -114,15 +115,18 @@ class Estimator:
 
     def _best(self, candidate: Candidate, *, most: int, step: int) -> list[Estimate]:
         """As `best`, with numbers of layers that are multiples of a step: equal chunks."""
-        for center in self._centers(candidate):
-            tables = self._tables(candidate, center, step)
+        costed = self._cost_tables(candidate)
+        for center in self._centers(candidate, costed):
+            tables = self._tables(costed, center, step)
             assignments = best_layer_assignments(tables, self.inputs.num_layers, most=most)
             if assignments:
-                found = [self.estimate(candidate, assignment.layers) for assignment in assignments]
+                found = [self._estimate(candidate, costed, each.layers) for each in assignments]
                 return [each for each in found if each is not None]
         return []
 
-    def _centers(self, candidate: Candidate) -> Iterator[tuple[int, ...]]:
+    def _centers(
+        self, candidate: Candidate, costed: Sequence[_CostTable]
+    ) -> Iterator[tuple[int, ...]]:
         """Layers of each group to look around: balanced; then balanced as far as they fit."""
         speeds = [
             self.in_flight.speed(device_group, level)
@@ -130,17 +134,14 @@ class Estimator:
         ]
         num_layers = self.inputs.num_layers
         yield balanced_layers(num_layers, speeds)[0]
-        most = [
-            self._most_layers(candidate, index) for index in range(len(candidate.device_groups))
-        ]
+        most = [self._most_layers(table, len(costed)) for table in costed]
         layers, slowest = balanced_layers(num_layers, speeds, most)
         if slowest < math.inf:
             yield layers
 
-    def _most_layers(self, candidate: Candidate, index: int) -> int:
+    def _most_layers(self, table: _CostTable, num_groups: int) -> int:
         """The most that a group can hold, by bisection."""
-        table = self._cost_tables(candidate)[index]
-        low, high = 0, self.inputs.num_layers - len(candidate.device_groups) + 1
+        low, high = 0, self.inputs.num_layers - num_groups + 1
         while low < high:
             middle = (low + high + 1) // 2
             if table.row(middle).group_cost is None:
@@ -151,11 +152,13 @@ class Estimator:
 
     def estimate(self, candidate: Candidate, layers: Sequence[int]) -> Estimate | None:
         """The cost of a candidate with these layers; None where it does not fit."""
+        return self._estimate(candidate, self._cost_tables(candidate), layers)
+
+    def _estimate(
+        self, candidate: Candidate, costed: Sequence[_CostTable], layers: Sequence[int]
+    ) -> Estimate | None:
         self.num_estimated += 1
-        rows = [
-            table.row(count)
-            for table, count in zip(self._cost_tables(candidate), layers, strict=True)
-        ]
+        rows = [table.row(count) for table, count in zip(costed, layers, strict=True)]
         found = tuple(row.cost for row in rows if row.cost is not None)
         if len(found) < len(rows):
             return None
@@ -165,18 +168,18 @@ class Estimator:
                 candidate=candidate,
                 stages=stages,
                 costs=found,
-                paths=self._paths(candidate),
+                paths=self._paths_of(candidate),
                 in_flight_limits=[row.in_flight_limit for row in rows],
             )
         )
 
     def _tables(
-        self, candidate: Candidate, center: Sequence[int], step: int
+        self, costed: Sequence[_CostTable], center: Sequence[int], step: int
     ) -> list[dict[int, GroupCost]]:
         """For each group costs of the numbers of layers around the center, multiples of a step."""
-        most = self.inputs.num_layers - len(candidate.device_groups) + 1
+        most = self.inputs.num_layers - len(costed) + 1
         result = []
-        for table, middle in zip(self._cost_tables(candidate), center, strict=True):
+        for table, middle in zip(costed, center, strict=True):
             around = max(step, _AROUND + int(_AROUND_PART * middle + 0.5))
             low, high = max(1, middle - around), min(most, middle + around)
             group_costs = {
@@ -206,10 +209,12 @@ class Estimator:
             found = self._made[key] = _CostTable(self.cost_model, sized, position, reserve_bytes)
         return found
 
-    def _paths(self, candidate: Candidate) -> list[TransferPath]:
-        paths = [self.communication.path(a, b) for a, b in pairwise(candidate.device_groups)]
-        if candidate.num_chunks > 1 and len(candidate.device_groups) > 1:
-            paths.append(
-                self.communication.path(candidate.device_groups[-1], candidate.device_groups[0])
-            )
-        return paths
+    def _paths_of(self, candidate: Candidate) -> TransferPaths:
+        groups = candidate.device_groups
+        returns = candidate.num_chunks > 1 and len(groups) > 1
+        found = self._paths.get((groups, returns))
+        if found is None:
+            pairs = [*pairwise(groups), *([(groups[-1], groups[0])] if returns else [])]
+            paths = tuple(self.communication.path(*pair) for pair in pairs)
+            found = self._paths[groups, returns] = TransferPaths(paths=paths)
+        return found

@@ -8,8 +8,7 @@ ceiling is one of the busy times of the table.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from operator import itemgetter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,8 @@ def best_layer_assignments(
     """Return the best assignment, and up to `most` - 1 of those of other ceilings, best first.
 
     `tables`: for each group, number of layers -> cost; only numbers that are possible. Empty
-    where no choice adds up to `num_layers`. O(ceilings * groups * table * layers), in numpy, with
-    ceilings left out that cannot be better.
+    where no choice adds up to `num_layers`. O(ceilings * groups * table * layers), with ceilings
+    left out that cannot be better.
     """
     if not all(tables):
         return ()
@@ -97,16 +96,18 @@ def _is_reachable(
 
 
 class _Rows:
-    """A group's table as arrays, one row for each number of layers, fewest first."""
+    """A group's table, fewest layers first."""
 
     def __init__(self, table: Mapping[int, GroupCost], num_layers: int) -> None:
-        rows = [(number, table[number]) for number in sorted(table) if number <= num_layers]
-        self.numbers = np.array([number for number, _ in rows], dtype=int)
-        self.busy_s = np.array([cost.busy_s for _, cost in rows])
-        self.fill_drain_s = np.array([[cost.fill_drain_s] for _, cost in rows])
-        before = np.arange(num_layers + 1) - self.numbers[:, np.newaxis]
-        self.before = np.where(before < 0, num_layers + 1, before)
-        """Row, layers up to here -> layers before this group; where below 0, one beyond all."""
+        self.rows = [
+            (number, cost.busy_s, cost.fill_drain_s)
+            for number, cost in sorted(table.items(), key=itemgetter(0))
+            if number <= num_layers
+        ]
+
+    def allowed(self, ceiling: float) -> list[tuple[int, float]]:
+        """Layers and fill/drain time of what is no busier than the ceiling."""
+        return [(number, time_s) for number, busy_s, time_s in self.rows if busy_s <= ceiling]
 
 
 def _least_fill_drain(
@@ -114,24 +115,38 @@ def _least_fill_drain(
 ) -> tuple[int, ...] | None:
     """Layers with the least sum of fill/drain times, no group busier than the ceiling.
 
-    Of equal sums, the one with the fewest layers in the last group.
+    Of equal sums, the one with the fewest layers in the last group. Only sums of layers that the
+    groups after can complete are followed: with tables around a center these are few.
     """
-    totals = np.arange(num_layers + 1)
-    sums = np.full(num_layers + 2, np.inf)  # the last one: of what is not possible
-    sums[0] = 0.0
-    choices = []
-    for table in tables:
-        allowed = table.busy_s <= ceiling
-        if not allowed.any():
-            return None
-        reached = sums[table.before[allowed]] + table.fill_drain_s[allowed]
-        least = reached.argmin(axis=0)
-        sums[:-1] = reached[least, totals]
-        choices.append(table.numbers[allowed][least])
-    if not np.isfinite(sums[num_layers]):
+    groups = [table.allowed(ceiling) for table in tables]
+    if not all(groups):
+        return None
+    sums, choices = {0: 0.0}, []
+    for rows, (least, most) in zip(groups, _completable(groups, num_layers), strict=True):
+        reached: dict[int, float] = {}
+        chosen: dict[int, int] = {}
+        for number, time_s in rows:
+            for before, before_s in sums.items():
+                now, now_s = before + number, before_s + time_s
+                if least <= now <= most and (now not in reached or now_s < reached[now]):
+                    reached[now], chosen[now] = now_s, number
+        sums = reached
+        choices.append(chosen)
+    if num_layers not in sums:
         return None
     layers, left = [], num_layers
     for choice in reversed(choices):
-        layers.append(int(choice[left]))
+        layers.append(choice[left])
         left -= layers[-1]
     return tuple(reversed(layers))
+
+
+def _completable(
+    groups: Sequence[Sequence[tuple[int, float]]], num_layers: int
+) -> list[tuple[int, int]]:
+    """After each group, the fewest and the most layers that those after it can complete."""
+    found, least, most = [], num_layers, num_layers
+    for rows in reversed(groups):
+        found.append((least, most))
+        least, most = least - rows[-1][0], most - rows[0][0]
+    return found[::-1]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate, layers_of_chunks
-from zorse_megatron.planner.closed_form.communication import CommunicationCosts, TransferPath
+from zorse_megatron.planner.closed_form.communication import CommunicationCosts, TransferPaths
 from zorse_megatron.planner.closed_form.in_flight import InFlight
 from zorse_megatron.planner.closed_form.stage import Stage
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
@@ -45,7 +45,7 @@ class CostedPipeline:
     candidate: Candidate
     stages: tuple[Stage, ...]
     costs: tuple[StageCost, ...]
-    paths: Sequence[TransferPath]
+    paths: TransferPaths
     """From each group to the next one; with several chunks also from the last to the first."""
     in_flight_limits: Sequence[float]
     """Samples that groups may really have in flight; not of breadth_first."""
@@ -141,7 +141,7 @@ class PipelineTimes:
     def _transfer_times(self, pipeline: CostedPipeline) -> list[float]:
         """Time of one micro-batch along each path."""
         times = []
-        for stage, path in zip(pipeline.stages, pipeline.paths, strict=False):
+        for stage, path in zip(pipeline.stages, pipeline.paths.paths, strict=False):
             size, samples = max(stage.sizes), stage.round_samples
             times.append(self.communication.transfer_s(path, size=size, round_samples=samples))
         return times
@@ -187,7 +187,7 @@ class PipelineTimes:
         """
         stages, costs = pipeline.stages, pipeline.costs
         found = [0.0] * len(stages)
-        for at, path in enumerate(pipeline.paths):
+        for at, path in enumerate(pipeline.paths.paths):
             source, target = at % len(stages), (at + 1) % len(stages)
             for sender, receiver, forward in ((source, target, True), (target, source, False)):
                 stage, cost = stages[receiver], costs[receiver]
@@ -225,7 +225,7 @@ class PipelineTimes:
                 stage.device_group, memory.parameter_bytes(parameters)
             )
             gather_s = max(gather_s, back_s)
-            step_s = max(step_s, self.cost_model.step_s(stage, cost.settings))
+            step_s = max(step_s, cost.step_s)
         return reduce_s + self.communication.statistics_s + step_s + gather_s
 
     def _collectives(self, pipeline: CostedPipeline) -> tuple[float, float, float]:
@@ -247,7 +247,7 @@ class PipelineTimes:
             )
             collective_s = max(collective_s, parts * (2 * gather_s + reduce_s))
             exposed_s = max(exposed_s, gather_s + reduce_s)
-            step_s = max(step_s, self.cost_model.step_s(stage, cost.settings))
+            step_s = max(step_s, cost.step_s)
         return collective_s, exposed_s, step_s
 
 

@@ -1,5 +1,6 @@
 """Last reductions and all-gathers of the segments of a device order."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,11 +39,13 @@ class SegmentTails:
         result = np.full((count + 1, count + 1), np.inf)
         for start in range(count):
             ranks: tuple[int, ...] = ()
+            on_node: Counter[int] = Counter()
             for stop in range(start + 1, count + 1):
                 if regions[stop - 1] != regions[start]:
                     break
                 ranks += self.units[stop - 1]
-                result[start, stop] = communication.like_gather_s(ranks, self._num_bytes)
+                on_node.update(map(spec.node_of, self.units[stop - 1]))
+                result[start, stop] = communication.like_gather_s(ranks, self._num_bytes, on_node)
         return result
 
     def exposed_s(

@@ -53,7 +53,7 @@ class Stage:
     reserve_bytes: int = 0
     """To be left free on each GPU, beside the margin."""
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """No more than there are layers."""
         return min(self.position.num_chunks, self.num_layers)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zorse_megatron.costs.interface import PassTimes
+from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
 from zorse_megatron.planner.closed_form.settings_by_class import SettingsByClass
 from zorse_megatron.planner.closed_form.stage import (
@@ -59,6 +59,8 @@ class StageCost:
     backward_s: float
     mean_micro_batch_s: float
     """Forward and backward of a micro-batch, mean over samples."""
+    step_s: float
+    """The optimizer step with even shards."""
     free_bytes: float
     """What is left in the device group when all is placed; at least 0."""
 
@@ -74,6 +76,8 @@ class StageCostModel:
         self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._by_class = SettingsByClass(self)
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
+        self._again: dict[tuple[str, int, RecomputeMode], float] = {}
+        self._at_ends: dict[tuple[str, int, bool, bool], tuple[PassTimes, PassTimes]] = {}
 
     # Micro-batch sizes.
 
@@ -137,7 +141,7 @@ class StageCostModel:
         found: list[tuple[float, int, StageCost]] = []
         for order, (settings, free) in enumerate(self._fitting(stage)):
             cost = self.with_settings(stage, settings, free)
-            found.append((cost.busy_s + self.step_s(stage, settings), order, cost))
+            found.append((cost.busy_s + cost.step_s, order, cost))
         return min(found, key=lambda row: row[:2])[2] if found else None
 
     def _fitting(self, stage: Stage) -> Iterator[tuple[ClassSettings, float]]:
@@ -246,29 +250,45 @@ class StageCostModel:
 
     def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
-        compute, layers, result = self.inputs.compute, stage.num_layers, []
+        position, layers, result = stage.position, stage.num_layers, []
         for gpu_class, size, own in zip(
             stage.device_group.gpu_classes, stage.sizes, settings, strict=True
         ):
             kind, again_s = gpu_class.kind, 0.0
             layer_forward_s, layer_backward_s = self.layer_s(kind, size)
             if own.recomputed:
-                again_s = own.recomputed * compute.recompute_s(kind, size, own.mode)
-            arrival_s = self.inputs.arrival_s(kind, size)
-            if stage.position.is_first:
-                first = compute.embedding(kind, size)
-            else:
-                first = PassTimes(forward_s=arrival_s, backward_s=0.0)
-            if stage.position.is_last:
-                last = compute.head(kind, size)
-            else:
-                last = PassTimes(forward_s=0.0, backward_s=arrival_s)
+                again_s = own.recomputed * self._again_s(kind, size, own.mode)
+            first, last = self._ends(kind, size, position.is_first, position.is_last)
             forward_s = pass_s(layers, layer_forward_s, 0.0, first.forward_s, last.forward_s)
             backward_s = pass_s(
                 layers, layer_backward_s, again_s, first.backward_s, last.backward_s
             )
             result.append(StagePasses(size=size, forward_s=forward_s, backward_s=backward_s))
         return tuple(result)
+
+    def _again_s(self, kind: str, size: int, mode: RecomputeMode) -> float:
+        """What recomputing one layer takes."""
+        key = kind, size, mode
+        found = self._again.get(key)
+        if found is None:
+            found = self._again[key] = self.inputs.compute.recompute_s(kind, size, mode)
+        return found
+
+    def _ends(
+        self, kind: str, size: int, is_first: bool, is_last: bool
+    ) -> tuple[PassTimes, PassTimes]:
+        """Embedding and head, or what comes from another group instead."""
+        key = kind, size, is_first, is_last
+        found = self._at_ends.get(key)
+        if found is None:
+            compute, arrival_s = self.inputs.compute, self.inputs.arrival_s(kind, size)
+            first = PassTimes(forward_s=arrival_s, backward_s=0.0)
+            last = PassTimes(forward_s=0.0, backward_s=arrival_s)
+            found = self._at_ends[key] = (
+                compute.embedding(kind, size) if is_first else first,
+                compute.head(kind, size) if is_last else last,
+            )
+        return found
 
     def counts(self, stage: Stage, settings: ClassSettings = ()) -> tuple[float, ...]:
         """Micro-batches of one replica of each GPU class, if the batch is cut at will.
@@ -308,6 +328,7 @@ class StageCostModel:
             forward_s=max(each.forward_s for each in passes),
             backward_s=max(each.backward_s for each in passes),
             mean_micro_batch_s=mean_s,
+            step_s=self.step_s(stage, settings),
             free_bytes=free,
         )
 

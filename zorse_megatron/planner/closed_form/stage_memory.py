@@ -47,6 +47,8 @@ class StageMemory:
         self.boundary = costs.boundary_bytes(1)
         self._boundaries: dict[str, int] = {}
         self._kept: dict[tuple[str, RecomputeMode], int] = {}
+        self._parameters: dict[tuple[int, bool, bool], int] = {}
+        self._unsharded: dict[tuple[int, int, str, bool, bool], int] = {}
         self.head = costs.head_bytes(1)
         self.layer_parameters = costs.layer_parameters()
 
@@ -69,6 +71,13 @@ class StageMemory:
 
     def parameters(self, num_layers: int, position: StagePosition) -> int:
         """Parameters of a stage."""
+        key = num_layers, position.is_first, position.is_last
+        found = self._parameters.get(key)
+        if found is None:
+            found = self._parameters[key] = self._find_parameters(num_layers, position)
+        return found
+
+    def _find_parameters(self, num_layers: int, position: StagePosition) -> int:
         costs, first, last = self.costs, 0, 0
         if position.is_first:
             first = costs.embedding_parameters()
@@ -106,14 +115,13 @@ class StageMemory:
         self, stage: Stage, settings: MemorySettings, size: int, count: float, kind: str
     ) -> float:
         """What a replica has beside its share, if it runs `count` micro-batches of a size."""
-        position, spared = stage.position, self.spared(kind, settings.mode)
+        position, kept = stage.position, self.kept(kind)
+        spared = kept - self.kept(kind, settings.mode)
         layers = self.layers_in_flight(stage, count)
         if settings.offload_activations:
             # One on its way out, one on its way in, one in use, each of one chunk.
             layers = min(layers, 3 * stage.num_layers / stage.num_chunks)
-        activations = activation_bytes(
-            layers, stage.num_layers, self.kept(kind), spared, settings.recomputed
-        )
+        activations = activation_bytes(layers, stage.num_layers, kept, spared, settings.recomputed)
         alone = position.is_first and position.is_last and stage.num_chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary_on(kind)
         head = again = 0.0
@@ -142,6 +150,20 @@ class StageMemory:
 
     def _unsharded_bytes(self, stage: Stage) -> int:
         """Unsharded parameters and gradients on each GPU."""
+        position = stage.position
+        key = (
+            stage.num_layers,
+            stage.num_chunks,
+            position.schedule,
+            position.is_first,
+            position.is_last,
+        )
+        found = self._unsharded.get(key)
+        if found is None:
+            found = self._unsharded[key] = self._find_unsharded_bytes(stage)
+        return found
+
+    def _find_unsharded_bytes(self, stage: Stage) -> int:
         costs = self.costs
         parameters = self.parameters(stage.num_layers, stage.position)
         if stage.position.schedule != "breadth_first":

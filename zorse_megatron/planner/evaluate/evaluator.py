@@ -114,8 +114,7 @@ class Evaluator:
         if short is None or short.result is None:
             return None
         once_s = min(estimate.fill_s + estimate.tail_s, short.iteration_s)
-        busy_s = max(usage.busy_s for usage in short.result.usage)
-        steady = (short.iteration_s - once_s) / busy_s
+        steady = (short.iteration_s - once_s) / short.result.most_busy_s
         return Preview(
             iteration_s=once_s + steady * estimate.busy_s, overflow_bytes=short.overflow_bytes
         )
@@ -191,7 +190,8 @@ class Evaluator:
         result: SimulationResult,
         iteration_s: float,
     ) -> Evaluation:
-        peaks = result.peak_memory_bytes
+        with gc_paused():
+            peaks = result.peak_memory_bytes
         return Evaluation(
             estimate=estimate,
             plan=plan,

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from zorse_megatron.planner.groupings.grouping import hardware_key
 from zorse_megatron.planner.inputs.joined_inputs import joined
+from zorse_megatron.planner.inputs.possible_sets import may_join
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.inputs.unit_costs import UnitCompute
 from zorse_megatron.planner.inputs.units import JoinedSet
-from zorse_megatron.planner.search.set_parts import choices_of_parts, may_join
+from zorse_megatron.planner.search.set_parts import choices_of_parts
 from zorse_megatron.schema.plan.plan import Plan
 
 _SIZES = (1, 2, 4, 8)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from zorse_megatron.costs.interface import ModelPart, RankPart, SetRankCosts
+from zorse_megatron.costs.interface import ModelSection, RankPart, SetRankCosts
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.schedules.set_parts import SetParts, UnitKind
 from zorse_megatron.schema.gpus.gpu import DTYPE_OF, ComputeDtype
@@ -22,6 +22,11 @@ class SplitCosts:
         """Whether ranks of a set have a part of the sequence each, between layers."""
         return self.models.computing.sequence_parallel
 
+    @property
+    def learns_positions(self) -> bool:
+        """Whether the embedding has a table of positions, which every rank has whole."""
+        return self.models.model.position_embedding == "learned"
+
     def of_rank(self, part: RankPart, dtype: ComputeDtype | None) -> SetRankCosts:
         """Costs of a rank of a set; None: in the type of the job."""
         key = part, dtype
@@ -35,10 +40,10 @@ class SplitCosts:
             self._made[key] = made
         return self._made[key]
 
-    def cut_parameters(self, part: ModelPart) -> Mapping[UnitKind, int]:
+    def cut_parameters(self, section: ModelSection) -> Mapping[UnitKind, int]:
         """Parameters that sets cut by these units; of embedding and head their table."""
         model = self.models.model
-        if part != "layer":
+        if section != "layer":
             return {"vocabulary_rows": model.table_parameters()}
         return {
             "kv_groups": model.attention_parameters,
@@ -56,8 +61,8 @@ def told_local_sizes(model: ModelShape, part: RankPart) -> ModelShape:
     sets = SetParts(degree=part.degree, parts=part.parts)
 
     def told(kind: UnitKind, length: int) -> int:
-        counts = sets.counts(kind)
-        return length * counts[part.index] * part.degree // sum(counts)
+        proportions = sets.proportions(kind)
+        return length * proportions[part.index] * part.degree // sum(proportions)
 
     return replace(
         model,

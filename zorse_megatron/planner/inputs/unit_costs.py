@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from zorse_megatron.costs.interface import (
     MemoryCost,
-    ModelPart,
+    ModelSection,
     PassTimes,
     RecomputeMode,
     SetComputeCost,
@@ -54,14 +54,14 @@ class UnitCompute:
             _slowest([each.attention for each in halves]), _slowest([each.mlp for each in halves])
         )
 
-    def collectives(self, kind: str, part: ModelPart, micro_batch_size: int) -> PassTimes:
+    def collectives(self, kind: str, section: ModelSection, micro_batch_size: int) -> PassTimes:
         """Those of the set in a part of the model; none where they were measured with it."""
         found = self.set_kinds[kind]
-        if all(compute.includes_collectives(gpu, part) for gpu, compute in self._ranks(found)):
+        if all(compute.includes_collectives(gpu, section) for gpu, compute in self._ranks(found)):
             return _NOTHING
         num_bytes = self.base.memory.boundary_bytes(micro_batch_size)
         num_tokens = micro_batch_size * self.base.sequence_length
-        return set_collectives(self.base).part(part, found.example, num_bytes, num_tokens)
+        return set_collectives(self.base).of(section, found.example, num_bytes, num_tokens)
 
     def embedding(self, kind: str, micro_batch_size: int) -> PassTimes:
         """Token (and position) embedding."""

@@ -126,7 +126,11 @@ def costs_of_rank(base: "Inputs", part: RankPart) -> SetRankCosts:
 def set_collectives(base: "Inputs") -> SetCollectives:
     """What sets communicate inside computations."""
     assert base.sets is not None, "sets are joined only where their costs are known"
-    return SetCollectives(comm=base.comm, sequence_parallel=base.sets.sequence_parallel)
+    return SetCollectives(
+        comm=base.comm,
+        sequence_parallel=base.sets.sequence_parallel,
+        learns_positions=base.sets.learns_positions,
+    )
 
 
 def rank_parts(joined: JoinedSet) -> tuple[RankPart, ...]:

@@ -11,6 +11,7 @@ least sum, for a few ceilings from the least possible one up. What is in flight 
 on the GPUs after it, and in a device order those are known.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,13 +59,12 @@ def best_partitions(costs: SegmentCosts, *, most_groups: int) -> list[Partition]
 
 def _covers(costs: SegmentCosts, ceiling_s: float) -> bool:
     """Whether all layers find a place; O(units^2)."""
-    most = costs.most_layers(ceiling_s)
-    covered = np.full(costs.num_units + 1, -np.inf)
-    covered[0] = 0
-    for stop in range(1, costs.num_units + 1):
-        held = most[:stop, stop]
-        covered[stop] = np.max(np.where(held > 0, covered[:stop] + held, -np.inf))
-    return bool(covered[-1] >= costs.num_layers)
+    most = costs.most_layers(ceiling_s).T.tolist()  # [stop][start]; there are few units
+    covered: list[float] = [0.0]
+    for held in most[1:]:
+        reached = (before + more for before, more in zip(covered, held, strict=False) if more)
+        covered.append(max(reached, default=-math.inf))
+    return covered[-1] >= costs.num_layers
 
 
 def _least_fill_drain(
@@ -75,9 +75,11 @@ def _least_fill_drain(
     A segment takes as many layers as the ceiling allows, or one less; where nothing comes of that,
     any number. None where no segments hold all layers.
     """
-    found = _partitions(costs, ceilings_s, most_fewer=1)
-    for ceiling_s, partition in zip(ceilings_s, found, strict=True):
-        yield partition or next(_partitions(costs, [ceiling_s], most_fewer=costs.num_layers - 1))
+    found = list(_partitions(costs, ceilings_s, most_fewer=1))
+    left_s = [at_s for at_s, each in zip(ceilings_s, found, strict=True) if each is None]
+    others = _partitions(costs, left_s, most_fewer=costs.num_layers - 1)
+    for partition in found:
+        yield next(others) if partition is None else partition
 
 
 def _partitions(
@@ -101,6 +103,8 @@ def _partitions(
             continue
         fewer = np.repeat(np.arange(most_fewer + 1), len(starts))
         starts = np.tile(starts, most_fewer + 1)
+        possible = most[:, starts, stop].max(axis=0) > fewer
+        starts, fewer = starts[possible], fewer[possible]
         held = np.maximum(0, most[:, starts, stop] - fewer)
         before = layers - held[..., None]
         possible = (held > 0)[..., None] & (before >= 0)

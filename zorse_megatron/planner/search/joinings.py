@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from zorse_megatron.planner.groupings.grouping import hardware_key
+from zorse_megatron.planner.groupings.set_partitions import set_partitions
+from zorse_megatron.planner.inputs.possible_sets import may_join
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.inputs.units import JoinedSet, Joining
-from zorse_megatron.planner.search.set_parts import choices_of_parts, may_join
+from zorse_megatron.planner.search.set_parts import choices_of_parts
 from zorse_megatron.schema.plan.plan import Parts
 
 EVERY_JOINING_UP_TO = 8
@@ -86,7 +88,7 @@ def _every(inputs: Inputs) -> Iterator[Sets]:
 
 def _partitions_of(inputs: Inputs, home: Sequence[int]) -> list[Sets]:
     found: dict[object, Sets] = {}
-    for partition in _partitions(tuple(home)):
+    for partition in set_partitions(tuple(home)):
         sets = tuple(ranks for ranks in partition if len(ranks) > 1)
         if all(may_join(inputs, len(ranks)) for ranks in sets):
             look = tuple(sorted(tuple(sorted(_look(inputs, rank) for rank in s)) for s in sets))
@@ -97,17 +99,6 @@ def _partitions_of(inputs: Inputs, home: Sequence[int]) -> list[Sets]:
 def _look(inputs: Inputs, rank: int) -> tuple[str, int, int]:
     """Equal for GPUs that are alike, on one node."""
     return inputs.kinds[rank], inputs.capacities_bytes[rank], inputs.spec.node_of(rank)
-
-
-def _partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    if not items:
-        yield []
-        return
-    first, rest = items[0], items[1:]
-    for partition in _partitions(rest):
-        yield [(first,), *partition]
-        for index, group in enumerate(partition):
-            yield [*partition[:index], (first, *group), *partition[index + 1 :]]
 
 
 # Many: all nodes that are alike in the same way.

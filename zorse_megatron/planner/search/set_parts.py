@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from zorse_megatron.costs.interface import WHOLE
+from zorse_megatron.planner.inputs.possible_sets import parts_are_equal
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Parts
 
@@ -17,31 +18,14 @@ _MICRO_BATCH = 4  # at which speeds are compared
 _EVERY_COMPOSITION_UP_TO = 12
 
 
-def may_join(inputs: Inputs, degree: int) -> bool:
-    """Whether sets of so many ranks can hold parts of the model at all."""
-    groups, length = inputs.model.num_query_groups, inputs.model.seq_length
-    most = inputs.space.max_tensor_parallel
-    if inputs.sets is None or groups is None or groups < degree:
-        return False
-    if most is not None and degree > most:
-        return False
-    return not (inputs.sets.sequence_parallel and (length is None or length % degree))
-
-
 def choices_of_parts(inputs: Inputs, ranks: Sequence[int]) -> list[Parts | None]:
     """Parts worth trying for a set, None for equal ones; nothing where none are possible."""
     kinds = {inputs.kinds[rank] for rank in ranks}
-    divides = _divides(inputs, len(ranks))
+    divides = parts_are_equal(inputs, len(ranks))
     found: dict[Parts | None, None] = {None: None} if divides else {}
     if inputs.space.unequal_parts and (len(kinds) > 1 or not divides):
         found.update(dict.fromkeys(_unequal(inputs, ranks)))
     return list(found)
-
-
-def _divides(inputs: Inputs, degree: int) -> bool:
-    model = inputs.model
-    sizes = (model.num_query_groups, model.ffn_hidden_size, model.vocab_size)
-    return all(size is not None and size % degree == 0 for size in sizes)
 
 
 def _unequal(inputs: Inputs, ranks: Sequence[int]) -> Iterator[Parts]:

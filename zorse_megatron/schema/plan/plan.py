@@ -21,7 +21,7 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GradientCommDtype = Literal["bf16", "fp16"]
 ScheduleName = Literal["1f1b", "interleaved", "breadth_first"]
@@ -39,12 +39,17 @@ def refuse_non_integer(value: Any) -> Any:
 class Parts:
     """What each rank of a tensor-parallel set holds of a layer; what is absent is cut equally."""
 
-    kv_groups: tuple[Positive, ...] | None = None
+    kv_groups: tuple[Count, ...] | None = None
     """KV groups of attention, with their query heads."""
     mlp_columns: tuple[Count, ...] | None = None
     """Columns of the MLP."""
-    vocabulary_rows: tuple[Positive, ...] | None = None
+    vocabulary_rows: tuple[Count, ...] | None = None
     """Rows of the embedding table and of the output layer, padding included."""
+
+    def unequal(self) -> "Parts | None":
+        """What is not cut as it would be if nothing were said; None: all of it is."""
+        said = {name: counts for name, counts in vars(self).items() if len(set(counts or ())) > 1}
+        return Parts(**said) if said else None
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -105,6 +110,11 @@ class Replica:
         """Samples that the replica runs in one iteration."""
         return self.micro_batch_size * self.num_microbatches
 
+    @property
+    def unequal_parts(self) -> Parts | None:
+        """The parts, as far as they are not those of a plan that says none."""
+        return None if self.parts is None else self.parts.unequal()
+
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Group:
@@ -138,7 +148,7 @@ class Hop:
     In parts of the time in which a group computes its part of the global batch.
     """
 
-    latency: Part
+    latency: Fraction
     """From when a message has left what it shares with others to its arrival."""
     load: Weight
     """How long all samples together occupy what the messages of one direction share."""

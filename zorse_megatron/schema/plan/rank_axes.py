@@ -11,7 +11,7 @@ def set_of_rank(plan: Plan, rank: int) -> tuple[int, ...]:
 
 def holds_equal_parts(group: Group) -> bool:
     """Whether all replicas cut layers into the same parts, so that each rank has twins."""
-    return len({(len(replica.ranks), replica.parts) for replica in group.replicas}) == 1
+    return len({(len(replica.ranks), replica.unequal_parts) for replica in group.replicas}) == 1
 
 
 def data_parallel_ranks(group: Group) -> tuple[tuple[int, ...], ...]:

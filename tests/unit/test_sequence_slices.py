@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.strategies import plans
 from zorse_megatron.errors import PlanError
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, parse_action, parse_action_lists
@@ -15,7 +16,7 @@ from zorse_megatron.schedules.links import links_of
 from zorse_megatron.schedules.list_queries import edges_of
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schedules.sequence_parts import part_of_rank, part_pairs
+from zorse_megatron.schedules.sequence_slices import slice_of_rank, slice_pairs
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
 from zorse_megatron.schema.plan.plan import (
     Chunk,
@@ -35,11 +36,11 @@ def test_each_position_goes_from_who_has_it_to_who_needs_it_once(
     sources: int, targets: int, length: int
 ) -> None:
     crossed: Counter[int] = Counter()
-    for pair in part_pairs(sources, targets):
-        start, stop = pair.part.bounds(length) if pair.part else (0, length)
+    for pair in slice_pairs(sources, targets):
+        start, stop = pair.positions.bounds(length) if pair.positions else (0, length)
         crossed.update(range(start, stop))
         for index, degree in ((pair.source, sources), (pair.target, targets)):
-            first, last = part_of_rank(index, degree).bounds(length)
+            first, last = slice_of_rank(index, degree).bounds(length)
             assert first <= start <= stop <= last
     assert crossed == Counter(range(length))
 
@@ -66,7 +67,7 @@ set_plans = plans(
 ).map(with_sets)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(plan=set_plans, forward_only=st.booleans())
 def test_lists_of_sets_execute(plan: Plan, forward_only: bool) -> None:
     """All ranks of a set compute the same in one order, with peers of their own."""
@@ -81,7 +82,7 @@ def test_lists_of_sets_execute(plan: Plan, forward_only: bool) -> None:
         assert list(links_of(plan)) == edges_of([lists])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(plan=set_plans)
 def test_each_element_of_an_activation_crosses_once(plan: Plan) -> None:
     length = 2520  # which all degrees divide
@@ -90,7 +91,7 @@ def test_each_element_of_an_activation_crosses_once(plan: Plan) -> None:
         for a in actions:
             if a.kind in SENDS:
                 assert a.samples is not None
-                start, stop = a.part.bounds(length) if a.part else (0, length)
+                start, stop = a.positions.bounds(length) if a.positions else (0, length)
                 for sample in range(*a.samples):
                     sent[a.kind, a.chunk, sample] += stop - start
     assert set(sent.values()) <= {length}

@@ -2,23 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, kind_of
+from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.runtime.part_exchange import PartedTensor
 from zorse_megatron.schedules.set_parts import UnitKind
 
-PartName = Literal["embedding", "layer", "head"]
+CountedSection = Literal["embedding", "layer", "head", "tied table"]
+"""A table that embedding and output layer share is counted apart: two chunks may have a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferPart:
-    """Elements [start, stop) of a flat buffer that hold parameters of one part of the model."""
+class BufferSection:
+    """Elements [start, stop) of a flat buffer that hold parameters of one section of the model."""
 
-    part: PartName
+    section: CountedSection
     start: int
     stop: int
 
@@ -29,12 +32,12 @@ class FlatBuffer:
 
     parameters: torch.Tensor | None
     gradients: torch.Tensor
-    parts: tuple[BufferPart, ...]
+    sections: tuple[BufferSection, ...]
     """Ascending; what is in none of them is padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelParts:
+class ChunkView:
     """One chunk."""
 
     wrapped: Any
@@ -44,8 +47,8 @@ class ModelParts:
     embedding: torch.nn.Module | None
     output_layer: torch.nn.Module | None
     buffers: tuple[FlatBuffer, ...]
-    num_parameters: dict[PartName, int]
-    """By part of the chunk."""
+    num_parameters: dict[CountedSection, int]
+    """By section."""
     has_own_output_table: bool
     """Whether the head has a table of its own, or a copy of the tied one."""
     num_whole: int
@@ -56,23 +59,26 @@ class ModelParts:
     """How many of the first layers keep their input only."""
 
 
-def parts_of(wrapped: Any) -> ModelParts:
+def chunk_view_of(wrapped: Any) -> ChunkView:
     """Take a chunk apart after its wrapper has been made."""
     model = get_attr_wrapped_model(wrapped, "decoder", return_model_obj=True)
     config = get_model_config(wrapped)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    counts: dict[PartName, int] = {}
+    section_of = partial(_counted_section_of, tied=model.share_embeddings_and_output_weights)
+    counts: dict[CountedSection, int] = {}
     for name, parameter in model.named_parameters():
-        part = _part_of(name)
-        counts[part] = counts.get(part, 0) + parameter.numel()
+        counts[section_of(name)] = counts.get(section_of(name), 0) + parameter.numel()
     first = model.decoder.layers[0].parameters() if model.decoder.layers else ()
-    return ModelParts(
+    return ChunkView(
         wrapped=wrapped,
         model=model,
         layers=tuple(model.decoder.layers),
         embedding=model.embedding if model.pre_process else None,
         output_layer=model.output_layer if model.post_process else None,
-        buffers=tuple(_flat(buffer, names) for buffer in wrapped.buffers),
+        buffers=tuple(
+            _flat(buffer, {each: section_of(name) for each, name in names.items()})
+            for buffer in wrapped.buffers
+        ),
         num_parameters=counts,
         has_own_output_table="output_layer.weight" in names.values(),
         num_whole=sum(each.numel() for each in first if cut_axis(each) is None),
@@ -85,7 +91,7 @@ def parts_of(wrapped: Any) -> ModelParts:
 class PartedParameter:
     """A parameter of a group whose replicas cut their layers differently."""
 
-    part: PartName
+    section: ModelSection
     kind: UnitKind | None
     """What it is cut by; None: every rank has the whole."""
     tensor: PartedTensor
@@ -93,16 +99,16 @@ class PartedParameter:
     """Elements that this rank owns."""
 
 
-def parted_parameters(parts: ModelParts) -> Iterator[PartedParameter]:
+def parted_parameters(chunk: ChunkView) -> Iterator[PartedParameter]:
     """Yield them, known once the wrapper has been made; none where replicas are alike."""
-    parted = getattr(parts.wrapped, "parted", {})
-    for name, parameter in parts.model.named_parameters():
+    parted = getattr(chunk.wrapped, "parted", {})
+    for name, parameter in chunk.model.named_parameters():
         if parameter in parted:
             yield PartedParameter(
-                part=_part_of(name),
+                section=_section_of(name),
                 kind=None if cut_axis(parameter) is None else kind_of(name),
                 tensor=parted[parameter],
-                num_owned=parts.wrapped.shards.num_owned(parameter),
+                num_owned=chunk.wrapped.shards.num_owned(parameter),
             )
 
 
@@ -117,17 +123,17 @@ class OwnedShare:
     share: float
 
 
-def owned_shares(parts: ModelParts) -> Iterator[OwnedShare]:
+def owned_shares(chunk: ChunkView) -> Iterator[OwnedShare]:
     """Yield this rank's share of every bucket, known once the wrapper has been made."""
-    for number, buffer in enumerate(parts.wrapped.buffers):
+    for number, buffer in enumerate(chunk.wrapped.buffers):
         group_rank, count = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
         for bucket in buffer.buckets:
             size = bucket.grad_data.numel()
             bounds = getattr(bucket, "shard_bounds", None)
             if bounds is not None:
-                share = (bounds[group_rank][1] - bounds[group_rank][0]) / size
+                share = (bounds[group_rank][1] - bounds[group_rank][0]) / max(1, size)
             else:
-                split = parts.wrapped.ddp_config.use_distributed_optimizer
+                split = chunk.wrapped.ddp_config.use_distributed_optimizer
                 share = 1 / count if split else 1.0
             place_in_buffer = bucket.offset, bucket.offset + size
             yield OwnedShare(buffer=number, bucket=place_in_buffer, share=share)
@@ -142,19 +148,24 @@ def _num_recomputed(config: Any, num_layers: int) -> int:
     return min(num_layers, config.recompute_num_layers)
 
 
-def _flat(buffer: Any, names: dict[int, str]) -> FlatBuffer:
-    parts = [
-        BufferPart(part=_part_of(names[id(parameter)]), start=start, stop=stop)
+def _flat(buffer: Any, sections_by_id: dict[int, CountedSection]) -> FlatBuffer:
+    sections = [
+        BufferSection(section=sections_by_id[id(parameter)], start=start, stop=stop)
         for parameter, (start, stop, _) in buffer.param_index_map.items()
     ]
     return FlatBuffer(
         parameters=buffer.param_data,
         gradients=buffer.grad_data,
-        parts=tuple(sorted(parts, key=lambda part: part.start)),
+        sections=tuple(sorted(sections, key=lambda each: each.start)),
     )
 
 
-def _part_of(name: str) -> PartName:
+def _counted_section_of(name: str, *, tied: bool) -> CountedSection:
+    is_table = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    return "tied table" if tied and is_table else _section_of(name)
+
+
+def _section_of(name: str) -> ModelSection:
     if name.startswith("embedding."):
         return "embedding"
     return "layer" if name.startswith("decoder.layers.") else "head"

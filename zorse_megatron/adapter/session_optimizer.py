@@ -1,0 +1,119 @@
+"""The optimizer of a session: what it steps, where its state waits, and who calls its step."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.utils import get_model_config
+from megatron.training import get_args
+
+from zorse_megatron.adapter.arguments.compute_dtype import with_one_loss_scale
+from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+from zorse_megatron.adapter.memory.session_memory import share_host_memory
+from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
+from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
+from zorse_megatron.adapter.parameters.exact_values import take_exact
+from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
+from zorse_megatron.adapter.session import PlanSession
+from zorse_megatron.adapter.session_executor import boundary_dtype
+from zorse_megatron.kernels.dispatch import why_not_triton
+
+
+def build_optimizer(  # noqa: PLR0917  (stock's signature)
+    session: PlanSession,
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+    dump_param_to_param_group_map: str | None = None,
+) -> Any:
+    """Build the optimizer, and let the executor call its step."""
+    distributed = get_args().use_distributed_optimizer
+    optimizer = build_uneven_optimizer(
+        with_one_loss_scale(config, session.dtypes),
+        model_chunks,
+        config_overrides=config_overrides,
+        pg_collection=session.collection,
+        checkpoint_layout=CheckpointLayout.DISTRIBUTED
+        if distributed
+        else CheckpointLayout.REPLICATED,
+        state_waits=session.offload.optimizer_state,
+    )
+    session.optimizers = list(optimizer.chained_optimizers)
+    for each in session.optimizers:
+        each.is_mixed = session.is_mixed
+        take_exact(each)
+    updates = [choose_update(each, session.update, session.device) for each in session.optimizers]
+    say_update(updates, session.device)
+    if any(group.gradient_wire for group in session.plan.groups):
+        # Said now on every node: its first rank may be in a group that sends none in 16 bits.
+        why_not_triton(session.device)
+    _check_host_memory(session, model_chunks)
+    _keep_in_host(session)
+    session.tied = _tied_embedding(session, model_chunks, optimizer)
+    _defer_parameter_gather(optimizer.chained_optimizers)
+    stock_step = optimizer.step
+    optimizer.step = lambda: session.optimizer_step(stock_step)
+    return optimizer
+
+
+def _tied_embedding(session: PlanSession, model_chunks: list[Any], optimizer: Any) -> Any:
+    """What sums the tied embedding's gradient, on ranks that hold a copy; a collective call."""
+    ends = {0, session.num_chunks - 1}
+    if not session.tied_embeddings or len(ends) == 1:
+        return None
+    at_an_end = bool(ends & set(session.chunks))
+    first, last = (session.plan.groups[session.plan.chunks[end].group] for end in (0, -1))
+    tied = TiedEmbedding(
+        model_chunks=model_chunks if at_an_end else [],
+        first_ranks=sorted(first.ranks),
+        last_ranks=sorted(last.ranks),
+        group=session.groups.world,
+    )
+    tied.check_update_rule(optimizer)
+    return tied if at_an_end else None
+
+
+def _defer_parameter_gather(optimizers: Iterable[Any]) -> None:
+    """Leave the gather after the step to the action list.
+
+    `_defer_param_sync` is stock's own switch for it (`DistributedOptimizer.step_with_ready_grads`).
+    """
+    for optimizer in optimizers:
+        optimizer._defer_param_sync = True
+
+
+def _check_host_memory(session: PlanSession, models: list[Any]) -> None:
+    """Before the first step, once the optimizer exists; see `share_host_memory`."""
+    config = get_model_config(models[0])
+    samples = max((m.size for m in session.micro_batches), default=0)
+    elements = samples * session.sequence_length * config.hidden_size
+    share_host_memory(
+        session.plan,
+        session.rank,
+        session.host_link,
+        dict(zip(session.chunks, models, strict=True)),
+        session.optimizers,
+        actions=session.training.ranks[session.rank],
+        boundary_bytes=elements * boundary_dtype(config).itemsize,
+        limit_bytes=session.host_memory_limit_bytes,
+    )
+
+
+def _keep_in_host(session: PlanSession) -> None:
+    """Let the optimizers step what waits in the host from there; before there is any state."""
+    if not (session.offload.parameters or session.offload.optimizer_state):
+        return
+
+    def sample_memory() -> None:
+        if session.executor is not None:
+            session.executor.sample_memory()
+
+    assert session.host_link is not None
+    with session.before_first_step():
+        for optimizer in session.optimizers:
+            optimizer.keep_in_host(
+                session.host_link,
+                optimizer_state=session.offload.optimizer_state,
+                on_change=sample_memory,
+            )
