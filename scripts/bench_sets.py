@@ -1,11 +1,11 @@
 """Tables of docs/tensor-parallelism.md: plans with and without tensor-parallel sets.
 
-    python scripts/bench_sets.py [--measured DIR] [--json OUT]
+    python -m scripts.bench_sets [--emulate] [--measured DIR] [--json OUT]
 
 Two A100 and two T4 in one machine train GPT-3 1B (the case of Baton, FAST 2025): the best even
 layout of stock Megatron, the best plan with equal parts in sets, and the best of all. Then a model
 of which no GPU holds a layer. With --measured, the clusters of the Zorse paper, with sets and
-without. All times are simulated.
+without. All times are simulated; with --emulate, those of Baton's case are emulated too.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 from scripts.bench_planner import cases, paper_inputs, recomputed_work_s
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.find_plan import NoPlanError, find_plan
+from zorse_megatron.planner.find_plan import NoPlanError, Outcome, find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.plans.describe import describe_plan
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
@@ -28,6 +28,7 @@ from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Repli
 
 BATON = b"nodes: [{gpus: [2 x A100-40, 2 x T4], link: PCIe 12 GB/s, host_memory: 256GiB}]"
 LARGE_LAYERS = b"nodes: [{gpus: 4 x T4, link: PCIe 12 GB/s, host_memory: 256GiB}]"
+MODEL = dataclasses.replace(MODELS["gpt-1.3b"], seq_length=1024)
 GIB = 2**30
 BATCH = 64
 SIZES = (1, 2, 4, 8, 16)
@@ -36,11 +37,15 @@ SIZES = (1, 2, 4, 8, 16)
 def main() -> int:
     """Make the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--emulate", action="store_true", help="Emulate Baton's case too.")
     parser.add_argument("--measured", type=Path, metavar="DIR")
     parser.add_argument("--cases", nargs="+", metavar="CLUSTER-MODEL", help="for example b-33b")
     parser.add_argument("--json", type=Path, metavar="OUT")
     arguments = parser.parse_args()
-    rows: dict[str, Any] = {"baton": list(baton_rows()), "large layers": list(large_layer_rows())}
+    rows: dict[str, Any] = {
+        "baton": list(baton_rows(emulate=arguments.emulate)),
+        "large layers": list(large_layer_rows()),
+    }
     if arguments.measured:
         rows["paper"] = list(paper_rows(arguments.measured, arguments.cases))
     for title, table in rows.items():
@@ -52,19 +57,42 @@ def main() -> int:
     return 0
 
 
-def baton_rows() -> Iterator[dict[str, Any]]:
+def baton_rows(*, emulate: bool) -> Iterator[dict[str, Any]]:
     """Two A100 and two T4."""
     for batch in (BATCH, 4):
         inputs = _inputs(BATON, batch=batch)
         yield {"batch": batch, "what": "bound", "iteration_s": round(lower_bound_s(inputs), 4)}
-        stock_s, stock = min(even_layouts(inputs), key=lambda row: row[0])
-        yield {"batch": batch, "what": f"even layout: {stock}", "iteration_s": round(stock_s, 4)}
+        stock_s, told, stock = min(even_layouts(inputs), key=lambda layout: layout[0])
+        rows = [({"what": f"even layout: {told}", "iteration_s": round(stock_s, 4)}, stock)]
         for what, space in (
             ("no sets", SearchSpace(max_tensor_parallel=1)),
             ("equal parts", SearchSpace(unequal_parts=False)),
             ("any sets", SearchSpace()),
         ):
-            yield {"batch": batch, **_row(what, dataclasses.replace(inputs, space=space))}
+            outcome = find_plan(dataclasses.replace(inputs, space=space))
+            rows.append((_told(what, inputs, outcome), outcome.plan))
+        emulated = _emulated(inputs, [plan for _, plan in rows]) if emulate else [{}] * len(rows)
+        for (row, _), more in zip(rows, emulated, strict=True):
+            yield {"batch": batch, **row, **more}
+
+
+def _emulated(inputs: Inputs, plans: list[Plan]) -> list[dict[str, Any]]:
+    # Only here: the planner's tables need neither torch nor Megatron.
+    from zorse_megatron.emulate.jobs.emulator import System, emulator
+    from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
+    from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
+
+    rows = []
+    training = TinyTraining(model=MODEL, global_batch_size=inputs.global_batch_size, iterations=2)
+    gpus = tuple(range(inputs.world_size))
+    with emulator(inputs, training) as emulated:
+        for plan in plans:
+            shape = TinyShape.of(MODEL, [plan])
+            emulated.training = dataclasses.replace(training, shape=shape)
+            run = emulated.run(System(name=plan.schedule.name, gpus=gpus, plan=plan))
+            peaks = [round(peak / GIB, 2) for peak in run.peak_bytes]
+            rows.append({"emulated_s": round(run.iteration_s, 4), "emulated_gib": peaks})
+    return rows
 
 
 def large_layer_rows() -> Iterator[dict[str, Any]]:
@@ -107,6 +135,10 @@ def _row(what: str, inputs: Inputs) -> dict[str, Any]:
         outcome = find_plan(inputs)
     except NoPlanError as error:
         return {"what": what, "iteration_s": None, "missing_gib": error.missing_bytes / GIB}
+    return _told(what, inputs, outcome)
+
+
+def _told(what: str, inputs: Inputs, outcome: Outcome) -> dict[str, Any]:
     peaks = outcome.plan.predictions and outcome.plan.predictions.peak_memory_bytes
     return {
         "what": what,
@@ -123,7 +155,7 @@ def _row(what: str, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def even_layouts(inputs: Inputs) -> Iterator[tuple[float, str]]:
+def even_layouts(inputs: Inputs) -> Iterator[tuple[float, str, Plan]]:
     """Times of stock's layouts that fit: equal sets, stages, replicas and micro-batches."""
     world = inputs.world_size
     for tensor, pipeline in itertools.product((1, 2, 4), repeat=2):
@@ -138,7 +170,8 @@ def even_layouts(inputs: Inputs) -> Iterator[tuple[float, str]]:
             peaks = zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True)
             if all(peak <= capacity for peak, capacity in peaks):
                 told = f"TP {tensor}, PP {pipeline}, DP {data}, micro-batch {size}"
-                yield result.iteration_s, told + (", recomputed" if mode == "full" else "")
+                told += ", recomputed" if mode == "full" else ""
+                yield result.iteration_s, told, plan
 
 
 def _even(inputs: Inputs, tensor: int, pipeline: int, size: int, mode: str) -> Plan:
@@ -173,9 +206,8 @@ def _even(inputs: Inputs, tensor: int, pipeline: int, size: int, mode: str) -> P
 
 
 def _inputs(cluster: bytes, *, batch: int) -> Inputs:
-    model = dataclasses.replace(MODELS["gpt-1.3b"], seq_length=1024)
     return make_inputs(
-        parse_cluster(cluster), model, None, global_batch_size=batch, dtype="float16"
+        parse_cluster(cluster), MODEL, None, global_batch_size=batch, dtype="float16"
     )
 
 

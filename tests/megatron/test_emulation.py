@@ -5,6 +5,7 @@ Every duration is one of the emulated cluster, so it does not depend on how busy
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -21,14 +22,18 @@ from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
 from zorse_megatron.emulate.jobs import rank_server
 from zorse_megatron.emulate.jobs.emulator import System, emulator
+from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
+from zorse_megatron.emulate.jobs.tiny_shape import VOCABULARY, TinyShape
 from zorse_megatron.emulate.on_ranks import server_main
+from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import Offload, Parts, Recompute
+from zorse_megatron.simulate.framework import STOCK_1F1B
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.perturb import Perturbation
@@ -129,6 +134,34 @@ def test_stock_pipeline_takes_what_1f1b_takes(lab):
     assert slow.iteration_s == pytest.approx(2.25 + BATCH * 10.5 + 4.25 + slow_step_s)
 
 
+def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
+    """A pair of GPUs on each of the two nodes."""
+    gpus = (2, 3, 4, 5)
+    inputs = on_ranks(INPUTS, gpus)
+    grid = Grid(
+        layers=(2, 2),
+        counts_ends=(False, False),
+        width=1,
+        micro_batch_size=1,
+        mode="none",
+        tensor=2,
+    )
+    plan, training = plan_of_grid(inputs, grid), lab.training
+    system = System(name="stock", gpus=gpus, flags=flags_of_grid(inputs, grid), stock_layout=plan)
+    lab.training = dataclasses.replace(training, shape=TinyShape.of(MODEL, [plan]))
+    try:
+        found = run(lab, system)
+    finally:
+        lab.training = training
+    # Before it has learned anything; with twice as many rows of the vocabulary it is 0.7 more.
+    assert found.losses[0] < math.log(VOCABULARY) + 0.2
+    predicted = simulate_plan(inputs, plan, framework=STOCK_1F1B)
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.02)
+    assert found.peak_bytes == pytest.approx(
+        peaks_without(predicted, Category.BUFFERS, Category.FIXED), rel=0.02
+    )
+
+
 @pytest.mark.parametrize(
     ("plan", "tolerance"),
     [
@@ -207,6 +240,19 @@ def test_sets_take_what_the_simulator_says(lab, monkeypatch):
     assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.01)
     expected = peaks_without(predicted, Category.BUFFERS)
     assert found.peak_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_a_tied_table_is_as_large_on_the_first_stage_as_on_the_last(lab, monkeypatch):
+    """Stock sums its gradient over the two, which have other parameters beside it."""
+    model = dataclasses.replace(MODEL, tied_embeddings=True)
+    monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, model=model))
+    tied = make_inputs(load_cluster(CLUSTER), model, None, global_batch_size=BATCH, dtype="float16")
+    found = run(lab, stock("--pipeline-model-parallel-size", "2", gpus=(0, 1)), tied)
+    layers = 2 * model.layer_parameters()
+    on_ranks = (model.embedding_parameters() + layers, model.table_parameters() + layers)
+    for peak, parameters in zip(found.peak_bytes, on_ranks, strict=True):
+        static = parameters * (2 + 4 + 12)
+        assert static < peak < static + 3 * 2**30
 
 
 class _OnGpus:

@@ -25,7 +25,7 @@ from zorse_megatron.planner.explain.explanation import Explanation, GroupLoad, H
 from zorse_megatron.planner.explain.replan import OneMore, Replans
 from zorse_megatron.planner.find_plan import NoPlanError
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
-from zorse_megatron.planner.outcome import Considered, Outcome, Rejected, SearchProgress
+from zorse_megatron.planner.outcome import Considered, LinkBound, Outcome, Rejected, SearchProgress
 from zorse_megatron.schema.plan.plan import Offload, Predictions, Recompute
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 
@@ -67,6 +67,7 @@ class Search:
             tokens_per_s=result.tokens_per_s / slowness,
             bound_s=0.5 * result.iteration_s,
             recomputing_bound_s=0.6 * result.iteration_s,
+            link_bound=LinkBound(bound_s=0.5 * result.iteration_s, link=None),
             peak_memory_fraction=0.5,
             extrapolated=False,
             rejected=(Rejected(what="one group", why="12 % slower", iteration_s=1.0),),
@@ -92,6 +93,7 @@ def fake_explanation(inputs, plan, replans=None):
         tokens_per_s=1.0,
         bound_s=0.9,
         recomputing_bound_s=0.95,
+        link_bound=LinkBound(bound_s=0.92, link="the NICs of node old"),
         efficiency=0.9,
         limited_by="compute",
         bottleneck_group=1,

@@ -46,7 +46,7 @@ def make(cluster, batch=16):
         None,
         global_batch_size=batch,
         dtype="float16",
-        space=SearchSpace(offload=False),
+        space=SearchSpace(offload=False, max_tensor_parallel=1),
     )
 
 

@@ -25,11 +25,11 @@ def roomy(seed, **changes):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_plan_beats_the_bound(seed):
-    """Of all plans with one chunk for each group; every fifth time also those of any schedule."""
+    """Of all plans with one chunk for each group; every tenth time also those of any schedule."""
     inputs = roomy(seed)
     bound_s = lower_bound_s(inputs)
     assert best_by_trying(inputs, below_s=bound_s, most_simulated=MOST_SIMULATED) is None
-    if seed % 5 == 0:
+    if seed % 10 == 0:
         found = find_plan(dataclasses.replace(inputs, space=SearchSpace()))
         assert bound_s <= found.iteration_s
 

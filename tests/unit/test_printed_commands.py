@@ -45,6 +45,7 @@ NOT_RUN = {
     "python -m pytest": "it is among these tests",
     "python scripts/bench_kernels.py": "its times are of GPUs; tests/kernels/test_bench.py",
     "python scripts/bench_executor_overhead.py": "minutes of timing",
+    "python -m scripts.validation.st": "minutes of timing; tests/megatron/test_step_counts.py",
     "python scripts/check_patches.py": "a checkout of Megatron-LM; tests/unit/test_patches.py",
     "python -m scripts.validation.sailor": "tables of others; tests/unit/test_validation.py",
     "python scripts/compare_": "minutes of training",

@@ -62,7 +62,7 @@ def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
     return (
         f"An iteration takes {outcome.iteration_s:.4g} s: {outcome.tokens_per_s:,.0f} tokens/s, "
         f"{100 * outcome.efficiency:.0f} % of the upper bound.",
-        bound_sentence(outcome.bound_s, outcome.recomputing_bound_s),
+        bound_sentence(outcome.bound_s, outcome.recomputing_bound_s, outcome.link_bound),
         f"The fullest GPU is rank {rank} ({costs.inputs.kinds[rank]}): {gib(peaks[rank])} of "
         f"{gib(capacities[rank])} usable.",
     )
@@ -100,6 +100,8 @@ def answer_as_json(
         "tokens_per_s": outcome.tokens_per_s,
         "bound_s": outcome.bound_s,
         "recomputing_bound_s": outcome.recomputing_bound_s,
+        "link_bound_s": outcome.link_bound.bound_s,
+        "busiest_link": outcome.link_bound.link,
         "efficiency": outcome.efficiency,
         "peak_memory_fraction": outcome.peak_memory_fraction,
         "memory_margin": outcome.margin,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from zorse_megatron.costs.process_memory import crowding
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.baselines.cephalo import cephalo_inputs, cephalo_plans
+from zorse_megatron.planner.baselines.link_bound import link_bound
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.baselines.stock import stock_plans
 from zorse_megatron.planner.baselines.stock_best import stock_on_all
@@ -76,6 +77,7 @@ def find_plan(
         tokens_per_s=tokens_per_s,
         bound_s=lower_bound_s(inputs),
         recomputing_bound_s=lower_bound_s(inputs, recomputing=True),
+        link_bound=link_bound(inputs),
         peak_memory_fraction=max(
             peak / capacity
             for peak, capacity in zip(best.peaks_bytes, inputs.capacities_bytes, strict=True)

@@ -47,6 +47,15 @@ class Considered:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkBound:
+    """No plan is faster than this."""
+
+    bound_s: float
+    link: str | None
+    """The link that counts most, in words; None: none takes longer than computing does."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The best plan that a strategy found."""
 
@@ -61,6 +70,8 @@ class Outcome:
     """No plan that fits can be faster than this."""
     recomputing_bound_s: float
     """No plan that recomputes every layer can be faster than this."""
+    link_bound: LinkBound
+    """The same as `bound_s`, counting what must cross the busiest link."""
     peak_memory_fraction: float
     """Highest peak of any rank over what its GPU may be filled to."""
     extrapolated: bool

@@ -161,7 +161,8 @@ def _trained(  # noqa: PLR0917
     from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
 
     systems = [compared.system for compared in found if compared.system is not None]
-    plans = [system.plan for system in systems if system.plan is not None]
+    layouts = [system.plan or system.stock_layout for system in systems]
+    plans = [plan for plan in layouts if plan is not None]
     training = TinyTraining(
         model=workload.model,
         global_batch_size=inputs.global_batch_size,

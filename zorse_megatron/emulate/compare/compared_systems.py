@@ -1,5 +1,6 @@
 """The systems compared: stock in its best even layouts, the baselines, and ours."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from zorse_megatron.emulate.jobs.emulator import System
@@ -11,7 +12,7 @@ from zorse_megatron.planner.find_plan import NoPlanError, find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import Strategy
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.schema.text.counted import number_of
 
 STOCK = "stock, all GPUs"
@@ -59,7 +60,7 @@ def _stock(name: str, stock: Stock) -> ComparedSystem:
     return ComparedSystem(
         name=name,
         layout=layout.description,
-        system=System(name=name, gpus=layout.ranks, flags=flags),
+        system=System(name=name, gpus=layout.ranks, flags=flags, stock_layout=layout.plan),
         predicted_s=None if stock.reason else layout.iteration_s,
     )
 
@@ -84,7 +85,7 @@ def _by_strategy(inputs: Inputs, strategy: Strategy) -> ComparedSystem:
 
 def _planned(name: str, inputs: Inputs, plan: Plan) -> ComparedSystem:
     refuse_unsupported(plan)
-    groups = "|".join(str(len(group.ranks)) for group in plan.groups)
+    groups = "|".join(map(_members, plan.groups))
     gpus = tuple(range(plan.world_size))
     return ComparedSystem(
         name=name,
@@ -92,3 +93,14 @@ def _planned(name: str, inputs: Inputs, plan: Plan) -> ComparedSystem:
         system=System(name=name, gpus=gpus, plan=plan),
         predicted_s=simulate_plan(inputs, plan).iteration_s,
     )
+
+
+def _members(group: Group) -> str:
+    """How many ranks a group has, those of tensor-parallel sets together."""
+    degrees = Counter(len(replica.ranks) for replica in group.replicas)
+    alone = degrees.pop(1, 0)
+    sets = [
+        (f"{count} sets" if count > 1 else "a set") + f" of {degree}"
+        for degree, count in sorted(degrees.items(), reverse=True)
+    ]
+    return " + ".join([*sets, *([str(alone)] if alone else [])])

@@ -16,6 +16,7 @@ def flags_of_grid(inputs: Inputs, grid: Grid) -> tuple[str, ...]:
     """
     scale = _TINY_LAYER_PARAMETERS / inputs.memory.layer_parameters()
     flags = [
+        *(("--tensor-model-parallel-size", str(grid.tensor)) if grid.tensor > 1 else ()),
         *("--pipeline-model-parallel-size", str(len(grid.layers))),
         *("--micro-batch-size", str(grid.micro_batch_size)),
         *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),

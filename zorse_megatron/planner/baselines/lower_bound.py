@@ -1,8 +1,8 @@
 """Lower bounds of the iteration time: all work at full speed on all GPUs, without waiting."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from zorse_megatron.planner.baselines.bound_ways import (
@@ -24,6 +24,7 @@ _EVERY_SIZE_UP_TO = 128
 class _Rates:
     """GPUs of one kind, and the least time that one of them needs for a sample, by part."""
 
+    name: str
     count: int
     layers_s: tuple[float, ...]
     """All layers of the model; attention and MLP apart, where one GPU may have more of either."""
@@ -49,18 +50,26 @@ def lower_bound_s(
     the work give a lower bound of it (weak duality), and the largest of those is taken at the
     ratios at which a kind is indifferent. O(kinds^3).
     """
-    kinds = [
-        _rates(inputs, kind, count, recomputing, tuple(dtypes))
-        for kind, count in sorted(Counter(inputs.kinds).items())
-    ]
-    batch = inputs.global_batch_size
+    kinds = _all_rates(inputs, recomputing, tuple(dtypes))
     choices = [
         _dual_prices([kind.ends_s[end] / sum(kind.layers_s) for kind in kinds]) for end in range(2)
     ]
-    halves = sorted({kind.layers_s[0] / sum(kind.layers_s) for kind in kinds})
-    return max(
-        batch * _dual_value(kinds, half, prices) for half in halves for prices in product(*choices)
+    return inputs.global_batch_size * max(
+        _dual_value(kinds, half, prices) for half in _halves(kinds) for prices in product(*choices)
     )
+
+
+class LayerBounds:
+    """What no plan can beat for the layers alone, on some of the GPUs; as `lower_bound_s`."""
+
+    def __init__(self, inputs: Inputs, *, dtypes: Iterable[ComputeDtype] = ()) -> None:
+        self.batch = inputs.global_batch_size
+        self._rates = {kind.name: kind for kind in _all_rates(inputs, False, tuple(dtypes))}
+
+    def of(self, counts: Mapping[str, int]) -> float:
+        """All layers of all samples, in seconds; `counts`: kind -> how many GPUs of it."""
+        kinds = [replace(self._rates[kind], count=count) for kind, count in counts.items()]
+        return self.batch * max(_dual_value(kinds, half, (0.0, 0.0)) for half in _halves(kinds))
 
 
 def plan_bound_s(inputs: Inputs, plan: Plan, *, recomputing: bool = False) -> float:
@@ -78,6 +87,18 @@ def best_layers_per_s(inputs: Inputs, kind: str) -> float:
         whole_s = times.forward_s + times.backward_s + compute.recompute_s(kind, size, "full")
         rates.append(size / whole_s)
     return max(rates)
+
+
+def _all_rates(inputs: Inputs, recomputing: bool, dtypes: tuple[ComputeDtype, ...]) -> list[_Rates]:
+    return [
+        _rates(inputs, kind, count, recomputing, dtypes)
+        for kind, count in sorted(Counter(inputs.kinds).items())
+    ]
+
+
+def _halves(kinds: Sequence[_Rates]) -> list[float]:
+    """Prices of the attentions to try, where that of all layers is 1."""
+    return sorted({kind.layers_s[0] / sum(kind.layers_s) for kind in kinds})
 
 
 def _dual_prices(ratios: Sequence[float]) -> list[float]:
@@ -116,6 +137,7 @@ def _rates(
 
     layers_s = (least_s(layer_s),) if not may_share_layers(inputs) else (half_s(0), half_s(1))
     return _Rates(
+        name=kind,
         count=count,
         layers_s=tuple(inputs.num_layers * each for each in layers_s),
         ends_s=(

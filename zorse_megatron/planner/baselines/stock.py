@@ -5,7 +5,7 @@ plan it is executed by this project's runtime and costed so; what stock Megatron
 all GPUs and on the best of them, says `stock_best`.
 """
 
-from zorse_megatron.planner.baselines.stock_grids import GridCosts, plan_of_grid
+from zorse_megatron.planner.baselines.stock_grids import grid_estimates, plan_of_grid
 from zorse_megatron.planner.closed_form.batch_split import ReplicaShare
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.stage import MemorySettings
@@ -22,7 +22,7 @@ def stock_plans(
 ) -> list[Evaluation]:
     """Evaluations of the best grids that fit, fastest first."""
     evaluations: list[Evaluation] = []
-    for estimate in GridCosts(inputs).estimates():
+    for estimate in grid_estimates(inputs):
         if estimate.fullest > 1:
             break
         evaluation = evaluator.evaluate_plan(plan_of_grid(inputs, estimate.grid))

@@ -12,8 +12,8 @@ from itertools import combinations
 from zorse_megatron.planner.baselines.lower_bound import best_layers_per_s
 from zorse_megatron.planner.baselines.stock_grids import (
     Grid,
-    GridCosts,
     GridEstimate,
+    grid_estimates,
     no_grid,
     plan_of_grid,
 )
@@ -22,6 +22,7 @@ from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.framework import STOCK_1F1B
 from zorse_megatron.simulate.result import SimulationResult
 
@@ -52,6 +53,11 @@ class StockLayout:
     def fullest(self) -> float:
         """Highest peak of a rank over what its GPU may hold; it fits up to 1."""
         return max(self._filled)
+
+    @property
+    def plan(self) -> Plan:
+        """The same layout as a plan."""
+        return plan_of_grid(self.inputs, self.grid)
 
     @property
     def tokens_per_s(self) -> float:
@@ -107,7 +113,7 @@ def stock_on_best(inputs: Inputs) -> Stock:
     ranked: list[tuple[float, float, tuple[int, ...], Inputs]] = []
     for ranks in subsets(inputs):
         part = on_ranks(inputs, ranks)
-        found = GridCosts(part).estimates()
+        found = grid_estimates(part)
         if found:
             ranked.append((max(1.0, found[0].fullest), found[0].iteration_s, ranks, part))
     if not ranked:
@@ -140,7 +146,7 @@ def subsets(inputs: Inputs) -> Iterator[tuple[int, ...]]:
 
 
 def _stock_on(part: Inputs, ranks: tuple[int, ...], budget: int) -> Stock:
-    estimates = GridCosts(part).estimates()
+    estimates = grid_estimates(part)
     if not estimates:
         return Stock(layout=None, reason=no_grid(part))
     layouts = list(_simulated(part, ranks, estimates, budget))

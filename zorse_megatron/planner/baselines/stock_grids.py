@@ -1,22 +1,24 @@
-"""Stock Megatron's even layouts: pipeline times data parallelism, uniform settings.
+"""Stock Megatron's even layouts: tensor times data times pipeline parallelism, uniform settings.
 
 Stages have equally many layers, where stock may count embedding and output layer as one each
 (`--account-for-embedding-in-pipeline-split`, `--account-for-loss-in-pipeline-split`); so 26 layers
-make four stages, of 6, 7, 7 and 6. One micro-batch size, one recomputation setting, a distributed
-optimizer with equal shards, 1F1B, ranks in the order of the cluster: what a user gets without
-writing a layout by hand.
+make four stages, of 6, 7, 7 and 6. Tensor-parallel sets are neighbours on a node. One micro-batch
+size, one recomputation setting, a distributed optimizer with equal shards, 1F1B, ranks in the order
+of the cluster: what a user gets without writing a layout by hand.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
 from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
+from zorse_megatron.planner.inputs.joined_inputs import joined
+from zorse_megatron.planner.inputs.possible_sets import may_join, parts_are_equal
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.inputs.units import JoinedSet
 from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Replica, Schedule
 
 _SIZES = (1, 2, 4, 8, 16)
@@ -32,16 +34,19 @@ class Grid:
     counts_ends: tuple[bool, bool]
     """Whether embedding and output layer count as a layer each."""
     width: int
-    """Data-parallel ranks of each stage."""
+    """Data-parallel replicas of each stage."""
     micro_batch_size: int
     mode: RecomputeMode
+    tensor: int = 1
+    """Tensor-parallel ranks of each replica."""
 
     @property
     def description(self) -> str:
         """For people."""
         layers = "" if len(set(self.layers)) == 1 else f" ({'+'.join(map(str, self.layers))})"
+        tensor = "" if self.tensor == 1 else f"TP {self.tensor} "
         return (
-            f"PP {len(self.layers)}{layers} DP {self.width}, micro-batches of "
+            f"{tensor}PP {len(self.layers)}{layers} DP {self.width}, micro-batches of "
             f"{self.micro_batch_size}, recompute {self.mode}"
         )
 
@@ -58,11 +63,16 @@ class GridEstimate:
 
 def grids(inputs: Inputs) -> Iterator[Grid]:
     """All even layouts."""
-    batch = inputs.global_batch_size
-    for stages in range(1, inputs.world_size + 1):
-        width = inputs.world_size // stages
+    for tensor in tensor_degrees(inputs):
+        yield from _grids_of(inputs, tensor)
+
+
+def _grids_of(inputs: Inputs, tensor: int) -> Iterator[Grid]:
+    batch, replicas = inputs.global_batch_size, inputs.world_size // tensor
+    for stages in range(1, replicas + 1):
+        width = replicas // stages
         split = even_stages(inputs.num_layers, stages)
-        if inputs.world_size % stages or batch % width or split is None:
+        if replicas % stages or batch % width or split is None:
             continue
         for size, mode in itertools.product(_SIZES, _MODES):
             if mode in inputs.space.recompute and batch % (width * size) == 0:
@@ -72,7 +82,22 @@ def grids(inputs: Inputs) -> Iterator[Grid]:
                     width=width,
                     micro_batch_size=size,
                     mode=mode,
+                    tensor=tensor,
                 )
+
+
+def tensor_degrees(inputs: Inputs) -> list[int]:
+    """Degrees of which stock can make all GPUs sets: 1, and powers of 2 that divide everything."""
+    found, degree = [1], 2
+    while degree <= inputs.world_size and inputs.sets is not None and inputs.units is None:
+        divides = inputs.world_size % degree == 0 and parts_are_equal(inputs, degree)
+        if divides and may_join(inputs, degree):
+            firsts = range(0, inputs.world_size, degree)
+            nodes = inputs.spec.node_of
+            if all(nodes(first) == nodes(first + degree - 1) for first in firsts):
+                found.append(degree)
+        degree *= 2
+    return found
 
 
 def even_stages(num_layers: int, stages: int) -> tuple[tuple[int, ...], tuple[bool, bool]] | None:
@@ -99,14 +124,16 @@ def no_grid(inputs: Inputs) -> str:
     stages = [s for s in range(1, world + 1) if world % s == 0]
     even = [s for s in stages if even_stages(inputs.num_layers, s) is not None]
     widths = ", ".join(f"{world // s} (PP {s})" for s in even)
+    sets = [str(degree) for degree in tensor_degrees(inputs)[1:]]
+    with_sets = f". Tensor parallelism of {_listed(sets)} does not help" if sets else ""
     return (
         f"divisibility: {world} GPUs make {_listed(stages)} stages, of which {inputs.num_layers} "
         f"layers can be split evenly into {_listed(even)}; data parallelism would then be "
-        f"{widths}, and none of these divides a batch of {batch}"
+        f"{widths}, and none of these divides a batch of {batch}{with_sets}"
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _listed(numbers: Sequence[int | str]) -> str:
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -118,15 +145,15 @@ def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
     one_type = inputs.dtype_of(range(inputs.world_size))
     groups, chunks, first = [], [], 0
     for stage, layers in enumerate(grid.layers):
-        ranks = range(stage * grid.width, (stage + 1) * grid.width)
+        in_stage = range(stage * grid.width, (stage + 1) * grid.width)
         replicas = tuple(
             Replica(
-                ranks=(rank,),
+                ranks=tuple(range(replica * grid.tensor, (replica + 1) * grid.tensor)),
                 micro_batch_size=grid.micro_batch_size,
                 num_microbatches=count,
                 shard_weight=1.0,
             )
-            for rank in ranks
+            for replica in in_stage
         )
         recompute = None if grid.mode == "none" else Recompute(mode=grid.mode)
         groups.append(Group(replicas=replicas, recompute=recompute, compute_dtype=one_type))
@@ -143,31 +170,37 @@ def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
     )
 
 
-class GridCosts:
-    """Costs layouts in closed form."""
+def grid_estimates(inputs: Inputs) -> list[GridEstimate]:
+    """All layouts in closed form: first those that fit, fastest first; then least full first."""
+    found = []
+    for tensor in tensor_degrees(inputs):
+        costs = _GridCosts(_among_sets(inputs, tensor))
+        found += [costs.estimate(grid) for grid in _grids_of(inputs, tensor)]
+    return sorted(found, key=lambda each: (max(1.0, each.fullest), each.iteration_s, each.fullest))
+
+
+def _among_sets(inputs: Inputs, tensor: int) -> Inputs:
+    if tensor == 1:
+        return inputs
+    firsts = range(0, inputs.world_size, tensor)
+    return joined(inputs, tuple(JoinedSet(ranks=tuple(range(n, n + tensor))) for n in firsts))
+
+
+class _GridCosts:
+    """Costs layouts of one tensor-parallel degree in closed form, among its sets."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.cost_model = StageCostModel(inputs)
+        self.device_groups = DeviceGroups(inputs)
 
-    @cached_property
-    def _teams(self) -> DeviceGroups:
-        return DeviceGroups(self.inputs)
-
-    def estimates(self) -> list[GridEstimate]:
-        """All layouts: first those that fit, fastest first; then the others, least full first."""
-        found = [self._estimate(grid) for grid in grids(self.inputs)]
-        return sorted(
-            found, key=lambda each: (max(1.0, each.fullest), each.iteration_s, each.fullest)
-        )
-
-    def _estimate(self, grid: Grid) -> GridEstimate:
+    def estimate(self, grid: Grid) -> GridEstimate:
         """Slowest stage and time to fill; memory of the fullest rank."""
         width, size = grid.width, grid.micro_batch_size
         count = self.inputs.global_batch_size // (width * size)
         busy_s = fill_s = fullest = 0.0
         for at, layers in enumerate(grid.layers):
-            device_group = self._teams.of(tuple(range(at * width, (at + 1) * width)))
+            device_group = self.device_groups.of(tuple(range(at * width, (at + 1) * width)))
             settings = MemorySettings(
                 mode=grid.mode, recomputed=0 if grid.mode == "none" else layers
             )

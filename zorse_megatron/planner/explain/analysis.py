@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from zorse_megatron.planner.baselines.link_bound import plan_link_bound
 from zorse_megatron.planner.baselines.lower_bound import plan_bound_s
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain.explanation import (
@@ -53,6 +54,7 @@ def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Expla
         tokens_per_s=result.tokens_per_s,
         bound_s=bound_s,
         recomputing_bound_s=plan_bound_s(inputs, plan, recomputing=True),
+        link_bound=plan_link_bound(inputs, plan),
         efficiency=bound_s / result.iteration_s,
         limited_by=_limit(loads, path),
         bottleneck_group=bottleneck,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zorse_megatron.planner.explain.replan import Replans
+from zorse_megatron.planner.outcome import LinkBound
 from zorse_megatron.planner.shortage.node_host_memory import (
     NodeHostMemory,
 )
@@ -60,6 +61,8 @@ class Explanation:
     """No plan that fits can be faster than this."""
     recomputing_bound_s: float
     """No plan that recomputes every layer can be faster than this."""
+    link_bound: LinkBound
+    """The same as `bound_s`, counting what must cross the busiest link."""
     efficiency: float
     """bound_s / iteration_s."""
     limited_by: Limit

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from zorse_megatron.planner.explain.explanation import Explanation
 from zorse_megatron.planner.explain.set_sentences import set_sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.outcome import LinkBound
 from zorse_megatron.planner.plans.describe import members
 from zorse_megatron.planner.shortage.node_host_memory import (
     host_sentences,
@@ -22,7 +23,7 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
         f"An iteration takes {found.iteration_s:.3f} s: {found.tokens_per_s:,.0f} tokens/s, "
         f"{100 * found.efficiency:.0f} % of the upper bound."
     )
-    yield bound_sentence(found.bound_s, found.recomputing_bound_s)
+    yield bound_sentence(found.bound_s, found.recomputing_bound_s, found.link_bound)
     load = found.loads[found.bottleneck_group]
     group = plan.groups[found.bottleneck_group]
     yield (
@@ -47,12 +48,15 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     yield from _replanned(found)
 
 
-def bound_sentence(bound_s: float, recomputing_bound_s: float) -> str:
+def bound_sentence(bound_s: float, recomputing_bound_s: float, links: LinkBound) -> str:
     """State the lower bounds that no plan can beat."""
-    return (
+    work = (
         f"Lower bound of any plan: {bound_s:.3f} s; with every layer recomputed, "
         f"{recomputing_bound_s:.3f} s (all GPUs at full speed, no waiting)."
     )
+    if links.link is None:
+        return work
+    return f"{work} With what must cross {links.link}: {links.bound_s:.3f} s."
 
 
 def _replanned(found: Explanation) -> Iterator[str]:
