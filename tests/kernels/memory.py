@@ -8,12 +8,16 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not IS_INTERPRETED else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GUARD = 64
 
-cheap = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+cheap = settings(
+    max_examples=examples(24), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 """For property tests: the interpreter takes a millisecond per program."""
 
 sizes = st.one_of(

@@ -10,16 +10,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import BASE_FLAGS, LAYOUTS, Recorded, plan_run, run_recorded
+from tests.megatron.comparison import (
+    BASE_FLAGS,
+    LAYOUTS,
+    Recorded,
+    plan_of,
+    plan_run,
+    replica,
+    run_recorded,
+)
 from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host
+from tests.megatron.set_plans import set_of
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.shared import directory_of, name_of
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan import Parts, Plan
 
 MAX_DIFFERENCE = 1e-5
 SAVED, STEPS = 2, 4
 PIPELINE_2 = ("--pipeline-model-parallel-size", "2")
 
+# Ranks of which some hold no KV group, no column or no row; in the second group beside a rank that
+# holds everything.
+SOME_HOLD_NONE = plan_of(
+    ((set_of((0, 1), 4, 2, parts=Parts(kv_groups=(0, 4), vocabulary_rows=(256, 0))),), 2),
+    (
+        (
+            set_of((2, 3), 2, 3, parts=Parts(mlp_columns=(128, 0), vocabulary_rows=(0, 256))),
+            replica(4, 1, 2, 3.0),
+        ),
+        2,
+    ),
+)
 # name -> plan, or stock's flags and world size.
 RUNS: dict[str, Plan | tuple[tuple[str, ...], int]] = {
     "2|1|2": LAYOUTS["2|1|2"],
@@ -28,6 +49,7 @@ RUNS: dict[str, Plan | tuple[tuple[str, ...], int]] = {
     "1|2": LAYOUTS["1|2"],
     "2x2 in the host": in_the_host(TWO_BY_TWO),
     "both ends in the host": in_the_host(BOTH_ENDS),
+    "sets": SOME_HOLD_NONE,
     "stock": ((), 1),
     "stock PP=2": (PIPELINE_2, 2),
 }
@@ -93,6 +115,7 @@ PAIRS = [
     ("2|1|2", "stock"),
     ("both ends in the host", "stock PP=2"),
     ("stock PP=2", "1|3|1"),
+    ("stock PP=2", "sets"),
 ]
 # A tied embedding is the harder one to save, of which several ranks have copies. Untied, "both
 # ends" goes on from its own checkpoints in `test_memory_faults`.

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.megatron.launch import MegatronServer
 from tests.megatron.stock_log import iterations
 from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
 from zorse_megatron.demo.model import demo_plan
@@ -31,15 +31,12 @@ def smaller_plan() -> Plan:
     return dataclasses.replace(plan, groups=groups, chunks=chunks)
 
 
-def test_the_demo_runs(tmp_path: Path) -> None:
+def test_the_demo_runs(tmp_path: Path, megatron_server: MegatronServer) -> None:
+    """Its own process has Megatron imported already; those that it starts import it."""
     save_plan(smaller_plan(), path := tmp_path / "smaller.json")
-    command = [sys.executable, "-m", "zorse_megatron.demo", "--iterations", str(ITERATIONS)]
-    command += ["--plan", str(path)]
-    answer = subprocess.run(
-        [*command, "--output", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "The two runs are the same" in answer.stdout
+    words = ["--iterations", str(ITERATIONS), "--plan", str(path), "--output", str(tmp_path)]
+    answer = megatron_server.run_ranks(words, 1, entry="zorse_megatron.demo", timeout_s=400)
+    assert "The two runs are the same" in answer.check().outputs[0]
     result = json.loads((tmp_path / "demo.json").read_text())
     assert result["steps"] == ITERATIONS
     assert result["max_abs_loss_diff"] <= 2e-5

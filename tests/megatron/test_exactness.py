@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.megatron.comparison import (
     BASE_FLAGS,
     GLOBAL_BATCH_SIZE,
@@ -149,7 +150,7 @@ def test_follows_stock_with_other_flags(name: str, corpus: Path) -> None:
 
 
 @settings(
-    max_examples=5,
+    max_examples=examples(6),
     deadline=None,
     # A failing plan is small enough to read; shrinking it would take an hour.
     phases=(Phase.explicit, Phase.reuse, Phase.generate),

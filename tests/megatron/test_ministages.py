@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.megatron import small_pieces
 from tests.megatron.comparison import (
     GLOBAL_BATCH_SIZE,
@@ -152,7 +153,7 @@ def test_state_in_the_host_counts_steps_as_fused_optimizers_do(corpus: Path) -> 
 
 
 @settings(
-    max_examples=5,
+    max_examples=examples(6),
     deadline=None,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=list(HealthCheck),

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.megatron.comparison import (
     BASE_FLAGS,
@@ -83,6 +81,10 @@ def test_an_overflow_in_one_group_skips_the_step_in_all_and_runs_repeat_bit_for_
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
+    # Every test process imports this file; what this needs of torch takes 2 s to import.
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     reader = FileSystemReader(directory / f"iter_{SAVED:07d}")
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

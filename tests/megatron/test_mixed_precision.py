@@ -85,12 +85,25 @@ def test_follows_stock_within_rounding(name: str, corpus: Path) -> None:
         assert bool(copies[0].isfinite().all()), parameter
 
 
-def test_sets_follow_stock_within_rounding(corpus: Path) -> None:
-    """Unequal parts, sets of two and three ranks: steps are skipped on all of them together."""
-    two = Parts(kv_groups=(1, 3), mlp_columns=(50, 78), vocabulary_rows=(99, 157))
-    three = Parts(kv_groups=(1, 1, 2), mlp_columns=(40, 41, 47), vocabulary_rows=(1, 200, 55))
-    plan = plan_of(
-        ((set_of((0, 1), 2, 4, parts=two),), 2), ((set_of((2, 3, 4), 4, 2, parts=three),), 2)
-    )
-    run = plan_run(plan, flags(corpus, FP16, 1, STEPS))
-    assert_follows(run, stock_run(tuple(flags(corpus, FP16, 1, STEPS))), FP16_ROUNDING)
+# A set of two ranks, one of which has no KV group and all rows, and sets of two and three ranks.
+TWO = Parts(kv_groups=(1, 3), mlp_columns=(50, 78), vocabulary_rows=(99, 157))
+THREE = Parts(kv_groups=(1, 1, 2), mlp_columns=(40, 41, 47), vocabulary_rows=(1, 200, 55))
+SOME_HOLD_NONE = Parts(kv_groups=(0, 4), mlp_columns=(50, 78), vocabulary_rows=(256, 0))
+SETS = {
+    "bf16": (BF16, plan_of(((set_of((0, 1), 2, 4, parts=SOME_HOLD_NONE),), 4)), BF16_ROUNDING),
+    "fp16": (
+        FP16,
+        plan_of(
+            ((set_of((0, 1), 2, 4, parts=TWO),), 2), ((set_of((2, 3, 4), 4, 2, parts=THREE),), 2)
+        ),
+        FP16_ROUNDING,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_sets_follow_stock_within_rounding(name: str, corpus: Path) -> None:
+    """Steps that overflow are skipped on all ranks together."""
+    precision, plan, rounding = SETS[name]
+    command = flags(corpus, precision, 1, STEPS)
+    assert_follows(plan_run(plan, command), stock_run(tuple(command)), rounding)

@@ -138,7 +138,8 @@ def test_stock_may_run_a_step_again_and_the_host_need_not_wait_for_each_bucket()
 
 def _reduce_two_chunks(low_precision: bool) -> list[str]:
     """What a runner does with reductions that take long, and whether ranks would wait for all."""
-    from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner, StepInputs
+    from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner
+    from zorse_megatron.adapter.model.step_inputs import StepInputs
 
     tiny_gpt.start()
     done: list[str] = []

@@ -14,6 +14,7 @@ from tests.megatron.small_run import small_run_flags, stock
 from tests.megatron.stock_log import iterations
 from zorse_megatron.errors import RankFailure
 
+SAVED, STEPS = 2, 4
 DROPOUT = ("--hidden-dropout", "0.1")
 FP16 = ("--fp16", "--initial-loss-scale", "65536")
 # A vocabulary of 256 bytes that is guessed evenly costs ln 256 = 5.545.
@@ -25,9 +26,12 @@ def losses(output: str) -> list[float]:
 
 
 @functools.cache
-def losses_of_six(corpus_prefix: Path, flags: tuple[str, ...], world_size: int) -> list[float]:
-    """Those of a run of six iterations, made once."""
-    run = stock(default_server(), [*small_run_flags(corpus_prefix), *flags], world_size)
+def losses_of(
+    corpus_prefix: Path, flags: tuple[str, ...], world_size: int, train_iters: int = STEPS
+) -> list[float]:
+    """Those of a run, made once."""
+    command = [*small_run_flags(corpus_prefix, train_iters=train_iters), *flags]
+    run = stock(default_server(), command, world_size)
     return losses(run.outputs[-1])
 
 
@@ -44,11 +48,11 @@ def losses_of_six(corpus_prefix: Path, flags: tuple[str, ...], world_size: int) 
     ],
 )
 def test_stock_trains(corpus_prefix: Path, world_size: int, flags: tuple[str, ...]) -> None:
-    assert_trains(losses_of_six(corpus_prefix, flags, world_size))
+    assert_trains(losses_of(corpus_prefix, flags, world_size))
 
 
 def assert_trains(found: list[float]) -> None:
-    assert len(found) == 6
+    assert len(found) == STEPS
     assert all(math.isfinite(loss) for loss in found)
     assert found[0] == pytest.approx(UNTRAINED_LOSS, abs=0.2)
     assert found[-1] < found[0] - 0.5
@@ -57,7 +61,7 @@ def assert_trains(found: list[float]) -> None:
 def test_precisions_agree(corpus_prefix: Path) -> None:
     """Half precision computes the first loss of the same weights to its own accuracy."""
     fp32, bf16, fp16 = (
-        losses_of_six(corpus_prefix, precision, 1)[0] for precision in ((), ("--bf16",), FP16)
+        losses_of(corpus_prefix, precision, 1)[0] for precision in ((), ("--bf16",), FP16)
     )
     # 2**-8 and 2**-11 are the rounding steps; the mean over 512 tokens is well inside one of them.
     assert bf16 == pytest.approx(fp32, rel=2**-8)
@@ -78,24 +82,27 @@ def test_recomputation_repeats_dropout(corpus_prefix: Path) -> None:
     So two runs are equal to the bit.
     """
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    recomputed = losses_of_six(corpus_prefix, (*DROPOUT, *recompute.split()), 1)
-    assert losses_of_six(corpus_prefix, DROPOUT, 1) == recomputed
+    recomputed = losses_of(corpus_prefix, (*DROPOUT, *recompute.split()), 1, 2)
+    assert losses_of(corpus_prefix, DROPOUT, 1, 2) == recomputed
 
 
 def test_saves_and_resumes(
     megatron_server: MegatronServer, corpus_prefix: Path, tmp_path: Path
 ) -> None:
-    """A pipeline goes on from iteration 4 as the run did that saved there, which trains."""
-    save = ("--save", str(tmp_path), "--save-interval", "4")
-    load = ("--load", str(tmp_path), "--ckpt-step", "4")
-    flags = [*small_run_flags(corpus_prefix), "--pipeline-model-parallel-size", "2"]
+    """A pipeline goes on from iteration 2 as the run did that saved there, which trains."""
+    save = ("--save", str(tmp_path), "--save-interval", str(SAVED))
+    load = ("--load", str(tmp_path), "--ckpt-step", str(SAVED))
+    flags = [
+        *small_run_flags(corpus_prefix, train_iters=STEPS),
+        *("--pipeline-model-parallel-size", "2"),
+    ]
     output = stock(megatron_server, [*flags, *save], 2).outputs[-1]
     assert_trains(losses(output))
     whole = iterations(output)
     resumed = iterations(stock(megatron_server, [*flags, *load], 2).outputs[-1])
-    assert [line.iteration for line in resumed] == [5, 6]
+    assert [line.iteration for line in resumed] == [3, 4]
     # Gradient norms: the first loss that stock prints after a resume averages two iterations.
-    assert [line.grad_norm for line in resumed] == [line.grad_norm for line in whole[4:]]
+    assert [line.grad_norm for line in resumed] == [line.grad_norm for line in whole[SAVED:]]
 
 
 def test_a_rank_that_fails_ends_the_job(

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.megatron.comparison import BASE_FLAGS
 from tests.megatron.launch import run_ranks
@@ -114,6 +113,8 @@ def wait_for_step(step: int, directory: Path, slurm: LocalSlurm, job: str) -> No
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of the last checkpoint: parameters and the optimizer's state."""
     whole = directory / "whole.pt"
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     dcp_to_torch_save(directory / "checkpoints" / f"iter_{STEPS:07d}", whole)
     found: dict[str, torch.Tensor] = {}
 
