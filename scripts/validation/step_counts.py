@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 from scripts.validation.stock_tensor_parallel import add_layout, job_flags, layout_of
-from tests.megatron.launch import run_ranks
+from tests.megatron.launch import default_server, run_ranks
 from tests.megatron.profiled_entry import iterations
 
 STEPS = 4
@@ -66,7 +66,7 @@ def main() -> None:
     layout = layout_of(parser.parse_args())
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        flags = job_flags(layout, scratch, iterations(STEPS))
+        flags = job_flags(default_server(), layout, scratch, iterations(STEPS))
         found = {
             job: counts_of(flags[job], layout.world_size, scratch, steps=STEPS) for job in flags
         }
