@@ -1,29 +1,29 @@
-"""What our executor costs where stock's schedule could do the same: a plan equal to a stock layout.
+"""What a plan costs beside stock's own schedule, where both can do the same, on the CPU.
 
-    python scripts/bench_executor_overhead.py --json
-    python scripts/bench_executor_overhead.py --stages 1 --replicas 1 --tensor-parallel 2
+    python -m scripts.bench_executor_overhead
+    python -m scripts.bench_executor_overhead --stages 2 --replicas 2 --tensor-parallel 1
 
-Pipeline stages of data-parallel ranks, two of two unless told otherwise, or of tensor-parallel sets
-of ranks: once by stock's own schedule and once under a plan that says the same, with the same
-flags, on the CPU. The jobs run in pairs, in alternating order, and each pair gives one ratio of
-throughputs (plan / stock; 1 is no overhead), and one of the CPU time of the whole jobs, start
-included.
+One set of two equal ranks unless told otherwise; the same flags. The two jobs run at the same time
+and take turns step by step, each first in every second pair, so the machine's speed is the same for
+both steps of a pair. Prints stock / plan, of CPU time over all threads of all ranks and of the
+step's time: 1 is no overhead. It runs on what the tests run on (`tests/megatron`), so from a
+checkout.
 """
 
 import argparse
 import json
-import resource
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
+from typing import Any
 
-from zorse_megatron.demo.jobs import DemoJob, run_job
-from zorse_megatron.demo.quiet import quiet_imports
-from zorse_megatron.errors import ZorseError
+from tests.megatron.launch import MegatronServer
+from tests.megatron.small_run import TOKENIZER_FLAGS
+from tests.megatron.turns import Board
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schema.plan.plan_json import save_plan
 
@@ -31,7 +31,9 @@ MICRO_BATCH_SIZE = 4
 NUM_MICRO_BATCHES = 8
 NUM_LAYERS = 4
 SEQ_LENGTH = 128
-CORPUS_BYTES = 1_000_000
+WARM_UP = 3
+CORPUS_BYTES = 300_000
+JOBS = ("stock", "plan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,44 +84,29 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """Tokens per second of one job after its warm-up."""
+class Step:
+    """One step of a job."""
 
-    median: float
-    """In its median iteration."""
-    fastest: float
-    """In its fastest iteration, which other load on the machine disturbs least."""
     cpu_s: float
-    """Of all ranks of the whole job."""
+    """Of all ranks."""
+    main_cpu_s: float
+    """Of that, the main threads'."""
+    wall_s: float
+    """Of the slowest rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two jobs, one right after the other."""
-
-    first: str
-    stock: Throughput
-    plan: Throughput
-
-    @property
-    def ratio(self) -> float:
-        """Plan / stock, by the median iterations."""
-        return self.plan.median / self.stock.median
-
-    @property
-    def ratio_of_fastest(self) -> float:
-        """Plan / stock, by the fastest iterations."""
-        return self.plan.fastest / self.stock.fastest
-
-    @property
-    def ratio_of_cpu(self) -> float:
-        """Stock / plan, by the CPU time of the whole jobs."""
-        return self.stock.cpu_s / self.plan.cpu_s
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Options of the layout that both jobs have."""
+    for name, default in (("stages", 1), ("replicas", 1), ("tensor-parallel", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
 
 
-def common_flags(
-    layout: Layout, corpus: Path, tokenizer: Sequence[str], iterations: int
-) -> list[str]:
+def layout_of(options: argparse.Namespace) -> Layout:
+    """The layout that they say."""
+    return Layout(stages=options.stages, replicas=options.replicas, degree=options.tensor_parallel)
+
+
+def common_flags(layout: Layout, corpus: Path, iterations: int) -> list[str]:
     """Megatron's flags of both jobs; `--use-distributed-optimizer` as a plan always shards."""
     return [
         *("--num-layers", str(NUM_LAYERS), "--hidden-size", "128", "--num-attention-heads", "4"),
@@ -133,126 +120,111 @@ def common_flags(
         *("--data-path", str(corpus), "--split", "100,0,0", "--num-workers", "0"),
         *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
         *("--calculate-per-token-loss", "--distributed-timeout-minutes", "1"),
-        *tokenizer,
+        *TOKENIZER_FLAGS,
     ]
 
 
-def throughput_in(metrics: Path, warm_up: int, *, samples: int, cpu_s: float) -> Throughput:
-    """Read the iterations after the warm-up, of so many samples each."""
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    durations_s = [record["elapsed_s"] for record in records[warm_up:]]
-    tokens = samples * SEQ_LENGTH
-    return Throughput(
-        median=tokens / median(durations_s), fastest=tokens / min(durations_s), cpu_s=cpu_s
-    )
+def job_flags(
+    server: MegatronServer, layout: Layout, scratch: Path, iterations: int
+) -> dict[str, list[str]]:
+    """Job -> its flags; writes a corpus and a plan."""
+    corpus, entry = scratch / "text", "tests.megatron.corpus_entry"
+    server.run_ranks([str(corpus), str(CORPUS_BYTES)], 1, entry=entry, timeout_s=120).check()
+    save_plan(layout.plan(), scratch / "plan.json")
+    flags = common_flags(layout, corpus, iterations)
+    own = {"stock": [], "plan": ["--zorse-plan", str(scratch / "plan.json")]}
+    # The order of samples is looked up in a file where another job has written it.
+    return {
+        job: [*flags, *more, "--data-cache-path", str(scratch / f"{job}-index")]
+        for job, more in own.items()
+    }
 
 
-def run_one(
-    name: str, number: int, layout: Layout, flags: list[str], *, work: Path, warm_up: int
-) -> Throughput:
-    """Run one job and return its throughput."""
-    metrics = work / f"{name}-{number}.jsonl"
-    own = ["--zorse-plan", str(work / "plan.json")] if name == "plan" else []
-    job = DemoJob(
-        name=f"{name}-{number}",
-        num_ranks=layout.world_size,
-        arguments=(*flags, *own, "--zorse-metrics", str(metrics)),
-        directory=work,
-    )
-    before_s = cpu_of_children_s()
-    run_job(job, lambda _progress: None)
-    cpu_s = cpu_of_children_s() - before_s
-    return throughput_in(metrics, warm_up, samples=layout.global_batch_size, cpu_s=cpu_s)
+def take_turns(board: Board, iterations: int, runs: Sequence[Future[Any]]) -> None:
+    """Let both jobs make their steps, and end; at once when one of them has failed."""
+
+    def one_has_ended() -> bool:
+        return any(run.done() for run in runs)
+
+    for job in range(len(JOBS)):
+        board.await_ranks(job, one_has_ended)
+    for number in range(iterations - 1):
+        for job in (0, 1) if number % 2 == 0 else (1, 0):
+            board.let_step(job, one_has_ended)
+    for job in range(len(JOBS)):
+        board.let_end(job)
 
 
-def cpu_of_children_s() -> float:
-    """CPU time of all processes that this one has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def run_pairs(options: argparse.Namespace, work: Path) -> list[Pair]:
-    """Run all pairs; every second one the other way round, so that a drift cancels out."""
-    with quiet_imports():
-        from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
-
-    corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
-    layout = Layout(
-        stages=options.stages, replicas=options.replicas, degree=options.tensor_parallel
-    )
-    flags = common_flags(layout, corpus.prefix, tokenizer_flags(), options.iterations)
-    save_plan(layout.plan(), work / "plan.json")
-    pairs = []
-    for number in range(options.pairs):
-        order = ("stock", "plan") if number % 2 == 0 else ("plan", "stock")
-        found = {
-            name: run_one(name, number, layout, flags, work=work, warm_up=options.warm_up)
-            for name in order
-        }
-        pair = Pair(first=order[0], stock=found["stock"], plan=found["plan"])
-        pairs.append(pair)
-        print(
-            f"pair {number + 1}: stock {pair.stock.median:.0f} tokens/s, "
-            f"plan {pair.plan.median:.0f} tokens/s, ratio {pair.ratio:.3f} "
-            f"({pair.ratio_of_fastest:.3f} by the fastest iterations, {pair.ratio_of_cpu:.3f} by "
-            f"CPU time; {pair.first} first)",
-            file=sys.stderr,
-            flush=True,
+def steps_in(times: Path, ranks: int) -> list[Step]:
+    """What the ranks of a job wrote, without the warm-up."""
+    found = [json.loads((times / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return [
+        Step(
+            cpu_s=sum(rank["cpu_s"] for rank in step),
+            main_cpu_s=sum(rank["main_cpu_s"] for rank in step),
+            wall_s=max(rank["wall_s"] for rank in step),
         )
-    return pairs
+        for step in list(zip(*found, strict=True))[WARM_UP:]
+    ]
 
 
-def main() -> int:
-    """Run the benchmark and print its result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of jobs (default: 5)")
-    parser.add_argument(
-        "--iterations", type=int, default=30, help="iterations per job (default: 30)"
-    )
-    parser.add_argument("--warm-up", type=int, default=10, help="warm-up iterations (default: 10)")
-    parser.add_argument("--stages", type=int, default=2, help="pipeline stages (default: 2)")
-    parser.add_argument(
-        "--replicas", type=int, default=2, help="replicas in each stage (default: 2)"
-    )
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, help="ranks of each replica (default: 1)"
-    )
-    options = parser.parse_args()
-    if not 1 <= options.warm_up < options.iterations or options.pairs < 1:
-        parser.error("expected --pairs of at least 1, and 1 <= --warm-up < --iterations")
-    try:
-        with tempfile.TemporaryDirectory(prefix="zorse-bench-") as work:
-            pairs = run_pairs(options, Path(work))
-    except ZorseError as error:
-        print(error, file=sys.stderr)
-        return 1
-    ratio = median(pair.ratio for pair in pairs)
-    fastest = median(pair.ratio_of_fastest for pair in pairs)
-    by_cpu = median(pair.ratio_of_cpu for pair in pairs)
-    if options.json:
-        described = [
-            asdict(pair)
-            | {
-                "ratio": pair.ratio,
-                "ratio_of_fastest": pair.ratio_of_fastest,
-                "ratio_of_cpu": pair.ratio_of_cpu,
-            }
-            for pair in pairs
-        ]
-        medians = {
-            "median_ratio": ratio,
-            "median_ratio_of_fastest": fastest,
-            "median_ratio_of_cpu": by_cpu,
+def paired_steps(layout: Layout, scratch: Path, iterations: int) -> list[tuple[Step, Step]]:
+    """Steps of stock and of the plan, pair by pair."""
+    servers = [MegatronServer() for _ in JOBS]
+    flags = job_flags(servers[0], layout, scratch, iterations)
+    ranks = layout.world_size
+    board = Board(scratch / "turns", jobs=len(JOBS), ranks=ranks)
+
+    def run(number: int) -> list[Step]:
+        times = scratch / f"{JOBS[number]}-times"
+        times.mkdir()
+        env = {
+            "ZORSE_TIMES": str(times),
+            "ZORSE_TURNS": str(scratch / "turns"),
+            "ZORSE_JOB": str(number),
         }
-        print(json.dumps(medians | {"pairs": described}, indent=1))
-    else:
-        print(
-            f"median ratio plan / stock: {ratio:.3f} over {len(pairs)} pairs "
-            f"({fastest:.3f} by the fastest iterations, {by_cpu:.3f} by CPU time)"
+        servers[number].run_ranks(
+            flags[JOBS[number]],
+            ranks,
+            entry="tests.megatron.timed_entry",
+            timeout_s=60 + 10 * iterations,
+            env=env,
+        ).check()
+        return steps_in(times, ranks)
+
+    with ThreadPoolExecutor(len(JOBS)) as pool:
+        runs = [pool.submit(run, number) for number in range(len(JOBS))]
+        take_turns(board, iterations, runs)
+        stock, plan = (each.result() for each in runs)
+    for server in servers:
+        server.close()
+    return list(zip(stock, plan, strict=True))
+
+
+def row(layout: Layout, pairs: list[tuple[Step, Step]]) -> str:
+    """Medians and quartiles of stock / plan over all pairs, as a row of the table in the docs."""
+    cells = [f"{layout.stages} x {layout.replicas} x {layout.degree}", str(len(pairs))]
+    for name in ("cpu_s", "main_cpu_s", "wall_s"):
+        low, middle, high = quantiles(
+            [getattr(stock, name) / getattr(plan, name) for stock, plan in pairs]
         )
-    return 0
+        cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Run both jobs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_layout(parser)
+    parser.add_argument("--iterations", type=int, default=104, help="of each job (default: 104)")
+    args = parser.parse_args()
+    layout = layout_of(args)
+    with tempfile.TemporaryDirectory() as name:
+        pairs = paired_steps(layout, Path(name), args.iterations)
+    print("| Stages x replicas x degree | Pairs of steps | CPU time | Main threads | Step |")
+    print("|---|---|---|---|---|")
+    print(row(layout, pairs))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import mean
 
-from scripts.validation.stock_tensor_parallel import add_layout, job_flags, layout_of
+from scripts.bench_executor_overhead import add_layout, job_flags, layout_of
 from tests.megatron.launch import default_server, run_ranks
 from tests.megatron.profiled_entry import iterations
 
