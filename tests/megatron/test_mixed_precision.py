@@ -94,7 +94,7 @@ SETS = {
     "fp16": (
         FP16,
         plan_of(
-            ((set_of((0, 1), 2, 4, parts=TWO),), 2), ((set_of((2, 3, 4), 4, 2, parts=THREE),), 2)
+            ((set_of((3, 4), 2, 4, parts=TWO),), 2), ((set_of((0, 1, 2), 4, 2, parts=THREE),), 2)
         ),
         FP16_ROUNDING,
     ),
@@ -103,7 +103,11 @@ SETS = {
 
 @pytest.mark.parametrize("name", SETS)
 def test_sets_follow_stock_within_rounding(name: str, corpus: Path) -> None:
-    """Steps that overflow are skipped on all ranks together."""
+    """Steps that overflow are skipped on all ranks together.
+
+    In fp16 rank 0 is in a set of three: with the two groups, more than there are ranks.
+    """
     precision, plan, rounding = SETS[name]
     command = flags(corpus, precision, 1, STEPS)
-    assert_follows(plan_run(plan, command), stock_run(tuple(command)), rounding)
+    run = plan_run(plan, [*command, "--use-distributed-optimizer"])
+    assert_follows(run, stock_run(tuple(command)), rounding)

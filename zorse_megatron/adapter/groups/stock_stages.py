@@ -35,6 +35,9 @@ class StockStages:
         args = get_args()
         args.pipeline_model_parallel_size = self.num_groups
         args.pipeline_model_parallel_layout = self.group_layout
+        # Of experts, which there are none of. Stock's report of memory divides all ranks into so
+        # many for each stage, and by what comes out; its default is the degree of this rank's set.
+        args.expert_tensor_parallel_size = 1
 
     def at_chunk(self, chunk: int) -> AbstractContextManager[None]:
         """Within the block, stock sees this rank on the pipeline stage that is the chunk."""
