@@ -195,6 +195,43 @@ def test_a_rank_that_holds_nothing_beside_what_was_measured(kind):
     assert compute.head(kind, 2).forward_s == pytest.approx(other.head(kind, 2).forward_s)
 
 
+def test_parts_are_like_the_measured_model_whatever_their_size(tmp_path):
+    """Not like another one that has as many parameters as a part: that one was measured fast."""
+    inputs = inputs_on(tmp_path / "cluster.yaml", "2 x T4")
+    other = replace(MODEL, name="other", ffn_hidden_size=2048)
+    profile = good()
+    profile["models"] = [
+        {"activation": each.activation}
+        | {name: getattr(each, name) for name in profile["models"][0]}
+        for each in (MODEL, other)
+    ]
+    profile["memory"] = []
+    (like,) = profile["times"]
+    analytic = inputs.compute.analytic.layer("T4", SIZE)
+    profile["times"] = [
+        {**like, "model": name, "seq_length": MODEL.seq_length, "micro_batch_sizes": [SIZE]}
+        | {"forward_s": [factor * analytic.forward_s], "backward_s": [analytic.backward_s]}
+        for name, factor in ((MODEL.name, 3.0), (other.name, 0.1))
+    ]
+    measured = make_inputs(
+        load_cluster(tmp_path / "cluster.yaml"),
+        MODEL,
+        parse_profile(json.dumps(profile).encode()),
+        global_batch_size=BATCH,
+        dtype="float16",
+        computing=Computing(attention="flash"),
+    )
+    for parts in (None, Parts(kv_groups=(6, 2)), Parts(kv_groups=(6, 2), mlp_columns=(96, 4000))):
+        for index in (0, 1):
+            part = RankPart(degree=2, parts=parts, index=index if parts else 0)
+            found, formula = (
+                each.sets.of_rank(part, None).compute.layer("T4", SIZE)
+                for each in (measured, inputs)
+            )
+            assert found.forward_s == pytest.approx(3.0 * formula.forward_s)
+            assert found.backward_s == pytest.approx(formula.backward_s)
+
+
 def test_costs_of_a_rank_alone_are_those_of_the_job(tmp_path):
     inputs = inputs_on(tmp_path / "cluster.yaml", "2 x A100-40")
     alone = inputs.sets.of_rank(WHOLE, None)

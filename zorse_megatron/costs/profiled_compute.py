@@ -65,9 +65,16 @@ class ProfiledCompute:
         kinds: Mapping[str, GpuKind] = GPU_KINDS,
         tensor_parallel: int = 1,
         computing: Computing = USUAL,
+        whole: ModelShape | None = None,
     ) -> None:
-        """`computing`: of what is computed and not measured; times of a profile are as measured."""
+        """`computing`: of what is computed and not measured; times of a profile are as measured.
+
+        `whole`: the model, where `model` says the sizes of a rank's unequal part. Layers of all
+        parts are scaled from what is closest to the whole. Were it what is closest to each part, a
+        part would be cheap for having the size of something that was measured to be fast.
+        """
         self.profile = profile
+        self.whole = whole or model
         self.computing = computing
         self.model = model
         self.dtype: Dtype = dtype
@@ -263,6 +270,7 @@ class ProfiledCompute:
             kinds=self.kinds,
             tensor_parallel=self.tensor_parallel,
             computing=self.computing,
+            whole=self.whole,
         )
 
     def _measured_step(self, kind: str) -> float | None:
@@ -284,14 +292,18 @@ class ProfiledCompute:
 
     def _closest(self, part: Part, kind: str) -> tuple[Series, float] | None:
         if (part, kind) not in self._found:
+            like = self.whole if part == "layer" else self.model
             wanted = Wanted(
                 part=part,
-                model=self.model,
+                model=like,
                 gpu_kind=kind,
                 dtype=self.dtype,
                 tensor_parallel=self.tensor_parallel,
             )
-            self._found[part, kind] = closest(self.profile, wanted, self.kinds)
+            found = closest(self.profile, wanted, self.kinds)
+            if found is not None and like != self.model:  # not measured, even where the whole was
+                found = found[0], found[1] + 1.0
+            self._found[part, kind] = found
         return self._found[part, kind]
 
     def _relative(self, series: Series) -> AnalyticCompute:

@@ -44,6 +44,8 @@ class CostModels:
     computing: Computing
     tensor_parallel: int = 1
     """Costs are those of one of so many ranks."""
+    whole: ModelShape | None = None
+    """The model, where `model` says the sizes of a rank's part, times the number of ranks."""
 
     @property
     def has_own_types(self) -> bool:
@@ -116,6 +118,7 @@ def _computes(models: CostModels, dtype: DtypeChoice) -> dict[str, ProfiledCompu
                 kinds=cluster.kinds,
                 tensor_parallel=models.tensor_parallel,
                 computing=replace(computing, attention=attention),
+                whole=models.whole,
             )
         result[kind] = made[own, attention]
     return result

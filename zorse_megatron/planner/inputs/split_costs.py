@@ -32,7 +32,9 @@ class SplitCosts:
         key = part, dtype
         if key not in self._made:
             model = told_local_sizes(self.models.model, part)
-            split = replace(self.models, model=model, tensor_parallel=part.degree)
+            split = replace(
+                self.models, model=model, tensor_parallel=part.degree, whole=self.models.model
+            )
             if dtype is None:
                 made = SetRankCosts(compute=split.compute, memory=split.memory[0])
             else:
