@@ -49,6 +49,9 @@ class BenchCosts:
     def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
         return 10e-3 * micro_batch_size
 
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        return 8e-3 * micro_batch_size
+
     def step_s(self, kind: str, num_parameters: int) -> float:
         return 1e-11 * num_parameters
 
@@ -76,6 +79,9 @@ class BenchCosts:
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> int:
         return micro_batch_size * (33_554_432 if mode == "full" else 570_425_344)
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        return micro_batch_size * 400_000_000
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
         return micro_batch_size * 33_554_432

@@ -3,9 +3,9 @@
 `plans()` draws what the rules allow and people rarely write by hand: groups whose ranks are not in
 order, groups that are not in model order, replicas of one group with different micro-batch sizes
 and counts, replicas without micro-batches, replicas without a shard, groups with more in flight
-than they need, hops that are fast, slow or not known. It shrinks towards one rank that holds all
-layers and runs the batch in one micro-batch. Strategies for parts are made once: hypothesis checks
-each new one, which takes longer than to draw from it.
+than they need, groups that compute weight gradients apart, hops that are fast, slow or not known.
+It shrinks towards one rank that holds all layers and runs the batch in one micro-batch. Strategies
+for parts are made once: hypothesis checks each new one, which takes longer than to draw from it.
 """
 
 from collections.abc import Sequence
@@ -46,6 +46,7 @@ _RECOMPUTE = (
 
 _RECOMPUTES = st.sampled_from(_RECOMPUTE)
 _FLAG = st.booleans()
+_SPLITS = st.sampled_from([None, True, False])
 # Even shares, no share, small integers, and fractions that do not divide evenly.
 _SHARD_WEIGHTS = st.one_of(
     st.sampled_from([1.0, 0.0, 2.0, 3.0]),
@@ -100,10 +101,12 @@ def plans(
         schedule=_schedule(draw, schedule_names, with_schedule_parameters),
         **_plan_options(draw, with_options, world_size),
     )
+    split = tuple(replace(group, split_backward=draw(_SPLITS)) for group in plan.groups)
+    plan = replace(plan, groups=split)
     if plan.schedule.name == "breadth_first":
         return plan
     extra = _none_or_up_to(batch)
-    more = tuple(replace(group, extra_in_flight=draw(extra)) for group in groups)
+    more = tuple(replace(group, extra_in_flight=draw(extra)) for group in plan.groups)
     return replace(plan, groups=more)
 
 

@@ -10,7 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, SENDS, Action, ActionLists, Kind
+from zorse_megatron.schedules.actions import (
+    ON_LAYERS,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionLists,
+    Kind,
+)
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.communicators import Communicator, communicators_of
 from zorse_megatron.schedules.receive_openings import receive_openings
@@ -84,7 +91,9 @@ class _Launches:
         self.reducing: list[Launch] = []
         self.reduced_early: dict[int | None, list[Launch]] = {}
         self.last_backward = {
-            a.chunk: at for at, a in enumerate(self.actions) if a.kind is Kind.BACKWARD
+            a.chunk: at
+            for at, a in enumerate(self.actions)
+            if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
         }
 
     def all(self) -> list[Launch]:
@@ -98,7 +107,7 @@ class _Launches:
                 self._receive(at, action)
             elif action.kind in SENDS:
                 self._send(at, action)
-            elif action.kind in COMPUTE:
+            elif action.kind in ON_LAYERS:
                 self._compute(at, action)
             else:
                 self._on_state(action)

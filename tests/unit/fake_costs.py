@@ -23,6 +23,7 @@ class FakeCompute:
     recomputed_s: Mapping[str, float] = field(default_factory=dict)
     step_per_parameter_s: float = 0.0
     by_micro_batch: bool = False
+    weights_s: float = 1.0
 
     def _times(self, forward_s: float, backward_s: float, kind: str, size: int) -> PassTimes:
         factor = self.factors.get(kind, 1.0) * (1 if self.by_micro_batch else size)
@@ -40,6 +41,9 @@ class FakeCompute:
     def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
         return self._times(self.recomputed_s.get(mode, 0.0), 0, kind, micro_batch_size).forward_s
 
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        return self._times(0, self.weights_s, kind, micro_batch_size).backward_s
+
     def step_s(self, kind: str, num_parameters: int) -> float:
         return self.factors.get(kind, 1.0) * self.step_per_parameter_s * num_parameters
 
@@ -56,6 +60,7 @@ class FakeMemory:
     )
     boundary: int = 0
     head: int = 0
+    delayed: int = 0
 
     def layer_parameters(self) -> int:
         return self.layer_count
@@ -79,6 +84,9 @@ class FakeMemory:
         self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
     ) -> int:
         return self.kept[mode] * micro_batch_size
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        return self.delayed * micro_batch_size
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
         return self.boundary * micro_batch_size

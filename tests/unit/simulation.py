@@ -100,6 +100,9 @@ class Reference:
         if action.kind in SENDS | RECEIVES:
             self._post(rank, action)
             return True
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            self._span(rank, self.clock[rank], self.clock[rank] + self._duration_s(rank, action))
+            return True
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             key = self._consumer(rank, action)
             left_s = self._left_s(rank, len(self.turns[rank]) - 2 - 6)
@@ -124,13 +127,19 @@ class Reference:
     def _duration_s(self, rank: int, action: Action) -> float:
         chunk = self.plan.chunks[action.chunk]
         size = self.sizes.micro_batch_size(rank)
-        parts = [self.compute.layer(self.kinds[rank], size)] * (chunk.layers[1] - chunk.layers[0])
+        layers = chunk.layers[1] - chunk.layers[0]
+        weights_s = layers * self.compute.weight_gradients_s(self.kinds[rank], size)
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            return weights_s
+        parts = [self.compute.layer(self.kinds[rank], size)] * layers
         if action.chunk == 0:
             parts.append(self.compute.embedding(self.kinds[rank], size))
         if action.chunk == len(self.plan.chunks) - 1:
             parts.append(self.compute.head(self.kinds[rank], size))
         forward = action.kind is Kind.FORWARD
-        return sum(part.forward_s if forward else part.backward_s for part in parts)
+        whole_s = sum(part.forward_s if forward else part.backward_s for part in parts)
+        splits = self.plan.groups[chunk.group].split_backward and not forward
+        return whole_s - weights_s if splits else whole_s
 
     def _post(self, rank: int, action: Action) -> None:
         sends = action.kind in SENDS

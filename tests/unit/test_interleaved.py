@@ -83,7 +83,7 @@ def test_in_flight_micro_batches_stay_below_the_limit(plan: Plan) -> None:
     events = list(pipeline.simulate())
     in_flight: Counter[tuple[int, int]] = Counter()
     peak: Counter[tuple[int, int]] = Counter()
-    ends = [(e.end, 0, e) for e in events if not e.forward]
+    ends = [(e.end, 0, e) for e in events if e.kind is Kind.BACKWARD]
     starts = [(e.time, 1, e) for e in events if e.forward]
     for _, starting, event in sorted(ends + starts, key=lambda entry: entry[:2]):
         worker = plan.chunks[event.chunk].group, event.micro_batch.replica

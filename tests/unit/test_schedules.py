@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from tests.strategies import plans
 from zorse_megatron.errors import PlanError
 from zorse_megatron.schedules.actions import (
+    ON_LAYERS,
     RECEIVES,
     SENDS,
     Action,
@@ -194,7 +195,7 @@ def test_every_action_prints_and_parses_back() -> None:
     for kind in Kind:
         if kind in SENDS | RECEIVES:
             action = Action(kind=kind, chunk=2, micro_batch=11, peer=7, samples=(8, 12))
-        elif kind in (Kind.FORWARD, Kind.BACKWARD):
+        elif kind in ON_LAYERS:
             action = Action(kind=kind, chunk=2, micro_batch=11)
         elif kind in (Kind.TIE, Kind.SCALE, Kind.STEP):
             action = Action(kind=kind)

@@ -330,7 +330,7 @@ def test_times_are_those_of_the_simulation_that_made_the_order(plan):
     }
     for event in events:
         rank = unit[event.chunk, event.micro_batch.replica]
-        word = f"{event.chunk}{'F' if event.forward else 'B'}{event.micro_batch.index}"
+        word = f"{event.chunk}{event.kind}{event.micro_batch.index}"
         if stuck:
             assert starts[rank, word] <= event.time * (1 + 1e-9)
         else:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
+    Kind.WEIGHT_GRADIENT: "weight gradients",
     **dict.fromkeys(TRANSFERS, "transfers between groups"),
     Kind.REDUCE: "sums of gradients",
     Kind.TIE: "the tied embedding",

@@ -133,3 +133,20 @@ class LayerActivations:
             is_split=is_split,
             module=module,
         )
+
+
+def delayed_elements(
+    model: ModelShape, *, tensor_parallel: int = 1, sequence_parallel: bool = False
+) -> int:
+    """Return what gradients of a layer's four matrices are computed from, for one sample.
+
+    That is the inputs of the matrices, and the gradients of their outputs. With sequence
+    parallelism the inputs of the first of each block are a part of the sequence; the gradients
+    of the outputs of the second are whole on every rank.
+    """
+    hidden = model.hidden_size
+    ranks = tensor_parallel if sequence_parallel else 1
+    split = model.query_width + model.ffn_hidden_size  # inputs of the second matrices
+    split += model.query_width + model.key_value_width + model.ffn_input_width
+    per_token = 2 * hidden + -(-2 * hidden // ranks) + -(-split // tensor_parallel)
+    return model.seq_length * per_token

@@ -20,6 +20,7 @@ from zorse_megatron.costs.flops import (
     head_flops,
     layer_flops,
     mask_bytes,
+    matrix_flops,
     score_bytes,
 )
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
@@ -135,6 +136,13 @@ class AnalyticCompute:
             return 0.0
         forward_s = self.layer(kind, micro_batch_size).forward_s
         return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
+
+    def weight_gradients_s(self, kind: str, micro_batch_size: float) -> float:
+        """What gradients of its matrices take of one layer's backward: their products' time."""
+        shares, _ = self._shares(kind)
+        flops = micro_batch_size * matrix_flops(self.model, self.tensor_parallel)
+        backward_s = self.layer(kind, micro_batch_size).backward_s
+        return min(flops / (self._peak(kind) * shares.backward), backward_s / 2)
 
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Adam on a shard: gradient, main parameter and moments in float32, read and written."""

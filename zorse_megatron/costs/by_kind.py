@@ -39,6 +39,10 @@ class ByKind:
         """What recomputing one layer adds to its backward."""
         return self.computes[kind].recompute_s(kind, micro_batch_size, mode)
 
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward."""
+        return self.computes[kind].weight_gradients_s(kind, micro_batch_size)
+
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Optimizer step on a shard of `num_parameters`."""
         return self.computes[kind].step_s(kind, num_parameters)

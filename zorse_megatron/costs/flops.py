@@ -16,10 +16,14 @@ def attention_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
     return 4.0 * pairs * shape.query_width / tensor_parallel
 
 
+def matrix_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Products with the matrices of one layer, forward; gradients of the matrices take as many."""
+    return 2.0 * shape.seq_length * shape.layer_matrix_parameters(tensor_parallel)
+
+
 def layer_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Forward of one transformer layer on each rank."""
-    matrices = 2.0 * shape.seq_length * shape.layer_matrix_parameters(tensor_parallel)
-    return matrices + attention_flops(shape, tensor_parallel)
+    return matrix_flops(shape, tensor_parallel) + attention_flops(shape, tensor_parallel)
 
 
 def head_flops(shape: ModelShape, tensor_parallel: int = 1) -> float:

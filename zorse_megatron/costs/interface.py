@@ -39,6 +39,9 @@ class ComputeCost(Protocol):
     def recompute_s(self, kind: str, micro_batch_size: int, mode: RecomputeMode) -> float:
         """What recomputing one layer adds to its backward."""
 
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward."""
+
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Optimizer step on a shard of `num_parameters`."""
 
@@ -71,6 +74,9 @@ class MemoryCost(Protocol):
 
         `kind`: of the GPU, as kinds run different attention; None: what the model's usual GPU does.
         """
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        """What one layer keeps from a backward to weight gradients that are computed apart."""
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as it is sent."""

@@ -74,6 +74,10 @@ class MeasuredMemory(BytesByPrecision):
             raise LookupError(f"found recomputation {mode!r}; measured was only what is kept whole")
         return micro_batch_size * self.layer.activation_elements * self.element_bytes
 
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        """Raises LookupError: that was not measured."""
+        raise LookupError("found split_backward; measured was only what forwards keep")
+
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, whole."""
         return micro_batch_size * self.embedding.output_elements * self.element_bytes

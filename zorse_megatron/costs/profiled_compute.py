@@ -17,7 +17,7 @@ from zorse_megatron.costs.analytic_compute import (
     step_bytes_per_parameter,
 )
 from zorse_megatron.costs.curve import Replaced
-from zorse_megatron.costs.flops import head_flops, layer_flops
+from zorse_megatron.costs.flops import head_flops, layer_flops, matrix_flops
 from zorse_megatron.costs.interface import LayerTimes, PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.costs.same_chip import equal_kinds
@@ -141,6 +141,15 @@ class ProfiledCompute:
             return 0.0
         forward_s = self.layer(kind, micro_batch_size).forward_s
         return forward_s * (1.0 if mode == "full" else selective_share(self.model, self.computing))
+
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward: their analytic share."""
+        backward_s = self.layer(kind, micro_batch_size).backward_s
+        if not self.analytic.knows(kind):
+            flops = layer_flops(self.model, self.tensor_parallel) or 1.0
+            return backward_s * matrix_flops(self.model, self.tensor_parallel) / (2 * flops)
+        analytic_s = self.analytic.layer(kind, micro_batch_size).backward_s
+        return backward_s * self.analytic.weight_gradients_s(kind, micro_batch_size) / analytic_s
 
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Optimizer step on a shard: measured per parameter, or by memory traffic."""

@@ -8,7 +8,7 @@ fragmentation.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zorse_megatron.costs.activations import LayerActivations
+from zorse_megatron.costs.activations import LayerActivations, delayed_elements
 from zorse_megatron.costs.attention_kinds import attention_on
 from zorse_megatron.costs.efficiency import element_bytes, is_sixteen_bit
 from zorse_megatron.costs.interface import RecomputeMode
@@ -148,6 +148,15 @@ class TransformerMemory(BytesByPrecision):
         return layer.bytes_per_sample(
             mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
         )
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        """What one layer keeps from a backward to weight gradients that are computed apart."""
+        elements = delayed_elements(
+            self.model,
+            tensor_parallel=self.tensor_parallel,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return micro_batch_size * elements * element_bytes(self.dtype)
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as it is sent."""

@@ -32,6 +32,7 @@ class _BarStyle:
 
 _FORWARD = _BarStyle(label="forward", colour="#56B4E9")
 _BACKWARD = _BarStyle(label="backward", colour="#E69F00")
+_WEIGHT_GRADIENT = _BarStyle(label="weight gradients", colour="#F0E442")
 _WAIT = _BarStyle(label="wait for another rank", colour="#E8E8E8", hatch="////")
 _TRANSFER = _BarStyle(label="start a send or receive", colour="#009E73")
 _REDUCE = _BarStyle(label="sum gradients*", colour="#CC79A7")
@@ -42,6 +43,7 @@ _OTHER = _BarStyle(label="move state", colour="#7F7F7F")
 _LOOKS = {
     Kind.FORWARD: _FORWARD,
     Kind.BACKWARD: _BACKWARD,
+    Kind.WEIGHT_GRADIENT: _WEIGHT_GRADIENT,
     **dict.fromkeys(TRANSFERS, _TRANSFER),
     **dict.fromkeys((Kind.REDUCE, Kind.TIE, Kind.SCALE), _REDUCE),
     Kind.STEP: _STEP,

@@ -6,6 +6,7 @@ An action prints as a short word and parses back:
 |---------------|--------------------------------------------------------------------------|
 | `1F3`         | forward of chunk 1 on this rank's micro-batch 3                          |
 | `1B3`         | backward of the same                                                     |
+| `1W3`         | the gradients of weights that `1B3` has left out                         |
 | `1SA3>4[8:12]`| start to send samples 8..11 of chunk 1's output (activation) to rank 4   |
 | `2RA0<1[8:12]`| start to receive them from rank 1, for chunk 2's micro-batch 0           |
 | `2SG0>1[8:12]`| start to send the gradient of those samples back to rank 1               |
@@ -23,6 +24,10 @@ An action prints as a short word and parses back:
 Sends and receives only start a transfer; a receive may begin some computations before its place in
 the list (`receive_openings`). A forward or backward waits for the receives that it consumes; a
 send's buffer is kept until it has left.
+
+In a list with `1W3`, `1B3` computes gradients of inputs, and of the weights only what Megatron's
+linear layers do not delay: of the layers' matrices it keeps inputs and output gradients, which
+`1W3` multiplies.
 
 Only what goes to another rank is sent. Replicas of a group run the same micro-batches in all of
 its chunks, so between neighbouring chunks of one group there are no sends and receives: `2F3`
@@ -47,6 +52,7 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT_GRADIENT = "W"
     SEND_ACTIVATION = "SA"
     RECEIVE_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
@@ -62,6 +68,9 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
+"""What messages are made by, and for."""
+ON_LAYERS = COMPUTE | {Kind.WEIGHT_GRADIENT}
+"""What computes with one micro-batch."""
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
 TRANSFERS = SENDS | RECEIVES
@@ -111,7 +120,7 @@ class Action:
 
 
 _TRANSFER = re.compile(r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)(?:,(\d+):(\d+)/(\d+))?\]")
-_COMPUTE = re.compile(r"(\d+)([FB])(\d+)")
+_COMPUTE = re.compile(r"(\d+)([FBW])(\d+)")
 _CHUNK = re.compile(r"(\d+)(REDUCE|GATHER|RELEASE|OFFLOAD|FETCH)")
 
 

@@ -10,15 +10,19 @@ The order of each rank's computations is thus fixed; when they run is found by s
 visit by visit. When a group changes what is unsharded (see `materialise`), all its replicas wait
 for each other in the simulation, because they take part in the same collectives. Every wait is for
 something earlier in the order of visits, so the simulation always ends.
+
+Weight gradients that are computed apart (`weight_gradients`) belong to the visit of their backward.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
-from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.boundaries import Boundaries
-from zorse_megatron.schedules.events import BACKWARD_COST, Event, GroupEvent, forward_costs
+from zorse_megatron.schedules.events import Event, GroupEvent, computation_cost, forward_costs
 from zorse_megatron.schedules.materialise import Unit, between_units
 from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey
+from zorse_megatron.schedules.weight_gradients import most_delayed
 from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -102,6 +106,12 @@ class _BreadthFirst:
         self.order = order
         self.costs = forward_costs(plan)
         self.groups = [_Group(replicas=queues) for queues in boundaries.queues]
+        self.most_delayed = {
+            (number, replica): most_delayed(plan, number, replica)
+            for number, group in enumerate(self.groups)
+            for replica in group.replicas
+        }
+        """(group, replica) -> see `weight_gradients`."""
         self.offloads_parameters = ranks_that_offload_parameters(plan)
         for number, group in enumerate(self.groups):
             self._prepare(plan, number, group)
@@ -162,23 +172,33 @@ class _BreadthFirst:
         first, stop = (
             -(-part * len(queue) // visit.num_rounds) for part in (turn, turn + 1)
         )  # rounded up
-        now = group.free[replica]
-        cost = self.costs[visit.chunk][replica]
+        now, chunk = group.free[replica], visit.chunk
+        most = self.most_delayed[self.boundaries.groups[chunk], replica]
+        weights = self.costs[chunk][replica]
+        delayed: deque[MicroBatch] = deque()
         for micro_batch in queue[first:stop]:
             for forward in visit.passes:
-                start = max(now, self._inputs_arrive(visit.chunk, micro_batch, forward=forward))
-                now = start + (cost if forward else BACKWARD_COST * cost)
-                self.ends[visit.chunk, forward][micro_batch.key] = now
-                self.events.append(
-                    Event(
-                        time=start,
-                        end=now,
-                        chunk=visit.chunk,
-                        forward=forward,
-                        micro_batch=micro_batch,
-                    )
-                )
+                arrive = self._inputs_arrive(chunk, micro_batch, forward=forward)
+                while delayed and (len(delayed) > (most or 0) or now + weights <= arrive):
+                    now = self._compute(now, chunk, Kind.WEIGHT_GRADIENT, delayed.popleft())
+                kind = Kind.FORWARD if forward else Kind.BACKWARD
+                now = self._compute(max(now, arrive), chunk, kind, micro_batch)
+                self.ends[chunk, forward][micro_batch.key] = now
+                if not forward and most is not None:
+                    delayed.append(micro_batch)
+        for micro_batch in delayed:
+            now = self._compute(now, chunk, Kind.WEIGHT_GRADIENT, micro_batch)
         group.free[replica] = now
+
+    def _compute(self, start: int, chunk: int, kind: Kind, micro_batch: MicroBatch) -> int:
+        """Let a replica compute; returns when it is done."""
+        replica = micro_batch.replica
+        splits = self.most_delayed[self.boundaries.groups[chunk], replica] is not None
+        end = start + self.costs[chunk][replica] * computation_cost(kind, splits=splits)
+        self.events.append(
+            Event(time=start, end=end, chunk=chunk, kind=kind, micro_batch=micro_batch)
+        )
+        return end
 
     def _inputs_arrive(self, chunk: int, micro_batch: MicroBatch, *, forward: bool) -> int:
         if forward and chunk > 0:

@@ -9,20 +9,25 @@ it forward. Communication takes no time, but where the plan says how long (see `
 import math
 from dataclasses import dataclass
 
-from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch, Piece
 from zorse_megatron.schema.plan.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One forward or backward of a replica."""
+    """One forward, backward or weight gradient of a replica."""
 
     time: int
     end: int
     chunk: int
-    forward: bool
+    kind: Kind
     micro_batch: MicroBatch
+
+    @property
+    def forward(self) -> bool:
+        """Whether it is a forward."""
+        return self.kind is Kind.FORWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +52,11 @@ class GroupEvent:
 
 BACKWARD_COST = 2
 """A backward takes twice as long as a forward: it makes gradients of inputs and of weights."""
+
+
+def computation_cost(kind: Kind, *, splits: bool) -> int:
+    """In forwards. `splits`: whether gradients of weights are a computation of their own."""
+    return BACKWARD_COST if kind is Kind.BACKWARD and not splits else 1
 
 
 def forward_costs(plan: Plan) -> list[dict[int, int]]:

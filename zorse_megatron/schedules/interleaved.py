@@ -9,7 +9,7 @@ and one round of its own.
 """
 
 from zorse_megatron.schedules.one_f_one_b import round_of, share_out
-from zorse_megatron.schedules.order import Policy, Worker
+from zorse_megatron.schedules.policy import Policy, Worker
 from zorse_megatron.schema.plan.plan import Plan
 
 

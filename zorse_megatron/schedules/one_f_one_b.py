@@ -9,7 +9,7 @@ and back. So a plan may say how many samples more a group has in flight, to have
 meanwhile.
 """
 
-from zorse_megatron.schedules.order import Policy, Worker
+from zorse_megatron.schedules.policy import Policy, Worker
 from zorse_megatron.schema.plan.plan import Group, Plan
 
 

@@ -6,92 +6,25 @@ in which order it goes through its chunks, and whether it waits for what it pref
 schedule's (`one_f_one_b`, `interleaved`); micro-batches of one chunk stay in order. Durations are
 those of `events`.
 
+In a group with `split_backward` weight gradients are computed in the order of their backwards,
+where the replica would idle, or before all else if more of them wait than may (`weight_gradients`).
+
 If no replica can go on, which limits and preferences of unequal groups can bring about, the first
 one in line goes on regardless of them. So the simulation always ends, and its order can be
 executed: see `validate`.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
+from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.boundaries import Boundaries
-from zorse_megatron.schedules.events import BACKWARD_COST, Arrival, Event, forward_costs
-from zorse_megatron.schedules.samples import MicroBatch, MicroBatchKey, Piece
+from zorse_megatron.schedules.events import Arrival, Event, forward_costs
+from zorse_megatron.schedules.policy import Policy, Worker
+from zorse_megatron.schedules.replica_progress import Computation, ReplicaProgress
+from zorse_megatron.schedules.samples import MicroBatchKey, Piece
+from zorse_megatron.schedules.weight_gradients import most_delayed
 from zorse_megatron.schema.plan.plan import Plan
-
-Worker = tuple[int, int]
-"""(group, replica)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What a schedule asks of each replica."""
-
-    limits: Mapping[Worker, int]
-    """Most micro-batches in flight, counted once for each chunk."""
-    fill_first: bool
-    """Whether a replica below its limit prefers forwards to backwards."""
-    samples_per_round: int
-    """Samples that a replica takes through all of its chunks before those after them."""
-    strict: bool = False
-    """Whether a replica waits for what it prefers, although it could start something else."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pass:
-    """A computation that may be started."""
-
-    chunk: int
-    forward: bool
-    micro_batch: MicroBatch
-
-
-@dataclass(kw_only=True)
-class _Worker:
-    """One replica, while the pipeline is simulated."""
-
-    key: Worker
-    queue: Sequence[MicroBatch]
-    costs: Mapping[int, int]
-    """Chunk -> time of a forward."""
-    limit: int
-    forwards: list[_Pass] = field(default_factory=list)
-    """In the order of preference, as `backwards`."""
-    backwards: list[_Pass] = field(default_factory=list)
-    at: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    """Forward? -> how far the preferred order is done."""
-    done: dict[tuple[int, bool], int] = field(default_factory=dict)
-    """(chunk, forward?) -> number of micro-batches."""
-    in_flight: int = 0
-    busy: bool = False
-    forced: _Pass | None = None
-
-    def preferred(self, *, forward: bool) -> _Pass | None:
-        """The next one in the schedule's order."""
-        order, at = self.forwards if forward else self.backwards, self.at[forward]
-        while at < len(order) and self.is_done(order[at]):
-            at += 1
-        self.at[forward] = at
-        return order[at] if at < len(order) else None
-
-    def heads(self) -> Iterator[_Pass]:
-        """The next one of each chunk, in each direction."""
-        for (chunk, forward), count in self.done.items():
-            if count < len(self.queue):
-                yield _Pass(chunk=chunk, forward=forward, micro_batch=self.queue[count])
-
-    def is_done(self, work: _Pass) -> bool:
-        """Whether it has been started."""
-        return work.micro_batch.index < self.done[work.chunk, work.forward]
-
-    def start(self, work: _Pass) -> int:
-        """Note that it was started; returns its duration."""
-        self.busy = True
-        self.forced = None
-        self.done[work.chunk, work.forward] += 1
-        self.in_flight += 1 if work.forward else 0
-        return self.costs[work.chunk] * (1 if work.forward else BACKWARD_COST)
 
 
 class Pipeline:
@@ -109,15 +42,16 @@ class Pipeline:
         self.was_stuck = False
         """Whether limits and preferences had to be disregarded."""
         costs = forward_costs(plan)
-        self.workers: dict[Worker, _Worker] = {}
+        self.workers: dict[Worker, ReplicaProgress] = {}
         for group, queues in enumerate(boundaries.queues):
             chunks = plan.chunks_of_group(group)
             for replica, queue in queues.items():
-                worker = _Worker(
+                worker = ReplicaProgress(
                     key=(group, replica),
                     queue=queue,
                     costs={chunk: self.resolution * costs[chunk][replica] for chunk in chunks},
                     limit=policy.limits[group, replica],
+                    most_delayed=None if forward_only else most_delayed(plan, group, replica),
                 )
                 self._prepare(worker, policy.samples_per_round)
                 self.workers[worker.key] = worker
@@ -133,13 +67,14 @@ class Pipeline:
         self.missing: list[dict[tuple[bool, MicroBatchKey], int]] = self._dependencies()
         """Chunk -> (forward?, micro-batch) -> how many inputs have not been computed yet."""
 
-    def _prepare(self, worker: _Worker, samples_per_round: int) -> None:
-        for forward, order in ((True, worker.forwards), (False, worker.backwards)):
+    def _prepare(self, worker: ReplicaProgress, samples_per_round: int) -> None:
+        for kind, order in ((Kind.FORWARD, worker.forwards), (Kind.BACKWARD, worker.backwards)):
+            forward = kind is Kind.FORWARD
             if not forward and self.forward_only:
                 continue
             for chunk in worker.costs:
                 worker.done[chunk, forward] = 0
-                order += [_Pass(chunk=chunk, forward=forward, micro_batch=m) for m in worker.queue]
+                order += [Computation(chunk=chunk, kind=kind, micro_batch=m) for m in worker.queue]
             way = 1 if forward else -1
             order.sort(
                 key=lambda work: (work.micro_batch.start // samples_per_round, way * work.chunk)
@@ -157,7 +92,7 @@ class Pipeline:
     def simulate(self) -> Iterator[Event]:
         """Yield all events by start time. Complexity: O(events x log events)."""
         running, now = self.running, 0
-        remaining = sum(len(w.forwards) + len(w.backwards) for w in self.workers.values())
+        remaining = sum(worker.num_computations for worker in self.workers.values())
         while remaining or running:
             for event in self._startable(now):
                 remaining -= 1
@@ -181,14 +116,20 @@ class Pipeline:
                     time=now,
                     end=now + worker.start(work),
                     chunk=work.chunk,
-                    forward=work.forward,
+                    kind=work.kind,
                     micro_batch=work.micro_batch,
                 )
 
-    def _choose(self, worker: _Worker) -> _Pass | None:
-        """What the replica starts now, if anything."""
+    def _choose(self, worker: ReplicaProgress) -> Computation | None:
+        """What the replica starts now, if anything: weight gradients where it would idle."""
         if worker.forced:
             return worker.forced
+        if worker.delays_too_many:
+            return worker.next_delayed()
+        return self._choose_pass(worker) or worker.next_delayed()
+
+    def _choose_pass(self, worker: ReplicaProgress) -> Computation | None:
+        """The forward or backward that it starts, if any."""
         has_room = self.forward_only or worker.in_flight < worker.limit
         first = self.policy.fill_first
         for forward in (first, not first):
@@ -206,7 +147,7 @@ class Pipeline:
         ]
         return min(ready, key=lambda w: (w.forward, w.micro_batch.start, -w.chunk), default=None)
 
-    def _is_ready(self, worker: _Worker, work: _Pass) -> bool:
+    def _is_ready(self, worker: ReplicaProgress, work: Computation) -> bool:
         if not work.forward and worker.done[work.chunk, True] <= work.micro_batch.index:
             return False
         return not self.missing[work.chunk].get((work.forward, work.micro_batch.key), 0)
@@ -217,6 +158,8 @@ class Pipeline:
         worker = self.workers[group, event.micro_batch.replica]
         worker.busy = False
         self.changed.add(worker.key)
+        if event.kind is Kind.WEIGHT_GRADIENT:
+            return
         key = event.micro_batch.key
         if event.forward:
             if event.chunk < self.boundaries.last:
@@ -224,6 +167,12 @@ class Pipeline:
                     self._pass_on(event.chunk + 1, piece, forward=True)
             return
         worker.in_flight -= 1
+        if worker.most_delayed is not None:
+            worker.delayed.append(
+                Computation(
+                    chunk=event.chunk, kind=Kind.WEIGHT_GRADIENT, micro_batch=event.micro_batch
+                )
+            )
         if event.chunk > 0:
             for piece in self.boundaries.after_chunk[event.chunk - 1].by_target[key]:
                 self._pass_on(event.chunk - 1, piece, forward=False)

@@ -57,10 +57,9 @@ class _Sequence:
         self.lists: list[list[Action]] = [[] for _ in range(plan.world_size)]
 
     def compute(self, event: Event) -> None:
-        """Append a forward or a backward."""
-        kind = Kind.FORWARD if event.forward else Kind.BACKWARD
+        """Append a forward, a backward or a weight gradient."""
         micro_batch = event.micro_batch
-        action = Action(kind=kind, chunk=event.chunk, micro_batch=micro_batch.index)
+        action = Action(kind=event.kind, chunk=event.chunk, micro_batch=micro_batch.index)
         for rank in self._ranks(event.chunk, micro_batch):
             self.lists[rank].append(action)
 
@@ -77,6 +76,8 @@ class _Sequence:
 
     def transfer(self, event: Event) -> None:
         """Append the sends of what a computation produced, and their receives."""
+        if event.kind is Kind.WEIGHT_GRADIENT:
+            return
         lower = event.chunk if event.forward else event.chunk - 1
         if not 0 <= lower < self.boundaries.last or self.boundaries.after_chunk[lower].is_local:
             return

@@ -16,7 +16,8 @@ from heapq import heappush
 
 from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import BACKWARD_COST, Arrival, Event
-from zorse_megatron.schedules.order import Pipeline, Policy
+from zorse_megatron.schedules.order import Pipeline
+from zorse_megatron.schedules.policy import Policy
 from zorse_megatron.schedules.samples import Piece
 from zorse_megatron.schema.plan.plan import Plan
 

@@ -9,7 +9,7 @@ from zorse_megatron.schema.plan.plan import Plan
 
 
 def reductions(boundaries: Boundaries, events: Iterable[Event]) -> list[GroupEvent]:
-    """A REDUCE of each chunk when its last backward ends; those of one moment in reverse order."""
+    """A REDUCE of each chunk when its gradients are there; those of one moment in reverse order."""
     ends = [0] * (boundaries.last + 1)
     for event in events:
         if not event.forward:

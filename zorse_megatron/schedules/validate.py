@@ -2,7 +2,8 @@
 
 The rules: a rank runs its list in order; every send and receive waits for its other end, and a
 collective for all its ranks, as unbuffered blocking calls do; a forward or backward needs the
-receives that it consumes before it, and all ranks of its tensor-parallel set; transfers between two
+receives that it consumes before it, and all ranks of its tensor-parallel set; a weight gradient,
+where a chunk has them, stands between its backward and the chunk's REDUCE; transfers between two
 ranks in one direction are matched in the order in which they stand in the lists (NCCL has no tags).
 This is stricter than the runtime, where only what needs the result waits. If the dry run gets
 stuck, or two ends of a transfer do not fit, the error shows where every rank stands.
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from zorse_megatron.schedules.actions import (
     COMPUTE,
     MATCHING,
+    ON_LAYERS,
     RECEIVES,
     SENDS,
     TRANSFERS,
@@ -50,6 +52,7 @@ class _DryRun:
         self.position = [0] * len(self.lists)
         for rank, actions in enumerate(self.lists):
             _check_inputs(rank, actions)
+            _check_weight_gradients(rank, actions)
         self.members = self._members()
         self.present: dict[_Collective, set[int]] = defaultdict(set)
         """Ranks that stand at a collective."""
@@ -65,10 +68,10 @@ class _DryRun:
         return members
 
     def _is_collective(self, rank: int, action: Action) -> bool:
-        return action.kind in _COLLECTIVES or (action.kind in COMPUTE and rank in self.set_of)
+        return action.kind in _COLLECTIVES or (action.kind in ON_LAYERS and rank in self.set_of)
 
     def _key(self, rank: int, action: Action) -> _Collective:
-        if action.kind in COMPUTE:
+        if action.kind in ON_LAYERS:
             return action, self.set_of[rank][0]
         return action.kind, action.chunk
 
@@ -153,3 +156,21 @@ def _check_inputs(rank: int, actions: tuple[Action, ...]) -> None:
         last = receives.get((forward, chunk, micro_batch), -1)
         if last > at or any(places.get(one, at) > at for one in needed):
             raise ScheduleError(f"rank {rank} has {actions[at]} before what it consumes")
+
+
+def _check_weight_gradients(rank: int, actions: tuple[Action, ...]) -> None:
+    """Raise ScheduleError where a chunk that has some lacks one, or has it too early or late."""
+    split = {action.chunk for action in actions if action.kind is Kind.WEIGHT_GRADIENT}
+    waiting: set[tuple[int | None, int | None]] = set()
+    for action in actions if split else ():
+        key = action.chunk, action.micro_batch
+        if action.kind is Kind.BACKWARD and action.chunk in split:
+            waiting.add(key)
+        elif action.kind is Kind.WEIGHT_GRADIENT:
+            if key not in waiting:
+                raise ScheduleError(f"rank {rank} has {action} before its backward, or twice")
+            waiting.remove(key)
+        elif action.kind is Kind.REDUCE and any(chunk == action.chunk for chunk, _ in waiting):
+            raise ScheduleError(f"rank {rank} has {action} before all gradients of weights")
+    if waiting:
+        raise ScheduleError(f"rank {rank} lacks weight gradients of (chunk, micro-batch) {waiting}")

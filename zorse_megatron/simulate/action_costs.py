@@ -82,6 +82,29 @@ class ActionCosts:
                 self._phases[key] = self._set_phases(own, rank, chunk)
         return self._phases[key]
 
+    def seconds(self, rank: int, chunk: int, kind: Kind, *, splits: bool) -> Sequence[float]:
+        """The phases of a forward, a backward, or a weight gradient, which has one.
+
+        `splits`: whether backwards leave weight gradients out; then both take as long as one whole
+        backward, of which each phase gives what it has of the layers' time.
+        """
+        phases = self.phases(rank, chunk)
+        if kind is Kind.FORWARD:
+            return [float(each.forward_s) for each in phases]
+        weights_s = self._weight_gradients_s(rank, chunk) if splits else 0.0
+        if kind is Kind.WEIGHT_GRADIENT:
+            return [weights_s]
+        backward_s = [float(each.backward_s) for each in phases]
+        of_layers = backward_s[:2]  # attention and MLP, or all in one
+        share = weights_s / sum(of_layers) if weights_s else 0.0
+        return [(1 - share) * each for each in of_layers] + backward_s[2:]
+
+    def _weight_gradients_s(self, rank: int, chunk: int) -> float:
+        compute = self._set_compute(rank, chunk)
+        own = compute or self.computes[self.sizes.plan.chunks[chunk].group]
+        of_layer = own.weight_gradients_s(self.kinds[rank], self.sizes.micro_batch_size(rank))
+        return self.sizes.num_layers(chunk) * of_layer
+
     def set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
         """What a set communicates inside a computation of the chunk.
 

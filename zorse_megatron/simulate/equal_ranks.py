@@ -190,7 +190,14 @@ class Copies:
             # Recomputation does not change the lists; of offloading only that of parameters does,
             # which all replicas have or none.
             extra = (group.extra_in_flight or 0) // self.count or None
-            groups.append(Group(replicas=replicas, offload=group.offload, extra_in_flight=extra))
+            groups.append(
+                Group(
+                    replicas=replicas,
+                    offload=group.offload,
+                    extra_in_flight=extra,
+                    split_backward=group.split_backward,
+                )
+            )
             first += number
         return dataclasses.replace(
             self.plan,

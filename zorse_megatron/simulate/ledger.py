@@ -105,6 +105,8 @@ class _Ledger:
                 self._forward(position, action)
             elif kind is Kind.BACKWARD:
                 self._backward(position, action)
+            elif kind is Kind.WEIGHT_GRADIENT:
+                self._weight_gradient(position, action)
             else:
                 self._on_state(position, action)
         if len(self.track.actions) in self.leaving:
@@ -210,8 +212,18 @@ class _Ledger:
         head_ends_s = start_s if of_chunk.working else end_s
         self._note(head_ends_s, Category.LOGITS, -of_chunk.head, position)
         self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
-        self._note(end_s, Category.ACTIVATIONS, -of_chunk.kept, position)
+        # Layer by layer, what is kept for weight gradients takes the place of what forwards kept.
+        more = max(0, of_chunk.delayed - of_chunk.kept)
+        self._note(start_s, Category.ACTIVATIONS, more, position)
+        left = of_chunk.delayed - (of_chunk.kept + more)
+        self._note(end_s, Category.ACTIVATIONS, left, position)
         self._note(end_s, Category.BUFFERS, -received, position)
+
+    def _weight_gradient(self, position: int, action: Action) -> None:
+        assert action.chunk is not None
+        _, end_s = self._run(position)
+        delayed = self.bytes.of(action.chunk).delayed
+        self._note(end_s, Category.ACTIVATIONS, -delayed, position)
 
     def _take(self, key: tuple[Kind, int | None, int | None], position: int) -> int:
         """What a computation has received, in one tensor: pieces are there until it is made."""

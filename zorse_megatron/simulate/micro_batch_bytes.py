@@ -15,6 +15,8 @@ class MicroBatchBytes:
     """0 in an evaluation."""
     head: int
     working: int
+    delayed: int
+    """From a backward to the weight gradients, where these are computed apart."""
 
 
 class MicroBatchSizes:
@@ -36,5 +38,6 @@ class MicroBatchSizes:
                 kept=0 if forward_only else sizes.kept_bytes(rank, chunk),
                 head=sizes.head_bytes(rank, chunk),
                 working=sizes.working_bytes(rank, chunk, forward_only=forward_only),
+                delayed=0 if forward_only else sizes.delayed_bytes(rank, chunk),
             )
         return found

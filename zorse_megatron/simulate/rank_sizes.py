@@ -175,6 +175,13 @@ class RankSizes(RankParameters):
                 self._kept[key] += inputs * memory.activation_bytes(size, mode, kind)
         return self._kept[key]
 
+    def delayed_bytes(self, rank: int, chunk: int) -> int:
+        """What layers keep from a backward to weight gradients apart; 0 where there are none."""
+        if not self.plan.groups[self.plan.chunks[chunk].group].split_backward:
+            return 0
+        of_layer = self.memory_at(rank, chunk).delayed_bytes(self.micro_batch_size(rank))
+        return self.num_layers(chunk) * of_layer
+
     def _kind(self, rank: int) -> str | None:
         return None if self._kinds is None else self._kinds[rank]
 

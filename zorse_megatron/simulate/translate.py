@@ -8,6 +8,7 @@ yet, those that its word in `schedules.actions` promises:
   each pair of ranks. On each stream things run one at a time, in list order.
 - A forward or backward runs on the main stream, when the receives that it consumes have arrived
   and the GATHER and the FETCH of its chunk that precede it in the list are done.
+- A weight gradient takes its part of the backward, which where it stands apart takes the rest.
 - A computation of a tensor-parallel set is one task of all its ranks: it starts when all are ready,
   and between collectives takes as long as on the slowest. Collectives inside layers take idle
   links. A set without sequence parallelism gathers what arrived in parts first.
@@ -47,7 +48,7 @@ of its processors.
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Action, Kind
+from zorse_megatron.schedules.actions import COMPUTE, ON_LAYERS, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.send_closings import send_closings
 from zorse_megatron.simulate.action_costs import ActionCosts
@@ -123,14 +124,16 @@ class _RankTranslator:
         framework = self.sizes.framework
         self.blocks, self.pairs = framework.blocking_transfers, framework.paired_transfers
         self.set = self.sizes.set_of(rank)
-        self.times_s: dict[tuple[int, bool], list[float]] = {}
-        """(chunk, forward?) -> what its phases take, without a perturbation."""
+        self.times_s: dict[tuple[int, Kind], Sequence[float]] = {}
+        """(chunk, kind) -> what its phases take, without a perturbation."""
         self.factor = perturbation.rank_factor(rank, self.costs.kinds[rank])
         self.jitter = perturbation.jitter_of(rank)
         self.is_perturbed = bool(perturbation.jitter) or self.factor != 1.0
         self.main = self.collective = self.to_host = self.from_host = NOTHING
         self.last_out = self.reduction = NOTHING
         """The last copy of activations to the host, and the last reduction."""
+        self.split = {a.chunk for a in actions if a.kind is Kind.WEIGHT_GRADIENT}
+        """Chunks whose weight gradients are computed apart."""
         self.pending: dict[tuple[Kind, int | None], int] = {}
         """GATHERs and FETCHes of parameters that the main stream has not waited for yet."""
         self.copies: dict[tuple[Kind, int | None], int] = {}
@@ -151,7 +154,7 @@ class _RankTranslator:
             if kind in TRANSFERS:
                 self._transfer(position, action)
                 continue  # the task is known when its other end is
-            if kind in COMPUTE:
+            if kind in ON_LAYERS:
                 task = self._compute(position, action)
             elif kind in (Kind.REDUCE, Kind.GATHER):
                 task = self._collective(position, action)
@@ -200,33 +203,40 @@ class _RankTranslator:
         assert action.chunk is not None
         forward = action.kind is Kind.FORWARD
         own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
-        if not forward and (action.chunk, action.micro_batch) in self.copied_out:
+        if action.kind is Kind.BACKWARD and (action.chunk, action.micro_batch) in self.copied_out:
             own = self.track.own[position] = (*own, self._copy_back(position, action))
-        owner, phases_s = (self.rank, position), self._phases_s(action.chunk, forward=forward)
+        owner, phases_s = (self.rank, position), self._phases_s(action.chunk, action.kind)
         if self.is_perturbed:
             factor = self.factor * self.jitter.draw()
             phases_s = [factor * each for each in phases_s]
         if len(self.set) > 1:
-            gathers = not self.sizes.has_own_input(action)
-            inside = self.costs.set_collectives(self.set, action.chunk, gathers=gathers)
-            inside_s = inside.forward_s if forward else inside.backward_s
+            inside_s = self._inside_s(action)
             task = self.sets.join(self.set, action, owner, phases_s, inside_s, self.main, *own)
         else:
             task = self.graph.add(owner, Role.COMPUTE, sum(phases_s), self.main, *own)
-        consumer = self.rank, forward, action.chunk, action.micro_batch
-        self.transfers.consumers[consumer] = task, position
+        if action.kind in COMPUTE:
+            consumer = self.rank, forward, action.chunk, action.micro_batch
+            self.transfers.consumers[consumer] = task, position
         self._on_main(task)
         if forward and (action.chunk, action.micro_batch) in self.offloaded:
             self._copy_out(position, action)
         return task
 
-    def _phases_s(self, chunk: int, *, forward: bool) -> list[float]:
-        """See `ActionCosts.phases`."""
-        found = self.times_s.get((chunk, forward))
+    def _inside_s(self, action: Action) -> float:
+        """What the set communicates in a computation; gathers for weight gradients overlap."""
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            return 0.0
+        assert action.chunk is not None
+        gathers = not self.sizes.has_own_input(action)
+        inside = self.costs.set_collectives(self.set, action.chunk, gathers=gathers)
+        return float(inside.forward_s if action.kind is Kind.FORWARD else inside.backward_s)
+
+    def _phases_s(self, chunk: int, kind: Kind) -> Sequence[float]:
+        """See `ActionCosts.seconds`."""
+        found = self.times_s.get((chunk, kind))
         if found is None:
-            phases = self.costs.phases(self.rank, chunk)
-            found = [float(each.forward_s if forward else each.backward_s) for each in phases]
-            self.times_s[chunk, forward] = found
+            found = self.costs.seconds(self.rank, chunk, kind, splits=chunk in self.split)
+            self.times_s[chunk, kind] = found
         return found
 
     def _collective(self, position: int, action: Action) -> int:

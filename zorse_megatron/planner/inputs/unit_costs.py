@@ -88,6 +88,15 @@ class UnitCompute:
             for gpu, compute in self._ranks(self.set_kinds[kind])
         )
 
+    def weight_gradients_s(self, kind: str, micro_batch_size: int) -> float:
+        """What gradients of its matrices take of one layer's backward."""
+        if kind not in self.set_kinds:
+            return self.base.compute.weight_gradients_s(kind, micro_batch_size)
+        return max(
+            compute.weight_gradients_s(gpu, micro_batch_size)
+            for gpu, compute in self._ranks(self.set_kinds[kind])
+        )
+
     def step_s(self, kind: str, num_parameters: int) -> float:
         """Optimizer step on a shard, of which each rank has its part."""
         if kind not in self.set_kinds:
@@ -170,6 +179,10 @@ class UnitMemory:
                 found.gpu_kinds, found.rank_parts, found.shares, strict=True
             )
         )
+
+    def delayed_bytes(self, micro_batch_size: int) -> int:
+        """What one layer keeps from a backward to weight gradients that are computed apart."""
+        return self._whole.delayed_bytes(micro_batch_size)
 
     def boundary_bytes(self, micro_batch_size: int) -> int:
         """One activation between two layers, as all ranks of a set send it together."""

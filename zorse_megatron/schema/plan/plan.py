@@ -130,6 +130,8 @@ class Group:
     """Offloading to host memory of replicas that do not say; absent: none."""
     extra_in_flight: Positive | None = None
     """Samples in flight beyond what is needed where messages take no time; absent: none."""
+    split_backward: bool | None = None
+    """Whether gradients of weights are a computation of their own; absent: part of the backward."""
     compute_dtype: ComputeDtype | None = None
     """In which type the group computes; absent: as the training command says."""
     gradient_wire: GradientCommDtype | None = None
