@@ -10,10 +10,10 @@ from tests.unit.fake_costs import FakeMemory
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.planner.closed_form.batch_split import ReplicaClass, ReplicaShare, best_split
+from zorse_megatron.planner.closed_form.water_filling import water_fill
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.groupings.set_partitions import set_partitions
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
-from zorse_megatron.planner.plans.water_filling import water_fill
 from zorse_megatron.schedules.shards import shard_bounds
 from zorse_megatron.schema.plan.plan import (
     Chunk,

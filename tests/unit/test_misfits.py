@@ -13,13 +13,13 @@ from zorse_megatron.cli.console import failure_as_json
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
 from zorse_megatron.costs import pinned
+from zorse_megatron.planner.evaluate.node_host_memory import host_needs
 from zorse_megatron.planner.explain.analysis import explain
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.planner.shortage import gpu_memory as shortage
 from zorse_megatron.planner.shortage.gpu_memory import fitting, no_plan
-from zorse_megatron.planner.shortage.node_host_memory import host_needs
 from zorse_megatron.planner.shortage.what_fits import fits_problem, what_fits
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from zorse_megatron.planner.closed_form import balance
+from zorse_megatron.planner.closed_form import water_filling as water
 from zorse_megatron.planner.closed_form.balance import balanced_layers
 from zorse_megatron.planner.closed_form.layer_assignment import GroupCost, best_layer_assignments
-from zorse_megatron.planner.plans import water_filling as water
-from zorse_megatron.planner.plans.water_filling import water_fill
+from zorse_megatron.planner.closed_form.water_filling import water_fill
 from zorse_megatron.planner.search import batched as batches
 
 costs = st.builds(

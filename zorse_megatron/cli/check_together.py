@@ -121,7 +121,7 @@ def _memory(
     plan: Plan, cluster: Cluster, workload: Workload, profiles: Sequence[Path], source: str
 ) -> str:
     """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
-    from zorse_megatron.planner.shortage.node_host_memory import (
+    from zorse_megatron.planner.evaluate.node_host_memory import (
         host_needs,
         host_problems,
         host_sentences,

@@ -229,7 +229,8 @@ class PipelineTimes:
         return reduce_s + self.communication.statistics_s + step_s + gather_s
 
     def _collectives(self, pipeline: CostedPipeline) -> tuple[float, float, float]:
-        """breadth_first: collectives of the slowest group, what is exposed of them, the step."""
+        """breadth_first: collectives of the slowest group, or its fetches of parameters beside
+        them; what is exposed of collectives; the step."""
         memory = self.inputs.memory
         layer = memory.layer_parameters()
         sharing = self.communication.groups_sharing_a_node(pipeline.candidate.device_groups)
@@ -245,7 +246,7 @@ class PipelineTimes:
                 )
                 for to_bytes in (memory.parameter_bytes, memory.gradient_bytes)
             )
-            collective_s = max(collective_s, parts * (2 * gather_s + reduce_s))
+            collective_s = max(collective_s, parts * (2 * gather_s + reduce_s), cost.fetches_s)
             exposed_s = max(exposed_s, gather_s + reduce_s)
             step_s = max(step_s, cost.step_s)
         return collective_s, exposed_s, step_s

@@ -81,13 +81,10 @@ class SettingsByClass:
         """
         if len(stage.device_group.gpu_classes) == 1 or "none" not in self.space.recompute:
             return
-        resident, in_host = MemorySettings(), MemorySettings(offload_state=True)
-        if keeps != resident:
-            yield from self._with_host(stage, resident)
-        counts = self.cost_model.counts(stage)
-        is_wanted = keeps is None and self.space.offload
-        if is_wanted and self.cost_model.memory.host_holds(stage, in_host, counts):
-            yield from self._with_host(stage, in_host)
+        for host in self.cost_model.to_try.hosts(stage):
+            if host == keeps:
+                return
+            yield from self._with_host(stage, host)
 
     def _with_host(
         self, stage: Stage, host: MemorySettings
@@ -100,6 +97,7 @@ class SettingsByClass:
                 (way, free)
                 for way, own in rows
                 if (free := self.cost_model.memory.free_bytes(stage, own, way)) >= 0
+                and self.cost_model.host.holds(stage, own, way)
             ]
             if fitting or not rows:
                 yield from fitting

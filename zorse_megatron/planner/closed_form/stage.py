@@ -17,8 +17,15 @@ class MemorySettings:
     mode: RecomputeMode = "none"
     recomputed: int = 0
     """Layers (of all its chunks together) that are recomputed."""
+    offload_parameters: bool = False
+    """Only under breadth_first, which releases them."""
     offload_state: bool = False
     offload_activations: bool = False
+
+    @property
+    def offloads_anything(self) -> bool:
+        """Whether anything waits in the host."""
+        return self.offload_parameters or self.offload_state or self.offload_activations
 
 
 ClassSettings = tuple[MemorySettings, ...]

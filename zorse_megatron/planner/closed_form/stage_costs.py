@@ -1,16 +1,18 @@
 """Cost of a device group with a number of layers, in closed form: time, recomputation, offload.
 
-If memory (see `stage_memory`) does not suffice, layers are recomputed, as few as possible; if that
-is not enough, optimizer state and then activations wait in the host.
+If memory (see `stage_memory`) does not suffice, layers are recomputed, as few as possible, or
+parameters, optimizer state and the inputs of layers wait in the host (see `host_settings`).
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
+from zorse_megatron.planner.closed_form.host_settings import StageHostMemory
 from zorse_megatron.planner.closed_form.settings_by_class import SettingsByClass
+from zorse_megatron.planner.closed_form.settings_to_try import SettingsToTry
 from zorse_megatron.planner.closed_form.stage import (
     ClassSettings,
     MemorySettings,
@@ -61,6 +63,8 @@ class StageCost:
     """Forward and backward of a micro-batch, mean over samples."""
     step_s: float
     """The optimizer step with even shards."""
+    fetches_s: float
+    """Parameters that come from the host, once for the forward and once for the backward."""
     free_bytes: float
     """What is left in the device group when all is placed; at least 0."""
 
@@ -71,9 +75,11 @@ class StageCostModel:
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.memory = StageMemory(inputs)
+        self.host = StageHostMemory(self.memory)
         self._costs: dict[tuple[object, ...], StageCost | None] = {}
         self._sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._counts: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self.to_try = SettingsToTry(self)
         self._by_class = SettingsByClass(self)
         self._layer_times: dict[tuple[str, int], tuple[float, float]] = {}
         self._again: dict[tuple[str, int, RecomputeMode], float] = {}
@@ -149,10 +155,10 @@ class StageCostModel:
         classes before those that differ."""
         counts = self.counts(stage)
         keeps: MemorySettings | None = None
-        for settings in self._ways(stage, counts):
+        for settings in self.to_try.all(stage, counts):
             alike = stage.alike(settings)
             free = self.memory.free_bytes(stage, counts, alike)
-            if free >= 0:
+            if free >= 0 and self.host.holds(stage, counts, alike):
                 yield alike, free
                 if not settings.recomputed:
                     keeps = settings
@@ -160,93 +166,35 @@ class StageCostModel:
         yield from self._by_class.fitting(stage, keeps)
 
     def step_s(self, stage: Stage, settings: ClassSettings) -> float:
-        """The optimizer step with even shards, state in the host included."""
-        owned = self.memory.parameters(stage.num_layers, stage.position) // len(
-            stage.device_group.ranks
-        )
+        """The optimizer step with even shards, what waits in the host included."""
+        owned = self._owned(stage)
         compute_s = max(
             self.inputs.compute.step_s(gpu_class.kind, owned)
             for gpu_class in stage.device_group.gpu_classes
         )
-        links = [
-            gpu_class.host_link_bytes_per_s
+        return max(compute_s, self._copies_s(stage, settings))
+
+    def _owned(self, stage: Stage) -> int:
+        """Parameters of a GPU's shard, if shards are even."""
+        parameters = self.memory.parameters(stage.num_layers, stage.position)
+        return parameters // len(stage.device_group.ranks)
+
+    def _copies_s(self, stage: Stage, settings: ClassSettings) -> float:
+        """What a step brings from the host, and takes back meanwhile, on the slowest host link."""
+        memory, owned, found = self.inputs.memory, self._owned(stage), 0.0
+        for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True):
+            copied = memory.state_bytes(owned) if own.offload_state else 0
+            copied += memory.parameter_bytes(owned) if own.offload_parameters else 0
+            found = max(found, copied / gpu_class.host_link_bytes_per_s)
+        return found
+
+    def _fetches_s(self, stage: Stage, settings: ClassSettings) -> float:
+        """See `StageCost.fetches_s`; of the slowest host link."""
+        fetched = 2 * self.inputs.memory.parameter_bytes(self._owned(stage))
+        return max(
+            fetched / gpu_class.host_link_bytes_per_s if own.offload_parameters else 0.0
             for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True)
-            if own.offload_state
-        ]
-        if not links:
-            return compute_s
-        return max(compute_s, self.inputs.memory.state_bytes(owned) / min(links))
-
-    def _ways(self, stage: Stage, counts: Sequence[float]) -> Iterator[MemorySettings]:
-        """Settings to try: recomputation with what it can spare, with and without host memory."""
-        yield from self._recomputing(stage, counts, MemorySettings())
-        if not self.inputs.space.offload:
-            return
-        if self.memory.host_holds(stage, MemorySettings(offload_state=True), counts):
-            yield from self._recomputing(stage, counts, MemorySettings(offload_state=True))
-        # Only the inputs of layers can wait in the host, so all layers are recomputed with it.
-        if "full" in self.inputs.space.recompute:
-            both = MemorySettings(
-                mode="full",
-                recomputed=stage.num_layers,
-                offload_state=True,
-                offload_activations=True,
-            )
-            if self._copies_in_time(stage, both) and self.memory.host_holds(stage, both, counts):
-                yield both
-
-    def _recomputing(
-        self, stage: Stage, counts: Sequence[float], host: MemorySettings
-    ) -> Iterator[MemorySettings]:
-        """Nothing, core attention, as few layers as fit, those that cost least time first."""
-        space = self.inputs.space
-        if "none" in space.recompute:
-            yield host
-        kinds = {gpu_class.kind for gpu_class in stage.device_group.gpu_classes}
-        spares = any(self.memory.spared(kind, "selective") > 0 for kind in kinds)
-        if "selective" in space.recompute and spares:
-            yield replace(host, mode="selective", recomputed=stage.num_layers)
-        if "full" in space.recompute:
-            yield from self._full(stage, counts, host)
-
-    def _copies_in_time(self, stage: Stage, settings: MemorySettings) -> bool:
-        """Whether the host link takes what a forward keeps in no more than the forward's time."""
-        memory = self.memory
-
-        def kept(kind: str) -> int:
-            spared = memory.spared(kind, settings.mode)
-            return stage.num_layers * memory.kept(kind) - settings.recomputed * spared
-
-        return all(
-            passes.size * kept(gpu_class.kind) / gpu_class.host_link_bytes_per_s <= passes.forward_s
-            for gpu_class, passes in zip(
-                stage.device_group.gpu_classes,
-                self.passes(stage, stage.alike(settings)),
-                strict=True,
-            )
         )
-
-    def _full(
-        self, stage: Stage, counts: Sequence[float], host: MemorySettings
-    ) -> Iterator[MemorySettings]:
-        """The least number of recomputed layers that fits, by bisection: memory only falls."""
-        layers, step = stage.num_layers, stage.num_chunks  # as many layers of every chunk
-        low, high = 1, max(1, -(-layers // step))
-
-        def settings(number: int) -> MemorySettings:
-            return replace(host, mode="full", recomputed=min(layers, number * step))
-
-        if "none" not in self.inputs.space.recompute:
-            low = high
-        if self.memory.free_bytes(stage, counts, stage.alike(settings(high))) < 0:
-            return
-        while low < high:
-            middle = (low + high) // 2
-            if self.memory.free_bytes(stage, counts, stage.alike(settings(middle))) >= 0:
-                high = middle
-            else:
-                low = middle + 1
-        yield settings(low)
 
     def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""
@@ -329,6 +277,7 @@ class StageCostModel:
             backward_s=max(each.backward_s for each in passes),
             mean_micro_batch_s=mean_s,
             step_s=self.step_s(stage, settings),
+            fetches_s=self._fetches_s(stage, settings),
             free_bytes=free,
         )
 

@@ -8,9 +8,9 @@ during the step, when activations are not: what has to fit then is looked at apa
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zorse_megatron.costs.interface import RecomputeMode
-from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
 from zorse_megatron.planner.closed_form.device_groups import GpuClass
 from zorse_megatron.planner.closed_form.stage import (
     ClassSettings,
@@ -92,7 +92,10 @@ class StageMemory:
         costs, parameters = self.costs, self.parameters(stage.num_layers, stage.position)
         total = 0 if settings.offload_state else costs.state_bytes(parameters)
         if stage.position.schedule == "breadth_first":
-            total += costs.parameter_bytes(parameters) + costs.gradient_bytes(parameters)
+            total += costs.gradient_bytes(parameters)
+            # In the host all but the shards that are on their way: those of one chunk.
+            chunks = stage.num_chunks if settings.offload_parameters else 1
+            total += costs.parameter_bytes(-(-parameters // chunks))
         return total
 
     def gpu_free_bytes(
@@ -107,8 +110,11 @@ class StageMemory:
         if not settings.offload_state:
             return in_passes
         resident = 0 if stage.position.schedule == "breadth_first" else self._unsharded_bytes(stage)
-        passing = passing_at_most(self.parameters(stage.num_layers, stage.position))
-        resident += self.costs.state_bytes(passing) + stage.reserve_bytes
+        parameters = self.parameters(stage.num_layers, stage.position)
+        resident += self.costs.state_bytes(passing_at_most(parameters)) + stage.reserve_bytes
+        if settings.offload_parameters:  # of the two chunks whose pieces pass through
+            passing = -(-2 * parameters // (stage.num_chunks * len(stage.device_group.ranks)))
+            resident += self.costs.parameter_bytes(passing)
         return min(in_passes, capacity_bytes - resident)
 
     def local_bytes(
@@ -170,7 +176,15 @@ class StageMemory:
             return costs.parameter_bytes(parameters) + costs.gradient_bytes(parameters)
         # Two chunks at most: one in use, one being gathered or reduced.
         layers = min(stage.num_chunks, 2) * -(-stage.num_layers // stage.num_chunks)
-        both = layers * self.layer_parameters + self.parameters(0, stage.position)
+        ends = self.parameters(0, stage.position)
+        if stage.num_chunks > 2 and stage.position.is_first and stage.position.is_last:
+            # Never both of them: embedding and head are of chunks far apart.
+            apart = (
+                replace(stage.position, is_last=False),
+                replace(stage.position, is_first=False),
+            )
+            ends = max(self.parameters(0, position) for position in apart)
+        both = layers * self.layer_parameters + ends
         return costs.parameter_bytes(both) + costs.gradient_bytes(both)
 
     def limit(self, position: StagePosition, count: float) -> float:
@@ -192,28 +206,5 @@ class StageMemory:
             one = self.gpu_free_bytes(stage, own, size, whole_micro_batches(count), gpu_class)
             least = min(least, one)
             free += len(gpu_class.ranks) * one
-        # All classes keep optimizer state in the same place.
+        # All classes keep parameters and optimizer state in the same place.
         return least if least < 0 else free - self.shared_bytes(stage, settings[0])
-
-    def host_holds(self, stage: Stage, settings: MemorySettings, counts: Sequence[float]) -> bool:
-        """Whether host memory takes what is offloaded; where its size is not known, it does.
-
-        In pinned blocks, as in `simulate.host_memory`, of chunks and shards of equal size.
-        """
-        parameters = self.parameters(stage.num_layers, stage.position)
-        owned = -(-parameters // (len(stage.device_group.ranks) * stage.num_chunks))
-        state = stage.num_chunks * pinned_state_bytes(self.costs.state_bytes(owned), owned)
-        for gpu_class, size, count in zip(
-            stage.device_group.gpu_classes, stage.sizes, counts, strict=True
-        ):
-            if gpu_class.host_bytes is None:
-                continue
-            needed: float = state
-            if settings.offload_activations:
-                spared = self.spared(gpu_class.kind, settings.mode)
-                kept = self.kept(gpu_class.kind) - spared * settings.recomputed / stage.num_layers
-                block = pinned_bytes(math.ceil(size * kept))
-                needed += block * self.layers_in_flight(stage, count)
-            if needed > gpu_class.host_bytes:
-                return False
-        return True

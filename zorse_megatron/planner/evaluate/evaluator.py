@@ -9,9 +9,11 @@ from zorse_megatron.errors import PlanError
 from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate.gc_paused import gc_paused
+from zorse_megatron.planner.evaluate.node_host_memory import NodeHostMemory, extended, host_needs
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import Builder
+from zorse_megatron.schema.plan.memory_settings import offloads_anything
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.simulate.result import SimulationResult
@@ -40,10 +42,17 @@ class Evaluation:
     """Rank -> highest memory."""
     overflow_bytes: tuple[int, ...]
     """Group -> most that one of its units has too much, below 0 where all fit."""
+    host: tuple[NodeHostMemory, ...] = ()
+    """Nodes in whose memory something waits, of those whose memory is known."""
     is_extrapolated: bool = False
 
     @property
     def fits(self) -> bool:
+        """Whether every rank's peak is within its capacity, and what is offloaded in its node's."""
+        return self.fits_gpus and not any(need.missing_bytes for need in self.host)
+
+    @property
+    def fits_gpus(self) -> bool:
         """Whether every rank's peak is within its capacity."""
         return all(overflow <= 0 for overflow in self.overflow_bytes)
 
@@ -180,7 +189,9 @@ class Evaluator:
         slope = (two.iteration_s - one.iteration_s) / first
         iteration_s = two.iteration_s + slope * (batch - 2 * first)
         return replace(
-            self._evaluation(plan, estimate, two.result, iteration_s), is_extrapolated=True
+            self._evaluation(plan, estimate, two.result, iteration_s),
+            host=extended(one.host, two.host, batch / first),
+            is_extrapolated=True,
         )
 
     def _evaluation(
@@ -202,7 +213,14 @@ class Evaluator:
                 max(self._overflow_bytes(rank, peaks[rank]) for rank in group.ranks)
                 for group in plan.groups
             ),
+            host=self._host_needs(plan, result),
         )
+
+    def _host_needs(self, plan: Plan, result: SimulationResult) -> tuple[NodeHostMemory, ...]:
+        units = self.inputs.units
+        inputs = self.inputs if units is None else units.base
+        is_known = any(host is not None for host in inputs.host_bytes)
+        return host_needs(inputs, result) if is_known and offloads_anything(plan) else ()
 
     def _overflow_bytes(self, rank: int, peak_bytes: int) -> int:
         """What a rank has too much, of its unit as that is counted."""

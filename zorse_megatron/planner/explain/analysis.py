@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from zorse_megatron.planner.baselines.link_bound import plan_link_bound
 from zorse_megatron.planner.baselines.lower_bound import plan_bound_s
+from zorse_megatron.planner.evaluate.node_host_memory import (
+    host_needs,
+)
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain.explanation import (
     Alternative,
@@ -18,9 +21,6 @@ from zorse_megatron.planner.explain.explanation import (
 from zorse_megatron.planner.explain.replan import Replans
 from zorse_megatron.planner.explain.sentences import sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.shortage.node_host_memory import (
-    host_needs,
-)
 from zorse_megatron.schema.plan.memory_settings import recomputes_anything, without_recompute
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of

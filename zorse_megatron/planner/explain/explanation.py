@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from zorse_megatron.planner.explain.replan import Replans
-from zorse_megatron.planner.outcome import LinkBound
-from zorse_megatron.planner.shortage.node_host_memory import (
+from zorse_megatron.planner.evaluate.node_host_memory import (
     NodeHostMemory,
 )
+from zorse_megatron.planner.explain.replan import Replans
+from zorse_megatron.planner.outcome import LinkBound
 
 Limit = Literal["compute", "imbalance and bubbles", "communication"]
 

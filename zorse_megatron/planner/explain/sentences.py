@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
+from zorse_megatron.planner.evaluate.node_host_memory import (
+    host_sentences,
+)
 from zorse_megatron.planner.explain.explanation import Explanation
 from zorse_megatron.planner.explain.set_sentences import set_sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import LinkBound
 from zorse_megatron.planner.plans.describe import members
-from zorse_megatron.planner.shortage.node_host_memory import (
-    host_sentences,
-)
 from zorse_megatron.schema.plan.plan import Plan, Replica
 from zorse_megatron.schema.text.counted import number_of
 

@@ -10,9 +10,9 @@ from zorse_megatron.planner.closed_form.candidate import Estimate, layers_of_chu
 from zorse_megatron.planner.closed_form.in_flight import InFlight
 from zorse_megatron.planner.closed_form.stage import ClassSettings, MemorySettings, Stage
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
+from zorse_megatron.planner.closed_form.water_filling import water_fill
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.transfer_costs import with_hops
-from zorse_megatron.planner.plans.water_filling import water_fill
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
@@ -191,6 +191,10 @@ def recompute_setting(
 
 def offload_setting(settings: MemorySettings) -> Offload | None:
     """What the plan file says; None where nothing waits in the host."""
-    if not (settings.offload_state or settings.offload_activations):
+    if not settings.offloads_anything:
         return None
-    return Offload(optimizer_state=settings.offload_state, activations=settings.offload_activations)
+    return Offload(
+        parameters=settings.offload_parameters,
+        optimizer_state=settings.offload_state,
+        activations=settings.offload_activations,
+    )

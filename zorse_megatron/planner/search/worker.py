@@ -147,6 +147,8 @@ class SearchWorker:
             if evaluation.fits:
                 self._keep(evaluation)
                 return Fitted(estimate=estimate, evaluation=replace(evaluation, result=None))
+            if evaluation.fits_gpus:
+                return None  # of host memory, more left free in the GPUs would take more
             estimate = self._reserved(estimate, evaluation.overflow_bytes)
         return None
 

@@ -10,19 +10,20 @@ from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
-from zorse_megatron.planner.groupings.grouping import Grouping
-from zorse_megatron.planner.groupings.proposals import propose_groupings
-from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.planner_errors import NoPlanError
-from zorse_megatron.planner.shortage.node_host_memory import (
+from zorse_megatron.planner.evaluate.node_host_memory import (
     host_needs,
     host_problems,
     host_sentences,
 )
+from zorse_megatron.planner.groupings.grouping import Grouping
+from zorse_megatron.planner.groupings.proposals import propose_groupings
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.simulate.ledger import Category
 
 _GROUPINGS = 10
-_CHUNKS = {"1f1b": (1,), "interleaved": (1,), "breadth_first": (1, 4, 16, 64)}
+_EVERY_LAYER = 10**9
+_CHUNKS = {"1f1b": (1,), "interleaved": (1,), "breadth_first": (1, 4, 16, 64, _EVERY_LAYER)}
 _STEP = 2**20
 _MOST_BYTES = 2**45
 _ROUNDS_OF_CHECKS = 12
@@ -292,6 +293,6 @@ def _checked(
             if evaluation is not None and evaluation.fits:
                 return extra, evaluation
             if evaluation is not None:
-                extra += max(evaluation.overflow_bytes)
+                extra += max(0, *evaluation.overflow_bytes)
         extra += _STEP
     return None

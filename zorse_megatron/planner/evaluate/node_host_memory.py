@@ -1,8 +1,9 @@
 """A plan's host memory per node, against what the node has."""
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -44,17 +45,39 @@ class NodeHostMemory:
 def host_needs(inputs: Inputs, result: SimulationResult) -> tuple[NodeHostMemory, ...]:
     """Nodes in whose memory something waits, in the order of ranks; in blocks of pinned memory."""
     found = []
+    by_stand_in: dict[int, Mapping[str, int]] = {}
     for node, spec in enumerate(inputs.spec.nodes):
         ranks = inputs.spec.ranks_of(node)
         total: Counter[str] = Counter()
         for rank in ranks:
-            total.update(host_bytes(result, rank))
+            stand_in = result.stands_in[rank]
+            if stand_in not in by_stand_in:
+                by_stand_in[stand_in] = host_bytes(result, stand_in)
+            total.update(by_stand_in[stand_in])
         if total.total():
             parts = [inputs.host_bytes[rank] for rank in ranks]
             known = [part for part in parts if part is not None]
             has = sum(known) if len(known) == len(parts) else None
             rows = tuple((name, count) for name, count in total.most_common() if count)
             found.append(NodeHostMemory(node=spec.name, by_category_bytes=rows, has_bytes=has))
+    return tuple(found)
+
+
+def extended(
+    one: Sequence[NodeHostMemory], two: Sequence[NodeHostMemory], times: float
+) -> tuple[NodeHostMemory, ...]:
+    """What a batch needs that is `times` one of which `one` is known, and `two` of twice as much.
+
+    A straight line: activations grow with the batch or not at all, the rest stays.
+    """
+    before = {need.node: dict(need.by_category_bytes) for need in one}
+    found = []
+    for need in two:
+        rows = []
+        for name, count in need.by_category_bytes:
+            grown = max(0, count - before.get(need.node, {}).get(name, 0))
+            rows.append((name, count + math.ceil(grown * (times - 2))))
+        found.append(replace(need, by_category_bytes=tuple(rows)))
     return tuple(found)
 
 

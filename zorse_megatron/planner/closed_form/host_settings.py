@@ -1,0 +1,89 @@
+"""What of a stage may wait in host memory, cheapest first, and whether the hosts hold it.
+
+Parameters are fetched while the GPU computes, two chunks ahead, so that only the step waits for
+them; optimizer state, six times as much, passes through the GPU in the step alone. Only
+breadth_first releases parameters. Two chunks' are unsharded on the GPU and a third one's shard is
+on its way there, so with three chunks or fewer nothing is gained.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
+from zorse_megatron.planner.closed_form.stage import ClassSettings, MemorySettings, Stage
+from zorse_megatron.planner.closed_form.stage_memory import StageMemory, whole_micro_batches
+from zorse_megatron.planner.closed_form.water_filling import water_fill
+
+_CHUNKS_ON_GPU = 3
+
+
+def host_settings(stage: Stage) -> Iterator[MemorySettings]:
+    """Settings that keep parameters and optimizer state on the GPU or in the host."""
+    releases = stage.position.schedule == "breadth_first" and stage.num_chunks > _CHUNKS_ON_GPU
+    for offload_state in (False, True):
+        for offload_parameters in (False, True) if releases else (False,):
+            yield MemorySettings(offload_state=offload_state, offload_parameters=offload_parameters)
+
+
+class StageHostMemory:
+    """Bytes of stages in host memory, as `simulate.host_memory` counts them: in pinned blocks."""
+
+    def __init__(self, memory: StageMemory) -> None:
+        self.memory = memory
+
+    def holds(self, stage: Stage, counts: Sequence[float], settings: ClassSettings) -> bool:
+        """Whether each GPU's part of its node's memory takes what it offloads.
+
+        Where its size is not known, it does. `counts`: micro-batches of a replica of each GPU
+        class.
+        """
+        classes = stage.device_group.gpu_classes
+        known = any(gpu_class.host_bytes is not None for gpu_class in classes)
+        if not known or not any(each.offloads_anything for each in settings):
+            return True
+        owned = self._owned(stage, counts, settings)
+        return all(
+            gpu_class.host_bytes is None
+            or self._trained_bytes(stage, settings[at], owned[at])
+            + self._activation_bytes(stage, settings[at], at, counts[at])
+            <= gpu_class.host_bytes
+            for at, gpu_class in enumerate(classes)
+        )
+
+    def _owned(self, stage: Stage, counts: Sequence[float], settings: ClassSettings) -> list[float]:
+        """Parameters that a GPU of each class owns of a chunk: by free memory, as in the plan."""
+        memory, classes = self.memory, stage.device_group.gpu_classes
+        free = [
+            memory.gpu_free_bytes(stage, own, size, whole_micro_batches(count), gpu_class)
+            for gpu_class, size, count, own in zip(
+                classes, stage.sizes, counts, settings, strict=True
+            )
+        ]
+        each = [len(gpu_class.ranks) for gpu_class in classes]
+        of_gpus = [one for one, number in zip(free, each, strict=True) for _ in range(number)]
+        filled = water_fill(memory.shared_bytes(stage, settings[0]), of_gpus)
+        part = memory.parameters(stage.num_layers, stage.position) / stage.num_chunks
+        if filled is None or not sum(filled):
+            return [part / len(of_gpus)] * len(classes)
+        firsts = [sum(each[:at]) for at in range(len(each))]
+        return [part * filled[first] / sum(filled) for first in firsts]
+
+    def _trained_bytes(self, stage: Stage, settings: MemorySettings, owned: float) -> int:
+        """Optimizer state and parameters of all chunks, a block for each."""
+        costs, number = self.memory.costs, -int(-owned // 1)
+        blocks = 0
+        if settings.offload_state:
+            blocks += pinned_state_bytes(costs.state_bytes(number), number)
+        if settings.offload_parameters:
+            blocks += pinned_bytes(costs.parameter_bytes(number))
+        return stage.num_chunks * blocks
+
+    def _activation_bytes(
+        self, stage: Stage, settings: MemorySettings, at: int, count: float
+    ) -> float:
+        """A block for each layer's input in flight."""
+        if not settings.offload_activations:
+            return 0.0
+        memory, kind = self.memory, stage.device_group.gpu_classes[at].kind
+        spared = memory.spared(kind, settings.mode) * settings.recomputed / stage.num_layers
+        kept = stage.sizes[at] * (memory.kept(kind) - spared)
+        return pinned_bytes(-int(-kept // 1)) * memory.layers_in_flight(stage, count)
