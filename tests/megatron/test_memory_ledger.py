@@ -26,6 +26,7 @@ from tests.megatron.ministages import (
 )
 from tests.megatron.set_plans import set_of
 from tests.megatron.test_exactness import UNTIED, flags_for
+from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_sets import SplitCompute
 from zorse_megatron.costs.interface import RankPart, SetRankCosts
@@ -59,6 +60,10 @@ PLANS = {
     "1f1b": LAYOUTS["2|1"],
     "1f1b, full recomputation, state in the host": with_settings(
         LAYOUTS["2|1"], Recompute(mode="full"), optimizer_state=True
+    ),
+    "1f1b, weight gradients apart": split(LAYOUTS["1|1|1|1"]),
+    "full recomputation, weight gradients apart": split(
+        with_settings(LAYOUTS["1|1|1|1"], Recompute(mode="full"))
     ),
     "interleaved": with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
     "layered accumulation": LAYERED,

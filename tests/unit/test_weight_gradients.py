@@ -1,5 +1,6 @@
 """Weight gradients as a computation of their own: its place, its time and its memory."""
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from tests.unit.simulation import run
 from zorse_megatron.costs.activations import delayed_elements
 from zorse_megatron.costs.analytic_compute import AnalyticCompute
 from zorse_megatron.costs.efficiency import shares_of
+from zorse_megatron.flags.flags_against_split import split_backward_problems
 from zorse_megatron.schedules.actions import Kind, parse_action_lists
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
@@ -169,3 +171,14 @@ def test_inputs_and_output_gradients_of_four_matrices_are_kept():
     # In a set of 2 what is whole stays: 2 inputs and 2 output gradients of width h.
     assert delayed_elements(model, tensor_parallel=2) == 10 * 64 * (4 + 6)
     assert delayed_elements(model, tensor_parallel=2, sequence_parallel=True) == 10 * 64 * (3 + 6)
+
+
+def test_layers_whose_weight_gradients_cannot_wait_are_refused():
+    plan = equal_stages(2, 2)
+    one = replace(plan, groups=(unsplit(plan).groups[0], plan.groups[1]))
+    engine = Namespace(transformer_impl="transformer_engine", gradient_accumulation_fusion=True)
+    local = Namespace(transformer_impl="local", gradient_accumulation_fusion=False)
+    found = split_backward_problems(engine, one)
+    assert len(found) == 2 and all("groups[1].split_backward" in each.found for each in found)
+    assert not split_backward_problems(local, one)
+    assert not split_backward_problems(engine, unsplit(plan))

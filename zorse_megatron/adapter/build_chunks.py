@@ -57,6 +57,8 @@ def wrap_chunk(session: PlanSession, *, module: Any, pg_collection: Any, **kwarg
     """Wrap one chunk, resident or sharded as the plan's list has it; a sharded one is released."""
     chunk = pg_collection.pp.rank()
     _leave_device(module)
+    if session.weight_gradients is not None:
+        session.weight_gradients.watch(module)
     wrapped = UnevenDistributedDataParallel(
         module=module,
         pg_collection=pg_collection,
@@ -67,6 +69,7 @@ def wrap_chunk(session: PlanSession, *, module: Any, pg_collection: Any, **kwarg
         is_mixed=session.is_mixed,
         place=session.place,
         unlike=UnlikeReplicas.of(session.plan.groups[session.plan.group_of_rank(session.rank)]),
+        delays_weights=session.weight_gradients is not None,
         **kwargs,
     )
     if wrapped.shards is not None:

@@ -29,6 +29,7 @@ from zorse_megatron.adapter.memory.session_memory import (
 )
 from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner
 from zorse_megatron.adapter.model.step_inputs import StepInputs, iterator_per_chunk
+from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.optimizer.shard_update import Update
 from zorse_megatron.adapter.parameters.exact_values import start_from_main
 from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
@@ -113,6 +114,8 @@ class PlanSession:
         self.settled = False
         self.activations: ActivationOffload | None = None
         self.kept: KeptActivations | None = None
+        splits = self.plan.groups[self.plan.group_of_rank(self.rank)].split_backward
+        self.weight_gradients = WeightGradients() if splits else None
         self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
         self.offload = settings_of_rank(self.plan, self.rank).offload
         self.host_link = self.make_host_link(rank_device()) if self.offload != Offload() else None
@@ -229,6 +232,7 @@ class PlanSession:
             loss_divisor=self.loss_divisor,
             activations=self.activations,
             kept=self.kept,
+            weight_gradients=self.weight_gradients,
             place=self.place,
             computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
         )
@@ -287,6 +291,8 @@ class PlanSession:
         if self.watches_memory:
             self.kept = KeptActivations(of_models, self.activations)
             watch_logits(models, self.kept)
+            if self.weight_gradients is not None:
+                self.weight_gradients.kept = self.kept
 
 
 def _without_weight(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

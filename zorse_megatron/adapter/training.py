@@ -33,10 +33,12 @@ from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
 from zorse_megatron.adapter.loss.loss_report import tell_last_rank
 from zorse_megatron.adapter.model.local_sizes import LocalSizes, size_hooks
 from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
+from zorse_megatron.adapter.model.weight_gradients import delaying_weights
 from zorse_megatron.adapter.parameters.tied_embeddings import saved_once
 from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
+from zorse_megatron.adapter.patches.weight_gradients import LINEAR_BACKWARD
 from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
 from zorse_megatron.adapter.session import PlanSession
@@ -44,6 +46,7 @@ from zorse_megatron.adapter.session_optimizer import build_optimizer
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.flags_against_plan import model_flag_problems
 from zorse_megatron.flags.flags_against_sets import set_flag_problems
+from zorse_megatron.flags.flags_against_split import split_backward_problems
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.communicators import Communicator
@@ -61,6 +64,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     args = get_args()
     # Again, as Megatron has derived sizes since: of the MLP, of the vocabulary.
     problems = [*model_flag_problems(args, run.plan), *set_flag_problems(args, run.plan)]
+    problems += split_backward_problems(args, run.plan)
     if problems:
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
@@ -173,6 +177,7 @@ def _hooks(session: PlanSession, model_config: Any) -> Replacements:
         checkpoints.SAVE_CHECKPOINT: partial(_save_once, session.enter),
         **_model_hooks(session, model_config),
         **size_hooks(session.place),
+        **_split_hooks(session),
         **_data_hooks(session),
         **_report_hooks(session),
     }
@@ -186,6 +191,12 @@ def _model_hooks(session: PlanSession, model_config: Any) -> Replacements:
         under_plan.GET_OPTIMIZER: lambda _stock: partial(build_optimizer, session),
         under_plan.GET_SCHEDULE: lambda _stock: lambda *args, **kwargs: session.forward_backward,
     }
+
+
+def _split_hooks(session: PlanSession) -> Replacements:
+    if session.weight_gradients is None:
+        return {}
+    return {LINEAR_BACKWARD: partial(delaying_weights, session.weight_gradients)}
 
 
 def _data_hooks(session: PlanSession) -> Replacements:

@@ -32,6 +32,9 @@ class ChunkRunner(Protocol):
     ) -> torch.Tensor | None:
         """Run a backward; returns the gradient for the previous chunk (None on the first)."""
 
+    def weight_gradient(self, chunk: int, micro_batch: MicroBatch) -> None:
+        """Compute the gradients of weights that a backward has left out."""
+
     def reduce(self, chunk: int) -> None:
         """Sum the chunk's gradients over its group into the shards."""
 
@@ -163,6 +166,8 @@ class Executor:
             self._forward(action, runner)
         elif action.kind is Kind.BACKWARD:
             self._backward(action, runner)
+        elif action.kind is Kind.WEIGHT_GRADIENT:
+            runner.weight_gradient(*self._operands(action))
         else:
             self._on_state(action, runner)
 

@@ -59,13 +59,6 @@ def _not_executed(plan: Plan) -> Iterator[Problem]:
     offloads = tuple(_settings_at(plan, lambda each: each.offload.parameters))
     for number, group in enumerate(plan.groups):
         here = f"groups[{number}]."
-        if group.split_backward:
-            yield Problem(
-                where=f"groups[{number}].split_backward",
-                found="true",
-                expected="backwards that compute gradients of weights, too",
-                remedy="Remove it: only the simulator knows it so far.",
-            )
         yield from _unlike_replicas(number, group, [at for at in offloads if at.startswith(here)])
     for where in _settings_at(plan, _keeps_what_it_offloads):
         yield Problem(

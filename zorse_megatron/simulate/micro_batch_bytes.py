@@ -33,11 +33,14 @@ class MicroBatchSizes:
         found = self._found.get(chunk)
         if found is None:
             sizes, rank, forward_only = self.sizes, self.rank, self.forward_only
+            delayed = 0 if forward_only else sizes.delayed_bytes(rank, chunk)
             found = self._found[chunk] = MicroBatchBytes(
                 held=sizes.held_bytes(rank, chunk),
                 kept=0 if forward_only else sizes.kept_bytes(rank, chunk),
                 head=sizes.head_bytes(rank, chunk),
-                working=sizes.working_bytes(rank, chunk, forward_only=forward_only),
-                delayed=0 if forward_only else sizes.delayed_bytes(rank, chunk),
+                working=sizes.working_beside_delayed_bytes(rank, chunk)
+                if delayed
+                else sizes.working_bytes(rank, chunk, forward_only=forward_only),
+                delayed=delayed,
             )
         return found

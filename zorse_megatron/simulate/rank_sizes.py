@@ -182,6 +182,19 @@ class RankSizes(RankParameters):
         of_layer = self.memory_at(rank, chunk).delayed_bytes(self.micro_batch_size(rank))
         return self.num_layers(chunk) * of_layer
 
+    def working_beside_delayed_bytes(self, rank: int, chunk: int) -> int:
+        """What a backward that leaves weight gradients needs beyond what is kept or left.
+
+        Of layers that are computed again at once, what is not left; and the gradient that arrives.
+        """
+        size, memory = self.micro_batch_size(rank), self.memory_at(rank, chunk)
+        again = 0
+        if self.recompute(rank, chunk)[1]:
+            whole = memory.activation_bytes(size, "none", self._kind(rank))
+            more = max(0, whole - memory.delayed_bytes(size))
+            again = self._layers_at_once(rank, chunk) * more
+        return again + self.held_bytes(rank, chunk)
+
     def _kind(self, rank: int) -> str | None:
         return None if self._kinds is None else self._kinds[rank]
 

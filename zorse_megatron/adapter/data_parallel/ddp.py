@@ -56,6 +56,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     `is_mixed`: groups compute in different types (see `exact_values`). `place`: this rank's in its
     tensor-parallel set. `unlike`: the group's replicas, where they cut layers differently: what a
     rank owns is packed then (see `parted_shards`), and `sharded` says whether it is all it keeps.
+    `delays_weights`: weight gradients come after their backward (see `model.weight_gradients`), so
+    no reduction starts in one: overlap_grad_reduce and overlap_param_gather have no effect.
 
     Raises FlagError for options that unequal shards cannot keep.
     """
@@ -80,6 +82,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         is_mixed: bool = False,
         place: SetPlace | None = None,
         unlike: UnlikeReplicas | None = None,
+        delays_weights: bool = False,
     ) -> None:
         problems = option_problems(config, ddp_config, module)
         if problems:
@@ -95,6 +98,8 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             )
             disable_bucketing = False
             full_param_layout = bucket_per_layer(module, ddp_config, pg_collection)
+        elif delays_weights:
+            ddp_config = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
         self.place = place
         super().__init__(
             config=config,

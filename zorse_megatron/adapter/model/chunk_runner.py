@@ -25,6 +25,7 @@ from zorse_megatron.adapter.groups.stock_stages import StockStages
 from zorse_megatron.adapter.loss.loss_report import with_token_counts
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.model.step_inputs import StepInputs
+from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.set_place import SetPlace
@@ -50,6 +51,8 @@ class MegatronChunkRunner:
     """Where activations wait, if the group offloads them."""
     kept: KeptActivations | None = None
     """Counts what forwards keep, if asked to."""
+    weight_gradients: WeightGradients | None = None
+    """Those that wait for their own action, if the group splits backwards."""
     place: SetPlace | None = None
     """In this rank's tensor-parallel set."""
     computations: Sequence[Action] = ()
@@ -134,9 +137,14 @@ class MegatronChunkRunner:
         is_packed = self.inputs.are_packed
         if is_packed and gradient is not None:
             gradient = one_sequence(gradient)
-        with counting:
+        with counting, self._delaying(chunk, micro_batch):
             given = backward_step(activation, output, gradient, self.inputs.config)
         return by_samples(given, micro_batch.size) if is_packed and given is not None else given
+
+    def weight_gradient(self, chunk: int, micro_batch: MicroBatch) -> None:
+        """See `runtime.executor.ChunkRunner`."""
+        assert self.weight_gradients is not None
+        self.weight_gradients.compute((chunk, micro_batch.index))
 
     def reduce(self, chunk: int) -> None:
         """Sum gradients over the group: the DDP wrapper's reduce-scatter into uneven shards.
@@ -201,6 +209,11 @@ class MegatronChunkRunner:
     def offload(self, chunk: int) -> None:
         """Let the shard of a sharded chunk's parameters wait in the host."""
         self.inputs.models[chunk].shards.offload()
+
+    def _delaying(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        if self.weight_gradients is None:
+            return contextlib.nullcontext()
+        return self.weight_gradients.delaying((chunk, micro_batch.index))
 
     def _told_size(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """The set's first rank reads samples; scripts size what the others receive by a flag."""

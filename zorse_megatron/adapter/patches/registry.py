@@ -9,10 +9,11 @@ from zorse_megatron.adapter.patches.checkpoints import CHECKPOINTS
 from zorse_megatron.adapter.patches.emulation import EMULATION
 from zorse_megatron.adapter.patches.rebind import Rebinding, Registry
 from zorse_megatron.adapter.patches.under_plan import UNDER_A_PLAN
+from zorse_megatron.adapter.patches.weight_gradients import SPLIT_BACKWARD
 from zorse_megatron.adapter.patches.without_plan import ALWAYS, MEASURING, RECORDING
 
 OF_A_RUN: dict[str, tuple[Rebinding, ...]] = {
-    "Under a plan": UNDER_A_PLAN,
+    "Under a plan": (*UNDER_A_PLAN, *SPLIT_BACKWARD),
     "Under a plan, in checkpoints": CHECKPOINTS,
     "Always, also without a plan": ALWAYS,
     "With `--zorse-metrics`": RECORDING,

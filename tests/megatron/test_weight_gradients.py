@@ -1,0 +1,70 @@
+"""Weight gradients that are computed apart are those of the same plan without it, bit for bit."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import LAYOUTS, chunked_plan, plan_of, plan_run, replica
+from tests.megatron.ministages import TWO_BY_TWO, with_settings
+from tests.megatron.set_plans import set_of
+from tests.megatron.test_exactness import MASKED, UNTIED, flags_for
+from tests.megatron.test_tensor_parallel import LLAMA, SEQUENCE_PARALLEL, assert_same_bits
+from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan.plan import Plan, Recompute, Schedule
+
+SET = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
+
+
+def split(plan: Plan, *numbers: int) -> Plan:
+    """The plan with `split_backward` in some groups; without numbers in all."""
+    return replace(
+        plan,
+        groups=tuple(
+            replace(group, split_backward=not numbers or number in numbers)
+            for number, group in enumerate(plan.groups)
+        ),
+    )
+
+
+# Plan, and flags beyond those of all runs; tied embeddings unless these say otherwise.
+CASES: dict[str, tuple[Plan, tuple[str, ...]]] = {
+    "1f1b, tied, overlap": (LAYOUTS["1|1|1|1"], ("--overlap-grad-reduce",)),
+    "1f1b, fp16, unequal replicas, clipping": (
+        plan_of(((replica(0, 2, 4),), 2), ((replica(1, 2, 2, 3.0), replica(2, 1, 4)), 2)),
+        ("--fp16",),
+    ),
+    "interleaved, untied": (
+        with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
+        UNTIED,
+    ),
+    "breadth first, shards, full recomputation": (
+        with_settings(TWO_BY_TWO, Recompute(mode="full")),
+        UNTIED,
+    ),
+    "sets, llama, sequence parallel": (
+        plan_of(((replica(3, 4, 2),), 2), (SET, 2)),
+        (*LLAMA, *SEQUENCE_PARALLEL),
+    ),
+    "sets beside a rank, breadth first": (
+        chunked_plan([SET, (replica(3, 4, 2),)], [(0, 1), (1, 1), (0, 1), (1, 1)]),
+        UNTIED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_plan_without_it(name: str, corpus: Path) -> None:
+    """Losses, norms and weights; and some weight gradients wait while another backward runs."""
+    plan, more = CASES[name]
+    flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5", *more)
+    assert any(waits(actions) for actions in lower_plan(split(plan)).ranks)
+    assert_same_bits(plan_run(split(plan), flags), plan_run(plan, flags))
+
+
+def waits(actions) -> bool:
+    """Whether a backward stands between another one and its weight gradients."""
+    kinds = [a.kind for a in actions if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)]
+    return (Kind.BACKWARD, Kind.BACKWARD) in pairwise(kinds)
