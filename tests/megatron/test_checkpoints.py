@@ -50,6 +50,8 @@ RUNS: dict[str, Plan | tuple[tuple[str, ...], int]] = {
     "2x2 in the host": in_the_host(TWO_BY_TWO),
     "both ends in the host": in_the_host(BOTH_ENDS),
     "sets": SOME_HOLD_NONE,
+    # Of equal parts, but the embedding's two copies are cut differently.
+    "a set, then a rank": plan_of(((set_of((0, 1), 2, 4),), 2), ((replica(2, 4, 2),), 2)),
     "stock": ((), 1),
     "stock PP=2": (PIPELINE_2, 2),
 }
@@ -116,6 +118,7 @@ PAIRS = [
     ("both ends in the host", "stock PP=2"),
     ("stock PP=2", "1|3|1"),
     ("stock PP=2", "sets"),
+    ("a set, then a rank", "stock"),
 ]
 # A tied embedding is the harder one to save, of which several ranks have copies. Untied, "both
 # ends" goes on from its own checkpoints in `test_memory_faults`.

@@ -213,9 +213,13 @@ class PlanSession:
 
     @property
     def saves_blocks(self) -> bool:
-        """Whether parameters are no regular grid of parts for some ranks of the job."""
+        """Whether parameters are no regular grid of parts for some ranks of the job.
+
+        The copies of a tied embedding are one tensor, so sets of two groups matter, too.
+        """
         groups = self.plan.groups
-        return not all(map(holds_equal_parts, groups)) or any(map(has_uneven_parts, groups))
+        degrees = {len(replica.ranks) for group in groups for replica in group.replicas}
+        return len(degrees) > 1 or any(map(has_uneven_parts, groups))
 
     @property
     def _has_twins(self) -> bool:
