@@ -17,6 +17,7 @@ from scripts.validation.peaks import peaks_without
 from tests.megatron.comparison import chunked_plan, computing_in, plan_of, replica
 from tests.megatron.launch import default_server
 from tests.megatron.set_plans import set_of
+from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from zorse_megatron.cli.main import app
 from zorse_megatron.costs.process_memory import fixed_bytes
@@ -32,7 +33,7 @@ from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.plan import Offload, Parts, Recompute
+from zorse_megatron.schema.plan.plan import Offload, Parts, Recompute, Schedule
 from zorse_megatron.simulate.framework import STOCK_1F1B
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.ledger import Category
@@ -58,8 +59,9 @@ MINISTAGES = chunked_plan(
 GPUS = (2, 3, 4)
 
 
-def changed(plan, recompute=None, **offload):
+def changed(plan, recompute=None, schedule=None, **offload):
     """The plan with this recomputation, and this in the host, in all groups."""
+    plan = dataclasses.replace(plan, schedule=schedule or plan.schedule)
     groups = tuple(
         dataclasses.replace(group, recompute=recompute, offload=Offload(**offload))
         for group in plan.groups
@@ -171,6 +173,7 @@ def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
             0.002,
             id="inputs and state in the host",
         ),
+        pytest.param(split(UNEVEN), 0.002, id="1f1b, weight gradients apart"),
         pytest.param(MINISTAGES, 0.02, id="ministages"),
         pytest.param(
             changed(MINISTAGES, FULL, parameters=True, optimizer_state=True, activations=True),
@@ -198,6 +201,32 @@ def test_plans_take_what_the_simulator_says_and_lose_what_stock_loses(
         rank.total.num_bytes - rank.at_peak_bytes[Category.BUFFERS] for rank in predicted.memory
     ]
     assert found.peak_bytes == pytest.approx(expected, rel=0.1)
+    assert found.losses == pytest.approx(stock_losses, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected_s"),
+    [
+        # m (F + B + W) + (p - 1) (F + B - W), where each is 1 s of a layer and a sample.
+        pytest.param(plan_of(*([((replica(at, 1, 8),), 1) for at in range(4)])), 27.0, id="1f1b"),
+        pytest.param(
+            changed(
+                chunked_plan(
+                    [(replica(0, 1, 8),), (replica(1, 1, 8),)], [(0, 1), (1, 1), (0, 1), (1, 1)]
+                ),
+                schedule=Schedule(name="interleaved"),
+            ),
+            49.0,
+            id="interleaved",
+        ),
+    ],
+)
+def test_weight_gradients_apart_fill_the_bubble(lab, stock_losses, plan, expected_s):
+    """To the clock of the emulated GPUs, and with the losses of stock; 33 and 51 s without."""
+    inputs = dataclasses.replace(ROUND_NUMBERS, compute=FakeCompute())
+    gpus = tuple(range(plan.world_size))
+    found = run(lab, System(name="plan", gpus=gpus, plan=split(plan)), inputs)
+    assert found.iteration_s == pytest.approx(expected_s, rel=1e-6)
     assert found.losses == pytest.approx(stock_losses, abs=2e-5)
 
 

@@ -101,6 +101,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         elif delays_weights:
             ddp_config = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
         self.place = place
+        self.delays_weights = delays_weights
         super().__init__(
             config=config,
             ddp_config=ddp_config,

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, kind_of
@@ -57,6 +58,8 @@ class ChunkView:
     """How layers that are not fully recomputed are run."""
     num_recomputed: int
     """How many of the first layers keep their input only."""
+    delayed_weights: tuple[torch.nn.Parameter, ...]
+    """One of each layer, if gradients of weights are computed apart from backwards."""
 
 
 def chunk_view_of(wrapped: Any) -> ChunkView:
@@ -84,6 +87,9 @@ def chunk_view_of(wrapped: Any) -> ChunkView:
         num_whole=sum(each.numel() for each in first if cut_axis(each) is None),
         recompute="selective" if config.recompute_granularity == "selective" else "none",
         num_recomputed=_num_recomputed(config, len(model.decoder.layers)),
+        delayed_weights=tuple(map(_a_matrix, model.decoder.layers))
+        if getattr(wrapped, "delays_weights", False)
+        else (),
     )
 
 
@@ -137,6 +143,11 @@ def owned_shares(chunk: ChunkView) -> Iterator[OwnedShare]:
                 share = 1 / count if split else 1.0
             place_in_buffer = bucket.offset, bucket.offset + size
             yield OwnedShare(buffer=number, bucket=place_in_buffer, share=share)
+
+
+def _a_matrix(layer: torch.nn.Module) -> torch.nn.Parameter:
+    linear = ColumnParallelLinear | RowParallelLinear
+    return next(m.weight for m in layer.modules() if isinstance(m, linear))
 
 
 def _num_recomputed(config: Any, num_layers: int) -> int:

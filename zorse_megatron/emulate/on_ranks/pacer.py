@@ -25,6 +25,7 @@ from zorse_megatron.costs.interface import (
     ComputeCost,
     LayerTimes,
     ModelSection,
+    PassTimes,
     RecomputeMode,
 )
 from zorse_megatron.emulate.clock.rank_clock import RankClock
@@ -74,6 +75,10 @@ class Pacer:
         self._rank_factor = perturbation.rank_factor(gpu, kind)
         self._jitter = perturbation.jitter_of(gpu)
         self._factor = self._rank_factor
+        self._splits = False
+        """Whether gradients of weights are computed apart from backwards."""
+        self._size = 0
+        """Samples of the last backward of a layer."""
         self._stepped: Any = None
         self._num_stepped = 0
         """Elements of a step that is made in pieces."""
@@ -92,6 +97,9 @@ class Pacer:
                 self._watch_layer_of_set(layer, how)
             else:
                 layer.register_forward_hook(partial(self._layer, how))
+        for weight in chunk.delayed_weights:
+            self._splits = True
+            weight.register_hook(self._weight_gradients)
         if chunk.embedding is not None:
             self._watch_embedding(chunk.embedding)
         if chunk.output_layer is not None:
@@ -179,13 +187,28 @@ class Pacer:
             if layer.training:
                 self.cap.keep_layer(size, how)
                 self.forward_bytes += self.cap.layer_bytes(size, how)
-        backward_s = times.backward_s
+        backward_s = times.backward_s - self._apart_s(size)
         if how == "selective":
             backward_s += self.compute.recompute_s(self.kind, size, how)
         # Of a layer that is recomputed, one of its two outputs gets a gradient.
-        on_backward(
-            hidden, lambda: self._backward(backward_s, partial(self.cap.drop_layer, size, how))
-        )
+        on_backward(hidden, lambda: self._backward(backward_s, partial(self._drop, size, how)))
+
+    def _apart_s(self, size: int) -> float:
+        """What a layer's backward leaves to its weight gradients."""
+        return self.compute.weight_gradients_s(self.kind, size) if self._splits else 0.0
+
+    def _drop(self, size: int, how: RecomputeMode) -> None:
+        """A layer's activations go; what its weight gradients are made of stays."""
+        self.cap.drop_layer(size, how)
+        if self._splits:
+            self._size = size
+            self.cap.keep(self.cap.memory.delayed_bytes(size))
+
+    def _weight_gradients(self, gradient: torch.Tensor | None) -> None:
+        """Those of one layer: they are there all at once."""
+        if gradient is not None:
+            self._take("W", self._apart_s(self._size))
+            self.cap.drop(self.cap.memory.delayed_bytes(self._size))
 
     def _entering(self, section: ModelSection) -> Callable[..., None]:
         """What notes which section of the model the rank computes."""
@@ -199,7 +222,9 @@ class Pacer:
     def _halves(self, size: int) -> LayerTimes:
         compute: Any = self.compute  # of a rank of a set: a `SetComputeCost`
         times: LayerTimes = compute.layer_in_two(self.kind, size)
-        return times
+        whole_s = times.attention.backward_s + times.mlp.backward_s
+        left = 1 - self._apart_s(size) / whole_s if self._splits and whole_s else 1.0
+        return LayerTimes(attention=_shorter(times.attention, left), mlp=_shorter(times.mlp, left))
 
     def _half(self, how: RecomputeMode, half: str, _module: Any, inputs: Any) -> None:
         """Before the product that ends attention or MLP in a sum over the set."""
@@ -232,7 +257,7 @@ class Pacer:
 
         def begin() -> None:
             enter()
-            self._backward(backward_s, partial(self.cap.drop_layer, size, how))
+            self._backward(backward_s, partial(self._drop, size, how))
 
         on_backward(hidden, begin)
 
@@ -294,6 +319,11 @@ class Pacer:
     def owned_parameters(self) -> int:
         """Real parameters that this rank's optimizer steps."""
         return sum(map(self.sizes.owned_parameters, self.chunks))
+
+
+def _shorter(times: PassTimes, share: float) -> PassTimes:
+    """With this share of the backward."""
+    return PassTimes(forward_s=times.forward_s, backward_s=share * times.backward_s)
 
 
 def on_backward(output: Any, then: Callable[[], None]) -> None:
