@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.megatron.comparison import LAYOUTS, chunked_plan, plan_of, plan_run, replica
-from tests.megatron.ministages import TWO_BY_TWO, with_settings
+from tests.megatron.ministages import BOTH_ENDS, TWO_BY_TWO, in_the_host, with_settings
 from tests.megatron.set_plans import set_of
 from tests.megatron.test_exactness import MASKED, UNTIED, flags_for
 from tests.megatron.test_tensor_parallel import LLAMA, SEQUENCE_PARALLEL, assert_same_bits
@@ -44,6 +44,7 @@ CASES: dict[str, tuple[Plan, tuple[str, ...]]] = {
         with_settings(TWO_BY_TWO, Recompute(mode="full")),
         UNTIED,
     ),
+    "breadth first, everything in the host": (in_the_host(BOTH_ENDS), ()),
     "sets, llama, sequence parallel": (
         plan_of(((replica(3, 4, 2),), 2), (SET, 2)),
         (*LLAMA, *SEQUENCE_PARALLEL),

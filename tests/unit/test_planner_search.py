@@ -16,6 +16,7 @@ from zorse_megatron.planner.find_plan import STRATEGIES, find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.outcome import Outcome
 from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
+from zorse_megatron.planner.search.split_backwards import splitting
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
@@ -205,6 +206,22 @@ def test_gradients_are_sent_in_16_bits_only_where_that_is_allowed_and_faster():
     crowded = SLOW_PAIR.replace("1 x A100-40", "8 x A100-40")
     found = find_plan(lab(crowded, space=space))
     assert [group.gradient_wire for group in found.plan.groups] == [None]
+
+
+def test_backwards_are_split_only_where_that_is_allowed_and_faster():
+    """The plan of a cluster with a bubble; and again with the flag in no group, simulated."""
+    pipelines = dataclasses.replace(NO_SETS, schedules=("1f1b",))
+    space = dataclasses.replace(pipelines, split_backward=True)
+    plain, allowed = (lab(space=each) for each in (pipelines, space))
+    before, after = find_plan(plain), find_plan(allowed)
+    assert not any(group.split_backward for group in before.plan.groups)
+    split = [number for number, group in enumerate(after.plan.groups) if group.split_backward]
+    assert split
+    assert after.iteration_s < before.iteration_s
+    assert simulated(allowed, after.plan).iteration_s == pytest.approx(after.iteration_s)
+    assert simulated(allowed, splitting(after.plan, ())).iteration_s >= before.iteration_s
+    (said,) = [each for each in explain(allowed, after.plan).sentences if "Weight grad" in each]
+    assert str(split[-1]) in said
 
 
 def test_fp16_messages_need_a_loss_scale():

@@ -80,6 +80,7 @@ def costs_of_workload(
     margin: float = DEFAULT_MARGIN,
     sets: SetOptions | None = None,
     gradient_comm_dtype: GradientCommDtype | None = None,
+    split_backward: bool = False,
 ) -> WorkloadCosts:
     """Return what a workload costs on a cluster. Raises a ZorseError with every problem.
 
@@ -100,6 +101,7 @@ def costs_of_workload(
         memory_margin=margin,
         space=SearchSpace(
             gradient_comm_dtype=gradient_comm_dtype,
+            split_backward=split_backward,
             **({} if sets is None else sets.of_search(workload)),
         ),
         computing=workload.computing,

@@ -29,6 +29,7 @@ from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
 from zorse_megatron.planner.search.set_search import search_with_sets
+from zorse_megatron.planner.search.split_backwards import with_split_backwards
 from zorse_megatron.planner.shortage.gpu_memory import no_plan
 from zorse_megatron.schema.plan.memory_settings import offloads_anything
 from zorse_megatron.schema.plan.plan import Predictions
@@ -65,7 +66,8 @@ def find_plan(
     search = _searched(inputs, strategy, on_progress or (lambda progress: None))
     if not search.evaluations:
         raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
-    best = with_narrow_gradients(search.evaluator, search.evaluations[0])
+    best = with_split_backwards(search.evaluator, search.evaluations)
+    best = with_narrow_gradients(search.evaluator, best)
     result = best.result or search.evaluator.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s

@@ -78,6 +78,14 @@ EqualParts = Annotated[
     bool,
     typer.Option("--equal-parts", help="Give the ranks of a tensor-parallel set equal parts only."),
 ]
+SplitBackward = Annotated[
+    bool,
+    typer.Option(
+        "--split-backward",
+        help="Let groups compute weight gradients apart from backwards where that is faster and "
+        "fits. Needs --transformer-impl local in training.",
+    ),
+]
 PlanToWrite = Annotated[
     Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan to this file.")
 ]
@@ -105,6 +113,7 @@ def plan(  # noqa: PLR0917
     max_tensor_parallel: MaxTensorParallel = None,
     sets_across_nodes: SetsAcrossNodes = False,
     equal_parts: EqualParts = False,
+    split_backward: SplitBackward = False,
     margin: Margin = DEFAULT_MARGIN,
     out: PlanToWrite = None,
     html: PageToWrite = None,
@@ -136,6 +145,7 @@ def plan(  # noqa: PLR0917
                 unequal_parts=not equal_parts,
             ),
             gradient_comm_dtype=sent_as,
+            split_backward=split_backward,
         )
         outcome = _found(costs, wanted, shows_progress=not as_json)
         sentences = _reasons(costs, outcome.plan)

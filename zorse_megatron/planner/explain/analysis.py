@@ -98,7 +98,7 @@ def _path(steps: Sequence[CriticalStep], whole_s: float) -> tuple[tuple[str, flo
 
 def _kind_of(action: str) -> str:
     word = "".join(letter for letter in re.split("[<>]", action)[0] if letter.isalpha())
-    names = {"F": "forward", "B": "backward", "STEP": "optimizer step"}
+    names = {"F": "forward", "B": "backward", "W": "weight gradients", "STEP": "optimizer step"}
     names |= dict.fromkeys(("SA", "RA"), "activations sent")
     names |= dict.fromkeys(("SG", "RG"), "gradients sent")
     names |= {"REDUCE": "reductions", "GATHER": "gathers", "TIE": "tied embedding"}
@@ -110,7 +110,7 @@ def _limit(loads: Sequence[GroupLoad], path: Sequence[tuple[str, float]]) -> Lim
     """Compute where the busiest group hardly ever waits; else what it waits for."""
     if max(load.busy for load in loads) >= 0.85:
         return "compute"
-    computing = {"forward", "backward", "optimizer step"}
+    computing = {"forward", "backward", "weight gradients", "optimizer step"}
     communicating = sum(share for name, share in path if name not in computing)
     return "communication" if communicating > 0.15 else "imbalance and bubbles"
 

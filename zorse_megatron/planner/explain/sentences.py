@@ -39,6 +39,12 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     )
     yield from host_sentences(found.host)
     yield from set_sentences(inputs, plan)
+    split = [str(number) for number, group in enumerate(plan.groups) if group.split_backward]
+    if split:
+        yield (
+            f"Weight gradients are computed apart from backwards in {_groups(split)}: gradients "
+            "of inputs leave sooner, and weight gradients wait in memory for idle time."
+        )
     idle = [replica for each in plan.groups for replica in each.replicas if _only_holds(replica)]
     if idle:
         ranks = ", ".join(str(replica.ranks[0]) for replica in idle[:8])
@@ -46,6 +52,10 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     for other in found.alternatives:
         yield f"Alternative, {other.what}: {other.why_not}."
     yield from _replanned(found)
+
+
+def _groups(numbers: list[str]) -> str:
+    return f"group {numbers[0]}" if len(numbers) == 1 else f"groups {', '.join(numbers)}"
 
 
 def bound_sentence(bound_s: float, recomputing_bound_s: float, links: LinkBound) -> str:

@@ -30,6 +30,8 @@ class SearchSpace:
     """Whether ranks of a set may hold unequal parts."""
     max_groups: int | None = None
     """None: as many as there are layers."""
+    split_backward: bool = False
+    """Whether groups may compute weight gradients apart from backwards."""
     gradient_comm_dtype: GradientCommDtype | None = None
     """In which type gradients may be sent where that is faster; None: as they are kept."""
 
