@@ -69,7 +69,12 @@ class Sources:
                 cost(near, max(2, self.effort.costed // 4))
         best = sorted(costed.values(), key=lambda row: (row[0], row[1].grouping))
         chosen = [proposal for _, proposal in best[: self.effort.widened]]
-        plain = [row[1] for row in rows if row[1].origin in ("together", "by kind", "by node")]
+        # All GPUs in one group may fit in ways that are not tried to see what is promising.
+        plain = [
+            proposal
+            for _, proposal in rows
+            if proposal.origin in ("together", "by kind", "by node") or len(proposal.grouping) == 1
+        ]
         return list(dict.fromkeys([*chosen, *plain]))
 
     def _quick_ways(self) -> list[ScheduleChoice]:
