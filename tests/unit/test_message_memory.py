@@ -101,10 +101,10 @@ class Passes:
     def backward(self, chunk: int, micro_batch: MicroBatch, gradient: torch.Tensor | None):
         return self.spec.empty(micro_batch.size, self.spec.dtype) if chunk else None
 
-    def _nothing(self, *_: int) -> None:
+    def _nothing(self, *_: int | MicroBatch) -> None:
         pass
 
-    reduce = tie = scale = step = gather = release = fetch = offload = _nothing
+    weight_gradient = reduce = tie = scale = step = gather = release = fetch = offload = _nothing
 
 
 def held_by_a_host_that_is_ahead(plan: Plan, rank: int) -> int:
