@@ -101,8 +101,13 @@ def plans(
         schedule=_schedule(draw, schedule_names, with_schedule_parameters),
         **_plan_options(draw, with_options, world_size),
     )
-    split = tuple(replace(group, split_backward=draw(_SPLITS)) for group in plan.groups)
-    plan = replace(plan, groups=split)
+    split = (replace(group, split_backward=draw(_SPLITS)) for group in plan.groups)
+    delayed = _none_or_up_to(batch)
+    limited = (
+        replace(group, delayed_samples=draw(delayed)) if group.split_backward else group
+        for group in split
+    )
+    plan = replace(plan, groups=tuple(limited))
     if plan.schedule.name == "breadth_first":
         return plan
     extra = _none_or_up_to(batch)

@@ -333,6 +333,15 @@ def test_extra_samples_in_flight_under_breadth_first():
     assert problem.found == "3"
 
 
+def test_samples_are_delayed_only_where_backwards_are_split():
+    plan = good()
+    plan["groups"][1]["delayed_samples"] = 3
+    problem = only_problem(plan)
+    assert problem.where == "plan.json: groups[1].delayed_samples"
+    plan["groups"][1]["split_backward"] = True
+    assert problems(plan) == ()
+
+
 def test_a_type_that_a_kind_of_gpu_does_not_have():
     plan = good()
     plan["cluster"] = {"gpu_kinds": ["A100-40", "A100-40", "V100-16", "unheard of", "T4"]}

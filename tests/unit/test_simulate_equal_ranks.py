@@ -84,9 +84,18 @@ def schedules(draw, plan):
 
 
 def with_extras(draw, plan):
-    """The plan, with more in flight in some groups; often whole rounds, so that it merges."""
+    """More in flight or delayed in some groups; often whole rounds, so that it merges."""
     extras = st.one_of(st.none(), st.sampled_from([8, 16, 32]), st.integers(1, 32))
-    groups = tuple(dataclasses.replace(g, extra_in_flight=draw(extras)) for g in plan.groups)
+    splits = [draw(st.booleans()) for _ in plan.groups]
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            extra_in_flight=draw(extras),
+            split_backward=split,
+            delayed_samples=draw(extras) if split else None,
+        )
+        for group, split in zip(plan.groups, splits, strict=True)
+    )
     return dataclasses.replace(plan, groups=groups)
 
 

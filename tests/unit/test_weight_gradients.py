@@ -93,6 +93,19 @@ def test_all_stages_hold_as_many_micro_batches():
     assert peaks == [4000] * 4
 
 
+def test_a_plan_may_let_fewer_weight_gradients_wait():
+    """The last stage with one sample, so it drains with p - 2 weight gradients less."""
+    plan = equal_stages(4, 16)
+    groups = tuple(replace(group, delayed_samples=1) for group in plan.groups)
+    less = replace(plan, groups=groups)
+    memory = FakeMemory(kept={"none": 1000}, delayed=1000)
+    found = run(less, memory=memory)
+    peaks = [each.by_category[Category.ACTIVATIONS].num_bytes for each in found.memory]
+    assert peaks == [4000, 4000, 3000, 2000]
+    whole_s, full_s = (run(each).iteration_s for each in (unsplit(plan), plan))
+    assert full_s < found.iteration_s < whole_s
+
+
 def test_what_a_backward_leaves_is_held_until_its_weight_gradients():
     """A single rank: 1000 bytes from the forward, and 1500 in place of them until the W."""
     plan = equal_stages(1, 1)

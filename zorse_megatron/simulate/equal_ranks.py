@@ -164,8 +164,12 @@ class Copies:
         rounds = [
             len(group.replicas) * size for group, size in zip(plan.groups, sizes, strict=True)
         ]
-        extras = [group.extra_in_flight or 0 for group in plan.groups]
-        period, block = math.gcd(*rounds, *extras), math.lcm(*sizes)
+        more = [
+            each or 0
+            for group in plan.groups
+            for each in (group.extra_in_flight, group.delayed_samples)
+        ]
+        period, block = math.gcd(*rounds, *more), math.lcm(*sizes)
         return cls(plan=plan, period=period, block=block if period % block == 0 else period)
 
     @property
@@ -196,6 +200,7 @@ class Copies:
                     offload=group.offload,
                     extra_in_flight=extra,
                     split_backward=group.split_backward,
+                    delayed_samples=(group.delayed_samples or 0) // self.count or None,
                 )
             )
             first += number

@@ -2,13 +2,16 @@
 
 Only where the search may (`SearchSpace.split_backward`). It comes last, for the fastest plans of
 the search: what it saves is a part of their fill/drain bubble, so that a plan which was not the
-fastest may become it. A group is split where the memory allows it and the plan gets faster.
+fastest may become it. A group is split where the memory allows it and the plan gets faster; with
+little memory, so that one micro-batch of each replica waits.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
+from zorse_megatron.schedules.one_f_one_b import round_of
 from zorse_megatron.schema.plan.plan import Plan
 
 _FINALISTS = 4
@@ -16,6 +19,17 @@ _MOST_BEHIND = 1.05
 """A plan that is slower by more than that is not tried: on the example clusters it saves 4 %."""
 _LEAST_GAIN = 0.999
 """What a group must bring, in parts of the iteration: each costs memory."""
+
+
+class Way(IntEnum):
+    """How many micro-batches of a replica have weight gradients that wait."""
+
+    PLAIN = 0
+    """None: backwards compute them."""
+    ONE_ROUND = 1
+    """One."""
+    FULL = 2
+    """As many as the schedule has use for."""
 
 
 def with_split_backwards(evaluator: Evaluator, found: Sequence[Evaluation]) -> Evaluation:
@@ -35,37 +49,48 @@ def with_split_backwards(evaluator: Evaluator, found: Sequence[Evaluation]) -> E
 
 
 def _split(evaluator: Evaluator, plain: Evaluation) -> Evaluation:
-    """Split all groups that have room, then one more or less at a time."""
+    """Split as much as there is room for, then change one group at a time."""
+    groups = plain.plan.groups
     first = plain.plan.chunks[0].group  # nobody waits for its gradients of inputs
-    wanted = set(range(len(plain.plan.groups))) - {first}
-    best, chosen = plain, set[int]()
-    while wanted:
-        all_of_them = evaluator.evaluate_plan(splitting(plain.plan, wanted))
-        if all_of_them is None:
+    ways = [Way.PLAIN if number == first else Way.FULL for number in range(len(groups))]
+    best, chosen = plain, [Way.PLAIN] * len(groups)
+    while any(ways):
+        found = evaluator.evaluate_plan(splitting(plain.plan, ways))
+        if found is None:
             return plain
-        if all_of_them.fits:
-            if all_of_them.iteration_s < _LEAST_GAIN * plain.iteration_s:
-                best, chosen = all_of_them, set(wanted)
+        if found.fits:
+            if found.iteration_s < _LEAST_GAIN * plain.iteration_s:
+                best, chosen = found, ways
             break
-        overflow = all_of_them.overflow_bytes
-        full = {number for number in wanted if overflow[number] > 0}
-        wanted -= full or {max(wanted, key=lambda number: overflow[number])}
-    for number in reversed(range(len(plain.plan.groups))):
-        other = chosen ^ {number}
-        found = evaluator.evaluate_plan(splitting(plain.plan, other))
-        if found is None or not found.fits:
-            continue
-        # One that is taken away may cost as little as one that is added must bring.
-        adds = number in other
-        if found.iteration_s < best.iteration_s * (_LEAST_GAIN if adds else 2 - _LEAST_GAIN):
-            best, chosen = found, other
+        over = found.overflow_bytes
+        fullest = max((n for n, way in enumerate(ways) if way), key=lambda n: over[n])
+        ways = [
+            Way(way - 1) if way and (over[number] > 0 or number == fullest) else way
+            for number, way in enumerate(ways)
+        ]
+    for number in reversed(range(len(groups))):
+        for way in Way:
+            other = [*chosen[:number], way, *chosen[number + 1 :]]
+            found = (
+                None if other == chosen else evaluator.evaluate_plan(splitting(plain.plan, other))
+            )
+            if found is None or not found.fits:
+                continue
+            # What is taken away may cost as little as what is added must bring.
+            limit = _LEAST_GAIN if way > chosen[number] else 2 - _LEAST_GAIN
+            if found.iteration_s < limit * best.iteration_s:
+                best, chosen = found, other
     return best
 
 
-def splitting(plan: Plan, numbers: Collection[int]) -> Plan:
-    """The plan with `split_backward` in these groups."""
+def splitting(plan: Plan, ways: Sequence[Way]) -> Plan:
+    """The plan, of which each group is split in its way."""
     groups = (
-        replace(group, split_backward=True if number in numbers else None)
-        for number, group in enumerate(plan.groups)
+        replace(
+            group,
+            split_backward=True if way else None,
+            delayed_samples=round_of(group) if way is Way.ONE_ROUND else None,
+        )
+        for group, way in zip(plan.groups, ways, strict=True)
     )
     return replace(plan, groups=tuple(groups))

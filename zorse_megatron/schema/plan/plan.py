@@ -132,6 +132,8 @@ class Group:
     """Samples in flight beyond what is needed where messages take no time; absent: none."""
     split_backward: bool | None = None
     """Whether gradients of weights are a computation of their own; absent: part of the backward."""
+    delayed_samples: Positive | None = None
+    """Most samples whose weight gradients wait; absent: one round of every earlier group."""
     compute_dtype: ComputeDtype | None = None
     """In which type the group computes; absent: as the training command says."""
     gradient_wire: GradientCommDtype | None = None

@@ -41,6 +41,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         memory_setting_problems,
         _lengths,
         _extra_in_flight,
+        _delayed_samples,
         _compute_dtypes,
         _schedule_parameters,
     )
@@ -224,6 +225,17 @@ def _extra_in_flight(plan: Plan) -> Iterator[Problem]:
                 found=f"{group.extra_in_flight}",
                 expected="nothing under breadth_first, which has all samples in flight anyway",
                 remedy="Remove it, or choose the schedule 1f1b or interleaved.",
+            )
+
+
+def _delayed_samples(plan: Plan) -> Iterator[Problem]:
+    for number, group in enumerate(plan.groups):
+        if group.delayed_samples and not group.split_backward:
+            yield Problem(
+                where=f"groups[{number}].delayed_samples",
+                found=f"{group.delayed_samples} without split_backward",
+                expected="split_backward with it: true, or no weight gradients wait",
+                remedy="Add it, or remove delayed_samples.",
             )
 
 
