@@ -19,9 +19,13 @@ from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage, StagePosition
 from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.evaluate.node_host_memory import NodeHostMemory, extended, host_needs
-from zorse_megatron.planner.inputs.search_inputs import SearchSpace
+from zorse_megatron.planner.inputs.joined_inputs import joined
+from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.inputs.units import JoinedSet
 from zorse_megatron.schedules import shards
 from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
 from zorse_megatron.schema.plan.plan import ModelFingerprint
 
@@ -198,3 +202,25 @@ def test_host_memory_of_a_batch_that_is_extrapolated():
     assert grown.by_category_bytes == (("optimizer state", 500), ("activations", 500))
     (same,) = extended(needs(200), needs(200), 5.0)
     assert same.by_category_bytes == (("optimizer state", 500), ("activations", 200))
+
+
+@pytest.mark.parametrize(
+    ("joining", "may_offload"),
+    [
+        ((JoinedSet(ranks=(0, 1)), JoinedSet(ranks=(2, 3))), True),
+        ((JoinedSet(ranks=(0, 1)),), False),
+    ],
+)
+def test_parameters_stay_where_replicas_are_cut_differently(joining, may_offload):
+    """The runtime refuses it of a set beside a single GPU."""
+    cluster = parse_cluster(b"nodes: [{gpus: 4 x T4, link: PCIe 10 GB/s}]")
+    model = replace(MODELS["llama-1b"], num_layers=8)
+    alone = make_inputs(cluster, model, None, global_batch_size=4, dtype="float16")
+    inputs = joined(alone, joining)
+    group = DeviceGroups(inputs).of(tuple(range(inputs.world_size)))
+    position = StagePosition(
+        is_first=True, is_last=True, in_flight_limit=0.0, schedule="breadth_first", num_chunks=8
+    )
+    stage = Stage(group, 8, (1,) * len(group.gpu_classes), position)
+    hosts = Estimator(inputs).cost_model.to_try.hosts(stage)
+    assert any(each.offload_parameters for each in hosts) == may_offload

@@ -41,7 +41,10 @@ class SettingsToTry:
         """What may wait in the host beside activations, cheapest first; nothing comes first."""
         if not self.space.offload:
             return [MemorySettings()]
-        return list(host_settings(stage))
+        units = self.cost_model.inputs.units
+        alike = units is None or units.are_cut_alike(stage.device_group.ranks)
+        # The runtime keeps shards of unlike replicas on the GPUs.
+        return [each for each in host_settings(stage) if alike or not each.offload_parameters]
 
     def _recomputing(
         self, stage: Stage, counts: Sequence[float], host: MemorySettings

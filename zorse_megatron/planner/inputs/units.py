@@ -70,6 +70,10 @@ class Units:
         """The GPUs of some units."""
         return tuple(sorted(rank for unit in units for rank in self.sets[unit].ranks))
 
+    def are_cut_alike(self, units: Iterable[int]) -> bool:
+        """Whether all of them cut layers into the same parts, as `rank_axes.holds_equal_parts`."""
+        return len({(len(self.sets[unit].ranks), self.sets[unit].parts) for unit in units}) == 1
+
     def first_ranks(self, units: Iterable[int]) -> tuple[int, ...]:
         """One GPU of each."""
         return tuple(self.sets[unit].ranks[0] for unit in units)
