@@ -99,7 +99,7 @@ class LocalMoves:
             yield from (
                 replace(candidate, slack=each) for each in _SLACKS if each != candidate.slack
             )
-        for schedule, chunks in self.sources.ways():
+        for schedule, chunks in self.sources.ways(len(candidate.device_groups)):
             if (schedule, chunks) != (candidate.schedule, candidate.num_chunks):
                 yield replace(candidate, schedule=schedule, num_chunks=chunks, reserves=())
         grouping = tuple(sorted(device_group.ranks for device_group in candidate.device_groups))

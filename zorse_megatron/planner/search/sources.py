@@ -16,9 +16,12 @@ from zorse_megatron.planner.search.device_order_search import DeviceOrderSearch
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.group_orders import orders
 from zorse_megatron.planner.search.groupings import EVERY_PARTITION_UP_TO, Groupings
+from zorse_megatron.schema.plan.plan import ScheduleName
 
 CandidateSource = Literal["groupings", "device orders"]
 _CHUNKS = {"1f1b": (1,), "interleaved": (1, 2), "breadth_first": (1, 2, 4)}
+_FEW_GPUS = 32  # up to which more numbers of chunks are tried
+_SMALL_CHUNK = 2  # layers
 _QUICK_LEVELS = (2, 4)
 _TURNS = 3  # of looking around the best groupings
 
@@ -124,13 +127,21 @@ class Sources:
             origin=origin,
         )
 
-    def ways(self) -> list[ScheduleChoice]:
+    def ways(self, num_groups: int) -> list[ScheduleChoice]:
         """Schedules and numbers of chunks."""
         return [
             (schedule, chunks)
             for schedule in self.inputs.space.schedules
-            for chunks in _CHUNKS[schedule]
+            for chunks in self._numbers_of_chunks(schedule, num_groups)
         ]
+
+    def _numbers_of_chunks(self, schedule: ScheduleName, num_groups: int) -> tuple[int, ...]:
+        """Interleaved also with chunks of about two layers: the fewer, the shorter the bubble."""
+        inputs, usual = self.inputs, _CHUNKS[schedule]
+        if schedule != "interleaved" or num_groups == 1 or inputs.world_size > _FEW_GPUS:
+            return usual
+        small = -(-inputs.num_layers // (num_groups * _SMALL_CHUNK))
+        return (*usual, *sorted({each for each in (4, small) if each > usual[-1]}))
 
     def _cost_proposals(self, found: list[GroupingProposal]) -> None:
         """Cost groupings in all ways."""
@@ -138,7 +149,7 @@ class Sources:
             self.report(SearchProgress(phase="costing", done=number, total=len(found)))
             groups = [self.device_groups.of(group) for group in proposal.grouping]
             for device_groups in orders(self.inputs, groups)[: self.effort.orders]:
-                for way in self.ways():
+                for way in self.ways(len(device_groups)):
                     for level in self.levels(self.effort.levels):
                         candidate = self.candidate(device_groups, level, way, proposal.origin)
                         for slack in self.effort.slacks if way[0] == "1f1b" else (1.0,):
