@@ -16,7 +16,6 @@ from zorse_megatron.planner.search.device_order_search import DeviceOrderSearch
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.group_orders import orders
 from zorse_megatron.planner.search.groupings import EVERY_PARTITION_UP_TO, Groupings
-from zorse_megatron.schema.plan.plan import ScheduleName
 
 CandidateSource = Literal["groupings", "device orders"]
 _CHUNKS = {"1f1b": (1,), "interleaved": (1, 2), "breadth_first": (1, 2, 4)}
@@ -135,7 +134,7 @@ class Sources:
             for chunks in self._numbers_of_chunks(schedule, num_groups)
         ]
 
-    def _numbers_of_chunks(self, schedule: ScheduleName, num_groups: int) -> tuple[int, ...]:
+    def _numbers_of_chunks(self, schedule: str, num_groups: int) -> tuple[int, ...]:
         """Interleaved also with chunks of about two layers: the fewer, the shorter the bubble."""
         inputs, usual = self.inputs, _CHUNKS[schedule]
         if schedule != "interleaved" or num_groups == 1 or inputs.world_size > _FEW_GPUS:
