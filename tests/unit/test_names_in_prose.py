@@ -36,7 +36,8 @@ NAMES_OF_OTHERS = {
     # torch
     *("TORCH_DIST_INIT_BARRIER", "_hash_ranks_to_str"),
     *("CPUOffloadPolicy", "PYTORCH_ALLOC_CONF", "PowerOf2Ceil", "Schedule1F1B"),
-    *("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ZeroRedundancyOptimizer", "_StorageInfo"),
+    *("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"),
+    *("ZeroRedundancyOptimizer", "_StorageInfo"),
     *("_assign_worker_ranks", "_single_tensor_adam", "n_microbatches", "reduce_dtype"),
     *("compute_XY", "pinned_max_round_threshold_mb", "sm_XY"),
     # transformers, Slurm, Linux, Sailor and the DeepSpeed that it brings
