@@ -105,7 +105,7 @@ _UP_TO = (  # GPUs
         16,
         Effort(listed=250, costed=60, widened=16, finalists=40, computations=60_000, hopeless=1.15),
     ),
-    (32, Effort(listed=250, costed=40, widened=14, finalists=40, computations=150_000)),
+    (32, Effort(listed=250, costed=40, widened=14, finalists=30, computations=150_000)),
     (
         256,
         Effort(

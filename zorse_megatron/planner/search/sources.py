@@ -19,7 +19,7 @@ from zorse_megatron.planner.search.groupings import EVERY_PARTITION_UP_TO, Group
 
 CandidateSource = Literal["groupings", "device orders"]
 _CHUNKS = {"1f1b": (1,), "interleaved": (1, 2), "breadth_first": (1, 2, 4)}
-_FEW_GPUS = 32  # up to which more numbers of chunks are tried
+_FEW_GPUS = 16  # up to which more numbers of chunks are tried
 _SMALL_CHUNK = 2  # layers
 _QUICK_LEVELS = (2, 4)
 _TURNS = 3  # of looking around the best groupings
