@@ -224,3 +224,20 @@ def test_parameters_stay_where_replicas_are_cut_differently(joining, may_offload
     stage = Stage(group, 8, (1,) * len(group.gpu_classes), position)
     hosts = Estimator(inputs).cost_model.to_try.hosts(stage)
     assert any(each.offload_parameters for each in hosts) == may_offload
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_closed_form_needs_what_the_simulator_finds(seed):
+    """On all hosts together. Blocks are powers of two, so a shard that differs a little from the
+    mean may take one twice or half as large."""
+    _, evaluation = least_room(seed)
+    inputs = short_of_memory(seed, 1.0)
+    needs = host_needs(inputs, Evaluator(inputs, Estimator(inputs)).simulated(evaluation.plan))
+    (stage,), (cost,) = evaluation.estimate.stages, evaluation.estimate.costs
+    model = Estimator(inputs).cost_model
+    counts = model.counts(stage, cost.settings)
+    needed = model.host.needed_bytes(stage, counts, cost.settings)
+    classes = stage.device_group.gpu_classes
+    expected = sum(len(c.ranks) * each for c, each in zip(classes, needed, strict=True))
+    found = sum(need.num_bytes for need in needs)
+    assert expected / 2 <= found <= 2 * expected

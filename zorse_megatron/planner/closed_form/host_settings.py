@@ -40,14 +40,22 @@ class StageHostMemory:
         known = any(gpu_class.host_bytes is not None for gpu_class in classes)
         if not known or not any(each.offloads_anything for each in settings):
             return True
-        owned = self._owned(stage, counts, settings)
+        needed = self.needed_bytes(stage, counts, settings)
         return all(
-            gpu_class.host_bytes is None
-            or self._trained_bytes(stage, settings[at], owned[at])
-            + self._activation_bytes(stage, settings[at], at, counts[at])
-            <= gpu_class.host_bytes
-            for at, gpu_class in enumerate(classes)
+            gpu_class.host_bytes is None or num_bytes <= gpu_class.host_bytes
+            for gpu_class, num_bytes in zip(classes, needed, strict=True)
         )
+
+    def needed_bytes(
+        self, stage: Stage, counts: Sequence[float], settings: ClassSettings
+    ) -> list[float]:
+        """What a GPU of each class has there; arguments as of `holds`."""
+        owned = self._owned(stage, counts, settings)
+        return [
+            self._trained_bytes(stage, own, owned[at])
+            + self._activation_bytes(stage, own, at, counts[at])
+            for at, own in enumerate(settings)
+        ]
 
     def _owned(self, stage: Stage, counts: Sequence[float], settings: ClassSettings) -> list[float]:
         """Parameters that a GPU of each class owns of a chunk: by free memory, as in the plan."""
