@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.planner.baselines.stock_best import subsets
+from zorse_megatron.planner.baselines.stock_best import framework_of, subsets
 from zorse_megatron.planner.baselines.stock_grids import grid_estimates, grids, plan_of_grid
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
@@ -20,7 +20,6 @@ from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.profile.profile_json import load_profile
-from zorse_megatron.simulate.framework import STOCK_1F1B
 
 ROOT = Path(__file__).parents[2]
 EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
@@ -107,7 +106,7 @@ def test_stock_is_the_layout_that_is_named(cluster, model, system):
     names = (words, f"{words}, recompute none")  # which the table leaves out
     (grid,) = (each for each in grids(inputs) if each.description in names)
     plan = plan_of_grid(inputs, grid)
-    simulated = simulate_plan(inputs, plan, framework=STOCK_1F1B, merge_equal_ranks=True)
+    simulated = simulate_plan(inputs, plan, framework=framework_of(grid), merge_equal_ranks=True)
     assert_is_shown(simulated.iteration_s, row)
 
 

@@ -79,6 +79,12 @@ def test_flags_of_a_grid():
     assert "--account-for-loss-in-pipeline-split" in flags
     assert "uniform" in flags
     assert grid.description == "PP 4 (6+7+7+6) DP 2, micro-batches of 4, recompute full"
+    virtual = dataclasses.replace(grid, layers=(3, 4, 4, 4, 4, 3), virtual=3)
+    assert "--num-virtual-stages-per-pipeline-rank" not in flags
+    flags = flags_of_grid(make(CLUSTER), virtual)
+    assert flags[flags.index("--num-virtual-stages-per-pipeline-rank") + 1] == "3"
+    assert flags[:2] == ("--pipeline-model-parallel-size", "2")
+    assert virtual.description == "PP 2 VPP 3 DP 2, micro-batches of 4, recompute full"
 
 
 def test_aggregate_is_what_each_gpu_does_alone():

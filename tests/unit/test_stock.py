@@ -16,7 +16,12 @@ from zorse_megatron.emulate.compare.compared_systems import (
     ComparedSystem,
     compared_systems,
 )
-from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best, subsets
+from zorse_megatron.planner.baselines.stock_best import (
+    framework_of,
+    stock_on_all,
+    stock_on_best,
+    subsets,
+)
 from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
@@ -24,7 +29,6 @@ from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.simulate.framework import STOCK_1F1B
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
@@ -69,7 +73,7 @@ def test_the_best_layout_is_the_fastest_that_fits(layers):
     every = []
     for grid in grids(inputs):
         plan = plan_of_grid(inputs, grid)
-        costs_of_workload = simulate_plan(inputs, plan, framework=STOCK_1F1B)
+        costs_of_workload = simulate_plan(inputs, plan, framework=framework_of(grid))
         peaks = zip(costs_of_workload.peak_memory_bytes, inputs.capacities_bytes, strict=True)
         if all(peak <= capacity for peak, capacity in peaks):
             every.append((costs_of_workload.iteration_s, grid))

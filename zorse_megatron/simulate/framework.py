@@ -23,6 +23,8 @@ class Framework:
     blocking_transfers: bool = False
     """Whether a rank stops at each send and each receive until it is done, as with `send` and
     `recv` of torch.distributed on the stream that computes."""
+    blocking_activations: bool = False
+    """Whether a rank stops at each send of an activation, though not at others."""
     paired_transfers: bool = False
     """Whether, where transfers block, an activation and the gradient of the other direction are
     started together, as in Megatron's `send_forward_recv_backward`."""
@@ -43,3 +45,9 @@ class Framework:
 RUNTIME = Framework()
 STOCK_1F1B = Framework(blocking_transfers=True, paired_transfers=True, sums_after_step=3)
 """Megatron's own 1F1B with a distributed optimizer."""
+STOCK_INTERLEAVED = Framework(
+    blocking_activations=True, receives_ahead=1, sends_behind=1, sums_after_step=3
+)
+"""Its interleaved schedule with `--overlap-p2p-communication-warmup-flush`. A receive is posted one
+computation ahead, a gradient must have left when the next one is sent; the rank stops until an
+activation has left, whose memory is freed (`pp_post_forward`, deallocate_pipeline_outputs)."""

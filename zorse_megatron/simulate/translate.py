@@ -123,6 +123,7 @@ class _RankTranslator:
         )
         framework = self.sizes.framework
         self.blocks, self.pairs = framework.blocking_transfers, framework.paired_transfers
+        self.blocks_activations = framework.blocking_activations
         self.set = self.sizes.set_of(rank)
         self.times_s: dict[tuple[int, Kind], Sequence[float]] = {}
         """(chunk, kind) -> what its phases take, without a perturbation."""
@@ -182,7 +183,8 @@ class _RankTranslator:
         after = self.track.before[self.track.openings.get(position, position)]
         if self.pairs and self._is_second(position):
             after = self.track.before[position - 1]
-        gate = self._stop(position, action) if self.blocks else NOTHING
+        stops = self.blocks or (self.blocks_activations and action.kind is Kind.SEND_ACTIVATION)
+        gate = self._stop(position, action) if stops else NOTHING
         self.transfers.start(action, rank=self.rank, position=position, after=after, gate=gate)
 
     def _is_second(self, position: int) -> bool:

@@ -207,7 +207,7 @@ def _fullest(row: _PlanRow) -> float:
 
 def _num_groups(row: _PlanRow) -> int:
     if row.stock is not None:
-        return len(row.stock.grid.layers)
+        return row.stock.grid.stages
     assert row.outcome is not None
     return row.outcome.num_groups
 

@@ -17,11 +17,14 @@ def flags_of_grid(inputs: Inputs, grid: Grid) -> tuple[str, ...]:
     scale = _TINY_LAYER_PARAMETERS / inputs.memory.layer_parameters()
     flags = [
         *(("--tensor-model-parallel-size", str(grid.tensor)) if grid.tensor > 1 else ()),
-        *("--pipeline-model-parallel-size", str(len(grid.layers))),
+        *("--pipeline-model-parallel-size", str(grid.stages)),
         *("--micro-batch-size", str(grid.micro_batch_size)),
         *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
         *("--ddp-bucket-size", str(max(1, round(_BUCKET_PARAMETERS * scale)))),
     ]
+    if grid.virtual > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(grid.virtual)]
+        flags += ["--overlap-p2p-communication-warmup-flush"]
     if grid.counts_ends[0]:
         flags.append("--account-for-embedding-in-pipeline-split")
     if grid.counts_ends[1]:

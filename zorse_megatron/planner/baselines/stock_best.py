@@ -1,7 +1,7 @@
 """Stock Megatron at its best: on all GPUs, and on the best subset of them.
 
 One answer for everybody who compares with stock. The simulator runs stock's own 1F1B, whose
-transfers stop the ranks (`STOCK_1F1B`).
+transfers stop the ranks (`STOCK_1F1B`), and its interleaved schedule, whose transfers do not.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.simulate.framework import STOCK_1F1B
+from zorse_megatron.simulate.framework import STOCK_1F1B, STOCK_INTERLEAVED, Framework
 from zorse_megatron.simulate.result import SimulationResult
 
 _GIB = 2**30
@@ -173,7 +173,9 @@ def _simulated(
         plan = plan_of_grid(inputs, estimate.grid)
         spent += computations(plan)
         with gc_paused():
-            result: SimulationResult = simulate_plan(inputs, plan, framework=STOCK_1F1B)
+            result: SimulationResult = simulate_plan(
+                inputs, plan, framework=framework_of(estimate.grid)
+            )
         layout = StockLayout(
             inputs=inputs,
             ranks=ranks,
@@ -184,6 +186,11 @@ def _simulated(
         if layout.fullest <= 1:
             best_s = min(best_s, layout.iteration_s)
         yield layout
+
+
+def framework_of(grid: Grid) -> Framework:
+    """How stock runs a layout."""
+    return STOCK_1F1B if grid.virtual == 1 else STOCK_INTERLEAVED
 
 
 def _iteration_s(stock: Stock) -> float:

@@ -3,13 +3,15 @@
 Stages have equally many layers, where stock may count embedding and output layer as one each
 (`--account-for-embedding-in-pipeline-split`, `--account-for-loss-in-pipeline-split`); so 26 layers
 make four stages, of 6, 7, 7 and 6. Tensor-parallel sets are neighbours on a node. One micro-batch
-size, one recomputation setting, a distributed optimizer with equal shards, 1F1B, ranks in the order
-of the cluster: what a user gets without writing a layout by hand.
+size, one recomputation setting, a distributed optimizer with equal shards, 1F1B or, with virtual
+stages, interleaved, ranks in the order of the cluster: what a user gets without writing a layout by
+hand.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
@@ -30,7 +32,7 @@ class Grid:
     """One even layout."""
 
     layers: tuple[int, ...]
-    """Layers of each stage."""
+    """Layers of each virtual stage, in model order; of each stage where these have one."""
     counts_ends: tuple[bool, bool]
     """Whether embedding and output layer count as a layer each."""
     width: int
@@ -39,14 +41,32 @@ class Grid:
     mode: RecomputeMode
     tensor: int = 1
     """Tensor-parallel ranks of each replica."""
+    virtual: int = 1
+    """Virtual stages of each rank (`--num-virtual-stages-per-pipeline-rank`)."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.layers) // self.virtual
+
+    @property
+    def schedule(self) -> Literal["1f1b", "interleaved"]:
+        """Stock's interleaved schedule is for virtual stages."""
+        return "1f1b" if self.virtual == 1 else "interleaved"
+
+    def layers_of(self, stage: int) -> int:
+        """Layers of a stage in all of its virtual stages."""
+        return sum(self.layers[stage :: self.stages])
 
     @property
     def description(self) -> str:
         """For people."""
-        layers = "" if len(set(self.layers)) == 1 else f" ({'+'.join(map(str, self.layers))})"
+        each = [str(self.layers_of(stage)) for stage in range(self.stages)]
+        layers = "" if len(set(each)) == 1 else f" ({'+'.join(each)})"
         tensor = "" if self.tensor == 1 else f"TP {self.tensor} "
+        virtual = "" if self.virtual == 1 else f" VPP {self.virtual}"
         return (
-            f"{tensor}PP {len(self.layers)}{layers} DP {self.width}, micro-batches of "
+            f"{tensor}PP {self.stages}{layers}{virtual} DP {self.width}, micro-batches of "
             f"{self.micro_batch_size}, recompute {self.mode}"
         )
 
@@ -71,19 +91,26 @@ def _grids_of(inputs: Inputs, tensor: int) -> Iterator[Grid]:
     batch, replicas = inputs.global_batch_size, inputs.world_size // tensor
     for stages in range(1, replicas + 1):
         width = replicas // stages
-        split = even_stages(inputs.num_layers, stages)
-        if replicas % stages or batch % width or split is None:
+        if replicas % stages or batch % width:
             continue
-        for size, mode in itertools.product(_SIZES, _MODES):
-            if mode in inputs.space.recompute and batch % (width * size) == 0:
-                yield Grid(
-                    layers=split[0],
-                    counts_ends=split[1],
-                    width=width,
-                    micro_batch_size=size,
-                    mode=mode,
-                    tensor=tensor,
-                )
+        for virtual, size, mode in itertools.product(
+            range(1, inputs.num_layers + 1), _SIZES, _MODES
+        ):
+            split = even_stages(inputs.num_layers, stages * virtual)
+            if split is None or mode not in inputs.space.recompute or batch % (width * size):
+                continue
+            # Stock interleaves stages, and takes micro-batches through them in rounds.
+            if virtual > 1 and (stages == 1 or batch // (width * size) % stages):
+                continue
+            yield Grid(
+                layers=split[0],
+                counts_ends=split[1],
+                width=width,
+                micro_batch_size=size,
+                mode=mode,
+                tensor=tensor,
+                virtual=virtual,
+            )
 
 
 def tensor_degrees(inputs: Inputs) -> list[int]:
@@ -143,8 +170,8 @@ def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
     count = inputs.global_batch_size // (grid.width * grid.micro_batch_size)
     # Stock knows one type for the whole job.
     one_type = inputs.dtype_of(range(inputs.world_size))
-    groups, chunks, first = [], [], 0
-    for stage, layers in enumerate(grid.layers):
+    groups = []
+    for stage in range(grid.stages):
         in_stage = range(stage * grid.width, (stage + 1) * grid.width)
         replicas = tuple(
             Replica(
@@ -157,15 +184,17 @@ def plan_of_grid(inputs: Inputs, grid: Grid) -> Plan:
         )
         recompute = None if grid.mode == "none" else Recompute(mode=grid.mode)
         groups.append(Group(replicas=replicas, recompute=recompute, compute_dtype=one_type))
-        chunks.append(Chunk(group=stage, layers=(first, first + layers)))
-        first += layers
+    starts = itertools.accumulate(grid.layers[:-1], initial=0)
     return Plan(
         schema_version=1,
         global_batch_size=inputs.global_batch_size,
         model=inputs.model,
         groups=tuple(groups),
-        chunks=tuple(chunks),
-        schedule=Schedule(name="1f1b"),
+        chunks=tuple(
+            Chunk(group=number % grid.stages, layers=layers)
+            for number, layers in enumerate(itertools.pairwise([*starts, inputs.num_layers]))
+        ),
+        schedule=Schedule(name=grid.schedule),
         cluster=inputs.cluster,
     )
 
@@ -199,7 +228,8 @@ class _GridCosts:
         width, size = grid.width, grid.micro_batch_size
         count = self.inputs.global_batch_size // (width * size)
         busy_s = fill_s = fullest = 0.0
-        for at, layers in enumerate(grid.layers):
+        for at in range(grid.stages):
+            layers = grid.layers_of(at)
             device_group = self.device_groups.of(tuple(range(at * width, (at + 1) * width)))
             settings = MemorySettings(
                 mode=grid.mode, recomputed=0 if grid.mode == "none" else layers
@@ -218,20 +248,25 @@ class _GridCosts:
             passes = self.cost_model.passes(stage, stage.alike(settings))
             both_s = max(each.both_s for each in passes)
             busy_s = max(busy_s, count * both_s)
-            fill_s += both_s
+            fill_s += both_s / grid.virtual
         return GridEstimate(grid=grid, iteration_s=busy_s + fill_s, fullest=fullest)
 
     @staticmethod
     def _stage(device_group: DeviceGroup, grid: Grid, at: int) -> Stage:
-        stages = len(grid.layers)
+        after = grid.stages - at - 1
+        in_flight = after + 1
+        if grid.virtual > 1:  # see `schedules.interleaved`
+            in_flight = (grid.virtual - 1) * grid.stages + 2 * after + 1
         position = StagePosition(
             is_first=at == 0,
-            is_last=at == stages - 1,
-            in_flight_limit=float((stages - at) * grid.width * grid.micro_batch_size),
+            is_last=at == grid.stages - 1,
+            in_flight_limit=float(in_flight * grid.width * grid.micro_batch_size),
+            schedule=grid.schedule,
+            num_chunks=grid.virtual,
         )
         return Stage(
             device_group,
-            grid.layers[at],
+            grid.layers_of(at),
             (grid.micro_batch_size,) * len(device_group.gpu_classes),
             position,
         )
