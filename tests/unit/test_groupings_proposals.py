@@ -77,6 +77,13 @@ SMALL = {
 }
 
 
+def test_what_a_node_has_worked_out_does_not_tell_it_from_another() -> None:
+    first, second = SMALL["three equal nodes"].nodes[:2]
+    fresh = hardware_key(first)
+    assert first.port_bytes_per_s > 0  # kept in the node from here on
+    assert hardware_key(first) == fresh == hardware_key(second)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_one_signature_for_each_class_of_groupings(name: str) -> None:
