@@ -150,6 +150,17 @@ def test_flags_of_the_training_command(run):
     assert lines[1].startswith("memory of plan.json on cluster.yaml with the training command: OK")
 
 
+def test_layers_whose_weight_gradients_cannot_wait(run, tmp_path):
+    spoilt(tmp_path, ["groups", 0, "split_backward"], True)
+    command = ["check", "plan.json", "--", "pretrain_gpt.py", *FLAGS]
+    result = run(*command)
+    assert result.exit_code == 1
+    assert "expected --transformer-impl local, whose weight gradients can wait" in result.stdout
+    assert "expected --no-gradient-accumulation-fusion" in result.stdout
+    layers = ("--transformer-impl", "local", "--no-gradient-accumulation-fusion")
+    assert run(*command, *layers).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "found"),
     [

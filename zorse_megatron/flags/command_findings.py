@@ -6,6 +6,7 @@ from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.built_in import left_out_problems
 from zorse_megatron.flags.command import Command
 from zorse_megatron.flags.flags_against_plan import world_problems
+from zorse_megatron.flags.flags_against_split import split_backward_problems
 from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.unknown import unknown_flag_findings
 from zorse_megatron.schema.gpus.gpu import GpuKind
@@ -45,10 +46,13 @@ def findings_of(
     Without a plan: of a command that a plan is to be made for.
     """
     problems, notes = unknown_flag_findings(command)
+    # A run asks about `split_backward` once it has found out which layers it has.
+    split = [] if plan is None else split_backward_problems(command.args, plan)
     return [
         *problems,
         *command.problems,
         *_of_arguments(command, plan, kinds),
+        *split,
     ], notes
 
 
