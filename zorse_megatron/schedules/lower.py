@@ -9,7 +9,8 @@ Recomputation and the offload of optimizer state and activations change what an 
 which actions there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zorse_megatron.schedules.actions import Action, ActionLists
 from zorse_megatron.schedules.boundaries import Boundaries
@@ -21,6 +22,7 @@ from zorse_megatron.schedules.breadth_first import (
 from zorse_megatron.schedules.events import Event, GroupEvent
 from zorse_megatron.schedules.interleaved import interleaved
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
+from zorse_megatron.schedules.policy import Worker
 from zorse_megatron.schedules.refusals import refuse_unlowered
 from zorse_megatron.schedules.sequence import cut_into_lists
 from zorse_megatron.schedules.timed_transfers import pipeline_for
@@ -30,13 +32,26 @@ from zorse_megatron.schema.plan.plan import Plan
 _POLICIES = {"1f1b": one_f_one_b, "interleaved": interleaved}
 
 
-def lower_plan(plan: Plan, *, forward_only: bool = False, tied: bool | None = None) -> ActionLists:
+def lower_plan(
+    plan: Plan,
+    *,
+    forward_only: bool = False,
+    tied: bool | None = None,
+    most_in_flight: Mapping[Worker, int] | None = None,
+) -> ActionLists:
     """Lower a plan to action lists, for a training step or (forward_only) an evaluation step.
 
     `tied`: whether the embedding and the output weight are one; None takes it from the plan's
-    model. Raises PlanError with everything that cannot be lowered.
+    model. `most_in_flight`: micro-batches that replicas may have in flight beside what the schedule
+    says, where it has limits. Raises PlanError with everything that cannot be lowered.
     """
-    return _lowered(plan, forward_only=forward_only, tied=tied)[0]
+    return _lowered(plan, forward_only=forward_only, tied=tied, most_in_flight=most_in_flight)[0]
+
+
+def in_flight_limits(plan: Plan) -> Mapping[Worker, int]:
+    """Most micro-batches in flight by the plan's schedule; none where that has no limits."""
+    policy = _POLICIES.get(plan.schedule.name)
+    return {} if policy is None else policy(plan).limits
 
 
 def lower_unless_stuck(plan: Plan, *, forward_only: bool = False) -> ActionLists | None:
@@ -48,13 +63,21 @@ def lower_unless_stuck(plan: Plan, *, forward_only: bool = False) -> ActionLists
     return None if was_stuck else lists
 
 
-def _lowered(plan: Plan, *, forward_only: bool, tied: bool | None) -> tuple[ActionLists, bool]:
+def _lowered(
+    plan: Plan,
+    *,
+    forward_only: bool,
+    tied: bool | None,
+    most_in_flight: Mapping[Worker, int] | None = None,
+) -> tuple[ActionLists, bool]:
     """The lists, and whether the simulation got stuck."""
     refuse_unlowered(plan)
     if tied is None:
         tied = bool(plan.model.tied_embeddings)
     boundaries = Boundaries(plan)
-    events, group_events, was_stuck = _simulate(plan, boundaries, forward_only=forward_only)
+    events, group_events, was_stuck = _simulate(
+        plan, boundaries, most_in_flight or {}, forward_only=forward_only
+    )
     lists: list[Sequence[Action]] = list(cut_into_lists(plan, boundaries, events, group_events))
     if not forward_only:
         gathers = parameters_setting(plan) == RESIDENT
@@ -66,12 +89,14 @@ def _lowered(plan: Plan, *, forward_only: bool, tied: bool | None) -> tuple[Acti
 
 
 def _simulate(
-    plan: Plan, boundaries: Boundaries, *, forward_only: bool
+    plan: Plan, boundaries: Boundaries, most: Mapping[Worker, int], *, forward_only: bool
 ) -> tuple[Sequence[Event], Sequence[GroupEvent], bool]:
     """All events, and whether the simulation got stuck on its own rules."""
     if plan.schedule.name == "breadth_first":
         return *simulate_breadth_first(plan, boundaries, forward_only=forward_only), False
     policy = _POLICIES[plan.schedule.name](plan)
+    limits = {key: min(limit, most.get(key, limit)) for key, limit in policy.limits.items()}
+    policy = replace(policy, limits=limits)
     pipeline = pipeline_for(plan, boundaries, policy, forward_only=forward_only)
     events = list(pipeline.simulate())
     group_events = [] if forward_only else reductions(boundaries, events)

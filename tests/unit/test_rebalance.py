@@ -1,0 +1,250 @@
+"""New counts: against brute force, under noise, and that their lists fit where the plan's do."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from math import isclose
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.strategies import lowerable_plans
+from zorse_megatron.rebalance.balancer import (
+    Balancer,
+    Counts,
+    counts_of,
+    with_counts,
+    workers_of,
+)
+from zorse_megatron.rebalance.counts import ReplicaTime, best_counts
+from zorse_megatron.rebalance.held import held
+from zorse_megatron.rebalance.prepare import Preparation, Prepared
+from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.list_queries import edges_of
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.policy import Worker
+from zorse_megatron.schedules.samples import micro_batches
+from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+from zorse_megatron.schema.plan.plan_rules import problems_of
+
+TIMES = st.builds(
+    ReplicaTime,
+    micro_batch_size=st.integers(1, 4),
+    num_microbatches=st.integers(1, 5),
+    seconds=st.integers(1, 40).map(lambda n: n / 8),
+)
+
+
+@settings(max_examples=examples(150))
+@given(replicas=st.lists(TIMES, min_size=1, max_size=4))
+def test_counts_are_the_best_of_all(replicas: list[ReplicaTime]) -> None:
+    counts = best_counts(replicas)
+    sizes = [each.micro_batch_size for each in replicas]
+    batch = sum(each.micro_batch_size * each.num_microbatches for each in replicas)
+    assert all(counts) and sum(map(int.__mul__, sizes, counts)) == batch
+
+    def busy_s(of: tuple[int, ...]) -> float:
+        return max(count * each.seconds for count, each in zip(of, replicas, strict=True))
+
+    least = min(
+        busy_s(each)
+        for each in itertools.product(*(range(1, batch // size + 1) for size in sizes))
+        if sum(map(int.__mul__, sizes, each)) == batch
+    )
+    assert isclose(busy_s(counts), least, rel_tol=1e-9)
+
+
+def test_equals_are_dealt_out_equally() -> None:
+    replicas = [ReplicaTime(micro_batch_size=2, num_microbatches=n, seconds=1.0) for n in (9, 1, 5)]
+    assert best_counts(replicas) == (5, 5, 5)
+
+
+def test_a_slower_replica_gets_less() -> None:
+    replicas = [ReplicaTime(micro_batch_size=4, num_microbatches=16, seconds=t) for t in (1.5, 1.0)]
+    assert best_counts(replicas) == (13, 19)
+
+
+def _plan(*groups: tuple[tuple[int, int], ...]) -> Plan:
+    """Groups of replicas of (size, count), one layer each."""
+    ranks = itertools.count()
+    return Plan(
+        schema_version=1,
+        global_batch_size=sum(size * count for size, count in groups[0]),
+        model=ModelFingerprint(num_layers=len(groups)),
+        groups=tuple(
+            Group(
+                replicas=tuple(
+                    Replica(
+                        ranks=(next(ranks),),
+                        micro_batch_size=size,
+                        num_microbatches=count,
+                        shard_weight=1.0,
+                    )
+                    for size, count in group
+                )
+            )
+            for group in groups
+        ),
+        chunks=tuple(Chunk(group=n, layers=(n, n + 1)) for n in range(len(groups))),
+        schedule=Schedule(name="1f1b"),
+    )
+
+
+# As many micro-batches as the emulated cluster's, few of them, and one replica with one.
+NOISY = (
+    _plan(((2, 32), (2, 32)), ((4, 16), (4, 16)), ((2, 32), (2, 32)), ((4, 16), (4, 16))),
+    _plan(((4, 4), (4, 4)), ((2, 8), (2, 8))),
+    _plan(((1, 1), (1, 7)), ((4, 1), (4, 1))),
+)
+
+
+def _switches(
+    plan: Plan, factors: dict[Worker, tuple[int, float]], *, steps: int, seed: int
+) -> list[tuple[int, Counts]]:
+    """(step, counts) of each change; factors: worker -> (from which step on, how much slower).
+
+    Each forward and backward of a micro-batch takes 10 % more or less, log-normal. A group's
+    replicas are busy for the same time when none is slow.
+    """
+    rng = random.Random(seed)
+    balancer, found = Balancer(plan=plan), []
+    base = {w: 1.0 / plan.groups[w[0]].replicas[w[1]].num_microbatches for w in workers_of(plan)}
+    for step in range(1, steps):
+        seconds = {}
+        for worker in workers_of(plan):
+            start, factor = factors.get(worker, (0, 1.0))
+            level = base[worker] * (factor if step >= start else 1.0)
+            count = balancer.plan.groups[worker[0]].replicas[worker[1]].num_microbatches
+            forwards, backwards = (
+                sorted(rng.lognormvariate(0, 0.1) for _ in range(count))[count // 2] for _ in "FB"
+            )
+            seconds[worker] = level * (forwards + 2 * backwards) / 3
+        balancer.add(step, seconds)
+        if balancer.wish is not None:
+            found.append((step, balancer.wish))
+            balancer.change_to(with_counts(plan, balancer.wish))
+    return found
+
+
+@pytest.mark.parametrize("plan", NOISY)
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_alone_changes_nothing(plan: Plan, seed: int) -> None:
+    """10 % jitter for 200 iterations; the aim allows one change."""
+    assert _switches(plan, {}, steps=200, seed=seed) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("start", [0, 40])
+def test_a_slow_replica_is_found_soon(start: int, seed: int) -> None:
+    """Of 16 micro-batches each, one and a half times as slow: at most one more change than needed.
+
+    Slow from the first step on it is found after four; later, noise has to be told from change.
+    """
+    found = _switches(NOISY[0], {(1, 0): (start, 1.5)}, steps=start + 160, seed=seed)
+    assert 1 <= len(found) <= 2
+    step, counts = found[0]
+    assert step <= max(start, 1) + 5
+    assert counts[1] in {(12, 20), (13, 19)} and counts[0] == (32, 32)
+    assert found[-1][1][1] in {(12, 20), (13, 19)}
+
+
+def test_replicas_that_are_not_waited_for_stay_as_they_are() -> None:
+    """The slow replica's group has time to spare: another one is busy for as long."""
+    plan = _plan(((1, 8), (1, 8)), ((1, 8), (1, 8)))
+    balancer = Balancer(plan=plan)
+    for step in range(10):
+        balancer.add(step, {(0, 0): 1.0, (0, 1): 1.0, (1, 0): 0.9, (1, 1): 0.5})
+    assert balancer.wish is None
+
+
+def test_what_was_refused_is_not_wished_again() -> None:
+    plan = _plan(((1, 8), (1, 8)))
+    balancer = Balancer(plan=plan)
+    for step in range(10):
+        balancer.add(step, {(0, 0): 2.0, (0, 1): 1.0})
+    assert balancer.wish == ((5, 11),)
+    balancer.refuse(balancer.wish)
+    for step in range(10, 20):
+        balancer.add(step, {(0, 0): 2.0, (0, 1): 1.0})
+    assert balancer.wish is None
+
+
+PLANS = lowerable_plans(
+    max_chunks_per_group=2,
+    global_batch_size=st.integers(12, 40),
+    schedule_names=("interleaved",),
+)
+
+
+@settings(max_examples=examples(80))
+@given(data=st.data(), plan=PLANS)
+def test_other_counts_run_where_the_plan_fits(data: st.DataObject, plan: Plan) -> None:
+    """Whatever times are measured: the lists end, or are refused for what they would hold."""
+    counts = _counts_for(plan, lambda _: data.draw(st.sampled_from([1.0, 1.2, 1.5, 3.0])))
+    everywhere = frozenset(itertools.permutations(range(plan.world_size), 2))
+    lists = lower_plan(plan)
+    prepared = Preparation.of(plan, lists, tied=False, links=everywhere).prepare(counts)
+    if isinstance(prepared, str):
+        event("refused")
+        assert "would hold more" in prepared
+        return
+    event("other counts" if counts != counts_of(plan) else "the same")
+    assert problems_of(prepared.plan) == ()
+    assert counts_of(prepared.plan) == counts
+    for before, after in zip(plan.groups, prepared.plan.groups, strict=True):
+        assert micro_batches(after)[-1].stop == plan.global_batch_size
+        for old, new in zip(before.replicas, after.replicas, strict=True):
+            assert bool(old.num_microbatches) == bool(new.num_microbatches)
+            assert replace(new, num_microbatches=old.num_microbatches) == old
+
+
+def _counts_for(plan: Plan, seconds_of: Callable[[Worker], float]) -> Counts:
+    rows = []
+    for number, group in enumerate(plan.groups):
+        active = [index for index, each in enumerate(group.replicas) if each.num_microbatches]
+        times = [
+            ReplicaTime(
+                micro_batch_size=group.replicas[index].micro_batch_size,
+                num_microbatches=group.replicas[index].num_microbatches,
+                seconds=seconds_of((number, index)),
+            )
+            for index in active
+        ]
+        found = dict(zip(active, best_counts(times), strict=True))
+        rows.append(tuple(found.get(index, 0) for index in range(len(group.replicas))))
+    return tuple(rows)
+
+
+def test_ranks_without_a_link_do_not_get_to_send() -> None:
+    plan = _plan(((1, 4), (1, 4)), ((1, 4), (1, 4)))
+    lists = lower_plan(plan)
+    links = frozenset(edges_of([lists]))
+    assert len(links) == 4  # each rank has one neighbour
+    prepared = Preparation.of(plan, lists, tied=False, links=links).prepare(((2, 6), (4, 4)))
+    assert isinstance(prepared, str) and "has no link to" in prepared
+
+
+def test_a_wish_for_what_is_there_changes_nothing() -> None:
+    plan = NOISY[0]
+    lists = lower_plan(plan)
+    links = frozenset(edges_of([lists]))
+    prepared = Preparation.of(plan, lists, tied=False, links=links).prepare(counts_of(plan))
+    assert isinstance(prepared, Prepared) and prepared.lists == lists
+
+
+def test_what_a_list_holds() -> None:
+    """By hand: 2 chunks of 3 and 1 layers, micro-batches of 2 and 1 samples."""
+    list_of = (
+        (Kind.FORWARD, 0, 0),
+        (Kind.FORWARD, 1, 0),
+        (Kind.BACKWARD, 1, 0),
+        (Kind.FORWARD, 0, 1),
+        (Kind.BACKWARD, 0, 0),
+        (Kind.WEIGHT_GRADIENT, 1, 0),
+    )
+    actions = [Action(kind=kind, chunk=chunk, micro_batch=mb) for kind, chunk, mb in list_of]
+    found = held(actions, sizes=(2, 1), layers=(3, 1))
+    assert (found.activations, found.delayed) == (6 + 3, 2 + 6)
