@@ -14,6 +14,7 @@ which node each rank is to be on; tasks of srun take their rank from it.
 held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-host-memory-limit GB` says what all ranks of a node together may keep in host memory.
 `--zorse-damaged-checkpoint skip` resumes from an older checkpoint if the latest is damaged.
+`--zorse-rebalance on` lets the counts of micro-batches follow what the ranks take for them.
 `--zorse-metrics FILE` appends one line of JSON per iteration, with loss and gradient norm in full
 precision; it needs no plan.
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from zorse_megatron.adapter.activate import PlanRun
     from zorse_megatron.runtime.host_link import HostLink
+    from zorse_megatron.trace import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class RankSetup:
     """Called once this process is the rank; Megatron trains on the default group that it finds."""
     make_host_link: "Callable[[torch.device], HostLink] | None" = None
     """Gets the rank's device, returns its link to host memory; None: `HostLink` itself."""
+    clock: "Clock | None" = None
+    """By which the rank knows what its actions take; None: its device's."""
 
 
 def run(argv: Sequence[str], *, setup: RankSetup | None = None) -> None:
@@ -231,6 +235,8 @@ def _plan_run(
         skips_damaged=command.skips_damaged,
         enter=watch.enter,
         make_host_link=None if setup is None else setup.make_host_link,
+        clock=None if setup is None else setup.clock,
+        rebalances=command.rebalances,
     )
 
 

@@ -18,10 +18,12 @@ _NEED_PLAN = (
     "--zorse-update",
     "--zorse-damaged-checkpoint",
     "--zorse-silence-limit",
+    "--zorse-rebalance",
 )
 _OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
 _STOP, _SKIP = "stop", "skip"
+_ON, _OFF = "on", "off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class PretrainCommand:
     host_memory_limit_bytes: int | None
     update: Literal["auto", "stock", "fused"]
     skips_damaged: bool
+    rebalances: bool
     limits: Limits
     megatron: tuple[str, ...]
 
@@ -58,6 +61,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     )
     update = _update(ours["--zorse-update"], problems)
     skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
+    rebalances = _rebalances(ours["--zorse-rebalance"], problems)
     limits = _limits(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
@@ -73,6 +77,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         host_memory_limit_bytes=host_limit_bytes,
         update=update,
         skips_damaged=skips_damaged,
+        rebalances=rebalances,
         limits=limits,
         megatron=megatron,
     )
@@ -146,6 +151,20 @@ def _skips(text: str | None, problems: list[Problem]) -> bool:
             )
         )
     return text == _SKIP
+
+
+def _rebalances(text: str | None, problems: list[Problem]) -> bool:
+    """Read whether counts of micro-batches may change; notes a problem with anything else."""
+    if text not in (None, _ON, _OFF):
+        problems.append(
+            Problem(
+                where="--zorse-rebalance",
+                found=f"{text!r}",
+                expected=f"{_ON} or {_OFF}",
+                remedy=f"{_ON}: replicas that are slower than planned get fewer micro-batches.",
+            )
+        )
+    return text == _ON
 
 
 def _limits(text: str | None, problems: list[Problem]) -> Limits:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import plans
 from zorse_megatron.runtime.batch_sampler import PlanBatchSampler
+from zorse_megatron.runtime.course import Course
 from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -25,7 +26,7 @@ def test_replicas_partition_each_global_batch(
         for rank in group.ranks:
             mine = replica_micro_batches(plan, rank)
             sampler = PlanBatchSampler(
-                order, global_batch_size=plan.global_batch_size, micro_batches=mine
+                order, global_batch_size=plan.global_batch_size, course=Course(mine)
             )
             batches = [batch for _ in range(epochs) for batch in sampler]
             assert len(batches) == steps * len(mine)

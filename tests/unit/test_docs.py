@@ -127,6 +127,7 @@ def our_flags():
         "--zorse-update",
         "--zorse-damaged-checkpoint",
         "--zorse-silence-limit",
+        "--zorse-rebalance",
     }
 
 

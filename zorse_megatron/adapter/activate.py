@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from zorse_megatron.runtime.host_link import HostLink
+    from zorse_megatron.trace import Clock
 
 
 def _unheard(_phase: str) -> None:
@@ -50,6 +51,10 @@ class PlanRun:
     """Told in which phase this rank is from now on."""
     make_host_link: "Callable[[torch.device], HostLink] | None" = None
     """Gets the device, returns its link to host memory; None: `HostLink` itself."""
+    clock: "Clock | None" = None
+    """By which a rank knows what its actions take; None: its device's."""
+    rebalances: bool = False
+    """Whether counts of micro-batches follow what ranks take."""
 
 
 def activate(run: PlanRun | None) -> None:

@@ -1,6 +1,6 @@
 """One training run under a plan, on one rank: what the hooks into Megatron share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,8 +40,11 @@ from zorse_megatron.adapter.session_executor import (
     set_place,
     timed,
 )
+from zorse_megatron.adapter.watching.make_watch import make_watch
 from zorse_megatron.flags.types import is_mixed
+from zorse_megatron.rebalance.prepare import Prepared
 from zorse_megatron.runtime.activation_offload import ActivationOffload
+from zorse_megatron.runtime.course import Course
 from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
@@ -49,13 +52,13 @@ from zorse_megatron.schedules.actions import COMPUTE, ActionLists
 from zorse_megatron.schedules.communicators import Communicator
 from zorse_megatron.schedules.list_queries import chunks_left_in_host, released_chunks
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.samples import replica_micro_batches
+from zorse_megatron.schedules.samples import MicroBatch, replica_micro_batches
 from zorse_megatron.schedules.set_parts import has_uneven_parts
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan.memory_settings import settings_of_rank
 from zorse_megatron.schema.plan.plan import ComputeDtype, Offload, Plan
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
-from zorse_megatron.trace import Trace
+from zorse_megatron.trace import Clock, HostClock, Trace
 
 
 @dataclass(kw_only=True)
@@ -88,6 +91,10 @@ class PlanSession:
     enter: Callable[[str], None] | None = None
     """Told in which phase this rank is from now on."""
     make_host_link: Callable[[torch.device], HostLink] = HostLink
+    clock: Clock | None = None
+    """Of the device; None: CUDA's or the host's."""
+    rebalances: bool = False
+    """Whether counts of micro-batches follow what ranks take."""
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)
@@ -102,6 +109,11 @@ class PlanSession:
         check_executable(self.evaluation, sets)
         self.stages = stock_stages_of(self.plan)
         self.micro_batches = replica_micro_batches(self.plan, self.rank)
+        """As the plan's file has them, and as evaluations run them."""
+        self.course = Course(self.micro_batches)
+        """Of the training."""
+        self.num_done = 0
+        """Iterations of this run."""
         self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))
         self.holds_last_chunk = self.num_chunks - 1 in self.chunks
         # Sharded chunks are those that the list gathers before it computes with them.
@@ -127,8 +139,9 @@ class PlanSession:
         )
         self.place = set_place(self.plan, self.rank, self.groups)
         self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
-        clock = CudaClock() if rank_device().type == "cuda" else None
-        self.trace = Trace(num_steps=None if self.trace_directory else 0, clock=clock)
+        of_device = CudaClock() if rank_device().type == "cuda" else HostClock()
+        self.trace = Trace(num_steps=None if self.trace_directory else 0, clock=of_device)
+        self.watch = make_watch(self, self.clock or of_device)
         self.idle_losses = IdleReplicaLosses.of(self.plan, self.rank, self.groups.group)
         self.executor: Executor | None = None
         self.runner: MegatronChunkRunner | None = None
@@ -197,8 +210,12 @@ class PlanSession:
             first_val_step=first_val_step,
             are_packed=self.samples.are_packed,
         )
-        self.runner = self._new_runner(inputs)
+        if not forward_only and self.watch is not None:
+            self._rebalance(self.watch.begin(self.num_done))
         lists = self.evaluation if forward_only else self.training
+        micro_batches = self.micro_batches if forward_only else self.course.at(self.num_done)
+        executor.micro_batches = micro_batches
+        self.runner = self._new_runner(inputs, micro_batches)
         executor.during = phase_of(forward_only=forward_only)
         with timed(config):
             executor.run_until_step(lists.ranks[self.rank], self.runner)
@@ -226,11 +243,18 @@ class PlanSession:
         """Whether the data-parallel group has one rank of each replica."""
         return holds_equal_parts(self.plan.groups[self.plan.group_of_rank(self.rank)])
 
-    def _new_runner(self, inputs: StepInputs) -> MegatronChunkRunner:
+    def _rebalance(self, prepared: Prepared | None) -> None:
+        """From this iteration on, run other counts."""
+        if prepared is not None:
+            self.training = prepared.lists
+
+    def _new_runner(
+        self, inputs: StepInputs, micro_batches: Sequence[MicroBatch]
+    ) -> MegatronChunkRunner:
         return MegatronChunkRunner(
             inputs=inputs,
             collection=self.collection,
-            num_micro_batches=len(self.micro_batches),
+            num_micro_batches=len(micro_batches),
             stages=self.stages,
             tied=self.tied,
             loss_divisor=self.loss_divisor,
@@ -253,6 +277,9 @@ class PlanSession:
         result = self.runner.step_result
         self._drop_gradients(self.runner.inputs.models)
         self.runner = None  # drops this step's graph and losses
+        self.num_done += 1
+        if self.watch is not None:
+            self.watch.end(self.num_done)
         if self.enter is not None:
             self.enter(f"after the step, {self.executor.during}")
         return result

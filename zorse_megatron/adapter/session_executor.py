@@ -40,6 +40,7 @@ def make_executor(session: "PlanSession", config: Any, models: Mapping[int, Any]
         mailbox=communicator.mailbox,
         trace=session.trace,
         enter=session.enter,
+        times=None if session.watch is None else session.watch.times,
     )
     executor.ledger = make_ledger(
         executor,

@@ -120,6 +120,8 @@ def _session(
         host_memory_limit_bytes=run.host_memory_limit_bytes,
         enter=run.enter,
         make_host_link=run.make_host_link or HostLink,
+        clock=run.clock,
+        rebalances=run.rebalances,
     )
 
 
@@ -203,7 +205,7 @@ def _data_hooks(session: PlanSession) -> Replacements:
     build_loader = partial(
         plan_loader_builder,
         global_batch_size=session.plan.global_batch_size,
-        micro_batches=session.micro_batches,
+        course=session.course,
     )
     hooks: dict[Rebinding, Make] = {
         under_plan.BUILD_LOADER: build_loader,

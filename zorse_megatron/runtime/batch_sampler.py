@@ -1,8 +1,8 @@
 """Cuts the global sample order into global batches, and these into one replica's micro-batches."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
-from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.runtime.course import Course
 
 
 class PlanBatchSampler:
@@ -13,14 +13,16 @@ class PlanBatchSampler:
         global_order: Collection[list[int]],
         *,
         global_batch_size: int,
-        micro_batches: Sequence[MicroBatch],
+        course: Course,
     ) -> None:
         """`global_order`: lists of indices, in the order in which one process would read them."""
         self.global_order = global_order
         self.global_batch_size = global_batch_size
-        self.micro_batches = tuple(micro_batches)
+        self.course = course
         # Kept from one pass over the data to the next: a global batch may span two epochs.
         self.pending: list[int] = []
+        self.number = 0
+        """Of the next global batch."""
 
     def __len__(self) -> int:
         return len(self.global_order)
@@ -31,5 +33,7 @@ class PlanBatchSampler:
             while len(self.pending) >= self.global_batch_size:
                 batch = self.pending[: self.global_batch_size]
                 self.pending = self.pending[self.global_batch_size :]
-                for micro_batch in self.micro_batches:
+                micro_batches = self.course.cut(self.number)
+                self.number += 1
+                for micro_batch in micro_batches:
                     yield batch[micro_batch.start : micro_batch.stop]

@@ -6,7 +6,8 @@ Megatron's `train_step` calls the schedule first and the optimizer later: `run_u
 list up to STEP, `run_rest` runs STEP and what follows.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from zorse_megatron.runtime.host_link import HostMemoryFull
 from zorse_megatron.runtime.mailbox import Mailbox
 from zorse_megatron.runtime.memory_ledger import MemoryLedger
+from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
 from zorse_megatron.trace import Trace
@@ -73,11 +75,13 @@ class Executor:
         trace: Trace,
         ledger: MemoryLedger | None = None,
         enter: Callable[[str], None] | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         """`micro_batches`, `chunks`: this rank's; `last_chunk`: that of the whole model.
 
         Chunks are numbered in model order over all groups, from 0. `enter` is told in which phase
-        this rank is: what the list is for (`during`), and the action of it.
+        this rank is: what the list is for (`during`), and the action of it. `times`: where to note
+        how long actions take; None: nowhere.
         """
         self.micro_batches = tuple(micro_batches)
         self.chunks = frozenset(chunks)
@@ -94,7 +98,19 @@ class Executor:
         self.to_send: dict[tuple[Kind, int, int], torch.Tensor] = {}
         self.handed_over: dict[tuple[bool, int, int], torch.Tensor] = {}
         """What this rank's neighbouring chunk made: (is activation, consumer, micro-batch)."""
-        mailbox.waiting = trace.waiting
+        self.times = times
+        mailbox.waiting = self._waiting
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self.trace.waiting(), nullcontext() if self.times is None else self.times.waiting():
+            yield
+
+    @contextmanager
+    def _recorded(self, action: Action) -> Iterator[None]:
+        noted = nullcontext() if self.times is None else self.times.marking(action)
+        with self.trace.record(self.step, action), noted:
+            yield
 
     def run_until_step(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
         """Start a new list and run it up to STEP, or to its end if it has none."""
@@ -121,7 +137,7 @@ class Executor:
             self.current = action
             if self.enter is not None:
                 self.enter(f"{self.during}, at {action} (action {number} of {total})")
-            with self.trace.record(self.step, action):
+            with self._recorded(action):
                 try:
                     self.mailbox.come_to(number - 1)
                     self._execute(number - 1, action, runner, remaining)

@@ -6,33 +6,40 @@ global batch a replica takes the intervals that its plan gives it. So every plan
 samples in the same step as a single process, for every sampler that stock has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain, count
 from typing import Any
 
 import torch.utils.data
 
 from zorse_megatron.adapter.groups.global_groups import first_stage, one_data_parallel_rank
 from zorse_megatron.runtime.batch_sampler import PlanBatchSampler
-from zorse_megatron.schedules.samples import MicroBatch
+from zorse_megatron.runtime.course import Course
 
 LoaderBuilder = Callable[[Any, int], Any]
 
 
 def plan_loader_builder(
-    stock: LoaderBuilder, *, global_batch_size: int, micro_batches: Sequence[MicroBatch]
+    stock: LoaderBuilder, *, global_batch_size: int, course: Course
 ) -> LoaderBuilder:
-    """Wrap stock's `build_pretraining_data_loader` so that its loaders follow the plan."""
+    """Wrap stock's `build_pretraining_data_loader` so that its loaders follow the plan.
+
+    `course`: of the training, whose loader stock builds first; evaluations stay as the plan's file
+    has them.
+    """
+    courses = chain([course], (Course(course.at(0)) for _ in count()))
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         with one_data_parallel_rank():
             loader = stock(dataset, consumed_samples)
-        if loader is None or not micro_batches:
+        own = next(courses)
+        if loader is None or not own.at(0):
             return loader
         sampler: Any = PlanBatchSampler(
             loader.batch_sampler,
             global_batch_size=global_batch_size,
-            micro_batches=micro_batches,
+            course=own,
         )
         # A loader's sampler cannot be replaced, so the loader is built again around ours.
         return torch.utils.data.DataLoader(

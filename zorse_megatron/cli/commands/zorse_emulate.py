@@ -77,6 +77,12 @@ def emulate(  # noqa: PLR0917
             "possible, on a virtual clock."
         ),
     ] = None,
+    rebalance: Annotated[
+        bool,
+        typer.Option(
+            "--rebalance", help="Let counts of micro-batches follow what ranks take for them."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train with a plan on an emulated cluster, on this machine's CPU."""
@@ -98,7 +104,8 @@ def emulate(  # noqa: PLR0917
         )
         with waiting("simulating", wanted=not as_json) as tell:
             predicted = simulated(plan, costs, source=str(path))
-            run = _run(plan, costs, iterations, perturbation, dilation, tell)
+            flags = ("--zorse-rebalance", "on") if rebalance else ()
+            run = _run(plan, costs, iterations, perturbation, dilation, flags, tell)
     if as_json:
         print_json(_as_json(run, costs, predicted))
     else:
@@ -113,6 +120,7 @@ def _run(  # noqa: PLR0917
     iterations: int,
     perturbation: Any,
     dilation: float | None,
+    flags: tuple[str, ...],
     tell: Callable[[str], None],
 ) -> "EmulatedRun":
     from zorse_megatron.emulate.jobs.emulator import System, emulator
@@ -127,7 +135,7 @@ def _run(  # noqa: PLR0917
         shape=TinyShape.of(costs.workload.model, [plan]),
         sequence_parallel=costs.workload.computing.sequence_parallel,
     )
-    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan)
+    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
     with emulator(
         costs.inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
     ) as emulated:
@@ -169,6 +177,8 @@ def _print(
             f"{path}: one iteration takes {run.iteration_s:.4g} s, {tokens / run.iteration_s:,.0f} "
             f"tokens/s; simulated: {predicted.iteration_s:.4g} s ({off:+.1f} %)"
         )
+        if "--zorse-rebalance" in run.system.flags:
+            print_plain(f"the last iteration takes {run.iterations_s[-1]:.4g} s")
         print_table(_ranks(run, costs))
         print_plain(f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
     print_plain(str(run.self_test))

@@ -26,6 +26,7 @@ def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
     from zorse_megatron.emulate.clock.rank_clock import RankClock
     from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
     from zorse_megatron.emulate.on_ranks.emulated_host_link import EmulatedHostLink
+    from zorse_megatron.emulate.on_ranks.emulated_time import EmulatedTime
     from zorse_megatron.emulate.on_ranks.memory_cap import MemoryCap
     from zorse_megatron.emulate.on_ranks.model_sizes import ModelSizes
     from zorse_megatron.emulate.on_ranks.pacer import Pacer
@@ -72,6 +73,7 @@ def emulate(job: EmulatedJob, rank: int) -> pretrain.RankSetup:
             dist.init_process_group, BACKEND, timeout=timedelta(minutes=TIMEOUT_MINUTES)
         ),
         make_host_link=partial(EmulatedHostLink, pacer),
+        clock=EmulatedTime(clock),
     )
 
 

@@ -1,0 +1,85 @@
+"""Follow how long each rank's iterations take; all ranks know the same of all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from zorse_megatron.adapter.watching.exchange import Exchange
+from zorse_megatron.adapter.watching.switching import Switching
+from zorse_megatron.rebalance.balancer import workers_of
+from zorse_megatron.rebalance.prepare import Prepared
+from zorse_megatron.runtime.step_times import IterationTimes, StepTimes
+from zorse_megatron.schedules.policy import Worker
+from zorse_megatron.schema.plan.plan import Plan
+
+_NOTHING = IterationTimes(
+    number=-1, micro_batch_s=0.0, compute_s=0.0, waited_s=0.0, update_s=0.0, iteration_s=0.0
+)
+
+Listener = Callable[[tuple[IterationTimes, ...]], None]
+"""Gets one iteration's times of all ranks."""
+
+
+@dataclass(kw_only=True)
+class RunWatch:
+    """What one rank notes, tells and hears."""
+
+    plan: Plan
+    times: StepTimes
+    exchange: Exchange
+    switching: Switching | None = None
+    listeners: list[Listener] = field(default_factory=list)
+
+    def begin(self, number: int) -> Prepared | None:
+        """Iteration `number` of this run begins; returns what is run from it on if that changes."""
+        self.times.begin(number)
+        return None if self.switching is None else self.switching.from_iteration(number)
+
+    def end(self, done: int) -> None:
+        """So many iterations have been run. A collective call that waits for nobody."""
+        self.times.end()
+        own = self.times.read() or _NOTHING
+        code = 0.0 if self.switching is None else self.switching.code
+        told = self.exchange.swap(
+            (
+                own.number,
+                own.micro_batch_s,
+                own.compute_s,
+                own.waited_s,
+                own.update_s,
+                own.iteration_s,
+                code,
+            )
+        )
+        if told is not None:
+            self._hear(told, done)
+
+    def _hear(self, told: list[list[float]], done: int) -> None:
+        ranks = tuple(
+            IterationTimes(
+                number=int(row[0]),
+                micro_batch_s=row[1],
+                compute_s=row[2],
+                waited_s=row[3],
+                update_s=row[4],
+                iteration_s=row[5],
+            )
+            for row in told
+        )
+        # A GPU may be an iteration behind the others; what is told is of one iteration or ignored.
+        known = len({each.number for each in ranks}) == 1 and ranks[0].number >= 0
+        if known:
+            for listener in self.listeners:
+                listener(ranks)
+        if self.switching is not None:
+            seconds = self._seconds(ranks) if known else {}
+            codes = [row[6] for row in told]
+            self.switching.take(ranks[0].number, seconds, codes, done=done)
+
+    def _seconds(self, ranks: tuple[IterationTimes, ...]) -> dict[Worker, float]:
+        """Of a micro-batch of each replica: of a set's slowest rank."""
+        return {
+            (group, index): max(
+                ranks[rank].micro_batch_s for rank in self.plan.groups[group].replicas[index].ranks
+            )
+            for group, index in workers_of(self.plan)
+        }

@@ -1,0 +1,117 @@
+"""What a rank's iterations consist of, at the cost of two marks for each action.
+
+On a GPU marks are events of the main stream. They are read an iteration later, by all ranks alike,
+so that the GPU has come to them and nobody waits.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from zorse_megatron.schedules.actions import ON_LAYERS, TRANSFERS, Action
+from zorse_megatron.trace import Clock
+
+_Marks = tuple[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationTimes:
+    """Seconds of one rank's iteration."""
+
+    number: int
+    """Of the iteration in this run, from 0."""
+    micro_batch_s: float
+    """One micro-batch through all chunks: the median of each chunk's forwards and of its backwards,
+    added up, without what they wait for. 0 where there are none."""
+    compute_s: float
+    """All forwards and backwards, without what they wait for."""
+    waited_s: float
+    """For messages of other ranks."""
+    update_s: float
+    """Reductions, the optimizer step and gathers, as far as the main stream waits for them."""
+    iteration_s: float
+    """From the list's first action to its last."""
+
+
+@dataclass(kw_only=True)
+class _Iteration:
+    number: int
+    start: Any
+    end: Any = None
+    actions: list[tuple[Action, _Marks, slice]] = field(default_factory=list)
+    """With its marks, and its waits."""
+    waits: list[_Marks] = field(default_factory=list)
+
+
+class StepTimes:
+    """Marks the actions of training iterations."""
+
+    def __init__(self, clock: Clock, *, behind: int = 0) -> None:
+        """`behind`: iterations that the device may be behind the host."""
+        self.clock = clock
+        self.behind = behind
+        self._now: _Iteration | None = None
+        self._ended: list[_Iteration] = []
+
+    def begin(self, number: int) -> None:
+        """An iteration's list begins."""
+        self._now = _Iteration(number=number, start=self.clock.mark())
+
+    def end(self) -> None:
+        """Its list has ended."""
+        now, self._now = self._now, None
+        if now is not None:
+            now.end = self.clock.mark()
+            self._ended.append(now)
+
+    @contextmanager
+    def marking(self, action: Action) -> Iterator[None]:
+        """The block is an action of the list."""
+        now = self._now
+        if now is None or action.kind in TRANSFERS:
+            yield
+            return
+        start, first_wait = self.clock.mark(), len(now.waits)
+        yield
+        both = start, self.clock.mark()
+        now.actions.append((action, both, slice(first_wait, len(now.waits))))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for messages of other ranks."""
+        now = self._now
+        if now is None:
+            yield
+            return
+        start = self.clock.mark()
+        yield
+        now.waits.append((start, self.clock.mark()))
+
+    def read(self) -> IterationTimes | None:
+        """The oldest iteration that has not been read and that the device has done."""
+        return self._read(self._ended.pop(0)) if len(self._ended) > self.behind else None
+
+    def _read(self, iteration: _Iteration) -> IterationTimes:
+        waits_s = [self._between(*marks) for marks in iteration.waits]
+        computed: dict[tuple[object, object], list[float]] = defaultdict(list)
+        update_s = 0.0
+        for action, marks, waits in iteration.actions:
+            own_s = self._between(*marks) - sum(waits_s[waits])
+            if action.kind in ON_LAYERS:
+                computed[action.chunk, action.kind].append(own_s)
+            else:
+                update_s += own_s
+        return IterationTimes(
+            number=iteration.number,
+            micro_batch_s=sum(map(statistics.median, computed.values())),
+            compute_s=sum(map(sum, computed.values())),
+            waited_s=sum(waits_s),
+            update_s=update_s,
+            iteration_s=self._between(iteration.start, iteration.end),
+        )
+
+    def _between(self, start: Any, end: Any) -> float:
+        return self.clock.seconds(end) - self.clock.seconds(start)
