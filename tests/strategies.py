@@ -161,6 +161,7 @@ def _moves(draw: DrawFn, may_offload_parameters: bool) -> dict[str, Any]:
     offload = Offload(
         parameters=may_offload_parameters and draw(_FLAG),
         optimizer_state=draw(_FLAG),
+        gradients=may_offload_parameters and draw(_FLAG),
         activations=is_full and draw(_FLAG),
     )
     return {"recompute": recompute, "offload": offload}

@@ -89,6 +89,8 @@ class _Launches:
         self.gathers: dict[int | None, Launch] = {}
         self.copies: dict[int | None, Launch] = {}
         self.reducing: list[Launch] = []
+        self.leaving: Launch | None = None
+        """A shard of gradients on its way to the host."""
         self.reduced_early: dict[int | None, list[Launch]] = {}
         self.last_backward = {
             a.chunk: at
@@ -173,6 +175,7 @@ class _Launches:
             Kind.RELEASE: self._release,
             Kind.FETCH: self._fetch,
             Kind.OFFLOAD: self._offload,
+            Kind.OFFLOAD_GRADIENTS: self._offload_gradients,
             Kind.TIE: self._finish_reductions,
             Kind.SCALE: self._sum,
             Kind.STEP: self._sum,
@@ -216,10 +219,21 @@ class _Launches:
         left = self._add(TO_HOST, str(action), self.tail, self.copies.pop(action.chunk, None))
         self._on_main(f"after {action}", left)
 
+    def _offload_gradients(self, action: Action) -> None:
+        self._let_gradients_go(action)
+        self._finish_reductions(action)
+        self.leaving = self._add(TO_HOST, str(action), self.tail)
+
+    def _let_gradients_go(self, action: Action) -> None:
+        if self.leaving is not None:
+            self._on_main(f"{action} waits for the shard before", self.leaving)
+        self.leaving = None
+
     def _sum(self, action: Action) -> None:
         """Numbers of all ranks; the host reads what comes of a STEP."""
         self._finish_reductions(action)
         if action.kind is Kind.SCALE:
+            self._let_gradients_go(action)
             summed = self._start(
                 self.of_use.get(("world", None)), str(action), str(action), self.tail
             )

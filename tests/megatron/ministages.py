@@ -57,11 +57,16 @@ def each_its_own(plan: Plan, *, parameters: bool = False) -> Plan:
     own: tuple[dict[str, Any], ...] = (
         {
             "recompute": FULL,
-            "offload": Offload(parameters=parameters, optimizer_state=True, activations=True),
+            "offload": Offload(
+                parameters=parameters,
+                gradients=parameters,
+                optimizer_state=True,
+                activations=True,
+            ),
         },
         {},
         {"recompute": FIRST_LAYER, "offload": Offload(parameters=parameters)},
-        {"recompute": SELECTIVE, "offload": Offload(optimizer_state=True)},
+        {"recompute": SELECTIVE, "offload": Offload(optimizer_state=True, gradients=parameters)},
     )
     number = 0
     groups = []
@@ -76,4 +81,6 @@ def each_its_own(plan: Plan, *, parameters: bool = False) -> Plan:
 
 def in_the_host(plan: Plan) -> Plan:
     """The plan with all that can wait in the host there."""
-    return with_settings(plan, FULL, parameters=True, optimizer_state=True, activations=True)
+    return with_settings(
+        plan, FULL, parameters=True, gradients=True, optimizer_state=True, activations=True
+    )

@@ -1,7 +1,8 @@
-"""A model that fits only with parameters in the host trains under the planner's plan, in the time
-and memory that the simulator says."""
+"""A model that fits only with parameters and gradients in the host trains under the planner's plan,
+in the time and memory that the simulator says."""
 
 import dataclasses
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -10,39 +11,49 @@ from tests.megatron.test_emulation import BATCH, CLUSTER, GPUS, client_of_tests
 from zorse_megatron.emulate.jobs import rank_server
 from zorse_megatron.emulate.jobs.emulator import System, emulator
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-from zorse_megatron.planner.closed_form import host_settings
+from zorse_megatron.planner.closed_form import settings_to_try
+from zorse_megatron.planner.closed_form.host_settings import host_settings
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.schema.plan.memory_settings import (
+    ranks_that_offload_gradients,
+    ranks_that_offload_parameters,
+)
 from zorse_megatron.simulate.ledger import Category
 
 GIB = 2**30
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=16, vocab_size=4096)
-EACH_BYTES = int(5.4 * GIB)
+EACH_BYTES = int(4.0 * GIB)
 
 
 def small_gpus():
-    """Three GPUs of a lab with so little memory that gradients alone take most of it."""
+    """Three GPUs of a lab with less memory than gradients alone take."""
     lab = make_inputs(load_cluster(CLUSTER), MODEL, None, global_batch_size=BATCH, dtype="float16")
     few = tuple(EACH_BYTES if gpu in GPUS else 0 for gpu in range(len(lab.kinds)))
     return dataclasses.replace(lab, capacities_bytes=few, space=SearchSpace(max_tensor_parallel=1))
 
 
+def without(name, stage):
+    return (each for each in host_settings(stage) if not getattr(each, name))
+
+
 @pytest.mark.slow
-def test_a_model_that_needs_parameters_in_the_host_takes_what_the_simulator_says():
+def test_a_model_that_needs_all_in_the_host_takes_what_the_simulator_says():
     inputs = small_gpus()
     chosen = on_ranks(inputs, GPUS)
     outcome = find_plan(chosen)
     assert ranks_that_offload_parameters(outcome.plan) == {0, 1, 2}
-    with (
-        patch.object(host_settings, "_CHUNKS_ON_GPU", MODEL.num_layers),
-        pytest.raises(NoPlanError, match="no plan fits in memory"),
-    ):
-        find_plan(chosen)
+    assert ranks_that_offload_gradients(outcome.plan) == {0, 1, 2}
+    for name in ("offload_parameters", "offload_gradients"):
+        with (
+            patch.object(settings_to_try, "host_settings", partial(without, name)),
+            pytest.raises(NoPlanError, match="no plan fits in memory"),
+        ):
+            find_plan(chosen)
     training = TinyTraining(model=MODEL, global_batch_size=BATCH, iterations=2)
     with (
         patch.object(rank_server, "ForkClient", client_of_tests),

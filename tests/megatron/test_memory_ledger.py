@@ -69,6 +69,7 @@ PLANS = {
     "layered accumulation": LAYERED,
     "neighbouring chunks": NEIGHBOURS,
     "in the host": in_the_host(BOTH_ENDS),
+    "layered, in the host": in_the_host(LAYERED),
 }
 
 
@@ -106,6 +107,9 @@ def test_peaks_are_those_of_the_simulator(name: str, corpus: Path, tmp_path: Pat
         most = most_gradient_bytes(plan, rank)
         assert 0.99 * expected[Category.GRADIENTS] <= peaks["gradients"] <= 1.01 * most
         late = max(0, most - expected[Category.GRADIENTS])
+        residency = predicted.timeline.program.tracks[rank].residency
+        in_host = sum(map(residency.shard_of_gradients, residency.gradients_in_host))
+        assert peaks.get("gradients in the host", 0) == pytest.approx(in_host, rel=0.01)
         # In float32 stock's loss makes the softmax and the gradient in the place of the logits; the
         # model has room for a copy, as other losses need it.
         head = expected[Category.LOGITS]

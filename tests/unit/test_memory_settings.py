@@ -156,11 +156,11 @@ def moved_to_replicas(plan):
 
 
 def said_by_groups(plan, offloads):
-    """All ranks offload parameters, or none, as their groups say."""
+    """All ranks of a group offload the same, as it says."""
     groups = tuple(
         dataclasses.replace(
             group,
-            offload=Offload(parameters=offloads[number]),
+            offload=offloads[number],
             replicas=tuple(dataclasses.replace(r, offload=None) for r in group.replicas),
         )
         for number, group in enumerate(plan.groups)
@@ -172,14 +172,22 @@ def said_by_groups(plan, offloads):
 @settings(deadline=None, max_examples=examples(60))
 @given(lowerable_plans())
 def test_lists_of_mixed_groups(plan):
-    """Of a group with ranks that offload parameters: the copies, on these ranks alone."""
+    """Of a group with ranks that offload shards: the copies, on these ranks alone."""
     lists = lower_plan(plan)
     check_executable(lists, [r.ranks for group in plan.groups for r in group.replicas])
     assert lower_plan(moved_to_replicas(plan)) == lists
     found = settings_by_rank(plan)
-    some = [any(found[rank].offload.parameters for rank in group.ranks) for group in plan.groups]
+    some = [
+        Offload(
+            parameters=any(found[rank].offload.parameters for rank in group.ranks),
+            gradients=any(found[rank].offload.gradients for rank in group.ranks),
+        )
+        for group in plan.groups
+    ]
     for rank, actions in enumerate(lower_plan(said_by_groups(plan, some)).ranks):
-        copies = () if found[rank].offload.parameters else (Kind.FETCH, Kind.OFFLOAD)
+        own = found[rank].offload
+        copies = set() if own.parameters else {Kind.FETCH, Kind.OFFLOAD}
+        copies |= set() if own.gradients else {Kind.OFFLOAD_GRADIENTS}
         assert lists.ranks[rank] == tuple(a for a in actions if a.kind not in copies)
 
 

@@ -105,6 +105,7 @@ class Passes:
         pass
 
     weight_gradient = reduce = tie = scale = step = gather = release = fetch = offload = _nothing
+    offload_gradients = _nothing
 
 
 def held_by_a_host_that_is_ahead(plan: Plan, rank: int) -> int:

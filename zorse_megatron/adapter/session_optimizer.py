@@ -1,6 +1,7 @@
 """The optimizer of a session: what it steps, where its state waits, and who calls its step."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from megatron.core.utils import get_model_config
@@ -11,6 +12,7 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.memory.session_memory import share_host_memory
 from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
+from zorse_megatron.adapter.optimizer.streamed_gradients import count_zeros
 from zorse_megatron.adapter.parameters.exact_values import take_exact
 from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.adapter.session import PlanSession
@@ -43,7 +45,10 @@ def build_optimizer(  # noqa: PLR0917  (stock's signature)
     for each in session.optimizers:
         each.is_mixed = session.is_mixed
         take_exact(each)
-    updates = [choose_update(each, session.update, session.device) for each in session.optimizers]
+    updates = [
+        choose_update(each, session.update, session.device, streams=session.offload.gradients)
+        for each in session.optimizers
+    ]
     say_update(updates, session.device)
     if any(group.gradient_wire for group in session.plan.groups):
         # Said now on every node: its first rank may be in a group that sends none in 16 bits.
@@ -52,6 +57,8 @@ def build_optimizer(  # noqa: PLR0917  (stock's signature)
     _keep_in_host(session)
     session.tied = _tied_embedding(session, model_chunks, optimizer)
     _defer_parameter_gather(optimizer.chained_optimizers)
+    if session.offload.gradients:
+        optimizer.count_zeros = partial(count_zeros, optimizer)
     stock_step = optimizer.step
     optimizer.step = lambda: session.optimizer_step(stock_step)
     return optimizer
@@ -102,7 +109,8 @@ def _check_host_memory(session: PlanSession, models: list[Any]) -> None:
 
 def _keep_in_host(session: PlanSession) -> None:
     """Let the optimizers step what waits in the host from there; before there is any state."""
-    if not (session.offload.parameters or session.offload.optimizer_state):
+    offload = session.offload
+    if not (offload.parameters or offload.optimizer_state or offload.gradients):
         return
 
     def sample_memory() -> None:
@@ -114,6 +122,7 @@ def _keep_in_host(session: PlanSession) -> None:
         for optimizer in session.optimizers:
             optimizer.keep_in_host(
                 session.host_link,
-                optimizer_state=session.offload.optimizer_state,
+                optimizer_state=offload.optimizer_state,
+                gradients=offload.gradients,
                 on_change=sample_memory,
             )

@@ -21,7 +21,10 @@ _NAMES = {
     Kind.SCALE: "statistics",
     Kind.STEP: "optimizer step",
     Kind.GATHER: "gathers of parameters",
-    **dict.fromkeys((Kind.RELEASE, Kind.OFFLOAD, Kind.FETCH), "copies to and from the host"),
+    **dict.fromkeys(
+        (Kind.RELEASE, Kind.OFFLOAD, Kind.FETCH, Kind.OFFLOAD_GRADIENTS),
+        "copies to and from the host",
+    ),
 }
 _MAX_LISTED = 6
 _NAMES_IN_ORDER = tuple(dict.fromkeys(_NAMES.values()))

@@ -126,7 +126,7 @@ def _saved_by(settings: MemorySettings) -> str:
         said.append(f"{recompute.mode} recompute{some}")
     said += [
         f"{name.replace('_', ' ')} on host"
-        for name in ("parameters", "optimizer_state", "activations")
+        for name in ("parameters", "gradients", "optimizer_state", "activations")
         if getattr(settings.offload, name)
     ]
     return ", ".join(said)

@@ -86,7 +86,7 @@ INTERLEAVED = _plan(
 
 def _in_host(group: Group) -> Group:
     """With all that can wait in host memory there."""
-    everything = Offload(parameters=True, optimizer_state=True, activations=True)
+    everything = Offload(parameters=True, gradients=True, optimizer_state=True, activations=True)
     return dataclasses.replace(group, recompute=Recompute(mode="full"), offload=everything)
 
 

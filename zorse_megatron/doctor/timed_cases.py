@@ -67,7 +67,7 @@ class TimedCase:
             )
             for rank in range(self.ranks)
         )
-        offload = Offload(parameters=True, optimizer_state=True, activations=True)
+        offload = Offload(parameters=True, gradients=True, optimizer_state=True, activations=True)
         group = Group(
             replicas=replicas,
             recompute=Recompute(mode="full"),

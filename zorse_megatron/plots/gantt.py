@@ -48,7 +48,7 @@ _LOOKS = {
     **dict.fromkeys((Kind.REDUCE, Kind.TIE, Kind.SCALE), _REDUCE),
     Kind.STEP: _STEP,
     Kind.GATHER: _GATHER,
-    **dict.fromkeys((Kind.RELEASE, Kind.OFFLOAD, Kind.FETCH), _OTHER),
+    **dict.fromkeys((Kind.RELEASE, Kind.OFFLOAD, Kind.FETCH, Kind.OFFLOAD_GRADIENTS), _OTHER),
 }
 
 

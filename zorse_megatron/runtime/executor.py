@@ -61,6 +61,9 @@ class ChunkRunner(Protocol):
     def offload(self, chunk: int) -> None:
         """Let the chunk's shard of parameters wait in the host."""
 
+    def offload_gradients(self, chunk: int) -> None:
+        """Let the chunk's shard of gradients wait in the host for the step."""
+
 
 class Executor:
     """Executes action lists for one rank."""
@@ -249,6 +252,7 @@ class Executor:
             Kind.RELEASE: runner.release,
             Kind.FETCH: runner.fetch,
             Kind.OFFLOAD: runner.offload,
+            Kind.OFFLOAD_GRADIENTS: runner.offload_gradients,
         }
         on_rank = {Kind.TIE: runner.tie, Kind.SCALE: runner.scale, Kind.STEP: runner.step}
         if action.kind in on_rank:

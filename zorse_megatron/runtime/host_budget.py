@@ -20,6 +20,8 @@ HOST_REMEDIES = {
     "parameters": "turn offload.parameters off for ranks of this node",
     "optimizer state": "turn offload.optimizer_state off for ranks of this node, or give its "
     "ranks a smaller shard_weight",
+    "gradients": "turn offload.gradients off for ranks of this node, or give its ranks a smaller "
+    "shard_weight",
     "activations": "turn offload.activations off for ranks of this node, or use fewer or smaller "
     "micro-batches",
 }
@@ -118,7 +120,7 @@ def check_host_memory(
 
 def _problem(node: str, here: Sequence[HostMemoryNeed], budget: int, *, is_limit: bool) -> Problem:
     needed = sum(need.num_bytes for need in here)
-    totals = {c: sum(need.by_category_bytes[c] for need in here) for c in HOST_REMEDIES}
+    totals = {c: sum(need.by_category_bytes.get(c, 0) for need in here) for c in HOST_REMEDIES}
     largest = max(totals, key=lambda category: totals[category])
     ranks = "; ".join(
         f"rank {need.rank}: "

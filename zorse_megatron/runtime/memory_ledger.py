@@ -19,7 +19,7 @@ from zorse_megatron.schedules.actions import Action
 # What helps where a category is too large, as keys of the plan file.
 _REMEDIES = {
     "parameters": "give the group more chunks under breadth_first, or offload.parameters",
-    "gradients": "give the group more chunks under breadth_first, or fewer layers",
+    "gradients": "give the group more chunks under breadth_first, or offload.gradients",
     "optimizer state": "give the rank a smaller shard_weight, or offload.optimizer_state",
     "activations": "use recompute, a smaller micro_batch_size, or "
     "offload.activations with full recompute",

@@ -23,12 +23,16 @@ class ShardedBuffer:
     """
 
     def __init__(
-        self, full: torch.Tensor, owned: Sequence[Interval], link: HostLink | None = None
+        self,
+        full: torch.Tensor,
+        owned: Sequence[Interval],
+        link: HostLink | None = None,
+        category: str = "parameters",
     ) -> None:
         """`owned`: disjoint intervals of `full`, ascending; empty ones count as none.
 
-        `link`: for shards that may wait in the host. Raises ValueError if the intervals are not
-        that or others share the memory of `full`.
+        `link`: for shards that may wait in the host, where they count as `category`. Raises
+        ValueError if the intervals are not that or others share the memory of `full`.
         """
         ends = [0, *(end for interval in owned for end in interval), full.numel()]
         if ends != sorted(ends):
@@ -44,6 +48,7 @@ class ShardedBuffer:
             )
         self.full = full
         self.link = link
+        self.category = category
         self.owned = tuple((start, stop) for start, stop in owned if start < stop)
         self.shard: torch.Tensor | None = None
         """There once it has been kept; its memory may be gone."""
@@ -90,7 +95,7 @@ class ShardedBuffer:
         """Take the owned elements from `full` into `shard`."""
         if self.shard is None or self.memory is None:
             self.shard = self.full.new_empty(self.num_owned)
-            self.memory = HostBacked(self.shard, self.link, "parameters")
+            self.memory = HostBacked(self.shard, self.link, self.category)
             self.changed = True
         elif self.memory.is_away:
             self.memory.allocate()
@@ -110,8 +115,12 @@ class ShardedBuffer:
         self.in_shard = False
 
     def drop_shard(self) -> None:
-        """Forget the shard and what is in it."""
-        self.shard, self.memory, self.in_shard = None, None, False
+        """Forget the shard and what is in it; memory in the host is kept for the next one."""
+        if self.memory is not None and self.memory.is_in_host:
+            self.memory.drop()
+        else:
+            self.shard, self.memory = None, None
+        self.in_shard = False
 
     # The host.
 

@@ -20,6 +20,7 @@ An action prints as a short word and parses back:
 | `1RELEASE`    | drop chunk 1's unsharded parameters, keep the shard                      |
 | `1OFFLOAD`    | let the shard of chunk 1's parameters be in host memory only             |
 | `1FETCH`      | copy it from there to the GPU                                            |
+| `1OFFLOADG`   | let the shard of chunk 1's gradients wait in host memory for the step    |
 
 Sends and receives only start a transfer; a receive may begin some computations before its place in
 the list (`receive_openings`). A forward or backward waits for the receives that it consumes; a
@@ -37,7 +38,8 @@ REDUCE, GATHER and FETCH only start something, too. A forward or backward waits 
 its chunk that precedes it, a GATHER for the FETCH of its chunk, STEP for everything. A REDUCE
 frees the unsharded gradients of a chunk that the list RELEASEs. An OFFLOAD copies only if a STEP
 has changed the shard since it was fetched; a STEP writes the new parameters of a chunk whose shard
-is in host memory there.
+is in host memory there. An OFFLOADG waits for the chunk's REDUCE, and for the OFFLOADG before it to
+have left; STEP brings back what waits.
 """
 
 import re
@@ -65,6 +67,7 @@ class Kind(StrEnum):
     RELEASE = "RELEASE"
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
+    OFFLOAD_GRADIENTS = "OFFLOADG"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
@@ -121,7 +124,7 @@ class Action:
 
 _TRANSFER = re.compile(r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)(?:,(\d+):(\d+)/(\d+))?\]")
 _COMPUTE = re.compile(r"(\d+)([FBW])(\d+)")
-_CHUNK = re.compile(r"(\d+)(REDUCE|GATHER|RELEASE|OFFLOAD|FETCH)")
+_CHUNK = re.compile(r"(\d+)(REDUCE|GATHER|RELEASE|OFFLOADG|OFFLOAD|FETCH)")
 
 
 def parse_action(word: str) -> Action:

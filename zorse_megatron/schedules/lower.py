@@ -20,6 +20,7 @@ from zorse_megatron.schedules.breadth_first import (
     simulate_breadth_first,
 )
 from zorse_megatron.schedules.events import Event, GroupEvent
+from zorse_megatron.schedules.gradient_offloads import with_gradient_offloads
 from zorse_megatron.schedules.interleaved import interleaved
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
 from zorse_megatron.schedules.policy import Worker
@@ -27,6 +28,7 @@ from zorse_megatron.schedules.refusals import refuse_unlowered
 from zorse_megatron.schedules.sequence import cut_into_lists
 from zorse_megatron.schedules.timed_transfers import pipeline_for
 from zorse_megatron.schedules.update import reductions, update_actions
+from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_gradients
 from zorse_megatron.schema.plan.plan import Plan
 
 _POLICIES = {"1f1b": one_f_one_b, "interleaved": interleaved}
@@ -85,6 +87,9 @@ def _lowered(
             update = update_actions(plan, number, tied=tied, gathers=gathers)
             for rank in group.ranks:
                 lists[rank] = [*lists[rank], *update]
+        ends = {0, len(plan.chunks) - 1} if tied else set()
+        for rank in ranks_that_offload_gradients(plan):
+            lists[rank] = list(with_gradient_offloads(lists[rank], stay=ends))
     return ActionLists(ranks=tuple(map(tuple, lists))), was_stuck
 
 

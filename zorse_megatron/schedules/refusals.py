@@ -41,22 +41,23 @@ def _not_lowered(plan: Plan) -> Iterator[Problem]:
 
 
 def _not_released(plan: Plan) -> Iterator[Problem]:
-    """Parameters wait in the host while they are released."""
+    """Parameters wait in the host while they are released, gradients when they have been reduced
+    chunk by chunk; resident chunks' stay unsharded."""
     if parameters_setting(plan) != RESIDENT:
         return
-    for where in _settings_at(plan, lambda each: each.offload.parameters):
+    for name, where in _offloads_of_shards(plan):
         yield Problem(
-            where=f"{where}.parameters",
+            where=f"{where}.{name}",
             found="true",
-            expected="a schedule that releases parameters",
+            expected=f"a schedule that releases {name}",
             remedy='Use the schedule breadth_first with "parameters": "per_pass", or keep the '
-            "parameters on the GPU.",
+            f"{name} on the GPU.",
         )
 
 
 def _not_executed(plan: Plan) -> Iterator[Problem]:
     yield from _not_lowered(plan)
-    offloads = tuple(_settings_at(plan, lambda each: each.offload.parameters))
+    offloads = tuple(f"{where}.{name}" for name, where in _offloads_of_shards(plan))
     for number, group in enumerate(plan.groups):
         here = f"groups[{number}]."
         yield from _unlike_replicas(number, group, [at for at in offloads if at.startswith(here)])
@@ -75,6 +76,14 @@ def _keeps_what_it_offloads(settings: MemorySettings) -> bool:
     return settings.offload.activations and settings.recompute != Recompute(mode="full")
 
 
+def _offloads_of_shards(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (setting, place of `offload`) where shards of parameters or gradients are offloaded."""
+    for where in _settings_at(plan, lambda each: each.offload.parameters):
+        yield "parameters", where
+    for where in _settings_at(plan, lambda each: each.offload.gradients):
+        yield "gradients", where
+
+
 def _settings_at(plan: Plan, is_meant: Callable[[MemorySettings], bool]) -> Iterator[str]:
     """Yield each place of `offload` once, of the ranks that are meant."""
     said = said_settings(plan)
@@ -82,7 +91,7 @@ def _settings_at(plan: Plan, is_meant: Callable[[MemorySettings], bool]) -> Iter
 
 
 def _unlike_replicas(
-    number: int, group: Group, offloads_parameters: Sequence[str]
+    number: int, group: Group, offloads_of_shards: Sequence[str]
 ) -> Iterator[Problem]:
     """What replicas that cut their layers differently cannot do."""
     if holds_equal_parts(group):
@@ -90,7 +99,7 @@ def _unlike_replicas(
     degrees = " and ".join(str(degree) for degree in sorted({len(r.ranks) for r in group.replicas}))
     settings = {
         f"groups[{number}].gradient_wire": group.gradient_wire,
-        **{f"{where}.parameters": True for where in offloads_parameters},
+        **dict.fromkeys(offloads_of_shards, True),
     }
     for where, value in settings.items():
         if value:

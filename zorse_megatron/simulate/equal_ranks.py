@@ -34,7 +34,10 @@ from functools import cached_property
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
 from zorse_megatron.schedules.lower import lower_unless_stuck
-from zorse_megatron.schema.plan.memory_settings import ranks_that_offload_parameters
+from zorse_megatron.schema.plan.memory_settings import (
+    ranks_that_offload_gradients,
+    ranks_that_offload_parameters,
+)
 from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.simulate.copy_classes import Edge, classify_copies
 from zorse_megatron.simulate.network_loads import EqualLinks
@@ -73,7 +76,7 @@ def find_equal_ranks(
     plan = sizes.plan
     ends = {plan.chunks[0].group, plan.chunks[-1].group}
     swaps = sizes.tied and len(ends) == 2 and not forward_only
-    offloads = ranks_that_offload_parameters(plan)
+    offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
     if swaps or not all(_is_even(group, offloads) for group in plan.groups):
         return None
     copies = Copies.of(plan)
@@ -120,17 +123,17 @@ def find_equal_ranks(
     )
 
 
-def _is_even(group: Group, offloads: frozenset[int]) -> bool:
+def _is_even(group: Group, offloads: Sequence[frozenset[int]]) -> bool:
     """Whether the replicas have the same work, and some, and the same actions in their lists.
 
-    `offloads`: ranks that offload parameters.
+    `offloads`: ranks that offload parameters, and gradients.
     """
     work = {
         (
             len(replica.ranks),
             replica.micro_batch_size,
             replica.num_microbatches,
-            *(rank in offloads for rank in replica.ranks),
+            *(rank in ranks for ranks in offloads for rank in replica.ranks),
         )
         for replica in group.replicas
     }
@@ -191,8 +194,8 @@ class Copies:
                 )
                 for index in range(number)
             )
-            # Recomputation does not change the lists; of offloading only that of parameters does,
-            # which all replicas have or none.
+            # Recomputation does not change the lists; of offloading that of parameters and
+            # gradients does, which all replicas have or none.
             extra = (group.extra_in_flight or 0) // self.count or None
             groups.append(
                 Group(

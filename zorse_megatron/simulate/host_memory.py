@@ -1,7 +1,8 @@
 """Host memory by rank: the counterpart of the plan's offload settings.
 
 In blocks of pinned memory, as a run on GPUs allocates them (`runtime.host_link`): for each chunk
-one with its shard of parameters, one for each kind of optimizer state, one for each layer's input.
+one with its shard of parameters, one with that of gradients, one for each kind of optimizer state,
+one for each layer's input.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.timeline import Timeline
 
 STATE, ACTIVATIONS, PARAMETERS = "optimizer state", "activations", "parameters"
+GRADIENTS = "gradients"
 
 
 def host_bytes(result: SimulationResult, rank: int) -> Mapping[str, int]:
@@ -29,6 +31,12 @@ def host_bytes(result: SimulationResult, rank: int) -> Mapping[str, int]:
         found[PARAMETERS] = sum(
             pinned_bytes(sizes.memory_of(chunk).parameter_bytes(sizes.shards[chunk][stand_in]))
             for chunk in sizes.chunks(stand_in)
+        )
+    if offload.gradients:
+        residency = timeline.program.tracks[stand_in].residency
+        found[GRADIENTS] = sum(
+            pinned_bytes(residency.shard_of_gradients(chunk))
+            for chunk in residency.gradients_in_host
         )
     return found
 

@@ -5,6 +5,7 @@ from operator import itemgetter
 
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
 from zorse_megatron.simulate.micro_batch_bytes import MicroBatchSizes
+from zorse_megatron.simulate.residency import Passing
 from zorse_megatron.simulate.timeline import Timeline
 
 
@@ -24,6 +25,12 @@ class Category(IntEnum):
         """For people."""
         return self.name.lower().replace("_", " ")
 
+
+_PASSING = {
+    Category.PARAMETERS: "parameter_bytes",
+    Category.GRADIENTS: "gradient_bytes",
+    Category.OPTIMIZER_STATE: "state_bytes",
+}
 
 Change = tuple[float, Category, int, int]
 """(time in seconds, category, bytes more or less, position of the action in the list)."""
@@ -67,6 +74,8 @@ class _Ledger:
         """Those of them that have unsharded gradients now."""
         self.summed_s = 0.0
         """When the rank's last sum of gradients has arrived."""
+        self.shard_leaves: tuple[float, int] = 0.0, 0
+        """When a shard of gradients that is on its way to the host has left, and its bytes."""
         self.let_go: list[tuple[Category, int]] = []
         """Changes of memory once that sum has been waited for."""
         for action in self.track.actions:
@@ -252,17 +261,17 @@ class _Ledger:
         chunk, sizes = action.chunk, self.sizes
         if action.kind in (Kind.TIE, Kind.SCALE):
             self._wait_for_sums(position)
+        if action.kind in (Kind.SCALE, Kind.OFFLOAD_GRADIENTS):
+            self._let_shard_go(position)
         if action.kind is Kind.GATHER:
             assert chunk is not None
             exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
             self._for_a_while(position, Category.BUFFERS, exchanged)
         if action.kind is Kind.STEP:
-            passing = self.residency.passing[position]
-            self._for_a_while(position, Category.PARAMETERS, passing.parameter_bytes)
-            self._for_a_while(position, Category.OPTIMIZER_STATE, passing.state_bytes)
-            for resharded in sorted(self.resharded):
-                owned = sizes.shards[resharded][self.rank]
-                shard = sizes.memory_of(resharded).gradient_bytes(owned)
+            self._pass_for_norm(position)
+            self._pass_for_update(position)
+            for resharded in sorted(self.resharded - self.residency.gradients_in_host):
+                shard = self.residency.shard_of_gradients(resharded)
                 self._note(end_s, Category.GRADIENTS, -shard, position)
         elif action.kind is Kind.TIE:
             swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
@@ -271,6 +280,10 @@ class _Ledger:
             self._note(end_s, Category.BUFFERS, -swapped, position)
         elif action.kind is Kind.REDUCE:
             self._reduce(position, action)
+        elif action.kind is Kind.OFFLOAD_GRADIENTS:
+            assert chunk is not None
+            self._wait_for_sums(position)
+            self.shard_leaves = end_s, self.residency.shard_of_gradients(chunk)
         elif position in self.residency.moves:
             self._move(position, end_s)
 
@@ -290,7 +303,7 @@ class _Ledger:
             self.let_go.append((Category.BUFFERS, -exchanged))
         if chunk not in self.resharded:
             return
-        shard = sizes.memory_of(chunk).gradient_bytes(sizes.shards[chunk][self.rank])
+        shard = self.residency.shard_of_gradients(chunk)
         unsharded = self._gradient_bytes(chunk)
         if chunk not in self.with_gradients:
             # No micro-batches: it has zeros to add as soon as the sum before has arrived.
@@ -302,6 +315,31 @@ class _Ledger:
             self._note(end_s, Category.GRADIENTS, -unsharded, position)
         else:
             self.let_go.append((Category.GRADIENTS, shard - unsharded))
+
+    def _let_shard_go(self, position: int) -> None:
+        """The main stream waits until the shard on its way to the host has left."""
+        (left_s, num_bytes), self.shard_leaves = self.shard_leaves, (0.0, 0)
+        left_s = max(left_s, self._reached_s(position))
+        self._note(left_s, Category.GRADIENTS, -num_bytes, position)
+
+    def _pass_for_norm(self, position: int) -> None:
+        """Gradients in the host are on the GPU for their norm, before they are for the update."""
+        if position in self.track.copies:
+            task, (_, num_bytes) = self.track.copies[position], self.residency.for_norm
+            self._note(self.start_s[task], Category.GRADIENTS, num_bytes, position)
+            self._note(self.end_s[task], Category.GRADIENTS, -num_bytes, position)
+
+    def _pass_for_update(self, position: int) -> None:
+        """What comes from the host, one part after the other."""
+        start_s, end_s = self._run(position)
+        now = dict.fromkeys(_PASSING, 0)
+        for held in (*self.residency.passing[position], Passing()):
+            next_ = {category: getattr(held, name) for category, name in _PASSING.items()}
+            time_s = start_s if held.num_bytes else end_s
+            changes = {category: next_[category] - now[category] for category in _PASSING}
+            for category in sorted(_PASSING, key=lambda each: changes[each]):  # first what goes
+                self._note(time_s, category, changes[category], position)
+            now = next_
 
     def _wait_for_sums(self, position: int) -> None:
         """The main stream waits at an action: all that was to be summed is there, the rest goes."""

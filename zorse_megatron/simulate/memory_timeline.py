@@ -7,7 +7,8 @@ When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
   shard of the optimizer state. For a chunk that the list RELEASEs, unsharded parameters are there
   from GATHER to RELEASE, and unsharded gradients from the first backward until the rank waits for
   their sum, before its next REDUCE of such a chunk, TIE or SCALE; then the shard until STEP is
-  done.
+  done, or, after an OFFLOADG, until the rank waits for it to have left, before its next OFFLOADG or
+  SCALE.
 - A forward takes what its layers keep, and on the last chunk the logits; both are freed when
   the backward ends. With recomputation, a backward also takes what one layer makes again.
 - A receive takes its buffer when it is started. An activation's buffer becomes the kept input of

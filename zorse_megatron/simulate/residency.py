@@ -11,13 +11,17 @@ are in the host while a STEP runs, it writes the new ones there.
 Optimizer state that is offloaded by the plan's setting stays in the host all the time, and passes
 through the GPU during STEP, two pieces at a time, as `adapter.optimizer.host_state` has them: one
 that is stepped and one that is on its way. Parameters that are in the host then are there for as
-long as their chunk's pieces are.
+long as their chunk's pieces are, and so are gradients that OFFLOADG has sent there. Those pass once
+more before, chunk by chunk, for their norm (`adapter.optimizer.streamed_gradients`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 
 from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
+from zorse_megatron.schedules.gradient_offloads import offloaded_gradients
 from zorse_megatron.schedules.shards import state_pieces
 from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.simulation_errors import SimulationError
@@ -51,11 +55,15 @@ class Passing:
 
     parameter_bytes: int = 0
     state_bytes: int = 0
+    gradient_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of parameters and state together."""
-        return self.parameter_bytes + self.state_bytes
+        """Bytes of parameters, state and gradients together."""
+        return self.parameter_bytes + self.state_bytes + self.gradient_bytes
+
+
+_AMOUNTS = ("parameter_bytes", "state_bytes", "gradient_bytes", "num_bytes")
 
 
 @dataclass(kw_only=True)
@@ -86,10 +94,13 @@ class Residency:
         self.sizes = sizes
         self.stepped: list[SteppedUnit] = []
         """What STEP does in turn where something passes through the GPU meanwhile, else empty."""
-        self.passing: dict[int, Passing] = {}
-        """Position of a STEP -> what passes through the GPU meanwhile, at most."""
+        self.passing: dict[int, tuple[Passing, ...]] = {}
+        """Position of a STEP -> what passes through the GPU meanwhile when it is most: of one kind,
+        and last in all."""
         self.moves: dict[int, Move] = {}
         """Position in the list -> what the action moves."""
+        self.gradients_in_host = offloaded_gradients(actions)
+        """Chunks whose gradients are in the host when STEP comes."""
         self.released: set[int] = set()
         """Chunks that the list reshards."""
         last = {
@@ -127,6 +138,24 @@ class Residency:
     def _is_state_in_host(self) -> bool:
         return self.sizes.settings[self.rank].offload.optimizer_state
 
+    def shard_of_gradients(self, chunk: int) -> int:
+        """Bytes of what the rank owns of a chunk's reduced gradients."""
+        owned = self.sizes.shards[chunk][self.rank]
+        return self.sizes.memory_of(chunk).gradient_bytes(owned)
+
+    @cached_property
+    def for_norm(self) -> tuple[int, int]:
+        """Bytes of gradients that are copied from the host for their norm, and on the GPU at most.
+
+        One chunk's are there while the next one's come.
+        """
+        each = [self._returning_bytes(chunk) for chunk in self._chunks]
+        return sum(each), max(map(sum, zip(each, [*each[1:], 0], strict=True)))
+
+    def _returning_bytes(self, chunk: int) -> int:
+        """Of a chunk's gradients, in the host."""
+        return self.shard_of_gradients(chunk) if chunk in self.gradients_in_host else 0
+
     def _follow(self, position: int, action: Action) -> None:
         if action.kind is Kind.STEP:
             self._step(position)
@@ -148,13 +177,12 @@ class Residency:
             state.is_changed = not state.in_host
             pieces = self._pieces(chunk)
             units += [(chunk, state_bytes) for _, state_bytes in pieces]
-            self.stepped += self._stepped(state, pieces)
-        if not any(unit.out_bytes for unit in self.stepped):
+            self.stepped += self._stepped(state, pieces, self._returning_bytes(chunk))
+        if not any(unit.in_bytes for unit in self.stepped):
             self.stepped = []
-        self.passing[position] = max(
-            (self._passing(units[at : at + 2]) for at in range(max(1, len(units) - 1))),
-            key=lambda held: held.num_bytes,
-        )
+        there = [self._passing(units[at : at + 2]) for at in range(max(1, len(units) - 1))]
+        most = dict.fromkeys(max(there, key=attrgetter(name)) for name in _AMOUNTS)
+        self.passing[position] = tuple(sorted(most, key=attrgetter("num_bytes")))
 
     def _pieces(self, chunk: int) -> list[tuple[int, int]]:
         """(elements, bytes of state that pass through) in turn; one where it stays on the GPU."""
@@ -164,14 +192,19 @@ class Residency:
         return [(piece, self.sizes.memory.state_bytes(piece)) for piece in state_pieces(owned)]
 
     @staticmethod
-    def _stepped(state: _ChunkResidency, pieces: Sequence[tuple[int, int]]) -> list[SteppedUnit]:
-        """Parameters in the host come with the chunk's first piece and go with its last one."""
+    def _stepped(
+        state: _ChunkResidency, pieces: Sequence[tuple[int, int]], gradient_bytes: int
+    ) -> list[SteppedUnit]:
+        """Parameters in the host come with the chunk's first piece and go with its last one.
+
+        So do `gradient_bytes` of gradients, which need not be copied when they go.
+        """
         own_bytes = state.shard_bytes if state.in_host else 0
         last = len(pieces) - 1
         return [
             SteppedUnit(
                 elements=elements,
-                in_bytes=state_bytes + (own_bytes if number == 0 else 0),
+                in_bytes=state_bytes + (own_bytes + gradient_bytes if number == 0 else 0),
                 out_bytes=state_bytes + (own_bytes if number == last else 0),
             )
             for number, (elements, state_bytes) in enumerate(pieces)
@@ -179,10 +212,12 @@ class Residency:
 
     def _passing(self, units: Sequence[tuple[int, int]]) -> Passing:
         """What these (chunk, bytes of state) have on the GPU together."""
-        states = (self._chunks[chunk] for chunk in {chunk for chunk, _ in units})
+        chunks = {chunk for chunk, _ in units}
+        states = (self._chunks[chunk] for chunk in chunks)
         return Passing(
             parameter_bytes=sum(state.shard_bytes for state in states if state.in_host),
             state_bytes=sum(state_bytes for _, state_bytes in units),
+            gradient_bytes=sum(map(self._returning_bytes, chunks)),
         )
 
     def _change_form(self, position: int, action: Action, state: _ChunkResidency) -> None:

@@ -97,7 +97,8 @@ class Track:
     communication: list[int] = field(default_factory=list)
     """Collectives that the rank takes part in, and swaps of the tied embedding."""
     copies: dict[int, int] = field(default_factory=dict)
-    """Position of a forward (backward) -> copy of its activations to (from) the host."""
+    """Position of a forward (backward) -> copy of its activations to (from) the host; of a STEP
+    -> copies of gradients from the host for their norm."""
 
     def closing_task(self, send: int) -> int:
         """The task that waits until a send has left, or NOTHING."""

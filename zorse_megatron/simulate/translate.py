@@ -33,6 +33,9 @@ yet, those that its word in `schedules.actions` promises:
   the step runs, and parameters whose shard is in the host come and go with their chunk's pieces
   (`ActionCosts.stepped_s`).
 - After the list, when all that it has started is done, all ranks are told what came of the step.
+- An OFFLOADG stops the main stream until the REDUCE before it is done and the shard of the OFFLOADG
+  before it has left; then the shard is copied on the copy stream to the host, beside all else.
+  SCALE waits for the last one. STEP begins with copies of all of them from the host, for the norm.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
   chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
   chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
@@ -131,8 +134,9 @@ class _RankTranslator:
         self.jitter = perturbation.jitter_of(rank)
         self.is_perturbed = bool(perturbation.jitter) or self.factor != 1.0
         self.main = self.collective = self.to_host = self.from_host = NOTHING
-        self.last_out = self.reduction = NOTHING
-        """The last copy of activations to the host, and the last reduction."""
+        self.last_out = self.reduction = self.shard_out = NOTHING
+        """The last copies of activations and of a shard of gradients to the host, and the last
+        reduction."""
         self.split = {a.chunk for a in actions if a.kind is Kind.WEIGHT_GRADIENT}
         """Chunks whose weight gradients are computed apart."""
         self.pending: dict[tuple[Kind, int | None], int] = {}
@@ -161,6 +165,8 @@ class _RankTranslator:
                 task = self._collective(position, action)
             elif kind in (Kind.OFFLOAD, Kind.FETCH):
                 task = self._copy(position, action)
+            elif kind is Kind.OFFLOAD_GRADIENTS:
+                task = self._offload_gradients(position, action)
             else:
                 task = self._blocking(position, action)
             tasks[position] = task
@@ -293,14 +299,36 @@ class _RankTranslator:
             self._on_main(task)
         return task
 
+    def _offload_gradients(self, position: int, action: Action) -> int:
+        assert action.chunk is not None
+        owner, first = (self.rank, position), live([self.reduction, self.shard_out])
+        self._on_main(self.graph.add(owner, Role.COPY, 0.0, self.main, *first))
+        seconds_s = self.costs.copy_s(self.rank, self.residency.shard_of_gradients(action.chunk))
+        self.to_host = self.graph.add(owner, Role.COPY, seconds_s, self.main, self.to_host)
+        self.shard_out = self.to_host
+        return self.shard_out
+
+    def _read_for_norm(self, position: int, own: tuple[int, ...]) -> tuple[int, ...]:
+        """Gradients that come from the host for their norm; what the STEP waits for then."""
+        num_bytes, _ = self.residency.for_norm
+        if not num_bytes:
+            return own
+        seconds_s = self.costs.copy_s(self.rank, num_bytes)
+        task = self.graph.add((self.rank, position), Role.COPY, seconds_s, self.main, *own)
+        self.track.copies[position] = self._on_main(task)
+        return ()
+
     def _blocking(self, position: int, action: Action) -> int:
         owner = self.rank, position
         if action.kind is Kind.RELEASE:
             own = self._wait_for(position, (Kind.GATHER,), action.chunk)
             return self._on_main(self.graph.add(owner, Role.COMPUTE, 0.0, self.main, *own))
-        own = self.track.own[position] = live([self.collective, self.from_host])
+        leaving = self.shard_out if action.kind is Kind.SCALE else NOTHING
+        own = self.track.own[position] = live([self.collective, self.from_host, leaving])
         if action.kind is Kind.TIE:
             return self._tie(position, own)
+        if action.kind is Kind.STEP:
+            own = self._read_for_norm(position, own)
         task = self._join(position, action.kind, None, self.main, *own)
         self._on_main(task)
         if action.kind is Kind.STEP:

@@ -17,6 +17,7 @@ import torch
 
 from zorse_megatron.adapter.data_parallel.bucket_groups import UnevenBucketGroup
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven
+from zorse_megatron.runtime.gradients_in_host import GradientsInHost
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
 
@@ -29,7 +30,7 @@ class ChunkShards:
     """
 
     def __init__(self, ddp: Any, link: HostLink | None = None) -> None:
-        """`link`: for parameters that may wait in the host."""
+        """`link`: for parameters and gradients that may wait in the host."""
         self.bucket_groups: list[UnevenBucketGroup] = ddp.bucket_groups
         self.group = ddp.intra_dp_cp_group
         self._position: dict[torch.nn.Parameter, tuple[int, int]] = {}
@@ -38,7 +39,7 @@ class ChunkShards:
         for number, buffer in enumerate(ddp.buffers):
             owned = [_owned(bucket, self.group.rank()) for bucket in buffer.buckets]
             self.parameters.append(ShardedBuffer(buffer.param_data, owned, link))
-            self.gradients.append(ShardedBuffer(buffer.grad_data, owned))
+            self.gradients.append(ShardedBuffer(buffer.grad_data, owned, link, "gradients"))
             for parameter, (start, *_) in buffer.param_index_map.items():
                 self._position[parameter] = number, start
         self._gathers: dict[int, Works] = {}
@@ -50,6 +51,7 @@ class ChunkShards:
         }
         self._reduction: Works | None = None
         self._reduced = False
+        self.gradients_in_host = GradientsInHost(self.gradients)
         self._close_gradients()
         for module in ddp.module.modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -223,6 +225,9 @@ class ChunkShards:
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
         """Multiply this rank's shard of the gradients."""
         self.finish_reduction()
+        if self.gradients_in_host.are_waiting:
+            self.gradients_in_host.scale(factor)
+            return
         for buffer in self.gradients:
             if buffer.in_shard and buffer.shard is not None:
                 buffer.shard.mul_(factor)
@@ -239,6 +244,7 @@ class ChunkShards:
         return self.gradients[number].piece(offset + start, offset + stop)
 
     def _close_gradients(self) -> None:
+        self.gradients_in_host.forget()
         for buffer in self.gradients:
             buffer.drop_shard()
             buffer.free()

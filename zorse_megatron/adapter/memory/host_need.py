@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from zorse_megatron.runtime.host_budget import most_away
 from zorse_megatron.runtime.host_link import host_bytes_of
 from zorse_megatron.schedules.actions import Action
+from zorse_megatron.schedules.gradient_offloads import offloaded_gradients
 from zorse_megatron.schema.plan.plan import Offload
 
 # Adam's; main parameters are float32, too.
@@ -31,13 +32,20 @@ def host_need(
     `models`: chunk -> wrapped model; `boundary_bytes`: one activation of a micro-batch; `pinned`:
     whether the host's memory is pinned, as for a GPU.
     """
-    need = dict.fromkeys(("parameters", "optimizer state", "activations"), 0)
+    need = dict.fromkeys(("parameters", "optimizer state", "gradients", "activations"), 0)
     if offload.parameters:
         need["parameters"] = sum(
             host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
             for model in models.values()
             if model.shards is not None
             for buffer in model.shards.parameters
+        )
+    if offload.gradients:
+        away = offloaded_gradients(actions)
+        need["gradients"] = sum(
+            host_bytes_of(buffer.num_owned * buffer.full.element_size(), pinned=pinned)
+            for chunk, model in models.items()
+            for buffer in (model.shards.gradients if chunk in away else ())
         )
     if offload.optimizer_state:
         need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)

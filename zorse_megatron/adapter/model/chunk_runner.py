@@ -28,6 +28,7 @@ from zorse_megatron.adapter.model.step_inputs import StepInputs
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
 from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
 from zorse_megatron.runtime.activation_offload import ActivationOffload
+from zorse_megatron.runtime.gradients_in_host import GradientsInHost
 from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
@@ -68,6 +69,8 @@ class MegatronChunkRunner:
         self.without_sync: dict[int, AbstractContextManager[Any]] = {}
         self.reducing: list[int] = []
         """Chunks whose gradients are on their way, in list order."""
+        self.leaving: GradientsInHost | None = None
+        """Gradients that are on their way to the host."""
         self.num_computed = 0
 
     def forward(
@@ -174,6 +177,7 @@ class MegatronChunkRunner:
         so the sum over the world is the number of tokens of the global batch whatever the split.
         """
         self._finish_reductions()
+        self._let_gradients_go()
         models = self.inputs.models.values()
         check_noted(group for model in models for group in model.bucket_groups)
         dist.all_reduce(self.num_tokens, group=self.collection.intra_dist_opt)
@@ -209,6 +213,21 @@ class MegatronChunkRunner:
     def offload(self, chunk: int) -> None:
         """Let the shard of a sharded chunk's parameters wait in the host."""
         self.inputs.models[chunk].shards.offload()
+
+    def offload_gradients(self, chunk: int) -> None:
+        """Let the shard of a sharded chunk's gradients wait in the host for the step.
+
+        The one before must have left: no more than one is on its way.
+        """
+        self._let_gradients_go()
+        self._finish_reductions()
+        self.leaving = self.inputs.models[chunk].shards.gradients_in_host
+        self.leaving.send()
+
+    def _let_gradients_go(self) -> None:
+        if self.leaving is not None:
+            self.leaving.let_go()
+        self.leaving = None
 
     def _delaying(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         if self.weight_gradients is None:

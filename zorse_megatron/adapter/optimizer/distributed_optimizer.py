@@ -19,6 +19,7 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
 from zorse_megatron.adapter.optimizer.host_state import HostState
 from zorse_megatron.adapter.optimizer.main_parameters import by_chunk
+from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients
 from zorse_megatron.adapter.parameters.exact_values import take_exact
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
@@ -56,7 +57,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Whether groups compute in different types; set by who builds it for several groups."""
         self.copies_in_step = False
         """Whether the inner step writes 16-bit parameters, too."""
-        self.factors: GradientFactors | None = None
+        self.factors: GradientFactors | StreamedGradients | None = None
         """What the inner step multiplies gradients by; None: stock has done it before."""
         self.step_count = 0
         self._last_grad_norm = 0.0
@@ -113,10 +114,24 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     # Shards, wherever a chunk keeps them.
 
     def keep_in_host(
-        self, link: HostLink, *, optimizer_state: bool, on_change: Callable[[], None]
+        self,
+        link: HostLink,
+        *,
+        optimizer_state: bool,
+        gradients: bool,
+        on_change: Callable[[], None],
     ) -> None:
         """Step in the way of `host_state` from now on; before there is any other state."""
-        host_state = HostState(self, link, optimizer_state=optimizer_state, on_change=on_change)
+        streamed = None
+        if gradients:
+            streamed = StreamedGradients(
+                self, link.device, clip_grad=self.config.clip_grad, on_change=on_change
+            )
+            self.factors = streamed
+            self.config = replace(self.config, clip_grad=0.0)
+        host_state = HostState(
+            self, link, optimizer_state=optimizer_state, gradients=streamed, on_change=on_change
+        )
         self.host_state = host_state
         self.optimizer.step = host_state.step
 
@@ -141,6 +156,8 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
     def _copy_model_grads_to_main_grads(self) -> None:
         if self.factors is not None:
             self.factors.start()
+        if isinstance(self.factors, StreamedGradients):
+            return
         for chunk, parameter, (start, stop), shard in self.owned_shards():
             shard.grad = chunk.gradient_piece(parameter, start, stop).float()
 

@@ -62,18 +62,11 @@ class GradientFactors:
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
         norm = math.sqrt(total.item())
         if self.clip_grad > 0:
-            self._refuse_separate_norms()
+            refuse_separate_norms(self.optimizer)
             coefficient = self.clip_grad / (norm + _EPSILON)
             # As stock: a norm that is nan clips nothing.
             self.clip = coefficient if coefficient < 1.0 else 1.0
         return norm
-
-    def _refuse_separate_norms(self) -> None:
-        """Ask what stock asks after the norm (`_compute_grad_norms_by_group`), for it is a sum
-        over all ranks the first time. `--mtp-num-layers`, which has them, is refused with a plan.
-        """
-        for name in SEPARATE_GRAD_NORM_GROUPS:
-            assert not self.optimizer.has_grad_norm_group(name), name
 
     def _read(self) -> torch.Tensor:
         """Note the sum of squares, and return whether anything is inf or nan."""
@@ -89,3 +82,11 @@ class GradientFactors:
         self._squares = found.sum_of_squares
         copies = norm_and_flag([grad.view(-1) for grad in others], self.device)
         return torch.maximum(found.found_inf, copies.found_inf)
+
+
+def refuse_separate_norms(optimizer: Any) -> None:
+    """Ask what stock asks after the norm (`_compute_grad_norms_by_group`), for it is a sum
+    over all ranks the first time. `--mtp-num-layers`, which has them, is refused with a plan.
+    """
+    for name in SEPARATE_GRAD_NORM_GROUPS:
+        assert not optimizer.has_grad_norm_group(name), name

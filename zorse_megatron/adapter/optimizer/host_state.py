@@ -6,14 +6,21 @@ is stepped and the one that is fetched meanwhile. Shards of parameters that wait
 come and go chunk by chunk.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
 from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, OwnedShard, StatePiece
+from zorse_megatron.adapter.optimizer.streamed_gradients import (
+    StreamedGradients,
+    gradients_in_host,
+)
+from zorse_megatron.runtime.gradients_in_host import GradientsInHost
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
 
 
@@ -28,6 +35,10 @@ class _Unit:
     """Memory that is in the host when the step begins."""
     leaving: list[HostBacked]
     """The part that no later unit needs."""
+    gradients: GradientsInHost | None = None
+    """The chunk's, where they may wait in the host."""
+    is_last: bool = True
+    """Whether it is the chunk's last."""
 
 
 class HostState:
@@ -42,17 +53,19 @@ class HostState:
         link: HostLink,
         *,
         optimizer_state: bool,
+        gradients: StreamedGradients | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`optimizer_state`: whether main parameters and moments wait in the host, too.
 
-        They are made there, chunk by chunk.
+        They are made there, chunk by chunk. `gradients`: where these may wait in the host, too.
 
         `on_change`: called within a step, whenever as much is on the device as there will be until
         the next call.
         """
         self.optimizer = optimizer
         self.on_change = on_change
+        self.gradients = gradients
         self.inner = optimizer.optimizer
         self._step_all = self.inner.step
         self.chunks: list[Any] = list(optimizer.model_chunks)
@@ -107,9 +120,13 @@ class HostState:
                 # is still coming: both directions of the link stay in use.
                 _let_go(units[number - 1].leaving)
             for each in units[number : number + 2]:
+                if each.gradients is not None:
+                    each.gradients.start_back()
                 for memory in each.needed:
                     memory.start_back()
             self.on_change()
+            if unit.gradients is not None:
+                unit.gradients.wait_until_back()
             for memory in unit.needed:
                 memory.wait_until_back()
             self._count_from(before)
@@ -127,30 +144,61 @@ class HostState:
 
     def _units(self, chunk: Any) -> Iterator[_Unit]:
         parameters = self._parameters_away(chunk)
+        gradients = None if self.gradients is None else gradients_in_host(chunk)
         state = self._state.get(id(chunk))
         if state is None:
-            yield _Unit(chunk=chunk, piece=None, needed=parameters, leaving=parameters)
+            yield _Unit(
+                chunk=chunk,
+                piece=None,
+                needed=parameters,
+                leaving=parameters,
+                gradients=gradients,
+            )
             return
         for piece in state.pieces:
-            leaving = parameters if piece is state.pieces[-1] else []
+            is_last = piece is state.pieces[-1]
             yield _Unit(
                 chunk=chunk,
                 piece=piece,
                 needed=[*parameters, *piece.memories],
-                leaving=[*leaving, *piece.memories],
+                leaving=[*(parameters if is_last else []), *piece.memories],
+                gradients=gradients,
+                is_last=is_last,
             )
 
     def _step(self, unit: _Unit) -> None:
         if unit.piece is None:
             with self._only(unit.chunk):
+                self._give(unit, [each.tensor for each in self._shards[id(unit.chunk)]])
                 self._step_all()
             self.optimizer.copy_main_to_model(unit.chunk)
             return
-        with unit.piece.alone(self.inner):
+        with unit.piece.alone(self.inner) as tensors:
+            self._give(unit, tensors)
             self._step_all()
         unit.piece.copy_main_to(unit.chunk)
         if unit.chunk.shards is not None:
             unit.chunk.shards.mark_changed()
+
+    def _give(self, unit: _Unit, tensors: Sequence[torch.Tensor]) -> None:
+        """Give what is stepped the gradients that have come for it."""
+        if self.gradients is None:
+            return
+        if unit.piece is None:
+            owned = self._shards[id(unit.chunk)]
+            places = [(one.parameter, one.start, one.tensor.numel()) for one in owned]
+        else:
+            places = [
+                (one.shard.parameter, one.shard.start + one.start, one.num_elements)
+                for one in unit.piece.slices
+            ]
+        self.gradients.give(
+            unit.chunk,
+            [
+                (tensor, parameter, start, start + count)
+                for tensor, (parameter, start, count) in zip(tensors, places, strict=True)
+            ],
+        )
 
     def _counts(self) -> list[int]:
         """Steps that each group has counted, 0 where it counts none."""
@@ -162,6 +210,8 @@ class HostState:
                 group["step"] = count
 
     def _send(self, unit: _Unit) -> None:
+        if unit.gradients is not None and unit.is_last:
+            unit.gradients.drop()
         for memory in unit.leaving:
             memory.send()
         if unit.chunk.shards is not None:

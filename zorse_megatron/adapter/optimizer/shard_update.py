@@ -78,19 +78,23 @@ class ShardUpdate:
         }
 
 
-def choose_update(optimizer: Any, wanted: Update, device: torch.device) -> str:
+def choose_update(
+    optimizer: Any, wanted: Update, device: torch.device, *, streams: bool = False
+) -> str:
     """Set how an `UnevenDistributedOptimizer` updates, and return which and why, for people.
 
     `auto`: fused where stock would use torch's Adam and the kernels run in Triton. Raises FlagError
     for `fused` where Apex or Transformer Engine offer their own, or steps are counted on the GPU.
+    `streams`: gradients come from the host for the step, unscaled and clipped (see
+    `streamed_gradients`), which the one pass would do itself.
     """
     inner = optimizer.optimizer
     by_torch = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     can = by_torch and not any(group.get("capturable") for group in inner.param_groups)
-    if wanted == "fused" and not can:
-        raise _not_ours(type(inner))
+    if wanted == "fused" and (streams or not can):
+        raise _not_ours(type(inner)) if not streams else _not_from_host()
     name = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
-    if not can or wanted == "stock":
+    if streams or not can or wanted == "stock":
         return f"shards are updated by {name}, as without a plan"
     reason = why_not_triton(device)
     if wanted == "auto" and reason is not None:
@@ -116,6 +120,20 @@ def _not_ours(found: type) -> FlagError:
                 expected="fused only where Megatron would use torch's Adam, without "
                 "--optimizer-cuda-graph",
                 remedy="Leave the flag out: that optimizer has a fused update of its own.",
+            )
+        ],
+    )
+
+
+def _not_from_host() -> FlagError:
+    return FlagError(
+        "The shards cannot be updated as the command says",
+        [
+            Problem(
+                where="--zorse-update",
+                found="fused, while the plan offloads gradients",
+                expected="stock or auto with offload.gradients",
+                remedy="Leave the flag out: gradients are unscaled and clipped as they come back.",
             )
         ],
     )

@@ -79,8 +79,11 @@ class StatePiece:
         return sum(each.num_elements for each in self.slices if each.shard.has_main)
 
     @contextmanager
-    def alone(self, inner: Any) -> Iterator[None]:
-        """Within the block, the inner optimizer has this piece only; its memory must be there."""
+    def alone(self, inner: Any) -> Iterator[list[torch.Tensor]]:
+        """Within the block, the inner optimizer has this piece only; its memory must be there.
+
+        Yields what is stepped, by slices.
+        """
         groups, state = inner.param_groups, inner.state
         everything = [group["params"] for group in groups]
         tensors = [self._tensor(each) for each in self.slices]
@@ -90,7 +93,7 @@ class StatePiece:
         for tensor, each in zip(tensors, self.slices, strict=True):
             state[tensor] = self._state(each, state[each.shard.tensor])
         try:
-            yield
+            yield tensors
         finally:
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters

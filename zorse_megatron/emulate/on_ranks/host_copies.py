@@ -88,11 +88,17 @@ class HostCopies:
         if owner is not None and owner() is not None:
             return num_bytes
         for chunk in self.chunks:
-            for buffer in _sharded_buffers(chunk):
-                if buffer.memory is not None and buffer.memory.storage._cdata == storage:
-                    owned = self.sizes.owned_parameters(chunk)
-                    count = owned * buffer.num_owned // max(1, _num_owned(chunk))
-                    return self.sizes.memory.parameter_bytes(count)
+            for of_gradients in (False, True):
+                for buffer in _sharded_buffers(chunk, of_gradients=of_gradients):
+                    if buffer.memory is not None and buffer.memory.storage._cdata == storage:
+                        owned = self.sizes.owned_parameters(chunk)
+                        count = owned * buffer.num_owned // max(1, _num_owned(chunk))
+                        memory = self.sizes.memory
+                        return (
+                            memory.gradient_bytes(count)
+                            if of_gradients
+                            else memory.parameter_bytes(count)
+                        )
         return tensor.nbytes
 
     def add_activations(self, memories: Sequence[HostBacked], num_bytes: int) -> None:
@@ -157,10 +163,12 @@ class HostCopies:
         return None
 
 
-def _sharded_buffers(chunk: "ChunkView") -> Sequence[ShardedBuffer]:
+def _sharded_buffers(chunk: "ChunkView", *, of_gradients: bool = False) -> Sequence[ShardedBuffer]:
     """The buffers of a chunk whose parameters come and go; none for other chunks."""
     shards = getattr(chunk.wrapped, "shards", None)
-    return () if shards is None else tuple(shards.parameters)
+    if shards is None:
+        return ()
+    return tuple(shards.gradients if of_gradients else shards.parameters)
 
 
 def _num_owned(chunk: "ChunkView") -> int:

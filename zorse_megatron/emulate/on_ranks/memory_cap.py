@@ -156,7 +156,10 @@ def _has_gradient_shards(chunk: "ChunkView") -> bool:
     shards = chunk.wrapped.shards
     if _is_packed(chunk):
         return bool(shards.sums)
-    return any(buffer.in_shard for buffer in shards.gradients)
+    return any(
+        buffer.in_shard and not (buffer.memory is not None and buffer.memory.is_away)
+        for buffer in shards.gradients
+    )
 
 
 def _is_there(tensor: torch.Tensor | None) -> bool:

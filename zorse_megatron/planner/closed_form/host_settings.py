@@ -1,9 +1,10 @@
 """What of a stage may wait in host memory, cheapest first, and whether the hosts hold it.
 
 Parameters are fetched while the GPU computes, two chunks ahead, so that only the step waits for
-them; optimizer state, six times as much, passes through the GPU in the step alone. Only
-breadth_first releases parameters. Two chunks' are unsharded on the GPU and a third one's shard is
-on its way there, so with three chunks or fewer nothing is gained.
+them; optimizer state, six times as much, passes through the GPU in the step alone. Gradients, of
+which a shard leaves in each visit, pass through it twice; they go where all else is there already.
+Only breadth_first releases parameters and reduces chunk by chunk. Two chunks' are unsharded on the
+GPU and a third one's shard is on its way there, so with three chunks or fewer nothing is gained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,15 @@ _CHUNKS_ON_GPU = 3
 
 
 def host_settings(stage: Stage) -> Iterator[MemorySettings]:
-    """Settings that keep parameters and optimizer state on the GPU or in the host."""
+    """Settings that keep parameters, optimizer state and gradients on the GPU or in the host."""
     releases = stage.position.schedule == "breadth_first" and stage.num_chunks > _CHUNKS_ON_GPU
     for offload_state in (False, True):
         for offload_parameters in (False, True) if releases else (False,):
             yield MemorySettings(offload_state=offload_state, offload_parameters=offload_parameters)
+    for offload_parameters in (False, True) if releases else ():
+        yield MemorySettings(
+            offload_state=True, offload_gradients=True, offload_parameters=offload_parameters
+        )
 
 
 class StageHostMemory:
@@ -53,6 +58,7 @@ class StageHostMemory:
         owned = self._owned(stage, counts, settings)
         return [
             self._trained_bytes(stage, own, owned[at])
+            + self._gradient_bytes(stage, own, owned[at])
             + self._activation_bytes(stage, own, at, counts[at])
             for at, own in enumerate(settings)
         ]
@@ -84,6 +90,13 @@ class StageHostMemory:
         if settings.offload_parameters:
             blocks += pinned_bytes(costs.parameter_bytes(number))
         return stage.num_chunks * blocks
+
+    def _gradient_bytes(self, stage: Stage, settings: MemorySettings, owned: float) -> int:
+        """A block for each chunk but one, that which is reduced last."""
+        if not settings.offload_gradients:
+            return 0
+        block = pinned_bytes(self.memory.costs.gradient_bytes(-int(-owned // 1)))
+        return (stage.num_chunks - 1) * block
 
     def _activation_bytes(
         self, stage: Stage, settings: MemorySettings, at: int, count: float

@@ -35,6 +35,7 @@ class SettingsToTry:
                         full,
                         offload_parameters=host.offload_parameters,
                         offload_state=host.offload_state,
+                        offload_gradients=host.offload_gradients,
                     )
 
     def hosts(self, stage: Stage) -> list[MemorySettings]:
@@ -44,7 +45,11 @@ class SettingsToTry:
         units = self.cost_model.inputs.units
         alike = units is None or units.are_cut_alike(stage.device_group.ranks)
         # The runtime keeps shards of unlike replicas on the GPUs.
-        return [each for each in host_settings(stage) if alike or not each.offload_parameters]
+        return [
+            each
+            for each in host_settings(stage)
+            if alike or not (each.offload_parameters or each.offload_gradients)
+        ]
 
     def _recomputing(
         self, stage: Stage, counts: Sequence[float], host: MemorySettings

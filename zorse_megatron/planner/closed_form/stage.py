@@ -20,12 +20,19 @@ class MemorySettings:
     offload_parameters: bool = False
     """Only under breadth_first, which releases them."""
     offload_state: bool = False
+    offload_gradients: bool = False
+    """Only under breadth_first, which reduces them chunk by chunk."""
     offload_activations: bool = False
 
     @property
     def offloads_anything(self) -> bool:
         """Whether anything waits in the host."""
-        return self.offload_parameters or self.offload_state or self.offload_activations
+        return (
+            self.offload_parameters
+            or self.offload_state
+            or self.offload_gradients
+            or self.offload_activations
+        )
 
 
 ClassSettings = tuple[MemorySettings, ...]

@@ -64,7 +64,8 @@ class StageCost:
     step_s: float
     """The optimizer step with even shards."""
     fetches_s: float
-    """Parameters that come from the host, once for the forward and once for the backward."""
+    """Parameters that come from the host, once for the forward and once for the backward, or
+    gradients that go there, if that takes longer."""
     free_bytes: float
     """What is left in the device group when all is placed; at least 0."""
 
@@ -185,16 +186,18 @@ class StageCostModel:
         for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True):
             copied = memory.state_bytes(owned) if own.offload_state else 0
             copied += memory.parameter_bytes(owned) if own.offload_parameters else 0
+            copied += 2 * memory.gradient_bytes(owned) if own.offload_gradients else 0
             found = max(found, copied / gpu_class.host_link_bytes_per_s)
         return found
 
     def _fetches_s(self, stage: Stage, settings: ClassSettings) -> float:
-        """See `StageCost.fetches_s`; of the slowest host link."""
-        fetched = 2 * self.inputs.memory.parameter_bytes(self._owned(stage))
-        return max(
-            fetched / gpu_class.host_link_bytes_per_s if own.offload_parameters else 0.0
-            for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True)
-        )
+        """See `StageCost.fetches_s`; of the slowest host link, whose directions share nothing."""
+        memory, owned, found = self.inputs.memory, self._owned(stage), 0.0
+        for gpu_class, own in zip(stage.device_group.gpu_classes, settings, strict=True):
+            comes = 2 * memory.parameter_bytes(owned) if own.offload_parameters else 0
+            goes = memory.gradient_bytes(owned) if own.offload_gradients else 0
+            found = max(found, max(comes, goes) / gpu_class.host_link_bytes_per_s)
+        return found
 
     def passes(self, stage: Stage, settings: ClassSettings) -> tuple[StagePasses, ...]:
         """One micro-batch of each GPU class through all of the stage's layers, ends included."""

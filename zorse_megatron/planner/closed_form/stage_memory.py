@@ -92,11 +92,25 @@ class StageMemory:
         costs, parameters = self.costs, self.parameters(stage.num_layers, stage.position)
         total = 0 if settings.offload_state else costs.state_bytes(parameters)
         if stage.position.schedule == "breadth_first":
-            total += costs.gradient_bytes(parameters)
+            reduced = self._reduced_at_once(stage) if settings.offload_gradients else parameters
+            total += costs.gradient_bytes(reduced)
             # In the host all but the shards that are on their way: those of one chunk.
             chunks = stage.num_chunks if settings.offload_parameters else 1
             total += costs.parameter_bytes(-(-parameters // chunks))
         return total
+
+    def _reduced_at_once(self, stage: Stage) -> int:
+        """Parameters whose reduced gradients are on the GPUs, if others wait in the host.
+
+        Of a chunk that leaves, or that is reduced last; and where TIE adds to them.
+        """
+        position = stage.position
+        tied = self.inputs.tied_embeddings * (position.is_first + position.is_last)
+        layers = (1 + tied) * -(-stage.num_layers // stage.num_chunks)
+        return min(
+            self.parameters(stage.num_layers, position),
+            layers * self.layer_parameters + self.parameters(0, position),
+        )
 
     def gpu_free_bytes(
         self, stage: Stage, settings: MemorySettings, size: int, count: float, gpu_class: GpuClass
@@ -115,6 +129,9 @@ class StageMemory:
         if settings.offload_parameters:  # of the two chunks whose pieces pass through
             passing = -(-2 * parameters // (stage.num_chunks * len(stage.device_group.ranks)))
             resident += self.costs.parameter_bytes(passing)
+        if settings.offload_gradients:
+            passing = -(-2 * parameters // (stage.num_chunks * len(stage.device_group.ranks)))
+            resident += self.costs.gradient_bytes(passing)
         return min(in_passes, capacity_bytes - resident)
 
     def local_bytes(

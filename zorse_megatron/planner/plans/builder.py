@@ -196,5 +196,6 @@ def offload_setting(settings: MemorySettings) -> Offload | None:
     return Offload(
         parameters=settings.offload_parameters,
         optimizer_state=settings.offload_state,
+        gradients=settings.offload_gradients,
         activations=settings.offload_activations,
     )

@@ -85,6 +85,12 @@ def ranks_that_offload_parameters(plan: Plan) -> frozenset[int]:
     return frozenset(rank for rank, settings in rows if settings.offload.parameters)
 
 
+def ranks_that_offload_gradients(plan: Plan) -> frozenset[int]:
+    """Ranks whose shards of gradients wait in host memory."""
+    rows = settings_by_rank(plan).items()
+    return frozenset(rank for rank, settings in rows if settings.offload.gradients)
+
+
 def recomputes_anything(plan: Plan) -> bool:
     """Whether the plan has any rank recompute anything."""
     found = (each.recompute for each in settings_by_rank(plan).values())

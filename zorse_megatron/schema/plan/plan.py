@@ -70,6 +70,8 @@ class Offload:
     """Whether parameters wait in host memory."""
     optimizer_state: bool = False
     """Whether the optimizer state stays in host memory."""
+    gradients: bool = False
+    """Whether reduced gradients wait in host memory for the optimizer step."""
     activations: bool = False
     """Whether saved activations wait in host memory."""
 
