@@ -21,7 +21,7 @@ from tests.megatron.comparison import (
     stock_run,
 )
 from tests.megatron.launch import run_ranks
-from tests.megatron.ministages import LAYERED, TWO_BY_TWO, in_the_host
+from tests.megatron.ministages import LAYERED, TWO_BY_TWO, in_the_host, with_settings
 from tests.megatron.test_exactness import MASKED, UNTIED, assert_equal_runs, flags_for
 from tests.megatron.test_ministages import assert_same_bits
 from tests.strategies import lowerable_plans
@@ -92,8 +92,10 @@ def test_overflows_where_gradients_on_the_gpu_do(corpus: Path) -> None:
 
 
 def test_gradients_in_16_bits(corpus: Path) -> None:
+    """A step in parts makes fp32 copies of a part at a time, also where gradients stay."""
     flags = flags_for(corpus, *UNTIED, *MASKED, *CLIPPED, "--bf16", "--grad-reduce-in-bf16")
-    assert_changes_no_bit(offloading_gradients(LAYERED, True), flags, tied=False)
+    run = assert_changes_no_bit(with_settings(LAYERED, optimizer_state=True), flags, tied=False)
+    assert_same_bits(run, plan_run(LAYERED, flags), "all on the GPUs")
 
 
 @settings(

@@ -187,6 +187,36 @@ def test_pieces_of_offloaded_state_come_while_others_are_stepped(monkeypatch, nu
     assert result.iteration_s == pytest.approx(3 + 6.4 + (num_pieces + 1) * copy_s)
 
 
+class NarrowGradients(FakeMemory):
+    """Gradients are accumulated in 16 bits."""
+
+    def gradient_bytes(self, num_parameters):
+        return 2 * num_parameters
+
+
+@pytest.mark.parametrize(
+    ("offload", "copied"),
+    [({}, 8), ({"parameters": True}, 3), ({"gradients": True}, 3), ({"optimizer_state": True}, 1)],
+)
+def test_a_step_has_copies_in_fp32_of_gradients_in_16_bits(offload, copied, monkeypatch):
+    """Of all 8 layers, of the largest chunk, or of a piece as large as a layer; none is released
+    before the step, so these are the most but for the unsharded ones of the passes."""
+    monkeypatch.setattr(shards, "STATE_PIECE_ELEMENTS", 256)
+    plan = dataclasses.replace(
+        one_group((1, 1), (1, 1), layers=8),
+        chunks=tuple(Chunk(group=0, layers=each) for each in [(0, 2), (2, 3), (3, 6), (6, 8)]),
+        schedule=Schedule(name="breadth_first"),
+    )
+    plan = with_groups(plan, offload=Offload(**offload))
+    slow = FakeCompute(step_per_parameter_s=1.0)
+    result = run(plan, memory=NarrowGradients(layer_count=512), compute=slow)
+    steps = [each.by_category_bytes[Category.GRADIENTS] for each in result.memory_over_time(0)]
+    owned = 512 // 2
+    stays = 2 if offload.get("gradients") else 8
+    passing = 2 * 5 * owned if offload.get("gradients") else 0
+    assert max(steps[-2:]) == 4 * copied * owned + 2 * stays * owned + passing
+
+
 @pytest.mark.parametrize("parameters", [False, True])
 def test_two_chunks_of_what_is_in_the_host_are_on_the_gpu_in_a_step(parameters):
     """Of the ones that have most: 3 and 2 of 8 layers. Each rank has its part of them."""

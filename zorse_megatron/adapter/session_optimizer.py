@@ -45,8 +45,9 @@ def build_optimizer(  # noqa: PLR0917  (stock's signature)
     for each in session.optimizers:
         each.is_mixed = session.is_mixed
         take_exact(each)
+    streams = _streams_gradients(session, model_chunks)
     updates = [
-        choose_update(each, session.update, session.device, streams=session.offload.gradients)
+        choose_update(each, session.update, session.device, streams=streams)
         for each in session.optimizers
     ]
     say_update(updates, session.device)
@@ -54,10 +55,10 @@ def build_optimizer(  # noqa: PLR0917  (stock's signature)
         # Said now on every node: its first rank may be in a group that sends none in 16 bits.
         why_not_triton(session.device)
     _check_host_memory(session, model_chunks)
-    _keep_in_host(session)
+    _keep_in_host(session, streams_gradients=streams)
     session.tied = _tied_embedding(session, model_chunks, optimizer)
     _defer_parameter_gather(optimizer.chained_optimizers)
-    if session.offload.gradients:
+    if streams:
         optimizer.count_zeros = partial(count_zeros, optimizer)
     stock_step = optimizer.step
     optimizer.step = lambda: session.optimizer_step(stock_step)
@@ -107,7 +108,21 @@ def _check_host_memory(session: PlanSession, models: list[Any]) -> None:
     )
 
 
-def _keep_in_host(session: PlanSession) -> None:
+def _streams_gradients(session: PlanSession, model_chunks: list[Any]) -> bool:
+    """Whether the step takes gradients chunk by chunk.
+
+    It must where they come from the host. Where they are in 16 bits and the step is made in parts
+    anyway, it then makes fp32 copies of a part at a time and not of all.
+    """
+    offload = session.offload
+    if offload.gradients:
+        return True
+    in_parts = offload.parameters or offload.optimizer_state
+    grads = (buffer.grad_dtype for chunk in model_chunks for buffer in chunk.buffers)
+    return in_parts and session.update != "fused" and any(each.itemsize < 4 for each in grads)
+
+
+def _keep_in_host(session: PlanSession, *, streams_gradients: bool) -> None:
     """Let the optimizers step what waits in the host from there; before there is any state."""
     offload = session.offload
     if not (offload.parameters or offload.optimizer_state or offload.gradients):
@@ -123,6 +138,6 @@ def _keep_in_host(session: PlanSession) -> None:
             optimizer.keep_in_host(
                 session.host_link,
                 optimizer_state=offload.optimizer_state,
-                gradients=offload.gradients,
+                gradients=streams_gradients,
                 on_change=sample_memory,
             )

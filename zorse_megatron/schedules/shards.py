@@ -11,6 +11,7 @@ from fractions import Fraction
 Interval = tuple[int, int]
 
 STATE_PIECE_ELEMENTS = 2**24
+FLOAT32_BYTES = 4
 """Elements of a shard whose optimizer state passes through the device at once in a STEP, where it
 waits in the host: two such pieces of 16 bits training's state are 0.4 GB."""
 
@@ -59,6 +60,11 @@ def state_pieces(owned: int) -> tuple[int, ...]:
 def passing_at_most(owned: int) -> int:
     """Elements of a shard of `owned` elements that pass through the device at once: two pieces."""
     return min(owned, 2 * STATE_PIECE_ELEMENTS)
+
+
+def largest_piece(owned: int) -> int:
+    """Elements of the largest of the pieces."""
+    return min(owned, STATE_PIECE_ELEMENTS)
 
 
 def _check(total: int, weights: Sequence[float], align: int) -> None:

@@ -268,6 +268,9 @@ class _Ledger:
             exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
             self._for_a_while(position, Category.BUFFERS, exchanged)
         if action.kind is Kind.STEP:
+            widened = self.residency.widened_bytes
+            self._note(self._reached_s(position), Category.GRADIENTS, widened, position)
+            self._note(end_s, Category.GRADIENTS, -widened, position)
             self._pass_for_norm(position)
             self._pass_for_update(position)
             for resharded in sorted(self.resharded - self.residency.gradients_in_host):

@@ -22,7 +22,7 @@ from operator import attrgetter
 
 from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.gradient_offloads import offloaded_gradients
-from zorse_megatron.schedules.shards import state_pieces
+from zorse_megatron.schedules.shards import FLOAT32_BYTES, largest_piece, state_pieces
 from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
@@ -137,6 +137,25 @@ class Residency:
     @property
     def _is_state_in_host(self) -> bool:
         return self.sizes.settings[self.rank].offload.optimizer_state
+
+    @cached_property
+    def widened_bytes(self) -> int:
+        """fp32 copies that a STEP makes of gradients that are accumulated in 16 bits.
+
+        Of all at once, as stock does; where the step is made in parts, of one part (see
+        `adapter.session_optimizer`).
+        """
+        owned = [
+            self.sizes.shards[chunk][self.rank]
+            for chunk in self._chunks
+            if self.sizes.memory_of(chunk).gradient_bytes(1000) < 1000 * FLOAT32_BYTES
+        ]
+        offload = self.sizes.settings[self.rank].offload
+        if offload.optimizer_state:
+            return FLOAT32_BYTES * max(map(largest_piece, owned), default=0)
+        if offload.parameters or offload.gradients:
+            return FLOAT32_BYTES * max(owned, default=0)
+        return FLOAT32_BYTES * sum(owned)
 
     def shard_of_gradients(self, chunk: int) -> int:
         """Bytes of what the rank owns of a chunk's reduced gradients."""

@@ -32,6 +32,16 @@ def gradient_bytes(models: Mapping[int, Any]) -> int:
     )
 
 
+def copied_gradient_bytes(optimizers: list[Any]) -> int:
+    """Copies in fp32, for a step, of gradients that are accumulated in 16 bits."""
+    return sum(
+        shard.grad.nbytes
+        for optimizer in optimizers
+        for chunk, _, _, shard in optimizer.owned_shards()
+        if shard.grad is not None and any(b.grad_dtype != torch.float32 for b in chunk.buffers)
+    )
+
+
 def reduction_bytes(models: Mapping[int, Any]) -> int:
     """What reductions under way hold beside the gradients: 16-bit messages."""
     return sum(model.reduction_bytes for model in models.values())

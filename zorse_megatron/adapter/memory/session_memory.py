@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 from zorse_megatron.adapter.memory.host_need import host_need, main_bytes
 from zorse_megatron.adapter.memory.memory_probes import (
     KeptActivations,
+    copied_gradient_bytes,
     gradient_bytes,
     parameter_bytes,
     reduction_bytes,
@@ -48,7 +49,7 @@ def make_ledger(
     return MemoryLedger(
         {
             "parameters": partial(parameter_bytes, models),
-            "gradients": partial(gradient_bytes, models),
+            "gradients": lambda: gradient_bytes(models) + copied_gradient_bytes(optimizers),
             "optimizer state": partial(state_bytes, optimizers),
             "activations": activation_bytes,
             "buffers": lambda: executor.message_bytes + reduction_bytes(models),

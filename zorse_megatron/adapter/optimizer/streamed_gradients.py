@@ -4,8 +4,10 @@ Stock unscales, checks, measures and clips the gradients of all shards one opera
 other, which takes all of them on the device. Here chunk after chunk passes twice: once to be
 checked and for the norm, and once, when the clip coefficient is known, to be applied. Both times
 the same operations are made of the same bits in stock's order, so what is applied is what stock
-would apply. The norm is taken shard by shard and then of these norms, as stock's own code does
-where it runs without fused kernels; those differ from that by rounding.
+would apply. Gradients in 16 bits are in fp32 for as long, whether they were in the host or not:
+stock has such copies of all of them in a step. The norm is taken shard by shard and then of these
+norms, as stock's own code does where it runs without fused kernels; those differ from that by
+rounding.
 
 Source: `MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan` in
 megatron/core/optimizer/optimizer.py; megatron/core/optimizer/clip_grads.py.
@@ -151,9 +153,8 @@ class StreamedGradients:
 
 
 def gradients_in_host(chunk: Any) -> GradientsInHost:
-    """Those of a wrapped chunk."""
-    found: GradientsInHost = chunk.shards.gradients_in_host
-    return found
+    """Those of a wrapped chunk; of some chunks all gradients stay on the device."""
+    return getattr(chunk.shards, "gradients_in_host", None) or GradientsInHost(())
 
 
 def count_zeros(chained: Any) -> float:
