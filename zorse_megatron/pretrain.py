@@ -15,6 +15,7 @@ held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-host-memory-limit GB` says what all ranks of a node together may keep in host memory.
 `--zorse-damaged-checkpoint skip` resumes from an older checkpoint if the latest is damaged.
 `--zorse-rebalance on` lets the counts of micro-batches follow what the ranks take for them.
+`--zorse-status DIR` keeps a file there for `zorse status`: who is slow, since when, tokens/s.
 `--zorse-metrics FILE` appends one line of JSON per iteration, with loss and gradient norm in full
 precision; it needs no plan.
 
@@ -237,6 +238,7 @@ def _plan_run(
         make_host_link=None if setup is None else setup.make_host_link,
         clock=None if setup is None else setup.clock,
         rebalances=command.rebalances,
+        status_directory=command.status,
     )
 
 

@@ -19,6 +19,7 @@ _NEED_PLAN = (
     "--zorse-damaged-checkpoint",
     "--zorse-silence-limit",
     "--zorse-rebalance",
+    "--zorse-status",
 )
 _OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
@@ -36,6 +37,7 @@ class PretrainCommand:
     trace: Path | None
     metrics: Path | None
     memory: Path | None
+    status: Path | None
     memory_limit_bytes: int | None
     host_memory_limit_bytes: int | None
     update: Literal["auto", "stock", "fused"]
@@ -73,6 +75,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         trace=paths["--zorse-trace"],
         metrics=paths["--zorse-metrics"],
         memory=paths["--zorse-memory"],
+        status=paths["--zorse-status"],
         memory_limit_bytes=limit_bytes,
         host_memory_limit_bytes=host_limit_bytes,
         update=update,

@@ -106,6 +106,7 @@ def our_flags():
     """Every flag of our own commands."""
     names = [command.name or command.callback.__name__ for command in app.registered_commands]
     commands = [name.replace("_", "-") for name in names] + [
+        "profile correct",
         "profile import",
         "profile measure",
         "profile show",
@@ -128,6 +129,7 @@ def our_flags():
         "--zorse-damaged-checkpoint",
         "--zorse-silence-limit",
         "--zorse-rebalance",
+        "--zorse-status",
     }
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from zorse_megatron.rebalance.iteration_times import IterationTimes
 from zorse_megatron.runtime.course import Course, batches_ahead
-from zorse_megatron.runtime.step_times import IterationTimes, StepTimes
+from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schedules.samples import MicroBatch
 

@@ -55,6 +55,7 @@ class PlanRun:
     """By which a rank knows what its actions take; None: its device's."""
     rebalances: bool = False
     """Whether counts of micro-batches follow what ranks take."""
+    status_directory: Path | None = None
 
 
 def activate(run: PlanRun | None) -> None:

@@ -95,6 +95,7 @@ class PlanSession:
     """Of the device; None: CUDA's or the host's."""
     rebalances: bool = False
     """Whether counts of micro-batches follow what ranks take."""
+    status_directory: Path | None = None
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)
@@ -294,6 +295,8 @@ class PlanSession:
 
     def save_records(self, *, training_ended: bool) -> None:
         """Write what was executed and what memory held, if asked for."""
+        if self.watch is not None:
+            self.watch.reporter.close()
         if self.trace_directory is not None:
             self.trace.save(self.trace_directory, rank=self.rank, waits=training_ended)
         if self.memory_directory is not None and self.executor is not None:

@@ -122,6 +122,7 @@ def _session(
         make_host_link=run.make_host_link or HostLink,
         clock=run.clock,
         rebalances=run.rebalances,
+        status_directory=run.status_directory,
     )
 
 

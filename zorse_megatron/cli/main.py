@@ -24,6 +24,7 @@ from zorse_megatron.cli.commands.zorse_plan import plan
 from zorse_megatron.cli.commands.zorse_profile import profile
 from zorse_megatron.cli.commands.zorse_schema import schema
 from zorse_megatron.cli.commands.zorse_simulate import simulate
+from zorse_megatron.cli.commands.zorse_status import status
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -37,6 +38,7 @@ app.command(cls=TakesTrainingFlags)(compare)
 app.command("compare-plans", cls=TakesTrainingFlags)(compare_plans)
 app.command(cls=TakesTrainingFlags)(check)
 app.command(cls=TakesTrainingFlags)(launch)
+app.command()(status)
 app.command()(actions)
 app.command()(schema)
 app.add_typer(profile, name="profile")

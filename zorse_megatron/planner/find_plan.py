@@ -15,6 +15,7 @@ from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
+from zorse_megatron.planner.evaluate.simulate_plan import planned_micro_batch_times
 from zorse_megatron.planner.inputs.limits import refuse_too_large
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import (
@@ -73,7 +74,7 @@ def find_plan(
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
     return Outcome(
         strategy=strategy,
-        plan=replace(best.plan, predictions=_predictions(best, tokens_per_s)),
+        plan=replace(best.plan, predictions=_predictions(inputs, best, tokens_per_s)),
         simulation=result,
         iteration_s=best.iteration_s,
         tokens_per_s=tokens_per_s,
@@ -93,11 +94,12 @@ def find_plan(
     )
 
 
-def _predictions(best: Evaluation, tokens_per_s: float) -> Predictions:
+def _predictions(inputs: Inputs, best: Evaluation, tokens_per_s: float) -> Predictions:
     return Predictions(
         iteration_s=best.iteration_s,
         tokens_per_s=tokens_per_s,
         peak_memory_bytes=best.peaks_bytes,
+        micro_batch_s=planned_micro_batch_times(inputs, best.plan),
     )
 
 

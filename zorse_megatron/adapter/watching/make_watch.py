@@ -8,9 +8,11 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.watching.exchange import Exchange
 from zorse_megatron.adapter.watching.run_watch import RunWatch
+from zorse_megatron.adapter.watching.status import StatusReporter
 from zorse_megatron.adapter.watching.switching import Switching
 from zorse_megatron.rebalance.balancer import Balancer
 from zorse_megatron.rebalance.prepare import Preparation
+from zorse_megatron.rebalance.run_status import RunStatus
 from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedules.list_queries import edges_of
@@ -25,13 +27,20 @@ _PREFETCH_FACTOR = 2
 
 def make_watch(session: "PlanSession", clock: "Clock") -> RunWatch | None:
     """Make it if it was asked for; a collective call."""
-    if not session.rebalances:
+    if not session.rebalances and session.status_directory is None:
         return None
+    plan = session.plan
+    status = RunStatus(
+        plan=plan,
+        tokens_per_iteration=plan.global_batch_size * session.sequence_length,
+        first_iteration=0,
+    )
     return RunWatch(
-        plan=session.plan,
+        plan=plan,
         times=StepTimes(clock, behind=int(isinstance(clock, CudaClock))),
         exchange=Exchange(timeout=session.timeout),
-        switching=_switching(session),
+        switching=_switching(session) if session.rebalances else None,
+        reporter=StatusReporter(status, directory=session.status_directory),
     )
 
 

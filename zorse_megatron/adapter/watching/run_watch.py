@@ -1,22 +1,22 @@
 """Follow how long each rank's iterations take; all ranks know the same of all."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from megatron.training import get_args
 
 from zorse_megatron.adapter.watching.exchange import Exchange
+from zorse_megatron.adapter.watching.status import StatusReporter
 from zorse_megatron.adapter.watching.switching import Switching
-from zorse_megatron.rebalance.balancer import workers_of
+from zorse_megatron.rebalance.balancer import counts_of, workers_of
+from zorse_megatron.rebalance.iteration_times import IterationTimes
 from zorse_megatron.rebalance.prepare import Prepared
-from zorse_megatron.runtime.step_times import IterationTimes, StepTimes
+from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedules.policy import Worker
 from zorse_megatron.schema.plan.plan import Plan
 
 _NOTHING = IterationTimes(
     number=-1, micro_batch_s=0.0, compute_s=0.0, waited_s=0.0, update_s=0.0, iteration_s=0.0
 )
-
-Listener = Callable[[tuple[IterationTimes, ...]], None]
-"""Gets one iteration's times of all ranks."""
 
 
 @dataclass(kw_only=True)
@@ -26,13 +26,18 @@ class RunWatch:
     plan: Plan
     times: StepTimes
     exchange: Exchange
+    reporter: StatusReporter
     switching: Switching | None = None
-    listeners: list[Listener] = field(default_factory=list)
 
     def begin(self, number: int) -> Prepared | None:
         """Iteration `number` of this run begins; returns what is run from it on if that changes."""
+        if number == 0:  # a checkpoint has been loaded, if there is one
+            self.reporter.status.first_iteration = get_args().iteration
         self.times.begin(number)
-        return None if self.switching is None else self.switching.from_iteration(number)
+        prepared = None if self.switching is None else self.switching.from_iteration(number)
+        if prepared is not None:
+            self.reporter.change(number, counts_of(prepared.plan))
+        return prepared
 
     def end(self, done: int) -> None:
         """So many iterations have been run. A collective call that waits for nobody."""
@@ -68,8 +73,7 @@ class RunWatch:
         # A GPU may be an iteration behind the others; what is told is of one iteration or ignored.
         known = len({each.number for each in ranks}) == 1 and ranks[0].number >= 0
         if known:
-            for listener in self.listeners:
-                listener(ranks)
+            self.reporter.take(ranks)
         if self.switching is not None:
             seconds = self._seconds(ranks) if known else {}
             codes = [row[6] for row in told]

@@ -83,6 +83,10 @@ def emulate(  # noqa: PLR0917
             "--rebalance", help="Let counts of micro-batches follow what ranks take for them."
         ),
     ] = False,
+    status: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the run's status there, for zorse status."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train with a plan on an emulated cluster, on this machine's CPU."""
@@ -104,7 +108,7 @@ def emulate(  # noqa: PLR0917
         )
         with waiting("simulating", wanted=not as_json) as tell:
             predicted = simulated(plan, costs, source=str(path))
-            flags = ("--zorse-rebalance", "on") if rebalance else ()
+            flags = _flags(rebalance=rebalance, status=status)
             run = _run(plan, costs, iterations, perturbation, dilation, flags, tell)
     if as_json:
         print_json(_as_json(run, costs, predicted))
@@ -112,6 +116,12 @@ def emulate(  # noqa: PLR0917
         _print(path, run, costs, predicted)
     if not run.self_test.is_valid or run.out_of_memory is not None:
         raise typer.Exit(1)
+
+
+def _flags(*, rebalance: bool, status: Path | None) -> tuple[str, ...]:
+    """Flags of the runtime."""
+    flags = ("--zorse-rebalance", "on") if rebalance else ()
+    return flags if status is None else (*flags, "--zorse-status", str(status.absolute()))
 
 
 def _run(  # noqa: PLR0917

@@ -5,6 +5,7 @@ from zorse_megatron.schedules.actions import ActionLists
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.framework import RUNTIME, Framework
 from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.micro_batch_times import micro_batch_times
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.result import SimulationResult
 
@@ -38,5 +39,20 @@ def simulate_plan(
         framework=framework,
         merge_equal_ranks=merge_equal_ranks,
         lists=lists,
+        sets=inputs.sets if has_sets(plan) else None,
+    )
+
+
+def planned_micro_batch_times(inputs: Inputs, plan: Plan) -> tuple[float, ...]:
+    """See `micro_batch_times`."""
+    return micro_batch_times(
+        plan,
+        inputs.compute,
+        inputs.memory,
+        inputs.comm,
+        inputs.kinds,
+        sequence_length=inputs.sequence_length,
+        by_dtype=inputs.by_dtype or {},
+        recompute=inputs.recompute,
         sets=inputs.sets if has_sets(plan) else None,
     )

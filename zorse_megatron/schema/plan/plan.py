@@ -225,6 +225,8 @@ class Predictions:
     """Throughput of the whole cluster, in tokens per second."""
     peak_memory_bytes: tuple[Count, ...] | None = None
     """Peak GPU memory of each global rank, in bytes, in rank order."""
+    micro_batch_s: tuple[Weight, ...] | None = None
+    """How long each global rank computes for one micro-batch, forward and backward, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -204,6 +204,7 @@ def _lengths(plan: Plan) -> Iterator[Problem]:
     lists = {
         "cluster.gpu_kinds": cluster.gpu_kinds if cluster else None,
         "predictions.peak_memory_bytes": predictions.peak_memory_bytes if predictions else None,
+        "predictions.micro_batch_s": predictions.micro_batch_s if predictions else None,
     }
     for where, values in lists.items():
         if values is not None and len(values) != plan.world_size:

@@ -1,0 +1,191 @@
+"""Who is slow, since when; the command that shows it; and a profile that is corrected by it."""
+
+import dataclasses
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from zorse_megatron.cli.main import app
+from zorse_megatron.rebalance.iteration_times import IterationTimes
+from zorse_megatron.rebalance.run_status import RunStatus
+from zorse_megatron.schema.plan.plan import (
+    Chunk,
+    ClusterFingerprint,
+    Group,
+    ModelFingerprint,
+    Plan,
+    Predictions,
+    Replica,
+    Schedule,
+)
+from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
+from zorse_megatron.schema.profile.profile_correct import corrected
+from zorse_megatron.schema.profile.profile_json import load_profile, save_profile
+from zorse_megatron.schema.status.status import STATUS_NAME
+from zorse_megatron.schema.status.status_json import dump_status, load_status
+
+KINDS = ("A", "A", "B", "B")
+PLANNED_S = (0.1, 0.1, 0.2, 0.2)
+PLAN = Plan(
+    schema_version=1,
+    global_batch_size=64,
+    model=ModelFingerprint(num_layers=1),
+    groups=(
+        Group(
+            replicas=tuple(
+                Replica(ranks=(rank,), micro_batch_size=1, num_microbatches=16, shard_weight=1.0)
+                for rank in range(4)
+            )
+        ),
+    ),
+    chunks=(Chunk(group=0, layers=(0, 1)),),
+    schedule=Schedule(name="1f1b"),
+    cluster=ClusterFingerprint(gpu_kinds=KINDS),
+    predictions=Predictions(iteration_s=4.0, micro_batch_s=PLANNED_S),
+)
+
+
+def _run(status: RunStatus, numbers: range, factors: tuple[float, ...]) -> list[str]:
+    """What the log says of iterations in which ranks are so many times as slow as planned."""
+    said = []
+    for number in numbers:
+        status.take(
+            tuple(
+                IterationTimes(
+                    number=number,
+                    micro_batch_s=planned * factor,
+                    compute_s=16 * planned * factor,
+                    waited_s=0.5,
+                    update_s=0.25,
+                    iteration_s=5.0,
+                )
+                for planned, factor in zip(PLANNED_S, factors, strict=True)
+            )
+        )
+        said += status.news()
+    return said
+
+
+def _status(plan: Plan = PLAN) -> RunStatus:
+    return RunStatus(plan=plan, tokens_per_iteration=640, first_iteration=100)
+
+
+def test_the_log_says_once_who_becomes_slow_and_who_no_longer_is() -> None:
+    status = _status()
+    even = (1.0, 1.0, 1.0, 1.0)
+    assert _run(status, range(10), even) == []
+    assert _run(status, range(10, 20), (1.0, 1.5, 1.0, 1.0)) == [
+        "rank 1 (A) takes 1.50 times as long as planned for a micro-batch, since iteration 111"
+    ]
+    assert _run(status, range(20, 30), even) == ["rank 1 (A) is as fast as planned again"]
+
+
+def test_what_the_file_says(tmp_path: Path) -> None:
+    status = _status()
+    _run(status, range(10), (1.0, 1.5, 1.0, 1.0))
+    status.change(10, ((18, 12, 17, 17),))
+    _run(status, range(10, 15), (1.0, 1.5, 1.0, 1.0))
+    now = status.now(written_s=1.7e9)
+    (tmp_path / STATUS_NAME).write_text(dump_status(now))
+    assert load_status(tmp_path) == now
+    assert (now.iteration, now.iteration_s, now.tokens_per_s) == (115, 5.0, 128.0)
+    second = now.ranks[1]
+    assert second.slowdown == pytest.approx(1.5) and second.since == 102
+    assert (second.kind, second.num_microbatches) == ("A", 12)
+    assert second.shares.waited == pytest.approx(0.1)
+
+    shown = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert shown.exit_code == 0
+    assert "80 % of the plan's speed" in shown.output and "1.50 x" in shown.output
+    assert "replicas since iteration 111: 18,12,17,17" in shown.output
+    as_json = CliRunner().invoke(app, ["status", str(tmp_path), "--json"])
+    assert json.loads(as_json.output)["ranks"][1]["since"] == 102
+
+
+def test_without_times_in_the_plan_the_first_iterations_count() -> None:
+    """What is slow from the start on is then not seen."""
+    status = _status(dataclasses.replace(PLAN, predictions=None))
+    assert _run(status, range(10), (1.0, 1.5, 1.0, 1.0)) == []
+    (line,) = _run(status, range(10, 20), (1.0, 1.5, 1.2, 1.0))
+    assert line.startswith("rank 2 (B) takes 1.20 times as long as at first")
+
+
+@pytest.mark.parametrize("text", ["{}", "[", '{"schema_version": 2}'])
+def test_a_status_that_cannot_be_used(text: str, tmp_path: Path) -> None:
+    (tmp_path / STATUS_NAME).write_text(text)
+    result = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert result.exit_code == 1 and "status.json" in result.output
+
+
+def test_no_status(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert result.exit_code == 1 and "no readable file" in result.output
+
+
+def _profile() -> Profile:
+    numbers = count(1)
+    model = ProfiledModel(
+        name="m",
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        num_attention_heads=1,
+        num_query_groups=1,
+        kv_channels=8,
+        vocab_size=8,
+        seq_length=8,
+    )
+    return Profile(
+        schema_version=1,
+        sources=(Source(name="corrected", kind="measured"),),
+        models=(model,),
+        times=tuple(
+            Times(
+                part="layer",
+                model="m",
+                gpu_kind=kind,
+                seq_length=8,
+                dtype="float16",
+                source="corrected",
+                micro_batch_sizes=(1, 2),
+                forward_s=(float(next(numbers)), float(next(numbers))),
+                backward_s=(float(next(numbers)), float(next(numbers))),
+            )
+            for kind in ("A", "B", "C")
+        ),
+    )
+
+
+def test_times_of_a_slow_kind_are_corrected_and_a_slow_gpu_is_named(tmp_path: Path) -> None:
+    """The next plan, made from the new profile, expects what the run took."""
+    status, before = _status(), _profile()
+    _run(status, range(10), (1.0, 1.5, 1.25, 1.25))
+    found = corrected(before, status.now(written_s=1.7e9), origin="a run")
+    assert found.factors == {"B": pytest.approx(1.25)}
+    assert len(found.notes) == 1 and "rank 1 takes 1.50 times as long" in found.notes[0]
+    a, b, c = found.profile.times
+    assert (a, c) == (before.times[0], before.times[2])
+    assert b.forward_s == pytest.approx([1.25 * each for each in before.times[1].forward_s])
+    assert b.backward_s == pytest.approx([1.25 * each for each in before.times[1].backward_s])
+    assert b.source == "corrected1"
+
+    (tmp_path / STATUS_NAME).write_text(dump_status(status.now(written_s=1.7e9)))
+    save_profile(before, tmp_path / "old.json")
+    words = ["profile", "correct", str(tmp_path / "old.json"), str(tmp_path)]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new.json")])
+    assert result.exit_code == 0 and "B times 1.25" in result.output
+    assert load_profile(tmp_path / "new.json").times == found.profile.times
+
+
+def test_what_a_plan_does_not_say_cannot_be_corrected(tmp_path: Path) -> None:
+    status = _status(dataclasses.replace(PLAN, predictions=None))
+    _run(status, range(10), (1.0, 1.5, 1.25, 1.25))
+    (tmp_path / STATUS_NAME).write_text(dump_status(status.now(written_s=1.7e9)))
+    save_profile(_profile(), tmp_path / "old.json")
+    words = ["profile", "correct", str(tmp_path / "old.json"), str(tmp_path)]
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new.json")])
+    assert result.exit_code == 1 and "predictions.micro_batch_s" in result.output
+    assert not (tmp_path / "new.json").exists()

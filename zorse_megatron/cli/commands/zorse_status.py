@@ -1,0 +1,85 @@
+"""`zorse status`: who is slow in a run, by how much, and where its time goes."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.console import print_json, print_plain, print_table, reported_errors
+from zorse_megatron.cli.options import AsJson
+from zorse_megatron.schema.status.status import RankStatus, Status
+from zorse_megatron.schema.status.status_json import load_status
+from zorse_megatron.schema.text.strict import plain
+
+# A run writes its status every few seconds, or with every iteration if that takes longer.
+_OLD_S = 60.0
+
+
+def status(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What the run has as --zorse-status.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show who is slow in a run, by how much and since when, and where its time goes."""
+    with reported_errors(as_json=as_json):
+        found = load_status(directory)
+    if as_json:
+        written: dict[str, Any] = plain(found)
+        print_json({"ok": True, **written})
+        return
+    _print(found)
+
+
+def _print(found: Status) -> None:
+    age_s = time.time() - found.written_s
+    old = f", written {age_s:.0f} s ago" if age_s > _OLD_S else ""
+    print_plain(f"iteration {found.iteration}{old}: {_speed(found)}")
+    grid = Table(
+        *("Rank", "GPU", "Group", "Micro-batches", "One takes", "Of planned", "Since"),
+        *("Computes", "Waits", "Updates"),
+    )
+    has_plan = any(each.planned_micro_batch_s for each in found.ranks)
+    for each in found.ranks:
+        grid.add_row(*map(Text, _row(each)))
+    print_table(grid)
+    if not has_plan:
+        print_plain(
+            "The plan does not say how long micro-batches take: they are compared with the first "
+            "iterations of the run."
+        )
+    for change in found.changes:
+        counts = "|".join(",".join(map(str, row)) for row in change.counts)
+        print_plain(
+            f"micro-batches of each group's replicas since iteration {change.iteration}: {counts}"
+        )
+
+
+def _speed(found: Status) -> str:
+    if found.tokens_per_s is None or found.iteration_s is None:
+        return "nothing is known yet"
+    planned = ""
+    if found.planned_iteration_s is not None:
+        share = 100 * found.planned_iteration_s / found.iteration_s
+        planned = f", {share:.0f} % of the plan's speed"
+    return f"{found.iteration_s:.4g} s, {found.tokens_per_s:,.0f} tokens/s{planned}"
+
+
+def _row(each: RankStatus) -> tuple[str, ...]:
+    return (
+        str(each.rank),
+        each.kind or "",
+        str(each.group),
+        f"{each.num_microbatches} x {each.micro_batch_size}",
+        "" if each.micro_batch_s is None else f"{1e3 * each.micro_batch_s:.4g} ms",
+        "" if each.slowdown is None else f"{each.slowdown:.2f} x",
+        "" if each.since is None else str(each.since),
+        *map(_percent, (each.shares.compute, each.shares.waited, each.shares.update)),
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"

@@ -1,0 +1,172 @@
+"""What a run's ranks take, beside what the plan says: collected for a file and the log."""
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zorse_megatron.rebalance.balancer import Counts, counts_of
+from zorse_megatron.rebalance.iteration_times import IterationTimes
+from zorse_megatron.rebalance.speeds import MOST_STEPS, Speed
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import fingerprint
+from zorse_megatron.schema.status.status import (
+    Change,
+    RankStatus,
+    Shares,
+    Status,
+)
+
+_SHARES = ("compute", "waited", "update")
+# A rank that takes longer than this is called slow, beyond three standard errors, and no longer if
+# it takes less than the second.
+_SLOW, _NO_LONGER_SLOW = 1.10, 1.05
+_SURE = 3.0
+
+
+@dataclass(kw_only=True)
+class RunStatus:
+    """The last iterations of all ranks."""
+
+    plan: Plan
+    """As in the file."""
+    tokens_per_iteration: int
+    first_iteration: int
+    """Iterations of earlier runs, which a checkpoint has brought."""
+    counts: Counts = ()
+    """In force."""
+    changes: list[Change] = field(default_factory=list)
+    speeds: dict[int, Speed] = field(default_factory=dict)
+    _recent: deque[tuple[IterationTimes, ...]] = field(
+        default_factory=lambda: deque(maxlen=MOST_STEPS)
+    )
+    _slow: set[int] = field(default_factory=set)
+    _first_s: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or counts_of(self.plan)
+
+    def take(self, ranks: Sequence[IterationTimes]) -> None:
+        """One iteration's times of all ranks; the run's first one is not like the others."""
+        if ranks[0].number == 0:
+            return
+        self._recent.append(tuple(ranks))
+        for rank, each in enumerate(ranks):
+            if each.micro_batch_s:
+                speed = self.speeds.setdefault(rank, Speed(since=each.number))
+                speed.add(each.number, each.micro_batch_s, self._count(rank))
+                if speed.is_known:
+                    self._first_s.setdefault(rank, speed.seconds)
+
+    def change(self, number: int, counts: Counts) -> None:
+        """Other counts are in force from an iteration on."""
+        self.counts = counts
+        self._recent.clear()
+        self.changes.append(Change(iteration=self._iteration(number), counts=counts))
+
+    def slowdown(self, rank: int) -> float | None:
+        """How many times as long as planned it takes, or as at first; None: not known yet."""
+        speed = self.speeds.get(rank)
+        if speed is None or not speed.is_known:
+            return None
+        return speed.seconds / (self._planned_s(rank) or self._first_s[rank])
+
+    def news(self) -> Iterator[str]:
+        """Lines on ranks that have become slow since the last call, or no longer are."""
+        for rank, speed in sorted(self.speeds.items()):
+            slowdown = self.slowdown(rank)
+            if slowdown is None:
+                continue
+            what = "planned" if self._planned_s(rank) else "at first"
+            if rank not in self._slow and slowdown > _SLOW + _SURE * speed.noise * slowdown:
+                self._slow.add(rank)
+                since = self._iteration(speed.since)
+                yield (
+                    f"{self._named(rank)} takes {slowdown:.2f} times as long as {what} "
+                    f"for a micro-batch, since iteration {since}"
+                )
+            elif rank in self._slow and slowdown < _NO_LONGER_SLOW:
+                self._slow.discard(rank)
+                yield f"{self._named(rank)} is as fast as {what} again"
+
+    def scalars(self) -> Mapping[str, float]:
+        """A few numbers of the last iteration, for charts."""
+        if not self._recent:
+            return {}
+        last = self._recent[-1]
+        found = {
+            "zorse/waited-share": statistics.fmean(
+                each.waited_s / each.iteration_s for each in last if each.iteration_s
+            ),
+            "zorse/list-s": max(each.iteration_s for each in last),
+        }
+        slowdowns = [each for rank in self.speeds if (each := self.slowdown(rank)) is not None]
+        if slowdowns:
+            found["zorse/worst-slowdown"] = max(slowdowns)
+        return found
+
+    def now(self, *, written_s: float) -> Status:
+        """What the file has."""
+        predictions = self.plan.predictions
+        iteration_s = _median([max(e.iteration_s for e in each) for each in self._recent]) or None
+        last = self._recent[-1][0].number if self._recent else 0
+        return Status(
+            schema_version=1,
+            plan=fingerprint(self.plan),
+            iteration=self._iteration(last),
+            written_s=written_s,
+            iteration_s=iteration_s,
+            tokens_per_s=self.tokens_per_iteration / iteration_s if iteration_s else None,
+            planned_iteration_s=None if predictions is None else predictions.iteration_s,
+            changes=tuple(self.changes),
+            ranks=tuple(self._rank(rank) for rank in range(self.plan.world_size)),
+        )
+
+    def _rank(self, rank: int) -> RankStatus:
+        group, index = self.plan.replica_of_rank(rank)
+        replica, speed = self.plan.groups[group].replicas[index], self.speeds.get(rank)
+        known = speed if speed is not None and speed.is_known else None
+        return RankStatus(
+            rank=rank,
+            kind=self._kind(rank),
+            group=group,
+            replica=index,
+            micro_batch_size=replica.micro_batch_size,
+            num_microbatches=self.counts[group][index],
+            micro_batch_s=None if known is None else known.seconds,
+            planned_micro_batch_s=self._planned_s(rank),
+            slowdown=self.slowdown(rank),
+            noise=None if known is None else known.noise,
+            since=None if known is None else self._iteration(known.since),
+            shares=Shares(**{name: self._share(rank, name) for name in _SHARES}),
+        )
+
+    def _share(self, rank: int, name: str) -> float | None:
+        times = [each[rank] for each in self._recent if each[rank].iteration_s]
+        return _median([getattr(each, f"{name}_s") / each.iteration_s for each in times])
+
+    def _count(self, rank: int) -> int:
+        group, index = self.plan.replica_of_rank(rank)
+        return max(1, self.counts[group][index])
+
+    def _planned_s(self, rank: int) -> float | None:
+        predictions = self.plan.predictions
+        if predictions is None or predictions.micro_batch_s is None:
+            return None
+        return predictions.micro_batch_s[rank] or None
+
+    def _kind(self, rank: int) -> str | None:
+        kinds = self.plan.cluster.gpu_kinds if self.plan.cluster else None
+        return None if kinds is None else kinds[rank]
+
+    def _named(self, rank: int) -> str:
+        kind = self._kind(rank)
+        return f"rank {rank}" if kind is None else f"rank {rank} ({kind})"
+
+    def _iteration(self, number: int) -> int:
+        """As Megatron counts it."""
+        return self.first_iteration + number + 1
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

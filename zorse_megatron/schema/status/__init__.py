@@ -1,0 +1,1 @@
+"""The status of a run: what its ranks take, as rank 0 last wrote it."""

@@ -1,0 +1,84 @@
+"""The status file of a run: who is slow, by how much, since when."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict
+from pydantic.dataclasses import dataclass
+
+from zorse_megatron.schema.plan.plan import (
+    Count,
+    Positive,
+    PositiveFloat,
+    Weight,
+    refuse_non_integer,
+)
+
+_CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+STATUS_VERSION = 1
+STATUS_NAME = "status.json"
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Shares:
+    """Parts of a rank's iteration."""
+
+    compute: Weight | None = None
+    """Forwards and backwards."""
+    waited: Weight | None = None
+    """Waiting for messages of other ranks."""
+    update: Weight | None = None
+    """Reductions, optimizer step, gathers."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class RankStatus:
+    """One rank."""
+
+    rank: Count
+    kind: str | None = None
+    """Of its GPU, as in the plan."""
+    group: Count
+    replica: Count
+    micro_batch_size: Positive
+    num_microbatches: Count
+    """Now."""
+    micro_batch_s: PositiveFloat | None = None
+    """Forward and backward of one through all chunks, without what they wait for."""
+    planned_micro_batch_s: PositiveFloat | None = None
+    slowdown: PositiveFloat | None = None
+    """How many times as long as planned; if the plan does not say, as at first."""
+    noise: Weight | None = None
+    """Standard error of it, as a part of it."""
+    since: Count | None = None
+    """Iteration with which its present speed began."""
+    shares: Shares
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Change:
+    """Other counts of micro-batches."""
+
+    iteration: Count
+    """The first with them."""
+    counts: tuple[tuple[Count, ...], ...]
+    """Group -> replica -> micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Status:
+    """A run."""
+
+    schema_version: Annotated[Literal[1], BeforeValidator(refuse_non_integer)]
+    plan: str
+    """Fingerprint of the plan file."""
+    iteration: Count
+    """The last one that is known."""
+    written_s: PositiveFloat
+    """When, in seconds since 1970."""
+    iteration_s: PositiveFloat | None = None
+    """Of the last ones, the median; from the first action of a list to its last."""
+    tokens_per_s: PositiveFloat | None = None
+    planned_iteration_s: PositiveFloat | None = None
+    changes: tuple[Change, ...] = ()
+    ranks: tuple[RankStatus, ...]
