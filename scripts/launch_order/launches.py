@@ -178,7 +178,8 @@ class _Launches:
             Kind.OFFLOAD_GRADIENTS: self._offload_gradients,
             Kind.TIE: self._finish_reductions,
             Kind.SCALE: self._sum,
-            Kind.STEP: self._sum,
+            Kind.NORM: self._sum,
+            Kind.STEP: self._step,
         }[action.kind](action)
 
     def _reduction(self, action: Action) -> None:
@@ -201,11 +202,7 @@ class _Launches:
         if action.chunk in self.copies:
             self._on_main(f"{word} waits", self.copies.pop(action.chunk))
         gathered = self._start(self.of_use.get(("group", None)), word, word, self.tail)
-        if gathered is None:
-            return
-        if self.is_resident:
-            self._on_main(f"after {word}", gathered)
-        else:
+        if gathered is not None:
             self.gathers[action.chunk] = gathered
 
     def _release(self, action: Action) -> None:
@@ -230,7 +227,7 @@ class _Launches:
         self.leaving = None
 
     def _sum(self, action: Action) -> None:
-        """Numbers of all ranks; the host reads what comes of a STEP."""
+        """Numbers of all ranks; the host reads what comes of a NORM."""
         self._finish_reductions(action)
         if action.kind is Kind.SCALE:
             self._let_gradients_go(action)
@@ -241,6 +238,9 @@ class _Launches:
             return
         summed = self._start(self.of_use.get(("world", None)), str(action), str(action), self.tail)
         self._on_main(f"after {action}", summed, holds_host=True)
+
+    def _step(self, action: Action) -> None:
+        self._on_main(str(action))
 
     def _close(self, at: int) -> None:
         sent = self.sent.pop(at, [])

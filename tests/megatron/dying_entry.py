@@ -39,7 +39,7 @@ def die(runner: Any = None) -> None:
 
 def dying(computation: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, action: Any, runner: Any) -> Any:
-        if self.step + 1 == int(WHEN) and (HOW != "oom-step" or str(action) == "STEP"):
+        if self.step + 1 == int(WHEN) and (HOW != "oom-step" or str(action) == "0STEP"):
             die(runner)
         return computation(self, action, runner)
 

@@ -37,9 +37,11 @@ def run(
 class Reference:
     """Times of the lists without shared links, found by asking every rank in turn.
 
+    From one NORM to the next: each list is taken from behind its own, and starts at 0.
+
     Each rank goes on as long as the times of what it waits for are known. Transfers on one edge
-    follow each other; REDUCE and GATHER are taken as blocking, as today's lists have them at the
-    end only. Written from the executor's rules, without the simulator's tasks or events.
+    follow each other; REDUCE is taken as blocking, as today's lists have it at the end only.
+    Written from the executor's rules, without the simulator's tasks or events.
     """
 
     plan: Plan
@@ -48,8 +50,8 @@ class Reference:
     memory: FakeMemory
     comm: FakeComm
     kinds: Sequence[str]
-    spans: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    """(rank, position) -> start and end of the work."""
+    spans: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
+    """(rank, action) -> start and end of the work."""
 
     def __post_init__(self) -> None:
         self.sizes = RankSizes(self.plan, self.memory)
@@ -64,22 +66,62 @@ class Reference:
         self.end_s = 0.0
         self.expected = defaultdict(int)
         self.arrived = defaultdict(list)
+        self.todo: list[list[Action | None]] = [_from_norm(each) for each in self.lists.ranks]
+        """None: the report behind the update."""
+        self.came_to_gather: dict[int, float] = {}
+        self.came_to_report: dict[int, float] = {}
         for rank, actions in enumerate(self.lists.ranks):
             for action in actions:
                 if action.kind in RECEIVES:
                     self.expected[self._consumer(rank, action)] += 1
         while any([self._advance(rank) for rank in range(self.plan.world_size)]):
             pass
-        assert all(self.at[r] == len(a) for r, a in enumerate(self.lists.ranks)), "stuck"
-        if any(action.kind is Kind.STEP for action in self.lists.ranks[0]):
-            self.end_s = max(self.end_s, max(self.clock) + self._report_s())
+        assert all(self.at[r] == len(a) for r, a in enumerate(self.todo)), "stuck"
 
-    def _report_s(self) -> float:
-        """The loss is summed over the last group and told to the job's last rank."""
+    def _gathered_s(self, rank: int) -> float | None:
+        """When the gather of the rank's group is done; None: not all have come to it."""
+        group = self.plan.groups[self.plan.group_of_rank(rank)].ranks
+        if any(member not in self.came_to_gather for member in group):
+            return None
+        start_s = max(self.came_to_gather[member] for member in group)
+        parts = [self.sizes.shards[self._chunk(rank)][member] for member in group]
+        num_bytes = tuple(map(self.memory.parameter_bytes, parts))
+        took_s = self.comm.all_gather_s(tuple(group), num_bytes) if len(group) > 1 else 0.0
+        for member in group:
+            self.spans[member, f"{self._chunk(rank)}GATHER"] = start_s, start_s + took_s
+        self.end_s = max(self.end_s, start_s + took_s)
+        return start_s + took_s
+
+    def _chunk(self, rank: int) -> int:
+        return self.plan.chunks_of_group(self.plan.group_of_rank(rank))[0]
+
+    def _begin(self, rank: int) -> bool:
+        """The runtime begins its list, behind the report."""
+        if not self._report(rank):
+            return False
+        self.turns[rank] = [self.clock[rank]] * 2
+        return True
+
+    def _report(self, rank: int) -> bool:
+        """The loss is summed over the last group behind its gather, and the job's last rank told.
+
+        Nobody else waits.
+        """
         group = self.plan.groups[self.plan.chunks[-1].group].ranks
-        sum_s = self.comm.all_reduce_s(tuple(group), 4) if len(group) > 1 else 0.0
         last = self.plan.world_size - 1
-        return sum_s + (0.0 if last in group else self.comm.transfer_s(group[0], last, 4))
+        self.came_to_report.setdefault(rank, self.clock[rank])
+        if rank not in group and rank != last:
+            return True
+        gathered_s = self._gathered_s(group[0])
+        if gathered_s is None or any(member not in self.came_to_report for member in group):
+            return False
+        known_s = max(gathered_s, *(self.came_to_report[member] for member in group))
+        known_s += self.comm.all_reduce_s(tuple(group), 4) if len(group) > 1 else 0.0
+        if rank not in group:
+            known_s = max(known_s, self.clock[rank]) + self.comm.transfer_s(group[0], last, 4)
+        self.clock[rank] = known_s
+        self.end_s = max(self.end_s, known_s)
+        return True
 
     @staticmethod
     def _consumer(rank: int, action: Action) -> tuple:
@@ -88,9 +130,9 @@ class Reference:
 
     def _advance(self, rank: int) -> bool:
         moved = False
-        while self.at[rank] < len(self.lists.ranks[rank]):
-            action = self.lists.ranks[rank][self.at[rank]]
-            if not self._do(rank, action):
+        while self.at[rank] < len(self.todo[rank]):
+            action = self.todo[rank][self.at[rank]]
+            if not (self._begin(rank) if action is None else self._do(rank, action)):
                 break
             self.at[rank] += 1
             moved = True
@@ -100,17 +142,23 @@ class Reference:
         if action.kind in SENDS | RECEIVES:
             self._post(rank, action)
             return True
-        if action.kind is Kind.WEIGHT_GRADIENT:
-            self._span(rank, self.clock[rank], self.clock[rank] + self._duration_s(rank, action))
+        if action.kind is Kind.GATHER:
+            self.came_to_gather[rank] = self.clock[rank]
+            return True
+        if action.kind in (Kind.STEP, Kind.WEIGHT_GRADIENT):
+            start_s = self.clock[rank]
+            self._span(rank, action, start_s, start_s + self._duration_s(rank, action))
             return True
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
             key = self._consumer(rank, action)
             left_s = self._left_s(rank, len(self.turns[rank]) - 2 - 6)
-            if left_s is None or len(self.arrived[key]) < self.expected[key]:
+            gathered_s = self._gathered_s(rank) if None in self.todo[rank] else 0.0
+            missing = len(self.arrived[key]) < self.expected[key]
+            if left_s is None or gathered_s is None or missing:
                 return False
             self.turns[rank].append(self.clock[rank])
-            start_s = max([self.clock[rank], left_s, *self.arrived[key]])
-            self._span(rank, start_s, start_s + self._duration_s(rank, action))
+            start_s = max([self.clock[rank], left_s, gathered_s, *self.arrived[key]])
+            self._span(rank, action, start_s, start_s + self._duration_s(rank, action))
             return True
         return self._join(rank, action)
 
@@ -119,12 +167,14 @@ class Reference:
         sent = [left_s for before, left_s in self.under_way[rank] if before <= most]
         return None if None in sent else max(sent, default=0.0)
 
-    def _span(self, rank: int, start_s: float, end_s: float) -> None:
-        self.spans[rank, self.at[rank]] = start_s, end_s
+    def _span(self, rank: int, action: Action, start_s: float, end_s: float) -> None:
+        self.spans[rank, str(action)] = start_s, end_s
         self.clock[rank] = end_s
         self.end_s = max(self.end_s, end_s)
 
     def _duration_s(self, rank: int, action: Action) -> float:
+        if action.kind is Kind.STEP:
+            return self.compute.step_s(self.kinds[rank], self.sizes.shards[action.chunk][rank])
         chunk = self.plan.chunks[action.chunk]
         size = self.sizes.micro_batch_size(rank)
         layers = chunk.layers[1] - chunk.layers[0]
@@ -166,29 +216,26 @@ class Reference:
         """A collective: known once all members stand at it, and then for all of them."""
         group = self.plan.groups[self.plan.group_of_rank(rank)].ranks
         members = group if action.chunk is not None else range(self.plan.world_size)
-        known = self.spans.get((rank, self.at[rank]))
+        known = self.spans.get((rank, str(action)))
         if known is not None:
             self.clock[rank] = known[1]
             return True
         for member in members:
-            at, actions = self.at[member], self.lists.ranks[member]
-            if at == len(actions) or actions[at].kind != action.kind:
+            at, actions = self.at[member], self.todo[member]
+            standing = actions[at] if at < len(actions) else None
+            if standing is None or standing.kind != action.kind:
                 return False
         start_s = max(self.clock[member] for member in members)
-        if action.kind is Kind.STEP:
+        if action.kind is Kind.NORM:
             left = [self._left_s(member, len(self.turns[member])) for member in members]
             if None in left:
                 return False
             start_s = max(start_s, *left)
+        end_s = start_s + self._collective_s(action, tuple(group), len(members))
         for member in members:
-            owned = self.sizes.shards[self.plan.chunks_of_group(self.plan.group_of_rank(member))[0]]
-            own_s = self.compute.step_s(self.kinds[member], owned[member])
-            end_s = start_s + self._collective_s(action, tuple(group), len(members))
-            if action.kind is Kind.STEP:
-                end_s += own_s
-            self.spans[member, self.at[member]] = start_s, end_s
-            self.end_s = max(self.end_s, end_s)
-        self.clock[rank] = self.spans[rank, self.at[rank]][1]
+            self.spans[member, str(action)] = start_s, end_s
+        self.end_s = max(self.end_s, end_s)
+        self.clock[rank] = end_s
         return True
 
     def _collective_s(self, action: Action, group: tuple[int, ...], count: int) -> float:
@@ -198,8 +245,12 @@ class Reference:
             times = 2 if action.kind is Kind.SCALE else 1
             return times * self.comm.all_reduce_s(tuple(range(count)), 4)
         shards = tuple(self.sizes.shards[action.chunk].values())
-        if action.kind is Kind.REDUCE:
-            parts = tuple(map(self.memory.gradient_bytes, shards))
-            return self.comm.reduce_scatter_s(group, parts)
-        parts = tuple(map(self.memory.parameter_bytes, shards))
-        return self.comm.all_gather_s(group, parts)
+        return self.comm.reduce_scatter_s(group, tuple(map(self.memory.gradient_bytes, shards)))
+
+
+def _from_norm(actions: Sequence[Action]) -> list[Action | None]:
+    words = [str(action) for action in actions]
+    if "NORM" not in words:
+        return list(actions)
+    cut = words.index("NORM") + 1
+    return [*actions[cut:], None, *actions[:cut]]

@@ -39,7 +39,8 @@ def test_one_group_is_layered_accumulation() -> None:
     assert words(actions, transfers=True) == (
         "0GATHER 1GATHER 0F0 0F1 0RELEASE 2GATHER 1F0 1F1 1RELEASE 3GATHER 2F0 2F1 "
         "3F0 3B0 3F1 3B1 3REDUCE 3RELEASE 1GATHER 2B0 2B1 "
-        "2REDUCE 2RELEASE 0GATHER 1B0 1B1 1REDUCE 1RELEASE 0B0 0B1 0REDUCE 0RELEASE SCALE STEP"
+        "2REDUCE 2RELEASE 0GATHER 1B0 1B1 1REDUCE 1RELEASE 0B0 0B1 0REDUCE 0RELEASE "
+        "SCALE NORM 0STEP 1STEP 2STEP 3STEP"
     )
 
 
@@ -52,11 +53,13 @@ def test_two_groups_pass_samples_on_chunk_by_chunk() -> None:
     first, last = lower_plan(ministages(2, 1, 2, 3)).ranks
     assert words(first) == (
         "0GATHER 2GATHER 0F0 0F1 0RELEASE 4GATHER 2F0 2F1 4F0 4F1 4B0 4B1 "
-        "4REDUCE 4RELEASE 0GATHER 2B0 2B1 2REDUCE 2RELEASE 0B0 0B1 0REDUCE 0RELEASE SCALE STEP"
+        "4REDUCE 4RELEASE 0GATHER 2B0 2B1 2REDUCE 2RELEASE 0B0 0B1 0REDUCE 0RELEASE "
+        "SCALE NORM 0STEP 2STEP 4STEP"
     )
     assert words(last) == (
         "1GATHER 3GATHER 1F0 1F1 1RELEASE 5GATHER 3F0 3F1 5F0 5B0 5F1 5B1 "
-        "5REDUCE 5RELEASE 1GATHER 3B0 3B1 3REDUCE 3RELEASE 1B0 1B1 1REDUCE 1RELEASE SCALE STEP"
+        "5REDUCE 5RELEASE 1GATHER 3B0 3B1 3REDUCE 3RELEASE 1B0 1B1 1REDUCE 1RELEASE "
+        "SCALE NORM 1STEP 3STEP 5STEP"
     )
 
 
@@ -70,7 +73,9 @@ def test_evaluation_is_the_first_half() -> None:
 def test_resident_parameters_are_gathered_after_the_step() -> None:
     plan = ministages(2, 1, 1, 2, parameters=RESIDENT)
     first, _ = lower_plan(plan).ranks
-    assert words(first) == "0F0 2F0 2B0 2REDUCE 0B0 0REDUCE SCALE STEP 0GATHER 2GATHER"
+    assert words(first) == (
+        "0F0 2F0 2B0 2REDUCE 0B0 0REDUCE SCALE NORM 0STEP 0GATHER 2STEP 2GATHER"
+    )
     assert words(lower_plan(plan, forward_only=True).ranks[0]) == "0F0 2F0"
 
 
@@ -78,7 +83,7 @@ def test_gathered_for_each_micro_batch() -> None:
     (actions,) = lower_plan(ministages(1, 1, 2, 2, parameters=PER_MICRO_BATCH)).ranks
     assert words(actions) == (
         "0GATHER 0F0 0RELEASE 0GATHER 1GATHER 0F1 0RELEASE 1F0 1B0 1RELEASE 1GATHER 0GATHER "
-        "1F1 1B1 1REDUCE 1RELEASE 0B0 0RELEASE 0GATHER 0B1 0REDUCE 0RELEASE SCALE STEP"
+        "1F1 1B1 1REDUCE 1RELEASE 0B0 0RELEASE 0GATHER 0B1 0REDUCE 0RELEASE SCALE NORM 0STEP 1STEP"
     )
 
 
@@ -91,7 +96,7 @@ def test_offloaded_shards_are_fetched_one_chunk_ahead_of_the_gather() -> None:
         "1F0 1RELEASE 1OFFLOAD 3GATHER 4FETCH 2F0 2RELEASE 2OFFLOAD 4GATHER 3F0 2FETCH 4F0 4B0 "
         "4REDUCE 4RELEASE 4OFFLOAD 2GATHER 1FETCH 3B0 3REDUCE 3RELEASE 3OFFLOAD 1GATHER 0FETCH "
         "2B0 2REDUCE 2RELEASE 2OFFLOAD 0GATHER 1B0 1REDUCE 1RELEASE 1OFFLOAD "
-        "0B0 0REDUCE 0RELEASE 0OFFLOAD SCALE STEP"
+        "0B0 0REDUCE 0RELEASE 0OFFLOAD SCALE NORM 0STEP 1STEP 2STEP 3STEP 4STEP"
     )
 
 

@@ -16,6 +16,7 @@ from tests.unit.test_simulate_times import run_case
 from zorse_megatron.demo.model import demo_plan
 from zorse_megatron.schedules.actions import COMPUTE, SENDS, Kind, parse_action
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.steady import from_norm
 from zorse_megatron.simulate.chrome_trace import chrome_trace, save_chrome_trace
 from zorse_megatron.simulate.iteration import action_lists
 from zorse_megatron.simulate.ledger import Category
@@ -79,7 +80,8 @@ def test_times_are_microseconds_and_waits_are_told_apart():
     result = run(even_plan(2, 1, 1), comm=FakeComm(latency_s=0.5))
     events = by_phase(chrome_trace(result)["traceEvents"])["X"]
     on_last = [(e["name"], e["cat"], e["ts"], e["dur"]) for e in events if e["pid"] == 1]
-    assert on_last[:2] == [("wait", "wait", 0.0, 1.5e6), ("1F0", "work", 1.5e6, 1e6)]
+    assert [name for name, *_ in on_last[:2]] == ["1STEP", "1GATHER"]
+    assert on_last[2:4] == [("wait", "wait", 0.0, 1.5e6), ("1F0", "work", 1.5e6, 1e6)]
 
 
 def test_the_memory_counter_reaches_the_peak():
@@ -109,7 +111,9 @@ def test_saved_traces_are_those_of_a_run(tmp_path):
         found, spans = load_trace(path)
         assert found == rank
         assert spans == result.spans(rank)
-        assert [parse_action(s.action) for s in spans] == list(lower_plan(plan).ranks[rank])
+        assert [parse_action(s.action) for s in spans] == list(
+            from_norm(lower_plan(plan).ranks[rank])
+        )
 
 
 def test_a_rank_that_was_merged_away_cannot_be_saved(tmp_path):

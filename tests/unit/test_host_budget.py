@@ -31,7 +31,7 @@ def need(rank, node, available, **by_category):
         ("0F0 0B0 0F1 0B1", 0),  # each backward comes next
         ("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 20),
         ("0F0 1F0 0F1 1F1 0B0 1B0 0B1 1B1", 26),
-        ("0REDUCE STEP", 0),
+        ("0REDUCE 0STEP", 0),
     ],
 )
 def test_most_away(text, expected):

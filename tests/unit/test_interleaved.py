@@ -102,7 +102,11 @@ def test_gradients_are_reduced_as_soon_as_they_are_complete() -> None:
     for rank, actions in enumerate(lower_plan(plan).ranks):
         at = {str(a): position for position, a in enumerate(actions)}
         assert at[f"{rank + 4}B3"] < at[f"{rank + 4}REDUCE"] < at[f"{rank}B3"]
-        assert [a.kind for a in actions][-5:] == [Kind.SCALE, Kind.STEP, *[Kind.GATHER] * 3]
+        assert [a.kind for a in actions][-8:] == [
+            Kind.SCALE,
+            Kind.NORM,
+            *[Kind.STEP, Kind.GATHER] * 3,
+        ]
 
 
 def test_groups_that_hold_neighbouring_chunks_do_not_get_stuck() -> None:

@@ -21,10 +21,11 @@ from zorse_megatron.schedules.actions import (
 )
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.samples import replica_micro_batches
+from zorse_megatron.schedules.steady import from_norm
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
 from zorse_megatron.schema.plan.plan import Plan
 
-COLLECTIVES = {Kind.GATHER, Kind.REDUCE, Kind.SCALE, Kind.STEP, Kind.TIE}
+COLLECTIVES = {Kind.GATHER, Kind.REDUCE, Kind.SCALE, Kind.NORM, Kind.TIE}
 EVERY_SCHEDULE = ("breadth_first", "breadth_first", "interleaved")
 
 any_plan = lowerable_plans(schedule_names=EVERY_SCHEDULE)
@@ -112,7 +113,7 @@ def test_the_simulator_runs_them_and_gives_back_what_it_took(
     result = run(plan, memory=memory, comm=comm, forward_only=forward_only)
     lists = lower_plan(plan, forward_only=forward_only)
     for rank, actions in enumerate(lists.ranks):
-        assert [span.action for span in result.spans(rank)] == [str(a) for a in actions]
+        assert [span.action for span in result.spans(rank)] == list(map(str, from_norm(actions)))
         steps = result.memory_over_time(rank)
         assert steps[-1].by_category_bytes == steps[0].by_category_bytes
         assert all(min(step.by_category_bytes) >= 0 for step in steps)

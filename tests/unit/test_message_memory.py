@@ -104,8 +104,8 @@ class Passes:
     def _nothing(self, *_: int | MicroBatch) -> None:
         pass
 
-    weight_gradient = reduce = tie = scale = step = gather = release = fetch = offload = _nothing
-    offload_gradients = _nothing
+    weight_gradient = reduce = tie = scale = norm = step = gather = release = fetch = _nothing
+    offload = offload_gradients = _nothing
 
 
 def held_by_a_host_that_is_ahead(plan: Plan, rank: int) -> int:

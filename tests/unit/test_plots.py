@@ -104,7 +104,7 @@ def traces():
     for step, speed in ((0, 3), (1, 2), (2, 1), (3, 4)):
         for rank, new in fake_spans(PLAN, step=step, action_s=speed * ACTION_S).items():
             spans[rank] += new
-    is_evaluation = {rank: [span.action == "STEP" for span in new] for rank, new in spans.items()}
+    is_evaluation = {rank: [span.action == "NORM" for span in new] for rank, new in spans.items()}
     return {
         rank: [
             dataclasses.replace(span, action="SCALE") if span.step == 1 and steps else span

@@ -197,7 +197,7 @@ def test_every_action_prints_and_parses_back() -> None:
             action = Action(kind=kind, chunk=2, micro_batch=11, peer=7, samples=(8, 12))
         elif kind in ON_LAYERS:
             action = Action(kind=kind, chunk=2, micro_batch=11)
-        elif kind in (Kind.TIE, Kind.SCALE, Kind.STEP):
+        elif kind in (Kind.TIE, Kind.SCALE, Kind.NORM):
             action = Action(kind=kind)
         else:
             action = Action(kind=kind, chunk=2)

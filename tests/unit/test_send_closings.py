@@ -26,12 +26,12 @@ any_plan = st.one_of(plans(), lowerable_plans())
 
 
 def test_before_the_computation_that_has_so_many_between():
-    words = "0F0 0SA0>1[0:1] 0F1 0SA1>1[1:2] 0SA1>2[2:3] 0F2 0B0 SCALE 0B1 STEP 0GATHER"
+    words = "0F0 0SA0>1[0:1] 0F1 0SA1>1[1:2] 0SA1>2[2:3] 0F2 0B0 SCALE 0B1 NORM 0GATHER"
     (actions,) = parse_action_lists(f"rank 0: {words}").ranks
     assert send_closings(actions, behind=1) == {1: 5, 3: 6, 4: 6}
     assert send_closings(actions, behind=2) == {1: 6, 3: 8, 4: 8}
     assert send_closings(actions, behind=0) == {1: 2, 3: 5, 4: 5}
-    assert send_closings(actions, behind=9) == {1: 9, 3: 9, 4: 9}, "at STEP"
+    assert send_closings(actions, behind=9) == {1: 9, 3: 9, 4: 9}, "at NORM"
     assert send_closings(actions[:7], behind=9) == {1: 7, 3: 7, 4: 7}, "at the end"
 
 
@@ -44,7 +44,7 @@ def test_closed_in_order_after_their_place(plan: Plan, behind: int, forward_only
         assert all(place < closing for place, closing in closings.items())
         assert all(one <= next_ for one, next_ in pairwise(closings.values()))
         ends = {closing for closing in closings.values() if closing < len(actions)}
-        assert all(actions[at].kind in COMPUTE | {Kind.STEP} for at in ends)
+        assert all(actions[at].kind in COMPUTE | {Kind.NORM} for at in ends)
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2, 8])

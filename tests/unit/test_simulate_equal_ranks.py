@@ -16,6 +16,7 @@ from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.steady import from_norm
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
@@ -184,7 +185,7 @@ def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only):
         assert first == pytest.approx(second, abs=2 * 6 * 4 * 4)
     for rank in merged.simulated_ranks:
         words = [span.action for span in merged.spans(rank)]
-        assert words == [str(action) for action in lists.ranks[rank]]
+        assert words == [str(action) for action in from_norm(lists.ranks[rank])]
         starts = [span.start_s for span in merged.spans(rank)]
         assert starts == pytest.approx([span.start_s for span in whole.spans(rank)], abs=1e-6)
 
@@ -227,7 +228,7 @@ def test_copies_that_share_a_link_are_told_apart_from_those_that_do_not():
     whole = run(plan, **options)
     assert merged.stands_in == (0, 0, 2, 2, 4, 4, 6, 6)
     assert merged.usage == whole.usage
-    assert merged.usage[0] != merged.usage[2]
+    assert merged.traces[0] != merged.traces[2]
 
 
 def test_the_ends_of_a_ring_over_two_nodes_are_told_apart():

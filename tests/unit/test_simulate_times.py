@@ -14,12 +14,13 @@ from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory, node_links
 from tests.unit.simulation import Reference, run
 from tests.unit.test_schedules import even_plan
 from zorse_megatron.costs.interface import DtypeCosts
-from zorse_megatron.schedules.actions import COMPUTE, Kind
+from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
 from zorse_megatron.schedules.boundaries import Boundaries
 from zorse_megatron.schedules.events import forward_costs
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.one_f_one_b import one_f_one_b
 from zorse_megatron.schedules.order import Pipeline
+from zorse_megatron.schedules.steady import from_norm
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
@@ -125,13 +126,16 @@ def test_equal_weights_make_equal_shards(schedule):
 
 
 def test_the_loss_travels_to_the_last_rank():
-    """The last chunk is on rank 0: after the step the number of rank 0 goes to rank 1."""
+    """The last chunk is on rank 0: after the step the number of rank 0 goes to rank 1.
+
+    That has the first chunk, and begins when it has come.
+    """
     plan = even_plan(2, 1, 1)
     turned = dataclasses.replace(plan, groups=plan.groups[::-1])
     comm = FakeComm(latency_s=1.0, bytes_per_s=8.0)
     told = run(turned, comm=comm)
     assert told.iteration_s == pytest.approx(run(plan, comm=comm).iteration_s + 1.0 + 4 / 8.0)
-    assert told.critical_path[-1].action == REPORT
+    assert [step.action for step in told.critical_path[:2]] == [REPORT, "0F0"]
 
 
 def test_forward_only_is_a_pipeline_of_forwards():
@@ -287,10 +291,10 @@ def test_random_plans_agree_with_a_second_implementation(case, forward_only):
     )
     assert result.iteration_s == pytest.approx(reference.end_s, rel=1e-9)
     for rank, actions in enumerate(lists.ranks):
-        for position, span in enumerate(result.spans(rank)):
-            if (rank, position) in reference.spans:
-                start_s, end_s = reference.spans[rank, position]
-                assert span.action == str(actions[position])
+        assert [span.action for span in result.spans(rank)] == list(map(str, from_norm(actions)))
+        for span in result.spans(rank):
+            if (rank, span.action) in reference.spans:
+                start_s, end_s = reference.spans[rank, span.action]
                 assert span.start_s + span.waited_s == pytest.approx(start_s, rel=1e-9, abs=1e-9)
                 assert span.end_s == pytest.approx(end_s, rel=1e-9, abs=1e-9)
 
@@ -359,7 +363,7 @@ def test_every_action_is_simulated_once_and_in_order(case):
     result = run_case(case)
     lists = lower_plan(plan)
     for rank, actions in enumerate(lists.ranks):
-        assert [span.action for span in result.spans(rank)] == [str(a) for a in actions]
+        assert [span.action for span in result.spans(rank)] == list(map(str, from_norm(actions)))
         for span in result.spans(rank):
             assert 0 <= span.waited_s <= span.end_s - span.start_s + 1e-9
 
@@ -371,8 +375,8 @@ def test_computations_of_a_rank_do_not_overlap(case):
     result = run_case(case)
     for rank, actions in enumerate(lower_plan(plan).ranks):
         last_s = 0.0
-        for action, span in zip(actions, result.spans(rank), strict=True):
-            if action.kind in COMPUTE | {Kind.STEP, Kind.SCALE, Kind.TIE}:
+        for action, span in zip(from_norm(actions), result.spans(rank), strict=True):
+            if action.kind in COMPUTE | {Kind.STEP, Kind.SCALE, Kind.NORM, Kind.TIE}:
                 assert span.start_s + span.waited_s >= last_s - 1e-9
                 last_s = span.end_s
 
@@ -436,7 +440,7 @@ def test_lists_that_wait_for_each_other_are_refused():
     first = list(lists.ranks[0])
     at = next(i for i, a in enumerate(first) if str(a).startswith("0SA0"))
     # The first activation is sent only after the backward that it leads to.
-    first.append(first.pop(at))
+    first.insert(first.index(Action(kind=Kind.BACKWARD, chunk=0, micro_batch=0)), first.pop(at))
     stuck = dataclasses.replace(lists, ranks=(tuple(first), lists.ranks[1]))
     with pytest.raises(SimulationError, match=r"can proceed:\nrank 0 at 2: 0F0 0RG0.* »0B0«"):
         run(plan, lists=stuck)
@@ -459,7 +463,7 @@ def test_ends_of_a_transfer_that_differ_are_refused():
     [
         ("0SA0", "sends and"),
         ("1REDUCE", "1REDUCE in the lists of 1"),
-        ("STEP", "STEP in the lists"),
+        ("NORM", "NORM in the lists"),
     ],
 )
 def test_lists_that_do_not_fit_together_are_refused(drop, message):
@@ -507,7 +511,9 @@ def test_a_reduction_in_16_bits_sends_half_the_bytes_directly_to_the_owners():
 
 
 def test_a_reduction_with_memory_of_its_own_waits_for_the_one_before():
-    """One group, three chunks: 2REDUCE takes until 15 s, and 1REDUCE comes at 7 s.
+    """One group, three chunks: 2REDUCE takes until 45 s, and 1REDUCE comes at 37 s.
+
+    The three gathers before the first pass take 30 s.
 
     In 16 bits the main stream waits there for it, as the runtime does; 0B0 comes after that.
     """
@@ -519,9 +525,9 @@ def test_a_reduction_with_memory_of_its_own_waits_for_the_one_before():
             dataclasses.replace(plan, groups=(group,)), comm=FakeComm(collective_latency_s=10.0)
         )
         spans = {span.action: span for span in result.spans(0)}
-        assert (spans["2REDUCE"].end_s, spans["1B0"].end_s) == (15.0, 7.0)
+        assert (spans["2REDUCE"].end_s, spans["1B0"].end_s) == (45.0, 37.0)
         ends[wire] = spans["0B0"].end_s
-    assert ends == {None: 9.0, "bf16": 17.0}
+    assert ends == {None: 39.0, "bf16": 47.0}
 
 
 def test_groups_are_priced_in_the_types_that_they_compute_in():

@@ -14,7 +14,7 @@ from zorse_megatron.simulate.simulation_errors import SimulationError
 
 MINISTAGES = (
     "rank {r}: 0GATHER 1GATHER 0F0 0RELEASE 1F0 1B0 1RELEASE 1REDUCE 0GATHER 0B0 0RELEASE 0REDUCE "
-    "SCALE STEP"
+    "SCALE 0STEP 1STEP"
 )
 
 
@@ -49,7 +49,7 @@ def test_gathers_and_reductions_overlap_with_computation():
         assert work["0GATHER"] == (5.5, 6.0)  # one collective of a rank at a time
         assert work["0B0"] == (6.0, 8.0)
         assert work["0REDUCE"] == (8.0, 9.0)
-        assert work["STEP"] == (9.0, 9.0)
+        assert work["1STEP"] == (9.0, 9.0)
     assert result.iteration_s == 9.0
     assert result.usage[0].communication_s == pytest.approx(0.5 + 1.5 + 1.0)
 
@@ -78,7 +78,7 @@ def fetching_plan(**offload):
 
 FETCHING = parse_action_lists(
     "\n".join(
-        f"rank {rank}: 0FETCH 0GATHER {words} 0REDUCE 0RELEASE 0OFFLOAD SCALE STEP"
+        f"rank {rank}: 0FETCH 0GATHER {words} 0REDUCE 0RELEASE 0OFFLOAD SCALE 0STEP"
         for rank, words in enumerate(("0F0 0B0", ""))
     )
 )
@@ -98,7 +98,7 @@ def test_a_shard_is_fetched_and_then_gathered():
     # The host's copy is still good, so the shard is dropped and nothing is copied; for the step
     # it comes, and leaves as the new one.
     assert work["0OFFLOAD"] == (6.0, 6.0)
-    assert work["STEP"] == (8.0, 12.0)
+    assert work["0STEP"] == (8.0, 12.0)
     parameters = [
         (step.time_s, step.by_category_bytes[Category.PARAMETERS])
         for step in result.memory_over_time(0)
@@ -112,7 +112,7 @@ def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
 
     After 0F1 the rank waits for them; 0F1's own leave from then on.
     """
-    words = "0FETCH 0F0 0F1 0OFFLOAD 0FETCH 0B0 0B1 0REDUCE SCALE STEP 0OFFLOAD"
+    words = "0FETCH 0F0 0F1 0OFFLOAD 0FETCH 0B0 0B1 0REDUCE SCALE 0STEP 0OFFLOAD"
     plan = one_group((1, 2), offload=Offload(parameters=True, activations=True))
     comm = FakeComm(host_bytes_per_s=1280 / 5)
     result = run(plan, lists=parse_action_lists(f"rank 0: {words}"), comm=comm)
@@ -121,12 +121,12 @@ def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
 
 
 def test_what_a_step_has_changed_is_copied_to_the_host():
-    lists = parse_action_lists("rank 0: 0FETCH 0F0 0B0 0REDUCE SCALE STEP 0OFFLOAD")
+    lists = parse_action_lists("rank 0: 0FETCH 0F0 0B0 0REDUCE SCALE 0STEP 0OFFLOAD")
     plan = one_group((1, 1), offload=Offload(parameters=True))
     result = run(plan, lists=lists, comm=FakeComm(host_bytes_per_s=1280 / 5))
     work = works(result, 0)
     assert work["0F0"] == (5.0, 6.0)
-    assert work["STEP"] == (8.0, 8.0)
+    assert work["0STEP"] == (8.0, 8.0)
     assert work["0OFFLOAD"] == (8.0, 13.0)
 
 
@@ -134,10 +134,10 @@ def test_offloaded_state_is_not_fetched():
     """It passes through the GPU during STEP, as do the parameters: there, and back."""
     plan = fetching_plan(parameters=True, optimizer_state=True)
     result = run(plan, lists=FETCHING, comm=FakeComm(host_bytes_per_s=SHARD))
-    start_s, end_s = works(result, 0)["STEP"]
+    start_s, end_s = works(result, 0)["0STEP"]
     assert end_s - start_s == 2 * (1 + 12 * 320 / SHARD)
     state = result.memory[0].by_category[Category.OPTIMIZER_STATE]
-    assert (state.num_bytes, state.action) == (12 * 320, "STEP")
+    assert (state.num_bytes, state.action) == (12 * 320, "0STEP")
 
 
 def test_a_chunk_of_the_same_group_takes_what_is_there():
@@ -147,7 +147,9 @@ def test_a_chunk_of_the_same_group_takes_what_is_there():
         model=ModelFingerprint(num_layers=2),
         chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2))),
     )
-    lists = parse_action_lists("rank 0: 0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 0REDUCE 1REDUCE STEP")
+    lists = parse_action_lists(
+        "rank 0: 0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 0REDUCE 1REDUCE 0STEP 1STEP"
+    )
     result = run(plan, lists=lists, memory=FakeMemory(boundary=10))
     buffers = {
         step.time_s: step.by_category_bytes[Category.BUFFERS] for step in result.memory_over_time(0)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from megatron.training import get_args
 
 from zorse_megatron.adapter.data.sample_readers import SampleKind
 from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
+from zorse_megatron.adapter.data_parallel.parameter_gathers import wait_for_parameters
 from zorse_megatron.adapter.groups.process_groups import (
     PlanGroups,
     collection_of,
@@ -263,6 +265,7 @@ class PlanSession:
             kept=self.kept,
             weight_gradients=self.weight_gradients,
             place=self.place,
+            optimizers=self.optimizers,
             computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
         )
 
@@ -277,6 +280,8 @@ class PlanSession:
         self.executor.run_rest(self.runner)
         result = self.runner.step_result
         self._drop_gradients(self.runner.inputs.models)
+        if _reads_parameters_next(get_args()):
+            self.wait_for_parameters()
         self.runner = None  # drops this step's graph and losses
         self.num_done += 1
         if self.watch is not None:
@@ -284,6 +289,11 @@ class PlanSession:
         if self.enter is not None:
             self.enter(f"after the step, {self.executor.during}")
         return result
+
+    def wait_for_parameters(self) -> None:
+        """Wait for the gathers of the last step, as who reads parameters must."""
+        for optimizer in self.optimizers:
+            wait_for_parameters(optimizer.model_chunks)
 
     def _drop_gradients(self, models: Mapping[int, Any]) -> None:
         """Shards of gradients have been used; stock would keep them until the next step."""
@@ -327,6 +337,12 @@ class PlanSession:
             watch_logits(models, self.kept)
             if self.weight_gradients is not None:
                 self.weight_gradients.kept = self.kept
+
+
+def _reads_parameters_next(args: Any) -> bool:
+    """Whether something other than a forward or a save may read parameters after this step."""
+    is_last = args.curr_iteration + 1 >= args.train_iters
+    return is_last or args.check_weight_hash_across_dp_replicas_interval is not None
 
 
 def _without_weight(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

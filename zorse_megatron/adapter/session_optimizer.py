@@ -57,7 +57,7 @@ def build_optimizer(  # noqa: PLR0917  (stock's signature)
     _check_host_memory(session, model_chunks)
     _keep_in_host(session, streams_gradients=streams)
     session.tied = _tied_embedding(session, model_chunks, optimizer)
-    _defer_parameter_gather(optimizer.chained_optimizers)
+    _leave_update_to_list(optimizer.chained_optimizers)
     if streams:
         optimizer.count_zeros = partial(count_zeros, optimizer)
     stock_step = optimizer.step
@@ -82,13 +82,14 @@ def _tied_embedding(session: PlanSession, model_chunks: list[Any], optimizer: An
     return tied if at_an_end else None
 
 
-def _defer_parameter_gather(optimizers: Iterable[Any]) -> None:
-    """Leave the gather after the step to the action list.
+def _leave_update_to_list(optimizers: Iterable[Any]) -> None:
+    """Leave the steps of chunks, and the gathers after them, to the action list.
 
     `_defer_param_sync` is stock's own switch for it (`DistributedOptimizer.step_with_ready_grads`).
     """
     for optimizer in optimizers:
         optimizer._defer_param_sync = True
+        optimizer.steps_by_chunk = True
 
 
 def _check_host_memory(session: PlanSession, models: list[Any]) -> None:

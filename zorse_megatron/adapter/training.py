@@ -23,6 +23,7 @@ from zorse_megatron.adapter.checkpoint.fully_parallel import PARALLEL_HOOKS
 from zorse_megatron.adapter.checkpoint.save_manifest import MANIFEST_HOOKS
 from zorse_megatron.adapter.data.sample_order import datasets_on_rank_0, plan_loader_builder
 from zorse_megatron.adapter.data.sample_readers import counting_each_chunk, sample_kind
+from zorse_megatron.adapter.data_parallel.parameter_gathers import wait_for_parameters
 from zorse_megatron.adapter.groups import global_groups
 from zorse_megatron.adapter.groups.process_groups import (
     PlanGroups,
@@ -87,6 +88,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
                 result = stock_pretrain(
                     pg_collection=session.collection, skip_model_parallel_init=True
                 )
+            session.wait_for_parameters()
             dist.barrier()  # a rank that ends before the others would seem to be gone
             return result
     finally:
@@ -240,6 +242,7 @@ def _save_once(
     def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         if enter is not None:
             enter(f"in the save of iteration {iteration}")
+        wait_for_parameters(model)
         with saved_once(model):
             result = stock(iteration, model, *args, **kwargs)
         if enter is not None:

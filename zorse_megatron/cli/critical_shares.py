@@ -18,7 +18,7 @@ _NAMES = {
     **dict.fromkeys(TRANSFERS, "transfers between groups"),
     Kind.REDUCE: "sums of gradients",
     Kind.TIE: "the tied embedding",
-    Kind.SCALE: "statistics",
+    **dict.fromkeys((Kind.SCALE, Kind.NORM), "statistics"),
     Kind.STEP: "optimizer step",
     Kind.GATHER: "gathers of parameters",
     **dict.fromkeys(

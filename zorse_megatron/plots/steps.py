@@ -15,7 +15,7 @@ def training_steps(traces: Traces) -> list[int]:
     The first of them is the run's first recorded iteration, and so on.
     """
     stepped = [
-        {span.step for span in spans if span.action == Kind.STEP} for spans in traces.values()
+        {span.step for span in spans if span.action == Kind.NORM} for spans in traces.values()
     ]
     return sorted(set.intersection(*stepped)) if stepped else []
 

@@ -3,7 +3,7 @@
 What a forward, a backward, a reduction or a step does is the business of a `ChunkRunner`; the
 executor moves the tensors between chunks and keeps the order. A training step has two halves, as
 Megatron's `train_step` calls the schedule first and the optimizer later: `run_until_step` runs the
-list up to STEP, `run_rest` runs STEP and what follows.
+list up to NORM, `run_rest` runs NORM and what follows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,8 +46,11 @@ class ChunkRunner(Protocol):
     def scale(self) -> None:
         """Divide all gradients by the number of tokens of the global batch."""
 
-    def step(self) -> None:
-        """Norm, clipping, optimizer step on this rank's shards."""
+    def norm(self) -> None:
+        """Norm and overflow of all gradients: decide whether to step, and clip."""
+
+    def step(self, chunk: int) -> None:
+        """Optimizer step on this rank's shard of the chunk, unless it was decided not to."""
 
     def gather(self, chunk: int) -> None:
         """Unshard the chunk's parameters from the group's shards."""
@@ -116,9 +119,9 @@ class Executor:
             yield
 
     def run_until_step(self, actions: Sequence[Action], runner: ChunkRunner) -> None:
-        """Start a new list and run it up to STEP, or to its end if it has none."""
+        """Start a new list and run it up to NORM, or to its end if it has none."""
         self.step += 1
-        at = next((i for i, a in enumerate(actions) if a.kind is Kind.STEP), len(actions))
+        at = next((i for i, a in enumerate(actions) if a.kind is Kind.NORM), len(actions))
         self.rest = list(actions[at:])
         self.mailbox.begin(actions[:at])
         self._run(actions[:at], runner, num_before=0)
@@ -128,7 +131,7 @@ class Executor:
         assert not left, "actions left tensors behind"
 
     def run_rest(self, runner: ChunkRunner) -> None:
-        """Run STEP and what follows it; once per `run_until_step`."""
+        """Run NORM and what follows it; once per `run_until_step`."""
         rest, self.rest = self.rest, []
         assert rest, "there is no step to run: run_until_step comes first"
         self._run(rest, runner, num_before=self.num_run)
@@ -248,13 +251,14 @@ class Executor:
     def _on_state(self, action: Action, runner: ChunkRunner) -> None:
         on_chunk = {
             Kind.REDUCE: runner.reduce,
+            Kind.STEP: runner.step,
             Kind.GATHER: runner.gather,
             Kind.RELEASE: runner.release,
             Kind.FETCH: runner.fetch,
             Kind.OFFLOAD: runner.offload,
             Kind.OFFLOAD_GRADIENTS: runner.offload_gradients,
         }
-        on_rank = {Kind.TIE: runner.tie, Kind.SCALE: runner.scale, Kind.STEP: runner.step}
+        on_rank = {Kind.TIE: runner.tie, Kind.SCALE: runner.scale, Kind.NORM: runner.norm}
         if action.kind in on_rank:
             on_rank[action.kind]()
             return

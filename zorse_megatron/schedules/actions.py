@@ -15,7 +15,8 @@ An action prints as a short word and parses back:
 | `1REDUCE`     | sum chunk 1's gradients over its group into each rank's shard            |
 | `TIE`         | sum the tied embedding's gradient over the first and the last chunk      |
 | `SCALE`       | divide all gradients by the global batch's number of tokens              |
-| `STEP`        | norm, clipping and optimizer step on this rank's shards                  |
+| `NORM`        | norm and overflow of all gradients: whether to step, and how to clip     |
+| `1STEP`       | optimizer step on this rank's shard of chunk 1                           |
 | `1GATHER`     | unshard chunk 1's parameters from the group's shards                     |
 | `1RELEASE`    | drop chunk 1's unsharded parameters, keep the shard                      |
 | `1OFFLOAD`    | let the shard of chunk 1's parameters be in host memory only             |
@@ -35,7 +36,7 @@ its chunks, so between neighbouring chunks of one group there are no sends and r
 takes what `1F3` on the same rank has left, and `1B3` the gradient that `2B3` has left.
 
 REDUCE, GATHER and FETCH only start something, too. A forward or backward waits for the GATHER of
-its chunk that precedes it, a GATHER for the FETCH of its chunk, STEP for everything. A REDUCE
+its chunk that precedes it, a GATHER for the FETCH of its chunk, NORM for everything. A REDUCE
 frees the unsharded gradients of a chunk that the list RELEASEs. An OFFLOAD copies only if a STEP
 has changed the shard since it was fetched; a STEP writes the new parameters of a chunk whose shard
 is in host memory there. An OFFLOADG waits for the chunk's REDUCE, and for the OFFLOADG before it to
@@ -62,6 +63,7 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"
     TIE = "TIE"
     SCALE = "SCALE"
+    NORM = "NORM"
     STEP = "STEP"
     GATHER = "GATHER"
     RELEASE = "RELEASE"
@@ -77,7 +79,7 @@ ON_LAYERS = COMPUTE | {Kind.WEIGHT_GRADIENT}
 SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
 RECEIVES = frozenset({Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT})
 TRANSFERS = SENDS | RECEIVES
-WHOLE_RANK = frozenset({Kind.TIE, Kind.SCALE, Kind.STEP})
+WHOLE_RANK = frozenset({Kind.TIE, Kind.SCALE, Kind.NORM})
 
 MATCHING = {
     Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION,
@@ -124,7 +126,7 @@ class Action:
 
 _TRANSFER = re.compile(r"(\d+)(SA|RA|SG|RG)(\d+)([<>])(\d+)\[(\d+):(\d+)(?:,(\d+):(\d+)/(\d+))?\]")
 _COMPUTE = re.compile(r"(\d+)([FBW])(\d+)")
-_CHUNK = re.compile(r"(\d+)(REDUCE|GATHER|RELEASE|OFFLOADG|OFFLOAD|FETCH)")
+_CHUNK = re.compile(r"(\d+)(REDUCE|STEP|GATHER|RELEASE|OFFLOADG|OFFLOAD|FETCH)")
 
 
 def parse_action(word: str) -> Action:
@@ -137,7 +139,7 @@ def parse_action(word: str) -> Action:
         return Action(kind=Kind(match[2]), chunk=int(match[1]))
     match = _TRANSFER.fullmatch(word)
     if match is None or (match[4] == ">") != (Kind(match[2]) in SENDS):
-        raise ValueError(f"found {word!r}; expected an action such as 1F3, 1SA3>4[8:12] or STEP")
+        raise ValueError(f"found {word!r}; expected an action such as 1F3, 1SA3>4[8:12] or NORM")
     return Action(
         kind=Kind(match[2]),
         chunk=int(match[1]),

@@ -22,10 +22,10 @@ SENDS_BEHIND = 6
 def send_closings(actions: Sequence[Action], *, behind: int = SENDS_BEHIND) -> Mapping[int, int]:
     """Position of each send -> position of the action before which it must have left.
 
-    That is the computation that has `behind` others between the send and itself; STEP if there are
+    That is the computation that has `behind` others between the send and itself; NORM if there are
     not as many, or the end of a list that has none. Sends are closed in the order of the list.
     """
-    last = next((at for at, a in enumerate(actions) if a.kind is Kind.STEP), len(actions))
+    last = next((at for at, a in enumerate(actions) if a.kind is Kind.NORM), len(actions))
     computations = [at for at, action in enumerate(actions) if action.kind in COMPUTE]
     closings: dict[int, int] = {}
     num_before = 0

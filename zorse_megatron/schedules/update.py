@@ -27,14 +27,17 @@ def reductions(boundaries: Boundaries, events: Iterable[Event]) -> list[GroupEve
 def update_actions(plan: Plan, group: int, *, tied: bool, gathers: bool) -> list[Action]:
     """What a rank of a group does after its last reduction.
 
-    The norm of the gradient is one of all chunks, so nothing steps before all are reduced.
-    `gathers`: whether parameters are to be unsharded at the end.
+    The norm of the gradient is one of all chunks, so nothing steps before all are reduced. Then
+    chunks step in the order in which the next iteration uses them. `gathers`: whether parameters
+    are to be unsharded again.
     """
     chunks = plan.chunks_of_group(group)
     actions = []
     if tied and len(plan.chunks) > 1 and {0, len(plan.chunks) - 1} & set(chunks):
         actions.append(Action(kind=Kind.TIE))
-    actions += [Action(kind=Kind.SCALE), Action(kind=Kind.STEP)]
-    if gathers:
-        actions += [Action(kind=Kind.GATHER, chunk=chunk) for chunk in chunks]
+    actions += [Action(kind=Kind.SCALE), Action(kind=Kind.NORM)]
+    for chunk in chunks:
+        actions.append(Action(kind=Kind.STEP, chunk=chunk))
+        if gathers:
+            actions.append(Action(kind=Kind.GATHER, chunk=chunk))
     return actions

@@ -24,8 +24,8 @@ from zorse_megatron.schedules.actions import (
     Kind,
 )
 
-_COLLECTIVES = frozenset({Kind.REDUCE, Kind.GATHER, Kind.SCALE, Kind.STEP})
-"""TIE is not among them: it swaps with single ranks, and nothing but SCALE and STEP follows it."""
+_COLLECTIVES = frozenset({Kind.REDUCE, Kind.GATHER, Kind.SCALE, Kind.NORM})
+"""TIE is not among them: it swaps with single ranks, and nothing but the update follows it."""
 
 _Collective = tuple[Kind | Action, int | None]
 """(kind, chunk), or (a computation, first rank of its set)."""

@@ -143,6 +143,14 @@ class ActionCosts:
             self._statistic_s = self._all_reduce_s(range(self.sizes.plan.world_size))
         return TaskWork(seconds_s=count * self._statistic_s)
 
+    def loss(self, ranks: Sequence[int]) -> TaskWork:
+        """The sum of the loss over `ranks`."""
+        return TaskWork(seconds_s=self._all_reduce_s(ranks))
+
+    def loss_message_s(self, source: int, target: int) -> float:
+        """The loss on its way from one rank to another."""
+        return self.loads.comm.transfer_s(source, target, _STATISTIC_BYTES)
+
     def report(self) -> TaskWork:
         """What all ranks are told after a step: sums over all of them, and the loss.
 
@@ -161,8 +169,12 @@ class ActionCosts:
             return 0.0
         return self.loads.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
 
-    def stepped_s(self, rank: int, units: Sequence[SteppedUnit], step_s: float) -> float:
-        """A step of `step_s` in all whose units pass through the GPU.
+    def stepped_s(
+        self, rank: int, units: Sequence[SteppedUnit], step_s: float
+    ) -> Mapping[int, float]:
+        """How long each chunk's part of an update takes whose units pass through the GPU.
+
+        The update takes `step_s` in all where nothing has to.
 
         As `adapter.optimizer.host_state` does it. The unit after the one that is stepped is
         fetched meanwhile; the one before it must have left. Each direction of the link does one
@@ -171,6 +183,7 @@ class ActionCosts:
         whole = max(1, sum(unit.elements for unit in units))
         now_s = coming_s = left_s = 0.0
         there_s: list[float] = []
+        ends_s: dict[int, float] = {}
         for number, unit in enumerate(units):
             now_s = max(now_s, left_s)
             for each in units[len(there_s) : number + 2]:
@@ -178,7 +191,13 @@ class ActionCosts:
                 there_s.append(coming_s)
             now_s = max(now_s, there_s[number]) + step_s * unit.elements / whole
             left_s = max(left_s, now_s) + self.copy_s(rank, unit.out_bytes)
-        return max(now_s, left_s)
+            ends_s[unit.chunk] = now_s
+        ends_s[units[-1].chunk] = max(now_s, left_s)
+        starts_s = [0.0, *ends_s.values()]
+        return {
+            chunk: end_s - start_s
+            for (chunk, end_s), start_s in zip(ends_s.items(), starts_s, strict=False)
+        }
 
     def copy_s(self, rank: int, num_bytes: int) -> float:
         """Bytes between the GPU and host memory, in one direction."""

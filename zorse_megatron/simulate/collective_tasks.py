@@ -6,13 +6,13 @@ from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.simulation_errors import SimulationError
-from zorse_megatron.simulate.task_graph import Role, TaskGraph
+from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph
 
 CollectiveKey = tuple[Kind, int | None, int, int]
 """Kind, chunk (None: the whole world), how many of these came before in the list, and the first of
 the ranks that take part.
 
-A STEP has two collectives of the world: for the norm, and for the report after the list.
+STEP stands for what is told behind the update: of the world, or of the last group (its chunk).
 """
 
 
@@ -20,13 +20,20 @@ class CollectiveTasks:
     """Makes the task when the first rank joins; the others wait for it too."""
 
     def __init__(
-        self, graph: TaskGraph, costs: ActionCosts, lists: Mapping[int, Sequence[Action]]
+        self,
+        graph: TaskGraph,
+        costs: ActionCosts,
+        lists: Mapping[int, Sequence[Action]],
+        stands_in: Sequence[int],
     ) -> None:
+        """`stands_in`: rank -> that of the lists' ranks which stands for it."""
         self.graph = graph
         self.costs = costs
         self.ranks = lists.keys()
         self.tasks: dict[CollectiveKey, int] = {}
         self.joined: dict[CollectiveKey, int] = {}
+        self.stands_in = tuple(stands_in)
+        self.loss_message = NOTHING
 
     def join(self, key: CollectiveKey, owner: tuple[int, int], *after: int) -> int:
         """Let a rank take part in the collective."""
@@ -37,13 +44,31 @@ class CollectiveTasks:
         self.joined[key] = self.joined.get(key, 0) + 1
         return self.tasks[key]
 
+    def tell_loss(self, owner: tuple[int, int], after: int) -> int:
+        """Send the loss to the job's last rank, or wait for it; returns what a rank waits for."""
+        plan, (rank, _) = self.costs.sizes.plan, owner
+        ranks, last = plan.groups[plan.chunks[-1].group].ranks, plan.world_size - 1
+        source, target = self.stands_in[ranks[0]], self.stands_in[last]
+        if self.costs.sizes.framework.sums_after_step or last in ranks:
+            return after
+        if rank not in (source, target):
+            return after
+        if self.loss_message == NOTHING:
+            seconds_s = self.costs.loss_message_s(ranks[0], last)
+            self.loss_message = self.graph.add(owner, Role.COLLECTIVE, seconds_s)
+        self.graph.order(after, self.loss_message)
+        return self.loss_message if rank == target else after
+
     def _work(self, key: CollectiveKey) -> TaskWork:
-        kind, chunk, number, first = key
+        kind, chunk, _, first = key
         if chunk is not None:
-            return self.costs.collective(kind, chunk, self.costs.sizes.peers_of(first, chunk))
+            peers = self.costs.sizes.peers_of(first, chunk)
+            if kind is Kind.STEP:
+                return self.costs.loss(peers)
+            return self.costs.collective(kind, chunk, peers)
         if kind is Kind.SCALE:
             return self.costs.statistics(self.costs.sizes.framework.sums_at_scale)
-        return self.costs.report() if number else self.costs.statistics()
+        return self.costs.report() if kind is Kind.STEP else self.costs.statistics()
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""

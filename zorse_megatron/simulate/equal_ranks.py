@@ -87,6 +87,8 @@ def find_equal_ranks(
     if lists is None:
         return None
     messages = _messages(copies.renamed(lists, 0))
+    # The job's last rank, where it does not know the loss.
+    waits_for_loss = plan.world_size - 1 not in plan.groups[plan.chunks[-1].group].ranks
 
     def look(names: Mapping[int, int]) -> Hashable:
         ranks = [
@@ -103,7 +105,7 @@ def find_equal_ranks(
             for (source, target), counts in messages.items()
             for count in (0, *sorted(counts))
         ]
-        return (*ranks, *costs)
+        return (*ranks, *costs, waits_for_loss and plan.world_size - 1 in names.values())
 
     found = classify_copies(
         comm,

@@ -34,6 +34,9 @@ class Framework:
     rebuild_bytes_per_s: float | None = None
     """How fast the receiver makes a tensor out of what arrived, before it can compute; None: no
     such work."""
+    gathers_ahead: bool = True
+    """Whether a chunk's gather behind its step starts there; if not, with its first forward, as by
+    Megatron's forward hooks (--overlap-param-gather)."""
     sums_at_scale: int = 2
     """How often all ranks sum one number before the gradients are scaled: the tokens, and whether
     anybody wants the step to be run again (`RerunStateMachine.should_run_forward_backward`)."""
@@ -43,10 +46,16 @@ class Framework:
 
 
 RUNTIME = Framework()
-STOCK_1F1B = Framework(blocking_transfers=True, paired_transfers=True, sums_after_step=3)
+STOCK_1F1B = Framework(
+    blocking_transfers=True, paired_transfers=True, gathers_ahead=False, sums_after_step=3
+)
 """Megatron's own 1F1B with a distributed optimizer."""
 STOCK_INTERLEAVED = Framework(
-    blocking_activations=True, receives_ahead=1, sends_behind=1, sums_after_step=3
+    blocking_activations=True,
+    receives_ahead=1,
+    sends_behind=1,
+    gathers_ahead=False,
+    sums_after_step=3,
 )
 """Its interleaved schedule with `--overlap-p2p-communication-warmup-flush`. A receive is posted one
 computation ahead, a gradient must have left when the next one is sent; the rank stops until an

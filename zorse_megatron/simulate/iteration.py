@@ -89,7 +89,7 @@ def simulate(
     costs = ActionCosts(
         sizes, compute, loads, kinds, computes, sets=sets, sequence_length=sequence_length
     )
-    program = translate(equal.lists, costs, perturbation)
+    program = translate(equal.lists, costs, perturbation, stands_in=equal.stands_in)
     timeline = Timeline(
         program=program,
         times=run_program(program),

@@ -78,6 +78,10 @@ class _Ledger:
         """When a shard of gradients that is on its way to the host has left, and its bytes."""
         self.let_go: list[tuple[Category, int]] = []
         """Changes of memory once that sum has been waited for."""
+        kinds = [action.kind for action in self.track.actions]
+        self.steps = [at for at, kind in enumerate(kinds) if kind is Kind.STEP]
+        self.starts_behind_norm = self.steps[:1] == [0]
+        """Whether it begins with what has been summed."""
         for action in self.track.actions:
             if action.kind in SENDS:
                 key = action.kind, action.chunk, action.micro_batch
@@ -90,6 +94,8 @@ class _Ledger:
                 if chunk not in self.resharded
             )
         self.start = [0] * len(Category)
+        if self.starts_behind_norm:
+            gradients += self._stepped_bytes()
         self.start[Category.PARAMETERS] = self.residency.start_parameter_bytes
         self.start[Category.GRADIENTS] = gradients
         self.start[Category.OPTIMIZER_STATE] = self.residency.start_state_bytes
@@ -268,14 +274,16 @@ class _Ledger:
             exchanged = sizes.exchange_bytes(action.kind, self.rank, chunk)
             self._for_a_while(position, Category.BUFFERS, exchanged)
         if action.kind is Kind.STEP:
+            self._pass_for_update(position)
+            if position == self.steps[0] and not self.starts_behind_norm:
+                widened = self.residency.widened_bytes
+                self._note(self._reached_s(position), Category.GRADIENTS, widened, position)
+            if position == self.steps[-1]:
+                self._note(end_s, Category.GRADIENTS, -self._stepped_bytes(), position)
+        elif action.kind is Kind.NORM:
             widened = self.residency.widened_bytes
             self._note(self._reached_s(position), Category.GRADIENTS, widened, position)
-            self._note(end_s, Category.GRADIENTS, -widened, position)
             self._pass_for_norm(position)
-            self._pass_for_update(position)
-            for resharded in sorted(self.resharded - self.residency.gradients_in_host):
-                shard = self.residency.shard_of_gradients(resharded)
-                self._note(end_s, Category.GRADIENTS, -shard, position)
         elif action.kind is Kind.TIE:
             swapped = sum(size for _, size in sizes.tied_swaps.get(self.rank, ()))
             ready_s = self.timeline.ready_s(self.track, position)
@@ -369,3 +377,8 @@ class _Ledger:
 
     def _gradient_bytes(self, chunk: int) -> int:
         return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(self.rank, chunk))
+
+    def _stepped_bytes(self) -> int:
+        """Gradients that are there for the update alone: shards, and fp32 copies."""
+        here = self.resharded - self.residency.gradients_in_host
+        return self.residency.widened_bytes + sum(map(self.residency.shard_of_gradients, here))

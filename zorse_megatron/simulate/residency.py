@@ -42,6 +42,7 @@ class Move:
 class SteppedUnit:
     """What a STEP steps at once: a piece of a chunk's state, or all of a chunk."""
 
+    chunk: int
     elements: int
     in_bytes: int
     """What comes from the host for it."""
@@ -93,7 +94,9 @@ class Residency:
         self.rank = rank
         self.sizes = sizes
         self.stepped: list[SteppedUnit] = []
-        """What STEP does in turn where something passes through the GPU meanwhile, else empty."""
+        """What the update does in turn."""
+        self._units: list[tuple[int, int]] = []
+        """The chunk of each of them, and its state that passes through."""
         self.passing: dict[int, tuple[Passing, ...]] = {}
         """Position of a STEP -> what passes through the GPU meanwhile when it is most: of one kind,
         and last in all."""
@@ -176,13 +179,13 @@ class Residency:
         return self.shard_of_gradients(chunk) if chunk in self.gradients_in_host else 0
 
     def _follow(self, position: int, action: Action) -> None:
-        if action.kind is Kind.STEP:
-            self._step(position)
         if action.chunk is None:
             return
         state = self._chunks.get(action.chunk)
         if state is None:
             raise self._error(action, "is not a chunk of its group")
+        if action.kind is Kind.STEP:
+            self._step(position, action.chunk, state)
         if action.kind in COMPUTE and (state.in_host or not state.is_unsharded):
             raise self._error(action, "has its parameters released or in host memory")
         if action.kind in _FORMS:
@@ -190,16 +193,18 @@ class Residency:
         elif action.kind in _LOCATIONS:
             self._relocate(position, action, state)
 
-    def _step(self, position: int) -> None:
-        units = []
-        for chunk, state in self._chunks.items():
-            state.is_changed = not state.in_host
-            pieces = self._pieces(chunk)
-            units += [(chunk, state_bytes) for _, state_bytes in pieces]
-            self.stepped += self._stepped(state, pieces, self._returning_bytes(chunk))
-        if not any(unit.in_bytes for unit in self.stepped):
-            self.stepped = []
-        there = [self._passing(units[at : at + 2]) for at in range(max(1, len(units) - 1))]
+    def _step(self, position: int, chunk: int, state: _ChunkResidency) -> None:
+        if not self.stepped:
+            for each in self._chunks:
+                pieces = self._pieces(each)
+                self._units += [(each, state_bytes) for _, state_bytes in pieces]
+                self.stepped += self._stepped(each, pieces)
+        state.is_changed = not state.in_host
+        there = [
+            self._passing(self._units[at : at + 2])
+            for at, (owner, _) in enumerate(self._units)
+            if owner == chunk
+        ]
         most = dict.fromkeys(max(there, key=attrgetter(name)) for name in _AMOUNTS)
         self.passing[position] = tuple(sorted(most, key=attrgetter("num_bytes")))
 
@@ -210,18 +215,17 @@ class Residency:
             return [(owned, 0)]
         return [(piece, self.sizes.memory.state_bytes(piece)) for piece in state_pieces(owned)]
 
-    @staticmethod
-    def _stepped(
-        state: _ChunkResidency, pieces: Sequence[tuple[int, int]], gradient_bytes: int
-    ) -> list[SteppedUnit]:
+    def _stepped(self, chunk: int, pieces: Sequence[tuple[int, int]]) -> list[SteppedUnit]:
         """Parameters in the host come with the chunk's first piece and go with its last one.
 
-        So do `gradient_bytes` of gradients, which need not be copied when they go.
+        So do gradients, which need not be copied when they go.
         """
+        state, gradient_bytes = self._chunks[chunk], self._returning_bytes(chunk)
         own_bytes = state.shard_bytes if state.in_host else 0
         last = len(pieces) - 1
         return [
             SteppedUnit(
+                chunk=chunk,
                 elements=elements,
                 in_bytes=state_bytes + (own_bytes + gradient_bytes if number == 0 else 0),
                 out_bytes=state_bytes + (own_bytes if number == last else 0),

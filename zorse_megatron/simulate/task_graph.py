@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.actions import Action
 from zorse_megatron.simulate.network import Flow
 from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.residency import Residency
@@ -105,7 +105,7 @@ class Track:
         at = self.closings.get(send, len(self.actions))
         if at == len(self.actions):
             return NOTHING
-        return self.gates[at][0] if self.actions[at].kind is Kind.STEP else self.tasks[at]
+        return self.tasks[at]
 
 
 @dataclass(frozen=True, kw_only=True)

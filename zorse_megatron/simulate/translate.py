@@ -20,22 +20,25 @@ yet, those that its word in `schedules.actions` promises:
   receive starts at its place, and each stops the main stream until it is done (and a receive until
   the tensor is rebuilt).
 - A send must have left before the computation at which it is closed (`schedules.send_closings`), or
-  before STEP: the main stream waits there.
+  before NORM: the main stream waits there.
 - REDUCE and GATHER run on the collective stream, after everything that precedes them in the list:
   they start when all ranks of the group are there, and end on all at once. The main stream goes
   on; so they overlap with computation, unless what follows waits for them. A REDUCE of a chunk that
   is released, or in 16 bits, stops the main stream until the REDUCE before it is done, as each of
   them needs memory of its own.
-- TIE, SCALE and STEP run on the main stream, after the rank's collectives and FETCHes. TIE swaps
+- TIE, SCALE and NORM run on the main stream, after the rank's collectives and FETCHes. TIE swaps
   gradients between owners of the same elements, and ends with the rank's last swap. SCALE is sums
-  of one number over all ranks (`Framework`); STEP such a sum (the norm) and then the optimizer step
-  on the rank's own shards. State that stays in the host passes through the GPU piece by piece while
-  the step runs, and parameters whose shard is in the host come and go with their chunk's pieces
+  of one number over all ranks (`Framework`), NORM such a sum.
+- Lists are taken from NORM to NORM (`schedules.steady`): first what they have behind it, beside the
+  first passes of the next iteration.
+- STEP runs on the main stream. State that stays in the host passes through the GPU piece by piece
+  meanwhile, and parameters whose shard is in the host come and go with their chunk's pieces
   (`ActionCosts.stepped_s`).
-- After the list, when all that it has started is done, all ranks are told what came of the step.
 - An OFFLOADG stops the main stream until the REDUCE before it is done and the shard of the OFFLOADG
   before it has left; then the shard is copied on the copy stream to the host, beside all else.
-  SCALE waits for the last one. STEP begins with copies of all of them from the host, for the norm.
+  SCALE waits for the last one. NORM begins with copies of all of them from the host.
+- Behind the update the loss is summed over the last group, whose ranks wait for that, and sent to
+  the job's last rank, which waits for it; where a `Framework` sums more over all ranks, all wait.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
   chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
   chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
@@ -54,6 +57,7 @@ from itertools import pairwise
 from zorse_megatron.schedules.actions import COMPUTE, ON_LAYERS, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.send_closings import send_closings
+from zorse_megatron.schedules.steady import from_norm, num_before_update
 from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.collective_tasks import CollectiveTasks
 from zorse_megatron.simulate.perturb import Perturbation
@@ -69,21 +73,28 @@ _PAIRS = (
 
 
 def translate(
-    lists: Mapping[int, Sequence[Action]], costs: ActionCosts, perturbation: Perturbation
+    lists: Mapping[int, Sequence[Action]],
+    costs: ActionCosts,
+    perturbation: Perturbation,
+    *,
+    stands_in: Sequence[int],
 ) -> Program:
     """Make tasks of the lists; `lists`: rank -> its actions.
+
+    `stands_in`: rank -> that of them whose list stands for its own.
 
     Raises SimulationError where the lists of different ranks do not fit together.
     """
     graph = TaskGraph()
-    collectives = CollectiveTasks(graph, costs, lists)
+    collectives = CollectiveTasks(graph, costs, lists, stands_in)
     transfers = MatchedTransfers(graph, costs.sizes, costs.loads)
     sets = SetTasks(graph)
     tracks = {}
     for rank, actions in lists.items():
         translator = _RankTranslator(
             rank=rank,
-            actions=tuple(actions),
+            actions=from_norm(actions),
+            num_updating=len(actions) - num_before_update(actions),
             collectives=collectives,
             transfers=transfers,
             sets=sets,
@@ -104,12 +115,15 @@ class _RankTranslator:
         *,
         rank: int,
         actions: tuple[Action, ...],
+        num_updating: int,
         collectives: CollectiveTasks,
         transfers: MatchedTransfers,
         sets: SetTasks,
         perturbation: Perturbation,
     ) -> None:
+        """`actions`: from NORM to NORM; `num_updating`: how many of them update."""
         self.rank = rank
+        self.num_updating = num_updating
         self.graph = collectives.graph
         self.collectives = collectives
         self.costs = collectives.costs
@@ -139,6 +153,10 @@ class _RankTranslator:
         reduction."""
         self.split = {a.chunk for a in actions if a.kind is Kind.WEIGHT_GRADIENT}
         """Chunks whose weight gradients are computed apart."""
+        self.stepped_s: Mapping[int, float] = {}
+        """Chunk -> how long its part of the update stops the main stream."""
+        self.late_gathers: dict[int | None, int] = {}
+        """Chunk -> position of a gather that its first forward starts."""
         self.pending: dict[tuple[Kind, int | None], int] = {}
         """GATHERs and FETCHes of parameters that the main stream has not waited for yet."""
         self.copies: dict[tuple[Kind, int | None], int] = {}
@@ -153,6 +171,8 @@ class _RankTranslator:
         """Go through the list once."""
         before, tasks = self.track.before, self.track.tasks
         for position, action in enumerate(self.track.actions):
+            if position == self.num_updating and position:
+                self._report()
             before.append(self.main)
             tasks.append(NOTHING)
             kind = action.kind
@@ -162,7 +182,12 @@ class _RankTranslator:
             if kind in ON_LAYERS:
                 task = self._compute(position, action)
             elif kind in (Kind.REDUCE, Kind.GATHER):
+                if position < self.num_updating and not self.sizes.framework.gathers_ahead:
+                    self.late_gathers[action.chunk] = position
+                    continue
                 task = self._collective(position, action)
+            elif kind is Kind.STEP:
+                task = self._step(position, action)
             elif kind in (Kind.OFFLOAD, Kind.FETCH):
                 task = self._copy(position, action)
             elif kind is Kind.OFFLOAD_GRADIENTS:
@@ -170,20 +195,24 @@ class _RankTranslator:
             else:
                 task = self._blocking(position, action)
             tasks[position] = task
-        if any(action.kind is Kind.STEP for action in self.track.actions):
-            self._report()
         return self.track
 
     def _openings(self, actions: Sequence[Action]) -> Mapping[int, int]:
         framework = self.sizes.framework
         ahead = 0 if framework.blocking_transfers else framework.receives_ahead
-        return receive_openings(actions, ahead=ahead)
+        return self._in_passes(receive_openings(actions[self.num_updating :], ahead=ahead))
 
     def _closings(self, actions: Sequence[Action]) -> Mapping[int, int]:
         framework = self.sizes.framework
         if framework.blocking_transfers:
             return {}
-        return send_closings(actions, behind=framework.sends_behind)
+        passes = actions[self.num_updating :]
+        return self._in_passes(send_closings(passes, behind=framework.sends_behind))
+
+    def _in_passes(self, places: Mapping[int, int]) -> Mapping[int, int]:
+        """Places in the list as the runtime begins it, with its passes, in that from NORM."""
+        before = self.num_updating
+        return {each + before: other + before for each, other in places.items()}
 
     def _transfer(self, position: int, action: Action) -> None:
         after = self.track.before[self.track.openings.get(position, position)]
@@ -210,6 +239,7 @@ class _RankTranslator:
     def _compute(self, position: int, action: Action) -> int:
         assert action.chunk is not None
         forward = action.kind is Kind.FORWARD
+        self._gather_late(action.chunk)
         own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
         if action.kind is Kind.BACKWARD and (action.chunk, action.micro_batch) in self.copied_out:
             own = self.track.own[position] = (*own, self._copy_back(position, action))
@@ -229,6 +259,12 @@ class _RankTranslator:
         if forward and (action.chunk, action.micro_batch) in self.offloaded:
             self._copy_out(position, action)
         return task
+
+    def _gather_late(self, chunk: int) -> None:
+        """Start the gather that a framework has left to the chunk's first forward."""
+        at = self.late_gathers.pop(chunk, None)
+        if at is not None:
+            self.track.tasks[at] = self._collective(at, self.track.actions[at])
 
     def _inside_s(self, action: Action) -> float:
         """What the set communicates in a computation; gathers for weight gradients overlap."""
@@ -327,24 +363,33 @@ class _RankTranslator:
         own = self.track.own[position] = live([self.collective, self.from_host, leaving])
         if action.kind is Kind.TIE:
             return self._tie(position, own)
-        if action.kind is Kind.STEP:
+        if action.kind is Kind.NORM:
             own = self._read_for_norm(position, own)
-        task = self._join(position, action.kind, None, self.main, *own)
-        self._on_main(task)
-        if action.kind is Kind.STEP:
-            self.track.gates[position] = [task]
-            seconds_s = self.costs.step_s(self.rank) * self.factor * self.jitter.draw()
-            if self.residency.stepped:
-                units = self.residency.stepped
-                seconds_s = self.costs.stepped_s(self.rank, units, seconds_s)
-            task = self.graph.add(owner, Role.COMPUTE, seconds_s, task)
-            self._on_main(task)
-        return task
+        return self._on_main(self._join(position, action.kind, None, self.main, *own))
+
+    def _step(self, position: int, action: Action) -> int:
+        """The chunk's part of the update; what passes through the GPU is on its way before."""
+        assert action.chunk is not None
+        if not self.stepped_s:
+            whole_s = self.costs.step_s(self.rank) * self.factor * self.jitter.draw()
+            self.stepped_s = self.costs.stepped_s(self.rank, self.residency.stepped, whole_s)
+        seconds_s = self.stepped_s[action.chunk]
+        return self._on_main(
+            self.graph.add((self.rank, position), Role.COMPUTE, seconds_s, self.main)
+        )
 
     def _report(self) -> None:
-        """After the list, and after all that it has started."""
-        after = live([self.main, self.collective, self.from_host])
-        self._on_main(self._join(len(self.track.actions), Kind.STEP, None, *after))
+        """Behind the update. Where only the loss is summed, the last group waits for its gathers,
+        which run on the same communicator."""
+        at, plan = len(self.track.actions), self.sizes.plan
+        last = plan.chunks[-1].group
+        if self.sizes.framework.sums_after_step:
+            self._on_main(self._join(at, Kind.STEP, None, self.main))
+        elif self.sizes.group_and_replica[self.rank][0] == last:
+            gathered = live([self.collective])
+            task = self._join(at, Kind.STEP, len(plan.chunks) - 1, self.main, *gathered)
+            self.collective = self._on_main(task)
+        self.main = self.collectives.tell_loss((self.rank, at), self.main)
 
     def _tie(self, position: int, own: tuple[int, ...]) -> int:
         owner = self.rank, position

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from zorse_megatron.adapter.data_parallel.bucket_groups import UnevenBucketGroup
-from zorse_megatron.runtime.collectives import Works, all_gather_uneven
+from zorse_megatron.adapter.data_parallel.parameter_gathers import ParameterGathers
+from zorse_megatron.runtime.collectives import Works
 from zorse_megatron.runtime.gradients_in_host import GradientsInHost
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
@@ -42,20 +43,11 @@ class ChunkShards:
             self.gradients.append(ShardedBuffer(buffer.grad_data, owned, link, "gradients"))
             for parameter, (start, *_) in buffer.param_index_map.items():
                 self._position[parameter] = number, start
-        self._gathers: dict[int, Works] = {}
-        self._group_of = {
-            id(parameter): number
-            for number, group in enumerate(self.bucket_groups)
-            for bucket in group.buckets
-            for parameter in bucket.params
-        }
+        self._gathers: ParameterGathers = ddp.gathers
         self._reduction: Works | None = None
         self._reduced = False
         self.gradients_in_host = GradientsInHost(self.gradients)
         self._close_gradients()
-        for module in ddp.module.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(self._wait_for_own_parameters)
 
     # Parameters.
 
@@ -70,17 +62,11 @@ class ChunkShards:
             return
         for buffer in self.parameters:
             buffer.restore()
-        for number in reversed(range(len(self.bucket_groups))):
-            works = [
-                all_gather_uneven(bucket.param_data, bucket.shard_bounds, self.group, async_op=True)
-                for bucket in self.bucket_groups[number].buckets
-            ]
-            self._gathers[number] = Works([work for work in works if work is not None])
+        self._gathers.start()
 
     def wait_until_unsharded(self) -> None:
         """Wait for all that `gather` has started."""
-        for number in list(self._gathers):
-            self._gathers.pop(number).wait()
+        self._gathers.wait()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -167,14 +153,6 @@ class ChunkShards:
     def _away(self) -> list[ShardedBuffer]:
         """Buffers whose shards wait in the host."""
         return [b for b in self.parameters if b.in_shard and b.memory and b.memory.is_away]
-
-    def _wait_for_own_parameters(self, module: torch.nn.Module, _inputs: Any) -> None:
-        """Computation starts when its layer is there; later ones may be on their way still."""
-        if self._gathers:
-            for parameter in module.parameters(recurse=False):
-                works = self._gathers.pop(self._group_of.get(id(parameter), -1), None)
-                if works is not None:
-                    works.wait()
 
     @property
     def parameter_bytes(self) -> int:

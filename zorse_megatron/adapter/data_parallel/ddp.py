@@ -20,6 +20,7 @@ from zorse_megatron.adapter.checkpoint.saved_parameters import joined_loaded, ta
 from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
 from zorse_megatron.adapter.data_parallel.ddp_options import option_problems
+from zorse_megatron.adapter.data_parallel.parameter_gathers import ParameterGathers
 from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards
 from zorse_megatron.adapter.data_parallel.uneven_buckets import (
     bucket_per_layer,
@@ -116,6 +117,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.parts = _parts(module, config, place)
         """What this rank holds of each parameter of the model."""
         self._make_bucket_groups()
+        self.gathers = ParameterGathers(module, self.bucket_groups, self.intra_dp_cp_group)
         self.shards = ChunkShards(self, link) if sharded and unlike is None else None
         self.parted: dict[torch.nn.Parameter, PartedTensor] = {}
         """Parameters of which what a rank owns is packed."""

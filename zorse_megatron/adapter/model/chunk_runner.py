@@ -19,6 +19,7 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.data.sample_readers import by_samples, one_sequence
 from zorse_megatron.adapter.data_parallel.gradient_check import check_noted
+from zorse_megatron.adapter.data_parallel.parameter_gathers import wait_for_parameters
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.groups.process_groups import at_chunk
 from zorse_megatron.adapter.groups.stock_stages import StockStages
@@ -58,6 +59,7 @@ class MegatronChunkRunner:
     """In this rank's tensor-parallel set."""
     computations: Sequence[Action] = ()
     """The list's forwards and backwards."""
+    optimizers: Sequence[Any] = ()
     stock_step: Callable[[], Any] | None = None
     losses: list[Any] = field(default_factory=list)
     step_result: Any = None
@@ -179,28 +181,34 @@ class MegatronChunkRunner:
         self._finish_reductions()
         self._let_gradients_go()
         models = self.inputs.models.values()
+        wait_for_parameters(models)  # without micro-batches, nothing has
         check_noted(group for model in models for group in model.bucket_groups)
         dist.all_reduce(self.num_tokens, group=self.collection.intra_dist_opt)
         factor = self.loss_divisor / torch.clamp(self.num_tokens, min=1)
         for model in models:
             model.scale_gradients(factor)
 
-    def step(self) -> None:
-        """Stock's optimizer step, without the gather of parameters that follows it."""
+    def norm(self) -> None:
+        """Stock's optimizer step, in which optimizers only decide (`steps_by_chunk`)."""
         assert self.stock_step is not None
         self.step_result = self.stock_step()
+
+    def step(self, chunk: int) -> None:
+        """Update this rank's shard of the chunk, unless the step is skipped on all ranks."""
+        for optimizer in self.optimizers:
+            optimizer.step_chunk(self.inputs.models[chunk])
 
     def gather(self, chunk: int) -> None:
         """Unshard the parameters.
 
         A resident chunk's are unsharded again after the step, unless that was skipped on all
-        ranks. Of a sharded chunk this only starts the gather; its computations wait for it.
+        ranks. This only starts the gather; the chunk's computations wait for it, and `scale`.
         """
         model = self.inputs.models[chunk]
         if model.shards is not None:
             model.shards.gather()
         elif self.step_result[0]:
-            model.start_param_sync()
+            model.gathers.start()
 
     def release(self, chunk: int) -> None:
         """Keep the shard of a sharded chunk's parameters only."""

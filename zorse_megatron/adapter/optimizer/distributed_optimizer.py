@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Rang
 
 from zorse_megatron.adapter.checkpoint import saved_optimizer
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps
 from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
 from zorse_megatron.adapter.optimizer.host_state import HostState
 from zorse_megatron.adapter.optimizer.main_parameters import by_chunk
@@ -59,6 +60,9 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Whether the inner step writes 16-bit parameters, too."""
         self.factors: GradientFactors | StreamedGradients | None = None
         """What the inner step multiplies gradients by; None: stock has done it before."""
+        self.steps_by_chunk = False
+        """Whether `step` only decides, and chunks are then stepped by `step_chunk`."""
+        self._may_step = False
         self.step_count = 0
         self._last_grad_norm = 0.0
 
@@ -107,9 +111,49 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         threshold = self.config.grad_norm_skip_threshold
         if math.isfinite(threshold) and self._last_grad_norm > threshold:
             return False
-        successful = super().step_with_ready_grads()
+        if not self.steps_by_chunk:
+            super().step_with_ready_grads()
+        elif not self.is_stub_optimizer:
+            self._may_step = True
+            if self.host_state is not None:
+                self.host_state.begin()
+            else:
+                self.chunk_steps.begin()
         self.step_count += 1
-        return successful
+        return True
+
+    @cached_property
+    def chunk_steps(self) -> ChunkSteps:
+        """The inner optimizer, chunk by chunk."""
+        return ChunkSteps(self)
+
+    @torch.no_grad()
+    def step_chunk(self, chunk: Any) -> None:
+        """Update this rank's shard of a chunk, if the step before it was successful.
+
+        Each of `model_chunks` once, in this order. Without gathering.
+        """
+        if not self._may_step:
+            return
+        self._may_step = chunk is not self.model_chunks[-1]
+        timers = self.config.timers
+        if timers is not None:  # without barriers, as ranks have different numbers of chunks
+            timers("optimizer-inner-step", log_level=1).start()
+        if self.host_state is not None:
+            self.host_state.step_chunk(chunk)
+        else:
+            with self.chunk_steps.counting_one(), self.chunk_steps.only(chunk):
+                self.optimizer.step()
+            self._after_step(chunk)
+        if timers is not None:
+            timers("optimizer-inner-step").stop()
+
+    def _after_step(self, chunk: Any) -> None:
+        """Write new main parameters to where the chunk's are kept, unless the step has."""
+        if not self.copies_in_step:
+            self.copy_main_to_model(chunk)
+        elif chunk.shards is not None:
+            chunk.shards.mark_changed()
 
     # Shards, wherever a chunk keeps them.
 
@@ -173,10 +217,7 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         if self.host_state is not None:  # which has done it already
             return
         for chunk in self.model_chunks:
-            if not self.copies_in_step:
-                self.copy_main_to_model(chunk)
-            elif chunk.shards is not None:
-                chunk.shards.mark_changed()
+            self._after_step(chunk)
 
     @torch.no_grad()
     def copy_main_to_model(self, chunk: Any) -> None:

@@ -7,7 +7,6 @@ come and go chunk by chunk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
+from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps
 from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, OwnedShard, StatePiece
 from zorse_megatron.adapter.optimizer.streamed_gradients import (
     StreamedGradients,
@@ -68,6 +68,10 @@ class HostState:
         self.gradients = gradients
         self.inner = optimizer.optimizer
         self._step_all = self.inner.step
+        self.steps: ChunkSteps = optimizer.chunk_steps
+        self._to_step: list[_Unit] = []
+        self._leaving: list[HostBacked] = []
+        """Sent back, but not let go of yet."""
         self.chunks: list[Any] = list(optimizer.model_chunks)
         self._shards: dict[int, list[OwnedShard]] = {id(chunk): [] for chunk in self.chunks}
         group_of = {
@@ -86,7 +90,7 @@ class HostState:
         link.expect_state(self)
 
     def _state_of(self, chunk: Any, link: HostLink) -> ChunkState:
-        with self._only(chunk):
+        with self.steps.only(chunk):
             return ChunkState(
                 self._shards[id(chunk)],
                 self.inner,
@@ -111,15 +115,23 @@ class HostState:
 
     def step(self) -> None:
         """The inner optimizer's step, and the copy of new main parameters to the shards."""
-        # Fused optimizers count here, once per call, and not in groups that are empty then.
-        before = after = self._counts()
-        units = [unit for chunk in self.chunks for unit in self._units(chunk)]
-        for number, unit in enumerate(units):
-            if number:
-                # Before the next one comes, so that no three are there. While it leaves, this one
-                # is still coming: both directions of the link stay in use.
-                _let_go(units[number - 1].leaving)
-            for each in units[number : number + 2]:
+        self.begin()
+        for chunk in self.chunks:
+            self.step_chunk(chunk)
+
+    def begin(self) -> None:
+        """An update begins; `step_chunk` follows for each chunk in turn."""
+        self.steps.begin()
+        self._to_step = [unit for chunk in self.chunks for unit in self._units(chunk)]
+
+    def step_chunk(self, chunk: Any) -> None:
+        """The part of an update that is the chunk's."""
+        while self._to_step and self._to_step[0].chunk is chunk:
+            # Before the next one comes, so that no three are there. While it leaves, this one is
+            # still coming: both directions of the link stay in use.
+            _let_go(self._leaving)
+            unit, *following = self._to_step
+            for each in (unit, *following[:1]):
                 if each.gradients is not None:
                     each.gradients.start_back()
                 for memory in each.needed:
@@ -129,12 +141,13 @@ class HostState:
                 unit.gradients.wait_until_back()
             for memory in unit.needed:
                 memory.wait_until_back()
-            self._count_from(before)
-            self._step(unit)
-            after = [max(counts) for counts in zip(after, self._counts(), strict=True)]
+            with self.steps.counting_one():
+                self._step(unit)
             self._send(unit)
-        self._count_from(after)
-        _let_go(units[-1].leaving)
+            self._leaving, self._to_step = unit.leaving, following
+        if not self._to_step:
+            _let_go(self._leaving)
+            self._leaving = []
 
     @property
     def passing_bytes(self) -> int:
@@ -168,7 +181,7 @@ class HostState:
 
     def _step(self, unit: _Unit) -> None:
         if unit.piece is None:
-            with self._only(unit.chunk):
+            with self.steps.only(unit.chunk):
                 self._give(unit, [each.tensor for each in self._shards[id(unit.chunk)]])
                 self._step_all()
             self.optimizer.copy_main_to_model(unit.chunk)
@@ -200,15 +213,6 @@ class HostState:
             ],
         )
 
-    def _counts(self) -> list[int]:
-        """Steps that each group has counted, 0 where it counts none."""
-        return [group.get("step", 0) for group in self.inner.param_groups]
-
-    def _count_from(self, counts: list[int]) -> None:
-        for group, count in zip(self.inner.param_groups, counts, strict=True):
-            if "step" in group:
-                group["step"] = count
-
     def _send(self, unit: _Unit) -> None:
         if unit.gradients is not None and unit.is_last:
             unit.gradients.drop()
@@ -224,20 +228,6 @@ class HostState:
         buffers = chunk.shards.parameters if chunk.shards is not None else []
         shards = [buffer.memory for buffer in buffers if buffer.in_shard]
         return [m for m in shards if m is not None and m.is_away and m.num_bytes]
-
-    @contextmanager
-    def _only(self, chunk: Any) -> Iterator[None]:
-        """Within the block, the inner optimizer has the chunk's shards only."""
-        mine = {id(shard.tensor) for shard in self._shards[id(chunk)]}
-        groups = self.inner.param_groups
-        everything = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [shard for shard in group["params"] if id(shard) in mine]
-        try:
-            yield
-        finally:
-            for group, parameters in zip(groups, everything, strict=True):
-                group["params"] = parameters
 
 
 def _let_go(memories: list[HostBacked]) -> None:

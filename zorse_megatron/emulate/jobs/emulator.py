@@ -65,8 +65,10 @@ class EmulatedRun:
 
     @property
     def iteration_s(self) -> float:
-        """Median over all iterations but the first."""
-        return statistics.median(self.iterations_s[1:] or self.iterations_s)
+        """Median over the iterations but for the first two, or fewer if there are no more."""
+        # Behind the first norm ranks tell each other once what losses there are.
+        warm_up = min(2, len(self.iterations_s) - 1)
+        return statistics.median(self.iterations_s[warm_up:])
 
     def busy_s(self, rank: int) -> float:
         """How long a rank computed in the last iteration."""
@@ -260,7 +262,7 @@ def emulator(
 
 
 _EMPTY: dict[str, Any] = {
-    "step_ends_s": [],
+    "norms_s": [],
     "spans": [],
     "peak_bytes": 0,
     "out_of_memory": None,
@@ -275,9 +277,9 @@ def _report(job: EmulatedJob, rank: int) -> dict[str, Any]:
 
 
 def _iterations_s(reports: Sequence[dict[str, Any]]) -> tuple[float, ...]:
-    """From the end of one step on the last rank to the end of the next."""
-    ends_s = [max(ends) for ends in zip(*(r["step_ends_s"] for r in reports), strict=True)]
-    return tuple(end - start for start, end in zip([0.0, *ends_s], ends_s, strict=False))
+    """From one norm, which all ranks wait for, to the next; the first one from the start."""
+    norms_s = [min(norms) for norms in zip(*(r["norms_s"] for r in reports), strict=True)]
+    return tuple(end - start for start, end in zip([0.0, *norms_s], norms_s, strict=False))
 
 
 def _losses(metrics: Path) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.model.chunk_view import ChunkView
 from zorse_megatron.costs.interface import (
     ComputeCost,
@@ -69,9 +70,13 @@ class Pacer:
             sizes.sets.on_exchange = cap.check
         self.forward_bytes = 0
         """What the layers of the last forward keep."""
-        self.step_ends_s: list[float] = []
+        self.norms_s: list[float] = []
+        """When the norm of each training step was known."""
+        self._norm_is_noted = False
         self.spans: list[tuple[str, float, float]] = []
-        """What the GPU did in the last step, and when."""
+        """What the GPU did in the last iteration, from norm to norm, and when."""
+        self._spans: list[tuple[str, float, float]] = []
+        """And since then."""
         self._rank_factor = perturbation.rank_factor(gpu, kind)
         self._jitter = perturbation.jitter_of(gpu)
         self._factor = self._rank_factor
@@ -81,7 +86,7 @@ class Pacer:
         """Samples of the last backward of a layer."""
         self._stepped: Any = None
         self._num_stepped = 0
-        """Elements of a step that is made in pieces."""
+        """Elements, or chunks, of an update that is made in parts."""
         register_optimizer_step_pre_hook(self._step)
 
     def watch(self, chunk: ChunkView) -> None:
@@ -105,6 +110,11 @@ class Pacer:
         if chunk.output_layer is not None:
             chunk.output_layer.register_forward_pre_hook(self._entering("head"))
             chunk.output_layer.register_forward_hook(self._head)
+
+    @property
+    def steps_by_chunk(self) -> bool:
+        """Whether an update is made chunk by chunk, as under a plan."""
+        return any(isinstance(c.wrapped, UnevenDistributedDataParallel) for c in self.chunks)
 
     @property
     def in_set(self) -> bool:
@@ -136,20 +146,20 @@ class Pacer:
         is_first = not self.clock.is_running
         if is_first:
             self.clock.start()
-        self.spans = []
+        self._norm_is_noted = False
         try:
             if is_first:
                 self.cap.check_start()
             yield
             self.cap.check()
-            self.step_ends_s.append(self.clock.measured_s)
+            self._note_norm()  # of a rank that steps nothing
         finally:
             self._write()
 
     def _write(self) -> None:
         pace = self.clock.pace
         record = {
-            "step_ends_s": self.step_ends_s,
+            "norms_s": self.norms_s,
             "spans": self.spans,
             "peak_bytes": self.cap.peak_bytes,
             "out_of_memory": self.cap.overflow,
@@ -160,9 +170,9 @@ class Pacer:
     def _take(self, what: str, seconds_s: float) -> None:
         start_s = self.clock.now_s
         self.clock.compute(seconds_s * self._factor)
-        if self.spans and self.spans[-1][0] == what and self.spans[-1][2] == start_s:
-            start_s = self.spans.pop()[1]
-        self.spans.append((what, start_s, self.clock.now_s))
+        if self._spans and self._spans[-1][0] == what and self._spans[-1][2] == start_s:
+            start_s = self._spans.pop()[1]
+        self._spans.append((what, start_s, self.clock.now_s))
 
     def _begin_pass(self) -> None:
         """Draw how much a whole forward or backward of a chunk, or a step, is off."""
@@ -295,15 +305,29 @@ class Pacer:
             on_backward(logits, begin)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
-        """The whole step passes with the first of a rank's optimizers, or piece by piece."""
+        """The whole step passes with the first of a rank's optimizers, by chunk or by piece."""
+        self._note_norm()
         if self.host.step_elements is not None:
             self._step_piece(optimizer)
             return
         if self._stepped is None:
             self._stepped = optimizer
         if optimizer is self._stepped and self.chunks:
-            self._begin_pass()
-            self._take("STEP", self.compute.step_s(self.kind, self.owned_parameters()))
+            if not self._num_stepped:
+                self._begin_pass()
+            owned = list(map(self.sizes.owned_parameters, self.chunks))
+            whole_s = self.compute.step_s(self.kind, sum(owned))
+            if self.steps_by_chunk:
+                whole_s *= owned[self._num_stepped] / max(1, sum(owned))
+                self._num_stepped = (self._num_stepped + 1) % len(self.chunks)
+            self._take("STEP", whole_s)
+
+    def _note_norm(self) -> None:
+        """The first part of an update comes when the norm is known, which all ranks wait for."""
+        if not self._norm_is_noted:
+            self._norm_is_noted = True
+            self.norms_s.append(self.clock.measured_s)
+            self.spans, self._spans = self._spans, []
 
     def _step_piece(self, optimizer: Any) -> None:
         """A piece takes its share of the step."""

@@ -102,7 +102,7 @@ def _kind_of(action: str) -> str:
     names |= dict.fromkeys(("SA", "RA"), "activations sent")
     names |= dict.fromkeys(("SG", "RG"), "gradients sent")
     names |= {"REDUCE": "reductions", "GATHER": "gathers", "TIE": "tied embedding"}
-    names |= {"SCALE": "sums over all ranks"}
+    names |= dict.fromkeys(("SCALE", "NORM"), "sums over all ranks")
     names |= dict.fromkeys(("OFFLOAD", "OFFLOADG"), "copies to the host")
     return names.get(word, word.lower())
 

@@ -1,0 +1,108 @@
+"""Chunk by chunk, an update leaves the weights and the state of one whole step, to the bit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.megatron import tiny_gpt
+from tests.megatron.fused_adam import fused_adam
+from tests.megatron.preloaded import run_megatron_ranks
+from tests.megatron.tiny_gpt import Setup
+
+STEPS = 4
+OVERFLOWS_AT = 2
+CLIPPED = Setup(clip_grad=0.5, tied=False, num_stages=2)
+CASES = {
+    "fp32": (CLIPPED, ""),
+    "bf16, fused Adam": (replace(CLIPPED, dtype=torch.bfloat16, fused_adam=True), ""),
+    "fp16, one step overflows": (replace(CLIPPED, dtype=torch.float16), "overflow"),
+    "norms beyond the threshold are skipped": (
+        replace(CLIPPED, grad_norm_skip_threshold=30.0),
+        "large",
+    ),
+    "in one pass, in 16 bits": (replace(CLIPPED, dtype=torch.float16), "overflow, one pass"),
+    "state in the host": (replace(CLIPPED, dtype=torch.bfloat16), "host"),
+    "state of a fused Adam in the host": (replace(CLIPPED, fused_adam=True), "host"),
+}
+
+
+def _optimizer(setup: Setup, chunks: list[Any], collection: Any, case: str) -> Any:
+    from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+    from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
+    from zorse_megatron.adapter.optimizer.shard_update import choose_update
+    from zorse_megatron.runtime.host_link import HostLink
+
+    with fused_adam(setup.fused_adam):
+        optimizer = build_uneven_optimizer(
+            tiny_gpt.optimizer_config(setup),
+            chunks,
+            pg_collection=collection,
+            checkpoint_layout=CheckpointLayout.REPLICATED,
+            state_waits="host" in case,
+        )
+    (mine,) = optimizer.chained_optimizers
+    mine._defer_param_sync = True
+    if "one pass" in case:
+        choose_update(mine, "fused", torch.device("cpu"))
+    if "host" in case:
+        link = HostLink(torch.device("cpu"))
+        mine.keep_in_host(link, optimizer_state=True, on_change=lambda: None)
+    return optimizer
+
+
+def _train(setup: Setup, case: str, by_chunk: bool) -> tuple[list[Any], list[Any]]:
+    """What each step returns, and then what this rank owns: parameters and their state."""
+    tiny_gpt.start()
+    collection = tiny_gpt.groups_of([[0, 1]], setup)
+    setups = [replace(setup, stage=stage) for stage in (0, 1)]
+    models = [tiny_gpt.build_gpt(each, collection) for each in setups]
+    chunks = [
+        tiny_gpt.wrap(model, each, collection, (3, 1))
+        for model, each in zip(models, setups, strict=True)
+    ]
+    optimizer = _optimizer(setup, chunks, collection, case)
+    (mine,) = optimizer.chained_optimizers
+    mine.steps_by_chunk = by_chunk
+    said = []
+    for step in range(STEPS):
+        scale = optimizer.get_loss_scale().item()
+        if step == OVERFLOWS_AT:
+            scale *= float("inf") if "overflow" in case else 100.0 if "large" in case else 1.0
+        for chunk, each in zip(chunks, setups, strict=True):
+            rank = [dist.get_rank()]
+            tiny_gpt.set_gradients(chunk, each, step=step, contributors=rank, scale=scale)
+            chunk.finish_grad_sync()
+            chunk.scale_gradients(1 / 8)
+        success, norm, _ = optimizer.step()
+        said.append((success, None if norm is None else float(norm)))
+        for chunk in chunks if by_chunk else ():
+            mine.step_chunk(chunk)
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+    held = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+    for *_, shard in mine.owned_shards():
+        state = mine.optimizer.state[shard]
+        held += [mine.read(each) for each in (shard, state["exp_avg"], state["exp_avg_sq"])]
+        held.append(torch.as_tensor(state.get("step", 0)))
+    groups = mine.optimizer.param_groups
+    said += [[group.get("step") for group in groups], mine.step_count]
+    return said, [each.double().tolist() for each in held]  # every number as it is
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_by_chunk_is_that_of_one_step(name: str) -> None:
+    setup, case = CASES[name]
+    whole = run_megatron_ranks(2, _train, setup, case, False)
+    parts = run_megatron_ranks(2, _train, setup, case, True)
+    for (said, held), (expected, values) in zip(parts, whole, strict=True):
+        assert said == expected
+        assert held == values and len(held) > 20
+        norms = [norm for _, norm in said[:STEPS] if norm is not None]
+        assert min(norms) > setup.clip_grad, "clipping must be at work in each step"
+        skipped = "overflow" in case or "large" in case
+        assert [success for success, _ in said[:STEPS]].count(False) == skipped
