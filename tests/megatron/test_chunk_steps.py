@@ -49,7 +49,7 @@ def _optimizer(setup: Setup, chunks: list[Any], collection: Any, case: str) -> A
         choose_update(mine, "fused", torch.device("cpu"))
     if "host" in case:
         link = HostLink(torch.device("cpu"))
-        mine.keep_in_host(link, optimizer_state=True, on_change=lambda: None)
+        mine.keep_in_host(link, optimizer_state=True, gradients=None, on_change=lambda: None)
     return optimizer
 
 

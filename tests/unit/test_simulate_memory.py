@@ -215,7 +215,7 @@ def test_a_step_has_copies_in_fp32_of_gradients_in_16_bits(offload, copied, monk
     owned = 512 // 2
     stays = 2 if offload.get("gradients") else 8
     passing = 2 * 5 * owned if offload.get("gradients") else 0
-    assert max(steps[-2:]) == 4 * copied * owned + 2 * stays * owned + passing
+    assert max(steps[:2]) == 4 * copied * owned + 2 * stays * owned + passing
 
 
 @pytest.mark.parametrize("parameters", [False, True])
