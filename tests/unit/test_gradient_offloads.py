@@ -31,8 +31,14 @@ def four_chunks(**offload):
 @pytest.mark.parametrize(
     ("tied", "expected"),
     [
-        (False, "3REDUCE 3OFFLOADG 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE STEP"),
-        (True, "3REDUCE 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE STEP"),
+        (
+            False,
+            "3REDUCE 3OFFLOADG 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE 0STEP 1STEP 2STEP 3STEP",
+        ),
+        (
+            True,
+            "3REDUCE 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE 0STEP 1STEP 2STEP 3STEP",
+        ),
     ],
 )
 def test_all_but_the_last_and_the_tied_ones_leave(tied, expected):
