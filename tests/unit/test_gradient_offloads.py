@@ -33,7 +33,8 @@ def four_chunks(**offload):
     [
         (
             False,
-            "3REDUCE 3OFFLOADG 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE 0STEP 1STEP 2STEP 3STEP",
+            "3REDUCE 3OFFLOADG 2REDUCE 2OFFLOADG 1REDUCE 1OFFLOADG 0REDUCE TIE SCALE "
+            "0STEP 1STEP 2STEP 3STEP",
         ),
         (
             True,
