@@ -16,6 +16,8 @@ import torch
 from tests.megatron.launch import run_ranks
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
+from zorse_megatron.schedules.actions import parse_action
+from zorse_megatron.schedules.steady import from_norm
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     ComputeDtype,
@@ -26,6 +28,7 @@ from zorse_megatron.schema.plan.plan import (
     Schedule,
 )
 from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.trace import Span
 
 NUM_LAYERS = 4
 GLOBAL_BATCH_SIZE = 8
@@ -207,3 +210,9 @@ LAYOUTS = {
         ((replica(2, 4, 2, 0.5), replica(3, 1, 0, 2.0), replica(4, 1, 0, 0.0)), 2),
     ),
 }  # fmt: skip
+
+
+def run_from_norm(spans: Sequence[Span], step: int) -> list[str]:
+    """Actions that were run in a step, in the order in which the simulator has an iteration."""
+    actions = [parse_action(span.action) for span in spans if span.step == step]
+    return [str(action) for action in from_norm(actions)]

@@ -17,6 +17,7 @@ import torch
 
 from tests.megatron.recording_entry import record
 from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.schedules.actions import Kind
 
 HOW, RANK, WHEN = os.environ["ZORSE_TEST_DEATH"].split(":")
 
@@ -39,7 +40,7 @@ def die(runner: Any = None) -> None:
 
 def dying(computation: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, action: Any, runner: Any) -> Any:
-        if self.step + 1 == int(WHEN) and (HOW != "oom-step" or str(action) == "0STEP"):
+        if self.step + 1 == int(WHEN) and (HOW != "oom-step" or action.kind is Kind.STEP):
             die(runner)
         return computation(self, action, runner)
 

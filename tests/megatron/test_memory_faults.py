@@ -83,7 +83,7 @@ def without_fault(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     ("fault", "plan", "place"),
     [
         ("oom:2:3", BOTH_ENDS, "rank 2 at 1B0 (chunk 1)"),
-        ("oom-step:1:3", IN_HOST, "rank 1 at 0STEP"),
+        ("oom-step:1:3", IN_HOST, "rank 1 at 1STEP"),
     ],
 )
 def test_no_memory_left_in_a_step(fault: str, plan: Plan, place: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.comparison import plan_run, stock_run
+from tests.megatron.comparison import plan_run, run_from_norm, stock_run
 from tests.megatron.test_exactness import assert_equal_runs, flags_for
 from tests.unit.planner_cases import fits, random_case, simulated
 from zorse_megatron.planner.find_plan import find_plan
@@ -75,4 +75,4 @@ def test_a_plan_runs_as_it_was_simulated(
         _, spans = load_trace(tmp_path / f"trace-rank{rank}.json")
         planned = [span.action for span in result.spans(rank)]
         for step in range(STEPS):
-            assert [span.action for span in spans if span.step == step] == planned
+            assert run_from_norm(spans, step) == planned

@@ -121,7 +121,8 @@ def test_traffic_with_the_host_is_the_closed_form(corpus: Path, tmp_path: Path) 
     """Over all ranks: state goes and comes once in a step, and so do the parameters for it.
 
     A shard of parameters comes once more for each gather, and nothing goes back for that. Each
-    layer's input goes and comes once, but for the last chunk, where backwards come at once.
+    layer's input goes and comes once, but for the last chunk, where backwards come at once. Reduced
+    gradients go once, but for the chunk reduced last, and come twice: for the norm and the step.
     """
     found = counted(in_the_host(LAYERED), corpus, tmp_path)
     held = found[0]["chunks"]
@@ -131,7 +132,8 @@ def test_traffic_with_the_host_is_the_closed_form(corpus: Path, tmp_path: Path) 
     fetched = sum(count * size for count, size in zip(gathers, parameters, strict=True))
     sample_bytes = SEQUENCE * HIDDEN * ELEMENT_BYTES
     kept = 3 * GLOBAL_BATCH_SIZE * sample_bytes
+    gradients = sum(parameters[1:])
     for step in range(1, STEPS):  # the first also sends all there is
         total = sum((Counter(ranks["steps"][step]) for ranks in found), Counter())
-        assert total["to the host"] == state + sum(parameters) + kept
-        assert total["from the host"] == state + sum(parameters) + fetched + kept
+        assert total["to the host"] == state + sum(parameters) + kept + gradients
+        assert total["from the host"] == state + sum(parameters) + fetched + kept + 2 * gradients
