@@ -84,6 +84,29 @@ def schedules(draw, plan):
     return plan
 
 
+def with_one_more(draw, plan):
+    """The plan; sometimes the first or every other replicas of groups run more than the rest do."""
+    groups = []
+    for group in plan.groups:
+        count, total = len(group.replicas), group.replicas[0].num_microbatches
+        busier = draw(st.sampled_from([0, 0, *(n for n in range(1, count) if n % 2 == 0)]))
+        step = draw(st.sampled_from([1, 1, 2]))
+        more = draw(st.integers(1, 2)) * (count - busier)
+        less = busier * more // (count - busier) if busier else 0
+        if not busier or less >= total or step * busier > count:
+            groups.append(group)
+            continue
+        chosen = range(0, step * busier, step)
+        replicas = tuple(
+            dataclasses.replace(
+                replica, num_microbatches=total + more if at in chosen else total - less
+            )
+            for at, replica in enumerate(group.replicas)
+        )
+        groups.append(dataclasses.replace(group, replicas=replicas))
+    return dataclasses.replace(plan, groups=tuple(groups))
+
+
 def with_extras(draw, plan):
     """More in flight or delayed in some groups; often whole rounds, so that it merges."""
     extras = st.one_of(st.none(), st.sampled_from([8, 16, 32]), st.integers(1, 32))
@@ -131,7 +154,7 @@ def equal_plans(draw):
     world = sum(count for count, _ in shapes)
     order = draw(st.one_of(st.just(list(range(world))), st.permutations(range(world))))
     weights = draw(st.sampled_from([[1.0], [1.0], [1.0, 2.0]]))
-    plan = with_extras(draw, plan_of(shapes, batch, order, weights))
+    plan = with_extras(draw, with_one_more(draw, plan_of(shapes, batch, order, weights)))
     kinds = [""] * world
     for number, group in enumerate(plan.groups):
         for index, rank in enumerate(group.ranks):
@@ -205,6 +228,46 @@ def test_how_many_ranks_are_left(shapes, batch, simulated):
     result = run(plan_of(shapes, batch), memory=memory, merge_equal_ranks=True)
     assert len(result.simulated_ranks) == simulated
     assert set(result.stands_in) == set(result.simulated_ranks)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth_first"])
+@pytest.mark.parametrize(
+    ("shapes", "counts", "simulated"),
+    [
+        # Rounds of 4 and 4, of 2 and 2: two copies.
+        ([(8, 1), (4, 1)], [[6] * 4 + [4] * 4, [11, 11, 9, 9]], 4 + 2),
+        ([(8, 1), (4, 1)], [[6, 4] * 4, [10] * 4], 2 + 1),
+        # Rounds of 11 and 9 may be mixed: only where they are apart.
+        ([(4, 1), (4, 1)], [[11, 9, 11, 9], [10] * 4], 8),
+        # One copy would have its longer queue first, the other its shorter one.
+        ([(4, 1), (4, 1)], [[11, 8, 8, 11], [10, 9] * 2], 8),
+        ([(8, 2), (8, 1)], [[6] * 4 + [4] * 4, [10] * 8], 2 + 2),
+    ],
+)
+def test_replicas_with_more_micro_batches_than_others(schedule, shapes, counts, simulated):
+    batch = sum(counts[0]) * shapes[0][1]
+    shapes[1] = (shapes[1][0], batch // sum(counts[1]))
+    plan = plan_of(shapes, batch)
+    groups = tuple(
+        dataclasses.replace(
+            group,
+            replicas=tuple(
+                dataclasses.replace(replica, num_microbatches=count)
+                for replica, count in zip(group.replicas, row, strict=True)
+            ),
+        )
+        for group, row in zip(plan.groups, counts, strict=True)
+    )
+    plan = dataclasses.replace(plan, groups=groups, schedule=Schedule(name=schedule))
+    memory = FakeMemory(layer_count=64 * 48, boundary=6)
+    comm = FakeComm(latency_s=0.1, bytes_per_s=5.0, links=node_links(8, 9.0))
+    merged = run(plan, memory=memory, comm=comm, merge_equal_ranks=True)
+    whole = run(plan, memory=memory, comm=comm)
+    assert len(merged.simulated_ranks) == simulated
+    assert merged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
+    for rank in merged.simulated_ranks:
+        starts = [span.start_s for span in merged.spans(rank)]
+        assert starts == pytest.approx([span.start_s for span in whole.spans(rank)], abs=1e-6)
 
 
 def test_a_shared_nic_counts_all_copies():

@@ -50,6 +50,7 @@ class _Execution:
         self.end_s = [0.0] * count
         self.cause = [NOTHING] * count
         self.missing = list(graph.waits_for)
+        self.waiting, self.flows, self.seconds_s = graph.waiting, graph.flows, graph.seconds_s
         self.num_done = 0
         self.heap: list[tuple[float, int, int, int]] = []
         """(time, order, task, _TASK) or (time, order, bundle, its version)."""
@@ -74,7 +75,7 @@ class _Execution:
 
     def _end_flows(self, bundle: int, version: int, now_s: float) -> None:
         for task in self.network.finish(bundle, version, now_s):
-            latency_s = self.graph.seconds_s[task]
+            latency_s = self.seconds_s[task]
             if latency_s:
                 self._push(now_s + latency_s, task, _TASK)
             else:
@@ -82,9 +83,10 @@ class _Execution:
 
     def _start(self, task: int, now_s: float) -> None:
         self.start_s[task] = now_s
-        flow = self.graph.flows[task]
+        flow = self.flows[task]
         if flow is None:
-            self._push(now_s + self.graph.seconds_s[task], task, _TASK)
+            heapq.heappush(self.heap, (now_s + self.seconds_s[task], self.order, task, _TASK))
+            self.order += 1
         else:
             self.network.start(task, flow, now_s)
 
@@ -92,7 +94,7 @@ class _Execution:
         self.end_s[task] = now_s
         self.num_done += 1
         missing = self.missing
-        for later in self.graph.waiting[task]:
+        for later in self.waiting[task]:
             left = missing[later] = missing[later] - 1
             if not left:
                 self.cause[later] = task

@@ -1,13 +1,17 @@
 """Ranks that must behave identically, so that one can be simulated for all.
 
-Copies. Let the R replicas of each group run equally many micro-batches of m samples, let r be the
+Copies. Let the replicas of a group that run equally many micro-batches be a class, whose R replicas
+all have micro-batches of m samples; let r be the
 greatest common divisor of the R * m and the extra samples in flight of all groups, and L the least
 common multiple of the m. Samples are laid out in
-rounds of R * m (see `schedules.samples`). If L divides r, cut every r consecutive
+rounds of R * m of one class or another, by counts alone (see `schedules.samples`; where two classes
+may be at the same point, all replicas of one precede those of the other). If L divides r, cut every
+r consecutive
 samples into g = r / L blocks of L. No micro-batch straddles a block, so the k-th blocks of all
-rounds are a pipeline of their own, the k-th of g, with R / g replicas in each group. The lists of
-each copy are those of the plan with R / g replicas and 1 / g of the batch, other names for ranks
-and samples aside. The simulation in `schedules.order` breaks ties by chunk and replica, which both
+rounds are a pipeline of their own, the k-th of g, with R / g replicas of each class. The lists of
+each copy are those of the plan with R / g replicas of each and 1 / g of the batch, other names for
+ranks and samples aside, if in each copy replicas of the classes follow one another in the same
+order. The simulation in `schedules.order` breaks ties by chunk and replica, which both
 keep, and it compares samples of one replica by windows, whose size r divides, so that two
 micro-batches share a window in both or in neither; it must not get stuck, where it lets one of all
 replicas go on (which is checked). In that of `schedules.breadth_first` replicas of a group wait for
@@ -30,6 +34,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
@@ -126,20 +131,42 @@ def find_equal_ranks(
 
 
 def _is_even(group: Group, offloads: Sequence[frozenset[int]]) -> bool:
-    """Whether the replicas have the same work, and some, and the same actions in their lists.
+    """Whether replicas with as many micro-batches, and all have some, have the same work, and all
+    replicas the same actions of the whole group in their lists.
 
     `offloads`: ranks that offload parameters, and gradients.
     """
-    work = {
-        (
-            len(replica.ranks),
-            replica.micro_batch_size,
-            replica.num_microbatches,
-            *(rank in ranks for ranks in offloads for rank in replica.ranks),
-        )
+    of_group = {
+        (len(replica.ranks), *(rank in ranks for ranks in offloads for rank in replica.ranks))
         for replica in group.replicas
     }
-    return len(work) == 1 and group.replicas[0].num_microbatches > 0
+    work = {(replica.num_microbatches, replica.micro_batch_size) for replica in group.replicas}
+    classes = _classes(group)
+    return (
+        len(of_group) == 1
+        and len(work) == len(classes)
+        and 0 not in classes
+        and all(_are_apart(one, other) for one, other in combinations(classes.items(), 2))
+    )
+
+
+def _classes(group: Group) -> dict[int, list[int]]:
+    """Number of micro-batches -> the replicas that have as many."""
+    found: dict[int, list[int]] = {}
+    for number, replica in enumerate(group.replicas):
+        found.setdefault(replica.num_microbatches, []).append(number)
+    return found
+
+
+def _are_apart(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> bool:
+    """Whether the rounds of two classes (micro-batches, replicas) are never mixed.
+
+    (2 i + 1) / (2 n) = (2 j + 1) / (2 n') has solutions only if the same power of 2 divides both.
+    """
+    (count, numbers), (other_count, others) = one, other
+    if count & -count != other_count & -other_count:
+        return True
+    return numbers[-1] < others[0] or others[-1] < numbers[0]
 
 
 def _messages(lists: Mapping[int, Sequence[Action]]) -> dict[Edge, set[int]]:
@@ -165,17 +192,30 @@ class Copies:
     @classmethod
     def of(cls, plan: Plan) -> "Copies":
         """The finest cut; one copy where the blocks do not fit."""
-        sizes = [group.replicas[0].micro_batch_size for group in plan.groups]
-        rounds = [
-            len(group.replicas) * size for group, size in zip(plan.groups, sizes, strict=True)
-        ]
+        rounds, sizes = [], []
+        for group in plan.groups:
+            for numbers in _classes(group).values():
+                sizes.append(group.replicas[numbers[0]].micro_batch_size)
+                rounds.append(len(numbers) * sizes[-1])
         more = [
             each or 0
             for group in plan.groups
             for each in (group.extra_in_flight, group.delayed_samples)
         ]
         period, block = math.gcd(*rounds, *more), math.lcm(*sizes)
-        return cls(plan=plan, period=period, block=block if period % block == 0 else period)
+        cut = cls(plan=plan, period=period, block=block if period % block == 0 else period)
+        if all(cut._is_alike(number) for number in range(len(plan.groups))):
+            return cut
+        return cls(plan=plan, period=period, block=period)
+
+    def _is_alike(self, number: int) -> bool:
+        """Whether replicas of the classes follow one another in the same order in each copy."""
+        replicas = self.plan.groups[number].replicas
+        orders = {
+            tuple(replicas[member].num_microbatches for member in self._in_group(number, copy))
+            for copy in range(self.count)
+        }
+        return len(orders) == 1
 
     @property
     def count(self) -> int:
@@ -185,16 +225,15 @@ class Copies:
     def reduced_plan(self) -> Plan:
         """One copy as a plan of its own, with ranks from 0 in the order of groups and replicas."""
         groups, first = [], 0
-        for group in self.plan.groups:
-            number = len(group.replicas) // self.count
+        for number, group in enumerate(self.plan.groups):
             replicas = tuple(
                 dataclasses.replace(
-                    group.replicas[0],
+                    group.replicas[member],
                     ranks=(first + index,),
                     shard_weight=1.0,
                     rank_settings=None,
                 )
-                for index in range(number)
+                for index, member in enumerate(self._in_group(number, 0))
             )
             # Recomputation does not change the lists; of offloading that of parameters and
             # gradients does, which all replicas have or none.
@@ -208,7 +247,7 @@ class Copies:
                     delayed_samples=(group.delayed_samples or 0) // self.count or None,
                 )
             )
-            first += number
+            first += len(replicas)
         return dataclasses.replace(
             self.plan,
             global_batch_size=self.plan.global_batch_size // self.count,
@@ -244,11 +283,18 @@ class Copies:
 
     def _members(self, copy: int) -> Iterator[int]:
         """Ranks of a copy, in the order in which the reduced plan counts them."""
-        for group in self.plan.groups:
-            size = group.replicas[0].micro_batch_size
-            for index in range(len(group.replicas) // self.count):
-                start = self._sample(index * size, copy)
-                yield group.replicas[start // size].ranks[0]
+        for number, group in enumerate(self.plan.groups):
+            for member in self._in_group(number, copy):
+                yield group.replicas[member].ranks[0]
+
+    def _in_group(self, number: int, copy: int) -> list[int]:
+        """The replicas of a group that are in a copy, ascending."""
+        group, found = self.plan.groups[number], []
+        for members in _classes(group).values():
+            size = group.replicas[members[0]].micro_batch_size
+            for index in range(len(members) // self.count):
+                found.append(members[self._sample(index * size, copy) // size])
+        return sorted(found)
 
     def _sample(self, sample: int, copy: int) -> int:
         """The whole plan's name of a copy's sample."""

@@ -75,6 +75,8 @@ class Network:
         """Link -> rate of the flows on it if each had its limit."""
         self.bundles: list[_Bundle] = []
         self._numbers: dict[object, int] = {}
+        self._of_flow: dict[int, tuple[Flow, int]] = {}
+        """Identity of a flow -> itself and its bundle: many tasks have the very same flow."""
         self._changed_links: dict[int, None] = {}
         self._changed_bundles: dict[int, None] = {}
 
@@ -150,29 +152,37 @@ class Network:
         return {number: bundle.rate for bundle in self.bundles for _, number in bundle.ends}
 
     def _bundle_of(self, flow: Flow) -> int:
+        known = self._of_flow.get(id(flow))
+        if known is not None:
+            return known[1]
         key = flow.links, flow.limit_bytes_per_s
         number = self._numbers.setdefault(key, len(self.bundles))
         if number == len(self.bundles):
             self.bundles.append(_Bundle(flow))
+        self._of_flow[id(flow)] = flow, number
         return number
 
     def _tied_together(
         self, changed: Iterable[int], changed_links: Iterable[int]
     ) -> tuple[list[int], list[int]]:
         """Changed bundles, those on changed links, and all that share full links with them."""
+        bundles, crossing = self.bundles, self.crossing
+        demand, full = self.demand, self._full_bytes_per_s
         numbers = dict.fromkeys(changed)
         for link in changed_links:
-            numbers.update(dict.fromkeys(self.crossing[link]))
+            for number in crossing[link]:
+                numbers[number] = None
         links: dict[int, None] = {}
         frontier = list(numbers)
         while frontier:
-            for link, _ in self.bundles[frontier.pop()].links:
-                if link in links or self.demand[link] <= self._full_bytes_per_s[link]:
+            for link, _ in bundles[frontier.pop()].links:
+                if link in links or demand[link] <= full[link]:
                     continue
                 links[link] = None
-                found = [number for number in self.crossing[link] if number not in numbers]
-                numbers.update(dict.fromkeys(found))
-                frontier += found
+                for number in crossing[link]:
+                    if number not in numbers:
+                        numbers[number] = None
+                        frontier.append(number)
         return list(numbers), list(links)
 
     def _fill(self, numbers: Sequence[int], links: Sequence[int]) -> dict[int, float]:
@@ -181,27 +191,28 @@ class Network:
         O(n log n) in the crossings of links by bundles: a link's share only grows while others
         are settled at less, so a heap of shares is brought up to date where it is looked at.
         """
+        bundles = self.bundles
         free = {link: self.capacity[link] for link in links}
         weight = dict.fromkeys(links, 0.0)
+        usages: dict[int, list[tuple[int, float]]] = {}
         for number in numbers:
-            count = len(self.bundles[number].ends)
-            for link, usage in self.bundles[number].links:
-                if link in weight:
-                    weight[link] += usage * count
+            count = len(bundles[number].ends)
+            usages[number] = [(at, use * count) for at, use in bundles[number].links if at in free]
+            for link, usage in usages[number]:
+                weight[link] += usage
         unsettled = {link: len(self.crossing[link]) for link in links}
         rates: dict[int, float] = {}
 
         def settle(number: int, rate: float) -> None:
             rates[number] = rate
-            count = len(self.bundles[number].ends)
-            for link, usage in self.bundles[number].links:
-                if link in free:
-                    free[link] = max(0.0, free[link] - usage * count * rate)
-                    weight[link] -= usage * count
-                    unsettled[link] -= 1
+            for link, usage in usages[number]:
+                left = free[link] - usage * rate
+                free[link] = left if left > 0.0 else 0.0
+                weight[link] -= usage
+                unsettled[link] -= 1
 
         shares = [(free[link] / weight[link], link) for link in links]
-        limits = [(self.bundles[number].limit, number) for number in numbers]
+        limits = [(bundles[number].limit, number) for number in numbers]
         heapq.heapify(shares)
         heapq.heapify(limits)
         while limits:
