@@ -13,8 +13,7 @@ included:
 
 The loop is what makes unequal or slow transfers felt: an in-flight limit holds exactly the samples
 of one round of each later group, so whatever time samples spend in transfer is not covered. The
-tail is the last reduction, the sums over all ranks, the optimizer step and the first gather, as far
-as groups late in the model do not reduce while earlier ones drain, and step while those fill.
+tail is the last reduction, the sums over all ranks, the optimizer step and the gathers.
 
 breadth_first: no in-flight limits; collectives hide behind computation but for the first gather and
 the last reduction, and filling takes one chunk of each group.
@@ -210,10 +209,10 @@ class PipelineTimes:
         return found
 
     def _tail(self, pipeline: CostedPipeline) -> float:
-        """Last reduction, sums over all ranks, optimizer step and the first chunk's gather."""
+        """Last reduction, sums over all ranks, optimizer step and gathers."""
         memory = self.inputs.memory
         sharing = self.communication.groups_sharing_a_node(pipeline.candidate.device_groups)
-        reduce_s, update_s, ahead_s, fill_s = 0.0, 0.0, 0.0, 0.0
+        reduce_s, gather_s, step_s, ahead_s = 0.0, 0.0, 0.0, 0.0
         for stage, cost, num_sharing in zip(pipeline.stages, pipeline.costs, sharing, strict=True):
             parameters = self.cost_model.memory.parameters(stage.num_layers, stage.position)
             mine_s = num_sharing * self.communication.even_gather_s(
@@ -225,10 +224,9 @@ class PipelineTimes:
             back_s = num_sharing * self.communication.even_gather_s(
                 stage.device_group, memory.parameter_bytes(parameters)
             )
-            # And it begins later, with the forwards of those.
-            update_s = max(update_s, cost.step_s + back_s / stage.num_chunks - fill_s)
-            fill_s += cost.forward_s / stage.num_chunks
-        return reduce_s + self.communication.statistics_s + update_s
+            gather_s = max(gather_s, back_s)
+            step_s = max(step_s, cost.step_s)
+        return reduce_s + self.communication.statistics_s + step_s + gather_s
 
     def _collectives(self, pipeline: CostedPipeline) -> tuple[float, float, float]:
         """breadth_first: collectives of the slowest group, or its fetches of parameters beside

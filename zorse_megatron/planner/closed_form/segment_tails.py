@@ -10,8 +10,7 @@ from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 Floats = np.ndarray
-# Of a fill/drain time the backwards: what groups before one still compute when it is done. The
-# forwards are what they compute before it begins.
+# Of a fill/drain time the backwards: what groups before one still compute when it is done.
 _BACKWARDS_PART = 2 / 3
 
 
@@ -29,9 +28,7 @@ class SegmentTails:
         self.inputs = inputs
         self.units = tuple(units)
         memory, parameters = inputs.memory, cost_model.memory.layer_parameters
-        summed_bytes = memory.gradient_bytes(parameters)
-        self._num_bytes = summed_bytes + memory.parameter_bytes(parameters)
-        self._summed_part = summed_bytes / self._num_bytes
+        self._num_bytes = memory.gradient_bytes(parameters) + memory.parameter_bytes(parameters)
         self.per_layer_s = self._per_layer_s(communication)
         """[start, stop]: reduction and gather of one layer. Infinite across regions: no group is
         worth sums over a link between those."""
@@ -60,8 +57,4 @@ class SegmentTails:
         `before_s`: [..., segment, layers], fill/drain times before them.
         """
         tails_s = np.where(held > 0, self.per_layer_s[starts, stop], 0.0) * held
-        reduce_s = self._summed_part * tails_s[..., None]
-        gather_s = (1 - self._summed_part) * tails_s[..., None]
-        return np.maximum(0.0, reduce_s - _BACKWARDS_PART * before_s) + np.maximum(
-            0.0, gather_s - (1 - _BACKWARDS_PART) * before_s
-        )
+        return np.maximum(0.0, tails_s[..., None] - _BACKWARDS_PART * before_s)
