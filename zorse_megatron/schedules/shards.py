@@ -11,7 +11,6 @@ from fractions import Fraction
 Interval = tuple[int, int]
 
 STATE_PIECE_ELEMENTS = 2**24
-FLOAT32_BYTES = 4
 """Elements of a shard whose optimizer state passes through the device at once in a STEP, where it
 waits in the host: two such pieces of 16 bits training's state are 0.4 GB."""
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
+from zorse_megatron.costs.gradient_copies import widened_bytes
 from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.gradient_offloads import offloaded_gradients
-from zorse_megatron.schedules.shards import FLOAT32_BYTES, largest_piece, state_pieces
+from zorse_megatron.schedules.shards import largest_piece, state_pieces
 from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
@@ -148,17 +149,16 @@ class Residency:
         Of all at once, as stock does; where the step is made in parts, of one part (see
         `adapter.session_optimizer`).
         """
-        owned = [
-            self.sizes.shards[chunk][self.rank]
-            for chunk in self._chunks
-            if self.sizes.memory_of(chunk).gradient_bytes(1000) < 1000 * FLOAT32_BYTES
-        ]
         offload = self.sizes.settings[self.rank].offload
-        if offload.optimizer_state:
-            return FLOAT32_BYTES * max(map(largest_piece, owned), default=0)
-        if offload.parameters or offload.gradients:
-            return FLOAT32_BYTES * max(owned, default=0)
-        return FLOAT32_BYTES * sum(owned)
+        of_piece = largest_piece if offload.optimizer_state else int
+        each = [
+            widened_bytes(
+                self.sizes.memory_of(chunk), of_piece(self.sizes.shards[chunk][self.rank])
+            )
+            for chunk in self._chunks
+        ]
+        in_parts = offload.optimizer_state or offload.parameters or offload.gradients
+        return max(each, default=0) if in_parts else sum(each)
 
     def shard_of_gradients(self, chunk: int) -> int:
         """Bytes of what the rank owns of a chunk's reduced gradients."""

@@ -1,7 +1,8 @@
 """Stock Megatron at its best: on all GPUs, and on the best subset of them.
 
 One answer for everybody who compares with stock. The simulator runs stock's own 1F1B, whose
-transfers stop the ranks (`STOCK_1F1B`), and its interleaved schedule, whose transfers do not.
+transfers stop the ranks (`STOCK_1F1B`), and its interleaved schedule, of whose transfers only the
+sends of activations do (`STOCK_INTERLEAVED`).
 """
 
 from collections import Counter

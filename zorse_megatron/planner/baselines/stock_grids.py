@@ -93,24 +93,24 @@ def _grids_of(inputs: Inputs, tensor: int) -> Iterator[Grid]:
         width = replicas // stages
         if replicas % stages or batch % width:
             continue
-        for virtual, size, mode in itertools.product(
-            range(1, inputs.num_layers + 1), _SIZES, _MODES
-        ):
+        # Stock interleaves stages, not a single one.
+        for virtual in range(1, inputs.num_layers + 1) if stages > 1 else (1,):
             split = even_stages(inputs.num_layers, stages * virtual)
-            if split is None or mode not in inputs.space.recompute or batch % (width * size):
+            if split is None:
                 continue
-            # Stock interleaves stages, and takes micro-batches through them in rounds.
-            if virtual > 1 and (stages == 1 or batch // (width * size) % stages):
-                continue
-            yield Grid(
-                layers=split[0],
-                counts_ends=split[1],
-                width=width,
-                micro_batch_size=size,
-                mode=mode,
-                tensor=tensor,
-                virtual=virtual,
-            )
+            for size, mode in itertools.product(_SIZES, _MODES):
+                count, rest = divmod(batch // width, size)
+                in_rounds = virtual == 1 or count % stages == 0
+                if mode in inputs.space.recompute and not rest and in_rounds:
+                    yield Grid(
+                        layers=split[0],
+                        counts_ends=split[1],
+                        width=width,
+                        micro_batch_size=size,
+                        mode=mode,
+                        tensor=tensor,
+                        virtual=virtual,
+                    )
 
 
 def tensor_degrees(inputs: Inputs) -> list[int]:

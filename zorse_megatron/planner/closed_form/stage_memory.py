@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zorse_megatron.costs.gradient_copies import widened_bytes
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.planner.closed_form.device_groups import GpuClass
 from zorse_megatron.planner.closed_form.stage import (
@@ -26,7 +27,7 @@ from zorse_megatron.planner.closed_form.stage_formulas import (
 )
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schedules.send_closings import SENDS_BEHIND
-from zorse_megatron.schedules.shards import FLOAT32_BYTES, largest_piece, passing_at_most
+from zorse_megatron.schedules.shards import largest_piece, passing_at_most
 
 # Boundary activations that are on the way in and out at once, beside those in flight: what was sent
 # lately, the output that is being made, and what is received early.
@@ -51,8 +52,6 @@ class StageMemory:
         self._unsharded: dict[tuple[int, int, str, bool, bool], int] = {}
         self.head = costs.head_bytes(1)
         self.layer_parameters = costs.layer_parameters()
-        self.is_narrow = costs.gradient_bytes(1000) < 1000 * FLOAT32_BYTES
-        """Whether gradients are accumulated in 16 bits."""
 
     def kept(self, kind: str, mode: RecomputeMode = "none") -> int:
         """What a layer keeps of a sample on a kind of GPU."""
@@ -123,11 +122,12 @@ class StageMemory:
         """
         capacity_bytes, kind = gpu_class.capacity_bytes, gpu_class.kind
         in_passes = capacity_bytes - self.local_bytes(stage, settings, size, count, kind)
-        if not (settings.offload_state or self.is_narrow):
+        widened = self._widened_bytes(stage, settings)
+        if not (settings.offload_state or widened):
             return in_passes
         resident = 0 if stage.position.schedule == "breadth_first" else self._unsharded_bytes(stage)
         parameters = self.parameters(stage.num_layers, stage.position)
-        resident += self._widened_bytes(stage, settings) + stage.reserve_bytes
+        resident += widened + stage.reserve_bytes
         if settings.offload_state:
             resident += self.costs.state_bytes(passing_at_most(parameters))
         if settings.offload_parameters:  # of the two chunks whose pieces pass through
@@ -140,14 +140,12 @@ class StageMemory:
 
     def _widened_bytes(self, stage: Stage, settings: MemorySettings) -> int:
         """fp32 copies of gradients in a step, if shards are even; see `simulate.residency`."""
-        if not self.is_narrow:
-            return 0
         parameters = self.parameters(stage.num_layers, stage.position)
         owned = -(-parameters // len(stage.device_group.ranks))
         if settings.offload_state:
-            return FLOAT32_BYTES * largest_piece(owned)
+            return widened_bytes(self.costs, largest_piece(owned))
         in_parts = settings.offload_parameters or settings.offload_gradients
-        return FLOAT32_BYTES * -(-owned // (stage.num_chunks if in_parts else 1))
+        return widened_bytes(self.costs, -(-owned // (stage.num_chunks if in_parts else 1)))
 
     def local_bytes(
         self, stage: Stage, settings: MemorySettings, size: int, count: float, kind: str
