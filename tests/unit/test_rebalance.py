@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from math import isclose
@@ -22,11 +23,11 @@ from zorse_megatron.rebalance.balancer import (
 from zorse_megatron.rebalance.counts import ReplicaTime, best_counts
 from zorse_megatron.rebalance.held import held
 from zorse_megatron.rebalance.prepare import Preparation, Prepared
-from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.actions import Action, ActionLists, Kind
 from zorse_megatron.schedules.list_queries import edges_of
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.policy import Worker
-from zorse_megatron.schedules.samples import micro_batches
+from zorse_megatron.schedules.samples import micro_batches, replica_micro_batches
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schema.plan.plan_rules import problems_of
 
@@ -194,11 +195,46 @@ def test_other_counts_run_where_the_plan_fits(data: st.DataObject, plan: Plan) -
     event("other counts" if counts != counts_of(plan) else "the same")
     assert problems_of(prepared.plan) == ()
     assert counts_of(prepared.plan) == counts
+    for rank in range(plan.world_size):
+        before, after = (_most_kept(of, one, rank) for of, one in ((plan, lists), _ran(prepared)))
+        assert after <= before
     for before, after in zip(plan.groups, prepared.plan.groups, strict=True):
         assert micro_batches(after)[-1].stop == plan.global_batch_size
         for old, new in zip(before.replicas, after.replicas, strict=True):
             assert bool(old.num_microbatches) == bool(new.num_microbatches)
             assert replace(new, num_microbatches=old.num_microbatches) == old
+
+
+def _ran(prepared: Prepared) -> tuple[Plan, ActionLists]:
+    return prepared.plan, prepared.lists
+
+
+def _most_kept(plan: Plan, lists: ActionLists, rank: int) -> int:
+    """Most layers of samples that a rank keeps from forwards to backwards at any one time."""
+    sizes = [each.size for each in replica_micro_batches(plan, rank)]
+    kept: Counter[tuple[int | None, int | None]] = Counter()
+    most = 0
+    for action in lists.ranks[rank]:
+        if action.kind is Kind.FORWARD:
+            first, stop = plan.chunks[action.chunk or 0].layers
+            kept[action.chunk, action.micro_batch] = (stop - first) * sizes[action.micro_batch or 0]
+        elif action.kind is Kind.BACKWARD:
+            del kept[action.chunk, action.micro_batch]
+        most = max(most, kept.total())
+    return most
+
+
+def test_counts_that_would_take_more_memory_are_refused() -> None:
+    """Breadth first has all micro-batches in flight, but on the last chunk."""
+    plan = replace(
+        _plan(((1, 4), (1, 4)), ((1, 4), (1, 4))), schedule=Schedule(name="breadth_first")
+    )
+    lists = lower_plan(plan)
+    preparation = Preparation.of(
+        plan, lists, tied=False, links=frozenset(itertools.permutations(range(4), 2))
+    )
+    refused = preparation.prepare(((2, 6), (4, 4)))
+    assert isinstance(refused, str) and refused.startswith("rank 1 would hold more")
 
 
 def _counts_for(plan: Plan, seconds_of: Callable[[Worker], float]) -> Counts:
