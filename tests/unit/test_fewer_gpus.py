@@ -1,0 +1,91 @@
+"""The file of a cluster without some of its GPUs, against the whole cluster's topology."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zorse_megatron.errors import ClusterError
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.fewer_gpus import joined_without, nodes_without, text_with_gpus
+
+SITES = b"""
+gpu_kinds:
+  - {name: half, like: A100-40, memory: 20GB}
+  - {name: other, like: T4, memory: 8GB}
+nodes:
+  - {name: a, count: 3, gpus: 2 x half, nics: 100 Gb/s, switch: leaf, region: west}
+  - {gpus: [1 x A100-40, 2 x T4], nics: 2 x 50 Gb/s, region: west, host_memory: 64GiB}
+  - {instance: g5.12xlarge, region: east}
+  - {name: far, gpus: 2 x other, nics: 10 Gb/s, region: north}
+switches:
+  - {name: leaf, region: west, uplink: {to: top, bandwidth: 200 Gb/s}}
+  - {name: top, region: west, uplink: {bandwidth: 400 Gb/s}}
+  - {name: unused, region: west}
+between_regions:
+  - {regions: [west, east], bandwidth: 5 Gb/s, latency: 20 ms}
+  - {regions: [east, north], bandwidth: 1 Gb/s, latency: 60 ms}
+"""
+WHOLE = parse_cluster(SITES)
+
+
+def reduced(whole: Cluster, ranks: set[int]) -> list[tuple[object, ...]]:
+    """What each kept GPU is and is connected by."""
+    return [
+        (
+            node.name,
+            kind,
+            whole.kinds[kind],
+            node.link,
+            node.nics,
+            node.host_link_bytes_per_s,
+            node.host_memory_bytes,
+            node.region,
+            node.switch,
+        )
+        for node in whole.nodes
+        for rank, kind in zip(node.ranks, node.gpu_kinds, strict=True)
+        if rank in ranks
+    ]
+
+
+@given(ranks=st.sets(st.integers(0, WHOLE.world_size - 1), min_size=1))
+def test_kept_gpus_are_as_they_were(ranks: set[int]) -> None:
+    """Kind, node, links, region and switch of each; links between regions that are left."""
+    if not joined_without(WHOLE, ranks):
+        with pytest.raises(ClusterError, match="by way of one that is left out"):
+            text_with_gpus(SITES, ranks)
+        return
+    fewer = parse_cluster(text_with_gpus(SITES, ranks, header="Fewer.\nOf them.").encode())
+    assert reduced(fewer, set(range(fewer.world_size))) == reduced(WHOLE, ranks)
+    regions = set(fewer.regions)
+    assert set(fewer.region_links) == {
+        link for link in WHOLE.region_links if regions.issuperset(link.regions)
+    }
+    above = {switch.name: switch for switch in WHOLE.switches}
+    assert {"leaf", "top"}.intersection(each.name for each in fewer.switches) == (
+        {"leaf", "top"} if any(node.switch for node in fewer.nodes) else set()
+    )
+    assert all(above[switch.name] == switch for switch in fewer.switches)
+
+
+def test_the_whole_cluster_stays_as_written() -> None:
+    """Entries with names keep their short forms and counts."""
+    text = Path("examples/zorse-paper-cluster-c.yaml").read_bytes()
+    whole = parse_cluster(text)
+    again = text_with_gpus(text, range(whole.world_size))
+    assert parse_cluster(again.encode()) == whole
+    assert "count: " in again
+
+
+def test_unknown_nodes_and_ranks_are_refused() -> None:
+    """Nodes are named as `count` numbers them."""
+    assert nodes_without(WHOLE, ["a-1", "far"], source="--without") == (0, 1, 4, 5, *range(6, 13))
+    with pytest.raises(ClusterError, match="no node a, b"):
+        nodes_without(WHOLE, ["a", "b", "a-0"], source="--without")
+    with pytest.raises(ClusterError, match=r"ranks \[15, 99\]"):
+        text_with_gpus(SITES, [0, 15, 99])
+    with pytest.raises(ClusterError, match="no ranks"):
+        text_with_gpus(SITES, [])
