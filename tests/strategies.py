@@ -304,6 +304,7 @@ _MEMORY_SETTINGS: dict[str, SearchStrategy[Any]] = {
     "offload": st.none()
     | st.builds(Offload, parameters=_FLAG, optimizer_state=_FLAG, activations=_FLAG),
 }
+_REPLICA_OPTIONS = {"region": st.none() | NAMES, **_MEMORY_SETTINGS}
 _GROUP_OPTIONS = {
     "name": st.none() | NAMES,
     **_MEMORY_SETTINGS,
@@ -316,7 +317,7 @@ def _replica_options(draw: DrawFn, with_options: bool, ranks: Sequence[int]) -> 
     """Settings of a replica's own, and for a set offloading by rank."""
     if not with_options or not draw(_FLAG):
         return {}
-    found = {name: draw(values) for name, values in _MEMORY_SETTINGS.items()}
+    found = {name: draw(values) for name, values in _REPLICA_OPTIONS.items()}
     if len(ranks) > 1 and draw(_FLAG):
         found["rank_settings"] = tuple(
             RankSettings(offload=draw(_MEMORY_SETTINGS["offload"])) for _ in ranks

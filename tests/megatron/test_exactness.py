@@ -31,6 +31,7 @@ from tests.megatron.comparison import (
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.strategies import plans
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.samples import replica_micro_batches
 from zorse_megatron.schema.plan.plan import Hop, Plan
 
 MAX_LOSS_DIFFERENCE = 2e-5
@@ -195,6 +196,36 @@ def test_slow_messages_change_the_order_alone(corpus: Path) -> None:
     assert lower_plan(slow) != lower_plan(plan)
     flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5")
     assert_equal_runs(plan_run(slow, flags), stock_run(flags))
+
+
+def test_regions_change_which_rank_runs_a_sample_alone(corpus: Path) -> None:
+    plan = LAYOUTS["3|2"]
+    regions = (("east", "west", "east"), ("west", "east"))
+    apart = replace(
+        plan,
+        groups=tuple(
+            replace(
+                group,
+                replicas=tuple(
+                    replace(each, region=region)
+                    for each, region in zip(group.replicas, row, strict=True)
+                ),
+            )
+            for group, row in zip(plan.groups, regions, strict=True)
+        ),
+    )
+    assert micro_batches_of(apart) != micro_batches_of(plan)
+    flags = flags_for(corpus, *MASKED, "--clip-grad", "0.5")
+    assert_equal_runs(plan_run(apart, flags), stock_run(flags))
+
+
+def micro_batches_of(plan: Plan) -> set[tuple[int, int, int]]:
+    """(rank, first sample, end)."""
+    return {
+        (rank, each.start, each.stop)
+        for rank in range(plan.world_size)
+        for each in replica_micro_batches(plan, rank)
+    }
 
 
 def test_evaluation_follows_stock(corpus: Path) -> None:

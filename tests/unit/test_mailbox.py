@@ -89,7 +89,7 @@ def mailbox_of(dtype=torch.float32, neighbours=None):
 
 
 def micro_batch(index: int, start: int, stop: int) -> MicroBatch:
-    return MicroBatch(replica=0, index=index, start=start, stop=stop)
+    return MicroBatch(replica=0, index=index, turn=start, start=start, stop=stop)
 
 
 def actions_of(words: str) -> tuple[Action, ...]:

@@ -82,8 +82,8 @@ def test_what_comes_between_iterations_is_not_counted() -> None:
 
 
 def test_a_course_changes_between_global_batches() -> None:
-    first = (MicroBatch(replica=0, index=0, start=0, stop=4),)
-    then = (MicroBatch(replica=0, index=0, start=0, stop=2), *first)
+    first = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=4),)
+    then = (MicroBatch(replica=0, index=0, turn=0, start=0, stop=2), *first)
     course = Course(first)
     assert course.cut(0) == course.cut(1) == first
     course.change(2, then)

@@ -6,7 +6,7 @@ from zorse_megatron.schedules.samples import (
     MicroBatch,
     MicroBatchKey,
     Piece,
-    micro_batches,
+    layouts,
     pieces,
 )
 from zorse_megatron.schema.plan.plan import Plan
@@ -32,8 +32,8 @@ class Boundaries:
         self.groups = tuple(chunk.group for chunk in plan.chunks)
         """Chunk -> the number of its group."""
         self.last = len(self.groups) - 1
-        layouts = [micro_batches(group) for group in plan.groups]
-        self.queues = [_by_replica(layout) for layout in layouts]
+        laid_out = layouts(plan)
+        self.queues = [_by_replica(layout) for layout in laid_out]
         """Group -> replica -> its micro-batches in order; only replicas that have any."""
         # With several chunks per group the same pair of groups meets again and again.
         found: dict[tuple[int, int], Boundary] = {}
@@ -42,7 +42,7 @@ class Boundaries:
         for source, target in zip(self.groups, self.groups[1:], strict=False):
             if (source, target) not in found:
                 found[source, target] = boundary = Boundary(is_local=source == target)
-                for piece in pieces(layouts[source], layouts[target]):
+                for piece in pieces(laid_out[source], laid_out[target]):
                     boundary.by_source.setdefault(piece.source.key, []).append(piece)
                     boundary.by_target.setdefault(piece.target.key, []).append(piece)
             self.after_chunk.append(found[source, target])

@@ -77,7 +77,7 @@ class Pipeline:
                 order += [Computation(chunk=chunk, kind=kind, micro_batch=m) for m in worker.queue]
             way = 1 if forward else -1
             order.sort(
-                key=lambda work: (work.micro_batch.start // samples_per_round, way * work.chunk)
+                key=lambda work: (work.micro_batch.turn // samples_per_round, way * work.chunk)
             )
 
     def _dependencies(self) -> list[dict[tuple[bool, MicroBatchKey], int]]:
@@ -145,7 +145,7 @@ class Pipeline:
             for work in worker.heads()
             if (has_room or not work.forward) and self._is_ready(worker, work)
         ]
-        return min(ready, key=lambda w: (w.forward, w.micro_batch.start, -w.chunk), default=None)
+        return min(ready, key=lambda w: (w.forward, w.micro_batch.turn, -w.chunk), default=None)
 
     def _is_ready(self, worker: ReplicaProgress, work: Computation) -> bool:
         if not work.forward and worker.done[work.chunk, True] <= work.micro_batch.index:
@@ -190,7 +190,7 @@ class Pipeline:
         """
         self.was_stuck = True
         ready = [
-            (work.forward, work.micro_batch.start, -work.chunk, key, work)
+            (work.forward, work.micro_batch.turn, -work.chunk, key, work)
             for key, worker in self.workers.items()
             for work in worker.heads()
             if self._is_ready(worker, work)

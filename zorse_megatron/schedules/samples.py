@@ -6,6 +6,8 @@ laid out in the order in which equally loaded replicas would finish them, so tha
 works on early samples early and the next group can start. With equal replicas this is the order
 of Megatron's own data-parallel sampler (`MegatronPretrainingSampler`).
 
+Replicas in several regions share the samples out by `region_lanes`, so that few change region.
+
 Between two groups, a micro-batch may feed parts of several micro-batches, and be fed by several:
 the pieces are the overlaps of their intervals. No divisibility is asked for.
 """
@@ -13,7 +15,10 @@ the pieces are the overlaps of their intervals. No divisibility is asked for.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
 
+from zorse_megatron.schedules.region_lanes import Lanes, Slot
 from zorse_megatron.schema.plan.plan import Group, Plan
 
 
@@ -21,13 +26,15 @@ from zorse_megatron.schema.plan.plan import Group, Plan
 class MicroBatch:
     """One micro-batch of one replica: samples [start, stop) of the global batch.
 
-    `index` counts the replica's own micro-batches, in sample order and in execution order.
+    `index` counts the replica's own micro-batches, in execution order. `turn` is how many samples
+    its group runs before it, if all replicas are equally loaded: `start`, but for regions.
     """
 
     replica: int
     index: int
     start: int
     stop: int
+    turn: int
 
     @property
     def size(self) -> int:
@@ -54,8 +61,11 @@ class Piece:
     stop: int
 
 
-def micro_batches(group: Group) -> tuple[MicroBatch, ...]:
-    """Lay a group's micro-batches out over the global batch, in sample order."""
+def micro_batches(group: Group, lanes: Lanes | None = None) -> tuple[MicroBatch, ...]:
+    """Lay a group's micro-batches out over the global batch, in the order of their turns.
+
+    `lanes`: of a plan with several regions.
+    """
     # At (2 * index + 1) / (2 * num_microbatches) of the step, in integers.
     whole = math.lcm(*(replica.num_microbatches or 1 for replica in group.replicas))
     finish_order = sorted(
@@ -63,17 +73,32 @@ def micro_batches(group: Group) -> tuple[MicroBatch, ...]:
         for number, replica in enumerate(group.replicas)
         for index in range(replica.num_microbatches)
     )
-    start = 0
-    laid_out = []
-    for _, number, index in finish_order:
-        stop = start + group.replicas[number].micro_batch_size
-        laid_out.append(MicroBatch(replica=number, index=index, start=start, stop=stop))
-        start = stop
-    return tuple(laid_out)
+    sizes = [group.replicas[number].micro_batch_size for _, number, _ in finish_order]
+    turns = list(accumulate(sizes, initial=0))
+    starts: Sequence[int] = turns
+    if lanes is not None:
+        regions = [group.replicas[number].region for _, number, _ in finish_order]
+        starts = lanes.starts([Slot(size=s, region=r) for s, r in zip(sizes, regions, strict=True)])
+    return tuple(
+        MicroBatch(replica=number, index=index, start=start, stop=start + size, turn=turn)
+        for (_, number, index), start, size, turn in zip(
+            finish_order, starts, sizes, turns, strict=False
+        )
+    )
+
+
+def layouts(plan: Plan) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Group -> its micro-batches, in the order of their turns."""
+    lanes = Lanes.of(plan)
+    return tuple(micro_batches(group, lanes) for group in plan.groups)
 
 
 def pieces(sources: Sequence[MicroBatch], targets: Sequence[MicroBatch]) -> tuple[Piece, ...]:
-    """Overlaps of two layouts of the same global batch, in sample order; O(sources + targets)."""
+    """Overlaps of two layouts of the same global batch, in sample order.
+
+    O(sources + targets) where these are in sample order, else O(n log n).
+    """
+    sources, targets = (sorted(each, key=attrgetter("start")) for each in (sources, targets))
     found = []
     left = right = 0
     while left < len(sources) and right < len(targets):
@@ -91,4 +116,5 @@ def pieces(sources: Sequence[MicroBatch], targets: Sequence[MicroBatch]) -> tupl
 def replica_micro_batches(plan: Plan, rank: int) -> tuple[MicroBatch, ...]:
     """The micro-batches that `rank` runs, in execution order."""
     group, replica = plan.replica_of_rank(rank)
-    return tuple(m for m in micro_batches(plan.groups[group]) if m.replica == replica)
+    laid_out = micro_batches(plan.groups[group], Lanes.of(plan))
+    return tuple(m for m in laid_out if m.replica == replica)

@@ -26,7 +26,8 @@ decides by the bandwidth of links and by how many flows of each sort cross them,
 step it stops all flows of a sort or none. So it is enough to simulate one copy of each class, with
 each of its flows counted as often on a link as copies of it cross that link.
 
-The swaps of a tied embedding run between copies, so a plan with one is not merged.
+The swaps of a tied embedding run between copies, so a plan with one is not merged; nor is one with
+replicas in several regions, whose samples are laid out otherwise.
 """
 
 import dataclasses
@@ -39,6 +40,7 @@ from itertools import combinations
 from zorse_megatron.costs.interface import CommCost
 from zorse_megatron.schedules.actions import SENDS, TRANSFERS, Action, ActionLists
 from zorse_megatron.schedules.lower import lower_unless_stuck
+from zorse_megatron.schedules.region_lanes import Lanes
 from zorse_megatron.schema.plan.memory_settings import (
     ranks_that_offload_gradients,
     ranks_that_offload_parameters,
@@ -82,7 +84,8 @@ def find_equal_ranks(
     ends = {plan.chunks[0].group, plan.chunks[-1].group}
     swaps = sizes.tied and len(ends) == 2 and not forward_only
     offloads = ranks_that_offload_parameters(plan), ranks_that_offload_gradients(plan)
-    if swaps or not all(_is_even(group, offloads) for group in plan.groups):
+    in_lanes = Lanes.of(plan) is not None
+    if swaps or in_lanes or not all(_is_even(group, offloads) for group in plan.groups):
         return None
     copies = Copies.of(plan)
     if copies.count == 1:

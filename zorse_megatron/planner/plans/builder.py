@@ -12,6 +12,7 @@ from zorse_megatron.planner.closed_form.stage import ClassSettings, MemorySettin
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
 from zorse_megatron.planner.closed_form.water_filling import water_fill
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.plans.regions import with_regions
 from zorse_megatron.planner.plans.transfer_costs import with_hops
 from zorse_megatron.schema.plan.plan import (
     Chunk,
@@ -66,6 +67,7 @@ class Builder:
             cluster=self.inputs.cluster,
         )
         units = self.inputs.units
+        plan = with_regions(plan, self.inputs.spec)
         return plan if units is None else units.expanded(plan)
 
     def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:

@@ -98,6 +98,8 @@ class Replica:
     """Micro-batches per iteration; 0 for a replica that only holds state."""
     shard_weight: Weight
     """Relative share of the group's training state; 0 for a replica that owns none."""
+    region: str | None = None
+    """Where the ranks are; samples stay in a region where counts allow. Absent: nowhere special."""
     parts: Parts | None = None
     """Unequal parts of the ranks of a tensor-parallel set, in their order; absent: equal parts."""
     recompute: Recompute | None = None
