@@ -161,6 +161,7 @@ def test_examples_are_the_clusters_of_the_paper():
     assert sizes == {
         **dict.fromkeys(("mini-a", "mini-b", "mini-c"), 8),
         "two-node-lab": 8,
+        "two-sites": 8,
         "zorse-paper-cluster-a": 20,
         "zorse-paper-cluster-b": 64,
         "zorse-paper-cluster-c": 128,

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import training_flags
-from zorse_megatron.cli.commands.zorse_plan import strategy_named
 from zorse_megatron.cli.console import print_json, print_plain, print_table, reported_errors
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
@@ -24,6 +23,7 @@ from zorse_megatron.cli.options import (
     SeqLength,
 )
 from zorse_megatron.cli.plan_answer import not_trainable_yet
+from zorse_megatron.cli.plan_options import strategy_named
 from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_of_workload, needed_batch_size

@@ -1,0 +1,167 @@
+"""Options of `zorse plan`, and what their values mean."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast, get_args
+
+import typer
+
+from zorse_megatron.cli.console import CommandError
+from zorse_megatron.errors import Problem
+from zorse_megatron.schema.plan.plan import GradientCommDtype
+from zorse_megatron.schema.text.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.outcome import Strategy
+    from zorse_megatron.planner.selection.points import Objective
+
+StrategyName = Annotated[
+    str, typer.Option("--strategy", help="zorse, or a baseline: stock, zorse-paper or cephalo.")
+]
+GradientCommDtypeName = Annotated[
+    str | None,
+    typer.Option(
+        "--wire",
+        help="Communication dtype for gradients, bf16 or fp16, used by the groups it makes faster. "
+        "Gradients are still summed in fp32, but sending rounds them. Default: none.",
+    ),
+]
+MaxTensorParallel = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tp",
+        min=1,
+        help="Most ranks of a tensor-parallel set; 1: no sets. Default: a node's GPUs.",
+    ),
+]
+SetsAcrossNodes = Annotated[
+    bool,
+    typer.Option("--sets-across-nodes", help="Let tensor-parallel sets have ranks on two nodes."),
+]
+EqualParts = Annotated[
+    bool,
+    typer.Option("--equal-parts", help="Give the ranks of a tensor-parallel set equal parts only."),
+]
+SplitBackward = Annotated[
+    bool,
+    typer.Option(
+        "--split-backward",
+        help="Let groups compute weight gradients apart from backwards where that is faster and "
+        "fits. Needs --transformer-impl local in training.",
+    ),
+]
+MayLeaveOut = Annotated[
+    bool,
+    typer.Option(
+        "--may-leave-out",
+        help="Leave GPUs out where that is faster; they stay as spares. Needs --used-cluster.",
+    ),
+]
+ObjectiveName = Annotated[
+    str | None,
+    typer.Option(
+        "--objective",
+        help="fastest, or cheapest: the lowest price of a token, by the prices of the cluster "
+        "file. Implies --may-leave-out. Default: fastest.",
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget",
+        metavar="PRICE",
+        help="The most that 10^9 tokens may cost. Implies --may-leave-out.",
+    ),
+]
+UsedCluster = Annotated[
+    Path | None,
+    typer.Option(
+        "--used-cluster",
+        metavar="YAML",
+        help="Write the cluster file of the GPUs that the plan uses, for zorse launch and others.",
+    ),
+]
+FrontierToWrite = Annotated[
+    Path | None,
+    typer.Option(
+        "--frontier",
+        metavar="PNG",
+        help="Draw price and speed of the selections of GPUs that were searched.",
+    ),
+]
+PlanToWrite = Annotated[
+    Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan to this file.")
+]
+PageToWrite = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="HTML",
+        help="Write a report page: timeline, memory, the best stock layout, and what one more "
+        "GPU would bring (one more search per kind of GPU).",
+    ),
+]
+
+
+def strategy_named(name: str) -> "Strategy":
+    """Return the strategy of that name. Raises CommandError for another text."""
+    from zorse_megatron.planner.outcome import STRATEGIES
+
+    for known in STRATEGIES:
+        if name == known:
+            return known
+    problem = Problem(
+        where="--strategy",
+        found=f'"{name}"',
+        expected=f"one of {', '.join(STRATEGIES)}",
+        remedy=did_you_mean(name, STRATEGIES),
+    )
+    raise CommandError("the command cannot be run", [problem])
+
+
+def communication_dtype_named(name: str | None) -> GradientCommDtype | None:
+    """Return the type of that name. Raises CommandError for another text."""
+    if name is None:
+        return None
+    for known in get_args(GradientCommDtype):
+        if name == known:
+            return cast(GradientCommDtype, known)
+    problem = Problem(
+        where="--wire",
+        found=f'"{name}"',
+        expected="bf16 or fp16",
+        remedy="Omit it to send gradients in the dtype they are accumulated in.",
+    )
+    raise CommandError("the command cannot be run", [problem])
+
+
+def objective_named(
+    name: str | None, budget: float | None, may_leave_out: bool
+) -> "Objective | None":
+    """Return what to select GPUs by; None: all GPUs are used. Raises CommandError."""
+    from zorse_megatron.planner.selection.points import AIMS, Objective
+
+    if name is None and budget is None and not may_leave_out:
+        return None
+    problems = []
+    aim = next((each for each in AIMS if each == (name or "fastest")), None)
+    if aim is None:
+        problems.append(
+            Problem(
+                where="--objective",
+                found=f'"{name}"',
+                expected=f"one of {', '.join(AIMS)}",
+                remedy=did_you_mean(name or "", AIMS),
+            )
+        )
+    if budget is not None and not 0 < budget < float("inf"):
+        problems.append(
+            Problem(
+                where="--budget",
+                found=f"{budget}",
+                expected="a price above 0",
+                remedy="Give the most that 10^9 tokens may cost.",
+            )
+        )
+    if problems or aim is None:
+        raise CommandError("the command cannot be run", problems)
+    return Objective(aim=aim, most_per_gtoken=budget)
