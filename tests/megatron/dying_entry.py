@@ -17,6 +17,7 @@ import torch
 
 from tests.megatron.recording_entry import record
 from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.pretrain import main
 from zorse_megatron.schedules.actions import Kind
 
 HOW, RANK, WHEN = os.environ["ZORSE_TEST_DEATH"].split(":")
@@ -85,4 +86,7 @@ if __name__ == "__main__":
             where = {"host": "_forward", "oom-step": "_on_state"}
             name = where.get(HOW, "_backward")
             setattr(Executor, name, dying(getattr(Executor, name)))
-    record()
+    if "ZORSE_TEST_RECORD" in os.environ:
+        record()
+    else:
+        main()

@@ -22,6 +22,7 @@ from zorse_megatron.cli.commands.zorse_explain import explain
 from zorse_megatron.cli.commands.zorse_launch import launch
 from zorse_megatron.cli.commands.zorse_plan import plan
 from zorse_megatron.cli.commands.zorse_profile import profile
+from zorse_megatron.cli.commands.zorse_replan import replan
 from zorse_megatron.cli.commands.zorse_schema import schema
 from zorse_megatron.cli.commands.zorse_simulate import simulate
 from zorse_megatron.cli.commands.zorse_status import status
@@ -38,6 +39,7 @@ app.command(cls=TakesTrainingFlags)(compare)
 app.command("compare-plans", cls=TakesTrainingFlags)(compare_plans)
 app.command(cls=TakesTrainingFlags)(check)
 app.command(cls=TakesTrainingFlags)(launch)
+app.command(cls=TakesTrainingFlags)(replan)
 app.command()(status)
 app.command()(actions)
 app.command()(schema)

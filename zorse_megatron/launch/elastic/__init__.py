@@ -1,0 +1,1 @@
+"""A job that goes on with the nodes that are left."""
