@@ -80,6 +80,11 @@ class BenchCosts:
     ) -> int:
         return micro_batch_size * (33_554_432 if mode == "full" else 570_425_344)
 
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        return (self.activation_bytes(micro_batch_size, mode, kind),)
+
     def delayed_bytes(self, micro_batch_size: int) -> int:
         return micro_batch_size * 400_000_000
 

@@ -157,12 +157,11 @@ def _with_moves(draw: DrawFn, group: Group, may_offload_parameters: bool) -> Gro
 
 def _moves(draw: DrawFn, may_offload_parameters: bool) -> dict[str, Any]:
     recompute = draw(_RECOMPUTES)
-    is_full = recompute == Recompute(mode="full")
     offload = Offload(
         parameters=may_offload_parameters and draw(_FLAG),
         optimizer_state=draw(_FLAG),
         gradients=may_offload_parameters and draw(_FLAG),
-        activations=is_full and draw(_FLAG),
+        activations=draw(_FLAG),
     )
     return {"recompute": recompute, "offload": offload}
 

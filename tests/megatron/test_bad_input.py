@@ -91,8 +91,8 @@ BAD_PLANS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("layer 1", "groups[0]", "groups[1]"),
     ),
     "not executed yet": (
-        edit(lambda p: p["groups"][0].update(offload={"activations": True})),
-        ("groups[0].offload.activations", "recompute"),
+        edit(lambda p: p["groups"][0].update(offload={"parameters": True})),
+        ("groups[0].offload.parameters", "breadth_first"),
     ),
 }
 

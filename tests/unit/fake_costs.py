@@ -85,6 +85,11 @@ class FakeMemory:
     ) -> int:
         return self.kept[mode] * micro_batch_size
 
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        return (self.activation_bytes(micro_batch_size, mode, kind),)
+
     def delayed_bytes(self, micro_batch_size: int) -> int:
         return self.delayed * micro_batch_size
 

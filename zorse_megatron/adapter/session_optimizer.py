@@ -9,6 +9,7 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.arguments.compute_dtype import with_one_loss_scale
 from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
+from zorse_megatron.adapter.memory.kept_in_host import kept_bytes_by_chunk
 from zorse_megatron.adapter.memory.session_memory import share_host_memory
 from zorse_megatron.adapter.optimizer.build_optimizer import build_uneven_optimizer
 from zorse_megatron.adapter.optimizer.shard_update import choose_update, say_update
@@ -95,16 +96,25 @@ def _leave_update_to_list(optimizers: Iterable[Any]) -> None:
 def _check_host_memory(session: PlanSession, models: list[Any]) -> None:
     """Before the first step, once the optimizer exists; see `share_host_memory`."""
     config = get_model_config(models[0])
-    samples = max((m.size for m in session.micro_batches), default=0)
-    elements = samples * session.sequence_length * config.hidden_size
+    by_chunk = dict(zip(session.chunks, models, strict=True))
+    on_gpu = session.host_link is not None and session.host_link.is_cuda
     share_host_memory(
         session.plan,
         session.rank,
         session.host_link,
-        dict(zip(session.chunks, models, strict=True)),
+        by_chunk,
         session.optimizers,
         actions=session.training.ranks[session.rank],
-        boundary_bytes=elements * boundary_dtype(config).itemsize,
+        kept_bytes=partial(
+            kept_bytes_by_chunk,
+            by_chunk,
+            samples=max((m.size for m in session.micro_batches), default=0),
+            seq_length=session.sequence_length,
+            element_bytes=boundary_dtype(config).itemsize,
+            logits=get_args().padded_vocab_size // config.tensor_model_parallel_size,
+            last_chunk=len(session.plan.chunks) - 1,
+            pinned=on_gpu,
+        ),
         limit_bytes=session.host_memory_limit_bytes,
     )
 

@@ -70,16 +70,26 @@ class LayerActivations:
         self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False
     ) -> int:
         """Return what one layer keeps of one sample on each rank."""
+        return sum(
+            self.tensor_bytes(
+                mode, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel
+            )
+        )
+
+    def tensor_bytes(
+        self, mode: RecomputeMode, *, tensor_parallel: int = 1, sequence_parallel: bool = False
+    ) -> tuple[int, ...]:
+        """Return the bytes of each tensor that one layer keeps of one sample on each rank."""
         whole = tensor_parallel if sequence_parallel else 1
-        total = 0
+        found = []
         for tensor in self.saved():
             if mode == "full" and tensor.name != "input of the norm before attention":
                 continue
             if mode == "selective" and tensor.module in self.modules:
                 continue
             ranks = tensor_parallel if tensor.is_split else whole
-            total += -(-tensor.elements // ranks) * tensor.element_bytes
-        return total
+            found.append(-(-tensor.elements // ranks) * tensor.element_bytes)
+        return tuple(found)
 
     def _scores(self, rows: int) -> Iterator[Saved]:
         """What core attention keeps; `rows` is the number of rows of all score matrices."""

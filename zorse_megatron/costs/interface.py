@@ -75,6 +75,11 @@ class MemoryCost(Protocol):
         `kind`: of the GPU, as kinds run different attention; None: what the model's usual GPU does.
         """
 
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        """`activation_bytes`, tensor by tensor: what is a block each in host memory."""
+
     def delayed_bytes(self, micro_batch_size: int) -> int:
         """What one layer keeps from a backward to weight gradients that are computed apart."""
 

@@ -74,6 +74,12 @@ class MeasuredMemory(BytesByPrecision):
             raise LookupError(f"found recomputation {mode!r}; measured was only what is kept whole")
         return micro_batch_size * self.layer.activation_elements * self.element_bytes
 
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        """All in one: tensors were not measured apart. Raises LookupError for recomputation."""
+        return (self.activation_bytes(micro_batch_size, mode, kind),)
+
     def delayed_bytes(self, micro_batch_size: int) -> int:
         """Raises LookupError: that was not measured."""
         raise LookupError("found split_backward; measured was only what forwards keep")

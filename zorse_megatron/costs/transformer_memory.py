@@ -7,6 +7,7 @@ fragmentation.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from zorse_megatron.costs.activations import LayerActivations, delayed_elements
 from zorse_megatron.costs.attention_kinds import attention_on
@@ -130,13 +131,30 @@ class TransformerMemory(BytesByPrecision):
             other -= self._computed_bytes(mode, ran or attention)
         return micro_batch_size * (elements * element_bytes(self.dtype) + other)
 
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        """`activation_bytes`, tensor by tensor: by formula, in proportion to what was measured."""
+        layer = self._layer(self.attention_on(kind))
+        each = layer.tensor_bytes(
+            mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
+        )
+        total, computed = self.activation_bytes(micro_batch_size, mode, kind), sum(each)
+        bounds = [total * upto // computed for upto in accumulate(each, initial=0)]
+        return tuple(stop - start for start, stop in pairwise(bounds))
+
     def attention_on(self, kind: str | None) -> Attention:
         """Return what core attention runs on a kind of GPU."""
         return self.attention if kind is None else self.attention_by_kind.get(kind, self.attention)
 
     def _computed_bytes(self, mode: RecomputeMode, attention: Attention) -> int:
         """The formula, for one sample."""
-        layer = LayerActivations(
+        return self._layer(attention).bytes_per_sample(
+            mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
+        )
+
+    def _layer(self, attention: Attention) -> LayerActivations:
+        return LayerActivations(
             model=self.model,
             element_bytes=element_bytes(self.dtype),
             attention=attention,
@@ -144,9 +162,6 @@ class TransformerMemory(BytesByPrecision):
             attention_dropout=self.computing.attention_dropout,
             softmax_in_fp32=self.computing.softmax_in_fp32,
             modules=self.computing.modules,
-        )
-        return layer.bytes_per_sample(
-            mode, tensor_parallel=self.tensor_parallel, sequence_parallel=self.sequence_parallel
         )
 
     def delayed_bytes(self, micro_batch_size: int) -> int:

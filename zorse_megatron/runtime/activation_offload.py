@@ -1,15 +1,21 @@
 """Offload of activations between a forward and its backward.
 
 Source of the idea: Zorse (MLSys 2026) and Cephalo (ICS 2025) offload boundary activations. Here
-what autograd saves and what carries gradients is offloaded, by storage: with full recomputation
-these are the inputs of the layers. The saved tensors stay the same objects; only their memory
-leaves and comes back. What carries no gradient (masks, rotary tables) stays: other micro-batches
-may share it.
+what autograd saves is offloaded, by storage, so that tensors that share one are copied once: with
+full recomputation the inputs of the layers, without it all that layers keep. The saved tensors stay
+the same objects; only their memory leaves and comes back. So nothing else may use it meanwhile:
+
+- What carries gradients belongs to this forward, but what is handed on to the next chunk may be on
+  its way there: that stays.
+- What carries none (dropout masks, what a fused kernel keeps for itself) leaves if nothing but
+  saved tensors of this forward holds it. Masks and rotary tables that others hold stay.
+- Parameters stay.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,6 +24,29 @@ from zorse_megatron.runtime.host_link import HostBacked, HostLink
 
 # Masks of a few bytes and the like are not worth a copy.
 _SMALLEST_BYTES = 4096
+# Of attention's scores: samples, heads, queries, keys.
+_SCORE_DIMENSIONS = 4
+
+
+@dataclass(kw_only=True)
+class _Saved:
+    """One storage that a forward has saved."""
+
+    kept: list[ref[torch.Tensor]] = field(default_factory=list)
+    """Saved tensors that share it."""
+    has_gradient: bool = False
+    """Whether one of them carries a gradient."""
+
+    def tensor(self) -> torch.Tensor | None:
+        """One of those that autograd still has."""
+        return next((tensor for each in self.kept if (tensor := each()) is not None), None)
+
+    def is_own(self) -> bool:
+        """Whether nothing but these tensors holds the storage."""
+        alive = [tensor for each in self.kept if (tensor := each()) is not None]
+        storage = alive[0].untyped_storage()
+        holders: int = torch._C._storage_Use_Count(storage._cdata)
+        return holders <= len(alive) + 1  # `storage` itself is one
 
 
 @dataclass(kw_only=True)
@@ -31,6 +60,8 @@ class ActivationOffload:
     stays: Callable[[int], bool]
     away: dict[tuple[int, int], list[HostBacked]] = field(default_factory=dict)
     _leaving: list[HostBacked] = field(default_factory=list)
+    _handed_on: int | None = None
+    """The storage of the running forward's output."""
 
     @contextmanager
     def keeping(
@@ -43,21 +74,46 @@ class ActivationOffload:
         `keep` makes of every saved tensor what is kept: of nested hooks only the innermost are
         called.
         """
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, _Saved] = {}
+        self._handed_on = None
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             # Not the tensor itself: it may be an output of the node that saves it.
             kept = keep(tensor)
             storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            is_activation = tensor.requires_grad and not self.stays(address)
-            if is_activation and storage.nbytes() >= _SMALLEST_BYTES:
-                found[address] = kept
+            if self._may_leave(tensor, storage):
+                saved = found.setdefault(storage._cdata, _Saved())
+                saved.kept.append(ref(kept))
+                saved.has_gradient |= tensor.requires_grad
             return kept
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        self._send(key, [HostBacked(t, self.link, "activations") for t in found.values()])
+        self._send(key, [HostBacked(t, self.link, "activations") for t in self._leaving_of(found)])
+
+    def hand_on(self, output: torch.Tensor) -> None:
+        """Told within the block what the forward gives to others: that stays."""
+        self._handed_on = output.untyped_storage()._cdata
+
+    def _may_leave(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether it is large enough, and neither a parameter nor of the batch."""
+        return (
+            storage.nbytes() >= _SMALLEST_BYTES
+            and storage.resizable()
+            and tensor.device.type == self.link.device.type
+            and (tensor.is_floating_point() or _is_of_forward(tensor))
+            and not self.stays(storage.data_ptr())
+        )
+
+    def _leaving_of(self, found: dict[int, _Saved]) -> Iterable[torch.Tensor]:
+        """A tensor of each storage that leaves."""
+        for identity, saved in found.items():
+            tensor = saved.tensor()
+            # What is recomputed may have been emptied since it was saved.
+            if tensor is None or not tensor.untyped_storage().nbytes():
+                continue
+            if identity != self._handed_on and (saved.has_gradient or saved.is_own()):
+                yield tensor
 
     def _send(self, key: tuple[int, int], memories: list[HostBacked]) -> None:
         self.link.expect_activations(memories)
@@ -84,3 +140,9 @@ class ActivationOffload:
             memory.forget_host()
             if memory in self._leaving:
                 self._leaving.remove(memory)
+
+
+def _is_of_forward(mask: torch.Tensor) -> bool:
+    """Whether it is one of dropout's, and not one of positions, the same for all heads."""
+    is_of_scores = mask.dim() == _SCORE_DIMENSIONS and mask.shape[1] > 1
+    return mask.element_size() == 1 and (is_of_scores or mask.dim() == _SCORE_DIMENSIONS - 1)

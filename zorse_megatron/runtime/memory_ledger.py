@@ -21,8 +21,7 @@ _REMEDIES = {
     "parameters": "give the group more chunks under breadth_first, or offload.parameters",
     "gradients": "give the group more chunks under breadth_first, or offload.gradients",
     "optimizer state": "give the rank a smaller shard_weight, or offload.optimizer_state",
-    "activations": "use recompute, a smaller micro_batch_size, or "
-    "offload.activations with full recompute",
+    "activations": "use recompute, a smaller micro_batch_size, or offload.activations",
     "buffers": "use a smaller micro_batch_size",
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schema.plan.memory_settings import MemorySettings, said_settings
-from zorse_megatron.schema.plan.plan import Group, Plan, Recompute
+from zorse_megatron.schema.plan.plan import Group, Plan
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 from zorse_megatron.schema.plan.set_rules import set_problems, sets_of, sizes_of
 
@@ -61,19 +61,6 @@ def _not_executed(plan: Plan) -> Iterator[Problem]:
     for number, group in enumerate(plan.groups):
         here = f"groups[{number}]."
         yield from _unlike_replicas(number, group, [at for at in offloads if at.startswith(here)])
-    for where in _settings_at(plan, _keeps_what_it_offloads):
-        yield Problem(
-            where=f"{where}.activations",
-            found="true without full recomputation",
-            expected='"recompute": {"mode": "full"} with it, for all layers',
-            remedy="Only the inputs of layers can wait in the host: recompute the rest, or "
-            "keep the activations.",
-        )
-
-
-def _keeps_what_it_offloads(settings: MemorySettings) -> bool:
-    """Whether activations wait in the host that are more than the inputs of layers."""
-    return settings.offload.activations and settings.recompute != Recompute(mode="full")
 
 
 def _offloads_of_shards(plan: Plan) -> Iterator[tuple[str, str]]:

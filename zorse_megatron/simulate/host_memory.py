@@ -2,7 +2,7 @@
 
 In blocks of pinned memory, as a run on GPUs allocates them (`runtime.host_link`): for each chunk
 one with its shard of parameters, one with that of gradients, one for each kind of optimizer state,
-one for each layer's input.
+one for each tensor that layers keep of a micro-batch: their inputs only, if all are recomputed.
 """
 
 from collections.abc import Mapping
@@ -69,6 +69,5 @@ def _activation_bytes(timeline: Timeline, rank: int) -> int:
 
 
 def _kept_bytes(timeline: Timeline, rank: int, chunk: int) -> int:
-    """Bytes of one micro-batch. Only layer inputs are offloaded, and all are the same size."""
-    layers = timeline.sizes.num_layers(chunk)
-    return layers * pinned_bytes(-(-timeline.sizes.kept_bytes(rank, chunk) // layers))
+    """Bytes of one micro-batch."""
+    return sum(map(pinned_bytes, timeline.sizes.kept_tensors(rank, chunk)))

@@ -175,6 +175,18 @@ class RankSizes(RankParameters):
                 self._kept[key] += inputs * memory.activation_bytes(size, mode, kind)
         return self._kept[key]
 
+    def kept_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
+        """The bytes of each tensor of `kept_bytes`."""
+        size, kind = self.micro_batch_size(rank), self._kind(rank)
+        mode, recomputed = self.recompute(rank, chunk)
+        memory = self.memory_at(rank, chunk)
+        whole = self.num_layers(chunk) - recomputed
+        inputs = -(-recomputed // self._layers_at_once(rank, chunk))
+        found = whole * memory.kept_tensor_bytes(size, "none", kind) if whole else ()
+        if inputs:
+            found += inputs * memory.kept_tensor_bytes(size, mode, kind)
+        return found
+
     def delayed_bytes(self, rank: int, chunk: int) -> int:
         """What layers keep from a backward to weight gradients apart; 0 where there are none."""
         if not self.plan.groups[self.plan.chunks[chunk].group].split_backward:

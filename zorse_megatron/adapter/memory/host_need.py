@@ -1,10 +1,9 @@
 """What a plan's offload settings put into host memory, asked of Megatron's objects."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from zorse_megatron.runtime.host_budget import most_away
 from zorse_megatron.runtime.host_link import host_bytes_of
@@ -23,14 +22,13 @@ def host_need(
     optimizers: Sequence[Any],
     *,
     actions: Sequence[Action],
-    boundary_bytes: int,
-    last_chunk: int,
+    kept_bytes: Callable[[], Mapping[int, int]],
     pinned: bool,
 ) -> dict[str, int]:
     """Category -> bytes that wait in the host at most, of one rank; before the first step.
 
-    `models`: chunk -> wrapped model; `boundary_bytes`: one activation of a micro-batch; `pinned`:
-    whether the host's memory is pinned, as for a GPU.
+    `models`: chunk -> wrapped model; `kept_bytes`: makes chunk -> what a micro-batch of it keeps
+    there; `pinned`: whether the host's memory is pinned, as for a GPU.
     """
     need = dict.fromkeys(("parameters", "optimizer state", "gradients", "activations"), 0)
     if offload.parameters:
@@ -50,13 +48,7 @@ def host_need(
     if offload.optimizer_state:
         need["optimizer state"] = _state_bytes(models, optimizers, pinned=pinned)
     if offload.activations:
-        per_layer = host_bytes_of(boundary_bytes, pinned=pinned)
-        # Each layer keeps its input; the final norm its own, and the head that of its matrix.
-        kept = {
-            chunk: (_num_layers(model) + (2 if chunk == last_chunk else 0)) * per_layer
-            for chunk, model in models.items()
-        }
-        need["activations"] = most_away(actions, kept)
+        need["activations"] = most_away(actions, kept_bytes())
     return need
 
 
@@ -77,7 +69,3 @@ def _state_bytes(models: Mapping[int, Any], optimizers: Sequence[Any], *, pinned
             blocks = [elements] * _NUM_MOMENTS + [main]
             total += sum(host_bytes_of(_FLOAT32_BYTES * block, pinned=pinned) for block in blocks)
     return total
-
-
-def _num_layers(model: Any) -> int:
-    return sum(isinstance(module, BaseTransformerLayer) for module in model.modules())

@@ -78,7 +78,7 @@ def share_host_memory(
     optimizers: Sequence[Any],
     *,
     actions: Sequence[Action],
-    boundary_bytes: int,
+    kept_bytes: Callable[[], Mapping[int, int]],
     limit_bytes: int | None,
 ) -> None:
     """Give this rank its part of its node's host memory; a collective call where any rank offloads.
@@ -100,8 +100,7 @@ def share_host_memory(
             models,
             optimizers,
             actions=actions,
-            boundary_bytes=boundary_bytes,
-            last_chunk=len(plan.chunks) - 1,
+            kept_bytes=kept_bytes,
             pinned=link is not None and link.is_cuda,
         ),
         available_bytes=available_host_bytes(),

@@ -107,6 +107,8 @@ class MegatronChunkRunner:
                 current_microbatch=micro_batch.index,
                 is_last_stage=is_last,
             )
+            if self.activations is not None and not is_last:
+                self.activations.hand_on(output)
         if self.place is None or self.place.index == 0:
             self.num_tokens += num_tokens.to(self.num_tokens.device)
         if not inputs.forward_only:

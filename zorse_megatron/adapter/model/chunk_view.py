@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from zorse_megatron.adapter.memory.kept_in_host import num_recomputed
 from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, kind_of
 from zorse_megatron.costs.interface import ModelSection
 from zorse_megatron.runtime.part_exchange import PartedTensor
@@ -86,7 +87,7 @@ def chunk_view_of(wrapped: Any) -> ChunkView:
         has_own_output_table="output_layer.weight" in names.values(),
         num_whole=sum(each.numel() for each in first if cut_axis(each) is None),
         recompute="selective" if config.recompute_granularity == "selective" else "none",
-        num_recomputed=_num_recomputed(config, len(model.decoder.layers)),
+        num_recomputed=num_recomputed(config, len(model.decoder.layers)),
         delayed_weights=tuple(map(_a_matrix, model.decoder.layers))
         if getattr(wrapped, "delays_weights", False)
         else (),
@@ -148,15 +149,6 @@ def owned_shares(chunk: ChunkView) -> Iterator[OwnedShare]:
 def _a_matrix(layer: torch.nn.Module) -> torch.nn.Parameter:
     linear = ColumnParallelLinear | RowParallelLinear
     return next(m.weight for m in layer.modules() if isinstance(m, linear))
-
-
-def _num_recomputed(config: Any, num_layers: int) -> int:
-    """As `megatron.core.recompute.checkpointed_forward`: "uniform" is all of them."""
-    if config.recompute_granularity != "full":
-        return 0
-    if config.recompute_method != "block":
-        return num_layers
-    return min(num_layers, config.recompute_num_layers)
 
 
 def _flat(buffer: Any, sections_by_id: dict[int, CountedSection]) -> FlatBuffer:

@@ -180,6 +180,16 @@ class UnitMemory:
             )
         )
 
+    def kept_tensor_bytes(
+        self, micro_batch_size: int, mode: RecomputeMode, kind: str | None = None
+    ) -> tuple[int, ...]:
+        """`activation_bytes`, tensor by tensor; of a set in the proportions of a rank alone."""
+        each = self._whole.kept_tensor_bytes(micro_batch_size, mode, kind)
+        if kind not in self.set_kinds:
+            return each
+        total = self.activation_bytes(micro_batch_size, mode, kind)
+        return tuple(-(-total * one // sum(each)) for one in each)
+
     def delayed_bytes(self, micro_batch_size: int) -> int:
         """What one layer keeps from a backward to weight gradients that are computed apart."""
         return self._whole.delayed_bytes(micro_batch_size)

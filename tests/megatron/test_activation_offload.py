@@ -1,0 +1,112 @@
+"""Activations in the host without full recomputation: the same bits, in the memory that the
+simulator says, there and on the device."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.comparison import LAYOUTS, plan_run
+from tests.megatron.ministages import (
+    BOTH_ENDS,
+    FIRST_LAYER,
+    NONE,
+    SELECTIVE,
+    TWO_BY_TWO,
+    with_settings,
+)
+from tests.megatron.test_exactness import MASKED, NO_CLIP, UNTIED, flags_for
+from tests.megatron.test_memory_ledger import (
+    HIDDEN,
+    MEMORY,
+    SEQUENCE,
+    logits_bytes,
+    most_activation_bytes,
+)
+from tests.megatron.test_ministages import assert_same_bits
+from tests.megatron.test_weight_gradients import split
+from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.runtime.host_budget import most_away
+from zorse_megatron.schema.plan.plan import Plan, Recompute, Schedule
+from zorse_megatron.simulate.iteration import simulate
+from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.result import SimulationResult
+
+CASES: dict[str, tuple[Plan, Sequence[Recompute], Sequence[str]]] = {
+    "1f1b, weight gradients apart": (split(LAYOUTS["1|1|1|1"]), (NONE,), ()),
+    "interleaved": (
+        with_settings(TWO_BY_TWO, schedule=Schedule(name="interleaved")),
+        (SELECTIVE, NONE),
+        UNTIED,
+    ),
+    "breadth first": (BOTH_ENDS, (NONE, FIRST_LAYER), ()),
+}
+
+
+def sized(flags: Sequence[str], **values: object) -> list[str]:
+    """The flags with other values of some."""
+    found = list(flags)
+    for name, value in values.items():
+        found[found.index(f"--{name.replace('_', '-')}") + 1] = str(value)
+    return found
+
+
+def in_host_bytes(predicted: SimulationResult, rank: int) -> int:
+    """What waits there at most, in blocks that are not rounded up."""
+    sizes = predicted.timeline.sizes
+    kept = {chunk: sizes.kept_bytes(rank, chunk) for chunk in sizes.chunks(rank)}
+    return most_away(predicted.timeline.program.tracks[rank].actions, kept)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_in_the_memory_that_the_simulator_says(
+    name: str, corpus: Path, tmp_path: Path
+) -> None:
+    """The limit of host memory is what it says, so that no rank asks for more or holds more."""
+    plan, recompute, more = CASES[name]
+    flags = flags_for(corpus, *more, *MASKED, *NO_CLIP, steps=2)
+    length = {"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE}
+    flags = sized(flags, hidden_size=HIDDEN, **length)
+    here = plan_run(with_settings(plan, *recompute), flags)
+    away = with_settings(plan, *recompute, activations=True)
+    predicted = simulate(
+        away,
+        FakeCompute(),
+        MEMORY,
+        FakeComm(host_bytes_per_s=float("inf")),  # a copy is done when it has been started
+        ["kind"] * plan.world_size,
+        sequence_length=SEQUENCE,
+    )
+    in_host = [in_host_bytes(predicted, rank) for rank in range(plan.world_size)]
+    assert max(in_host) > 0
+    limit = ("--zorse-host-memory-limit", str((sum(in_host) + 0.5) / 1e9))
+    found = plan_run(away, [*flags, *limit, "--zorse-memory", str(tmp_path)])
+    assert_same_bits(found, here, name)
+    for rank in range(plan.world_size):
+        peaks = json.loads((tmp_path / f"memory-rank{rank}.json").read_text())["peaks"]
+        held = peaks.get("activations in the host", {"num_bytes": 0})
+        assert held["num_bytes"] == in_host[rank]
+        head = predicted.memory[rank].by_category[Category.LOGITS].num_bytes
+        copies = logits_bytes(plan, rank) if head else 0
+        least = most_activation_bytes(predicted, rank, copies)
+        # The head's part may still be there while what the next backward needs comes back.
+        most = least + max(0, head - copies)
+        most_found = peaks["activations"]["num_bytes"]
+        assert most_found <= 1.05 * most
+        if FIRST_LAYER not in recompute:
+            # Else layers that are kept are gone when the first is computed again, which the
+            # simulator adds to all.
+            assert most_found >= 0.95 * least
+
+
+def test_what_carries_no_gradient_leaves_and_comes_back(corpus: Path) -> None:
+    """Dropout's masks; rotary tables, which all micro-batches share, stay."""
+    llama = ("--swiglu", "--position-embedding-type", "rope", "--normalization", "RMSNorm")
+    flags = flags_for(corpus, *llama, *MASKED, *NO_CLIP, steps=2)
+    flags = sized(flags, attention_dropout=0.1, hidden_dropout=0.1)
+    here, away = (
+        plan_run(with_settings(LAYOUTS["2|1"], FIRST_LAYER, **offload), flags)
+        for offload in ({}, {"activations": True})
+    )
+    assert_same_bits(away, here, "dropout")
