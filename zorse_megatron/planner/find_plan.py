@@ -15,6 +15,7 @@ from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
+from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import planned_micro_batch_times
 from zorse_megatron.planner.inputs.limits import refuse_too_large
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -50,6 +51,7 @@ __all__ = [
 _REJECTED = 10
 
 
+@gc_paused()
 def find_plan(
     inputs: Inputs,
     *,

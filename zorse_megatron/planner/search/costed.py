@@ -4,6 +4,7 @@ from itertools import zip_longest
 
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.search.plan_keys import PlanKeys
 
 ScheduleChoice = tuple[str, int]
 """Schedule and chunks of each group."""
@@ -12,15 +13,18 @@ ScheduleChoice = tuple[str, int]
 class CostedCandidates:
     """Estimates, each plan once."""
 
-    def __init__(self, estimator: Estimator, *, assignments: int) -> None:
+    def __init__(
+        self, estimator: Estimator, *, assignments: int, keys: PlanKeys | None = None
+    ) -> None:
         """`assignments`: layer assignments that are kept of each candidate."""
         self.estimator = estimator
         self.assignments = assignments
+        self._keys = keys or PlanKeys(estimator.inputs)
         self._found: dict[object, Estimate] = {}
 
     def add(self, estimate: Estimate) -> None:
         """Keep an estimate, unless the same plan is known."""
-        self._found.setdefault(key_of(estimate), estimate)
+        self._found.setdefault(self._keys.of(estimate), estimate)
 
     def cost(self, candidate: Candidate) -> None:
         """Cost a candidate with its best layers."""
@@ -48,17 +52,3 @@ class CostedCandidates:
             if len(taken) == most:
                 break
         return taken
-
-
-def key_of(estimate: Estimate) -> object:
-    """Equal for estimates of the same plan."""
-    candidate = estimate.candidate
-    return (
-        tuple(device_group.ranks for device_group in candidate.device_groups),
-        tuple(stage.sizes for stage in estimate.stages),
-        estimate.extras,
-        candidate.schedule,
-        candidate.num_chunks,
-        tuple(cost.settings for cost in estimate.costs),
-        estimate.layers,
-    )

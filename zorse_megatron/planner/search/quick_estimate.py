@@ -9,7 +9,9 @@ from zorse_megatron.planner.closed_form.memory_classes import best_sizes
 from zorse_megatron.planner.closed_form.segment_costs import SegmentCosts
 from zorse_megatron.planner.closed_form.segment_tails import SegmentTails
 from zorse_megatron.planner.evaluate.evaluator import Evaluation
+from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.inputs.units import Joining
 from zorse_megatron.planner.search.contiguous_partition import best_partitions
 from zorse_megatron.planner.search.device_orders import FINE, DeviceOrder, device_orders
 from zorse_megatron.planner.search.effort import Effort
@@ -88,3 +90,18 @@ class QuickEstimate:
     def _gpu_kind(inputs: Inputs, unit: int) -> str:
         units = inputs.units
         return inputs.kinds[unit] if units is None else units.base.kinds[units.sets[unit].ranks[0]]
+
+
+@dataclass(frozen=True)
+class QuickTask:
+    """An estimate, for a worker that has the inputs of single GPUs."""
+
+    first_to_last: tuple[str, ...]
+    joining: Joining
+    """Without any set: the GPUs themselves."""
+
+    def run(self, worker: SearchWorker) -> float:
+        """Estimate them."""
+        quick = QuickEstimate(inputs=worker.inputs, first_to_last=self.first_to_last)
+        joining, inputs = self.joining, worker.inputs
+        return quick.iteration_s(joined(inputs, joining) if joining else inputs)

@@ -16,13 +16,16 @@ from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.inputs.units import Joining
 from zorse_megatron.planner.outcome import Considered, SearchProgress
+from zorse_megatron.planner.search.batched import batched
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.joinings import joinings_of, together, wished
-from zorse_megatron.planner.search.quick_estimate import QuickEstimate
-from zorse_megatron.planner.search.zorse import SearchResult, search
+from zorse_megatron.planner.search.quick_estimate import QuickEstimate, QuickTask
+from zorse_megatron.planner.search.workers import Workers, workers_for
+from zorse_megatron.planner.search.zorse import SearchResult, search_with
 
 _SIZES = (1, 2, 4, 8)  # of micro-batches, at the best of which units are compared
 _NEAR = 1.005  # what a light search finds may be so much slower than the best plan
+_HOPELESS = 1.01  # the same of estimates
 _BETTER = 0.998  # plans with sets are taken where they are faster by that much
 _SEARCHED, _SEARCHED_OF_MANY = 2, 1  # whole searches with sets; of more than so many units
 _MANY_UNITS = 16
@@ -34,19 +37,21 @@ _SEARCHED_WHERE_NOTHING_FITS = 4
 
 def search_with_sets(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
     """Search for the fastest plan, with sets where they pay or where nothing fits without."""
-    alone = search(inputs, on_progress)
-    asked = wished(inputs)
-    joinings = joinings_of(inputs)
-    if not joinings and not asked:
-        return alone
-    sets = _SetSearch(inputs, alone, on_progress)
-    for joining in asked:
-        sets.search(joining)
-    if alone.evaluations:
-        sets.improve(joinings)
-    if not sets.fits:
-        sets.find(joinings)
-    return sets.result
+    effort = Effort.of(inputs)
+    with workers_for(inputs, effort, on_progress) as workers:
+        alone = search_with(workers, effort, on_progress)
+        asked = wished(inputs)
+        joinings = joinings_of(inputs)
+        if not joinings and not asked:
+            return alone
+        sets = _SetSearch(inputs, alone, workers, on_progress)
+        for joining in asked:
+            sets.search(joining, asked=True)
+        if alone.evaluations:
+            sets.improve(joinings)
+        if not sets.fits:
+            sets.find(joinings)
+        return sets.result
 
 
 @dataclass
@@ -55,6 +60,8 @@ class _SetSearch:
 
     inputs: Inputs
     alone: SearchResult
+    workers: Workers
+    """Of the search without sets."""
     report: Callable[[SearchProgress], None]
     found: list[Evaluation] = field(default_factory=list)
     considered: list[Considered] = field(default_factory=list)
@@ -87,21 +94,42 @@ class _SetSearch:
     def _best(self) -> Evaluation:
         return min([*self.alone.evaluations[:1], *self.found], key=lambda each: each.iteration_s)
 
-    def search(self, joining: Joining) -> None:
-        """Search with these sets, once: with all effort where a part of it comes near the best."""
+    def search(self, joining: Joining, *, asked: bool = False) -> None:
+        """Search with these sets, once: with all effort where a part of it comes near the best.
+
+        `asked`: plans are wanted in any case.
+        """
         if joining in self.seen:
             return
         self.seen.add(joining)
         inputs = joined(self.inputs, joining)
         effort = Effort.of(inputs)
-        for some in (effort.light, effort) if self.fits else (effort,):
-            least_s = self._best.iteration_s if self.fits else math.inf
-            result = search(inputs, self.report, some)
-            self.considered.append(result.considered)
-            self.found += result.evaluations
-            found_s = min((each.iteration_s for each in result.evaluations), default=math.inf)
-            if found_s > _NEAR * least_s:
-                return
+        efforts = (effort.light, effort) if self.fits else (effort,)
+        with workers_for(inputs, efforts[0], self.report) as workers:
+            for some in efforts:
+                least_s = self._best.iteration_s if self.fits else math.inf
+                hopeless_s = math.inf if asked else self._hopeless_s
+                result = search_with(
+                    workers, some, self.report, hopeless_s=hopeless_s, least_s=least_s
+                )
+                self.considered.append(result.considered)
+                self.found += result.evaluations
+                found_s = min((each.iteration_s for each in result.evaluations), default=math.inf)
+                if found_s > _NEAR * least_s:
+                    return
+
+    @property
+    def _hopeless_s(self) -> float:
+        """In closed form: candidates with sets from there on are not simulated.
+
+        Compared with the estimate of the best plan without sets, as what closed forms leave out is
+        much the same in both.
+        """
+        alone = self.alone.evaluations[:1]
+        return min(
+            (_HOPELESS * each.estimate.iteration_s for each in alone if each.estimate),
+            default=math.inf,
+        )
 
     def improve(self, joinings: Sequence[Joining]) -> None:
         """Search with the sets that the closed form finds faster than single GPUs."""
@@ -110,17 +138,20 @@ class _SetSearch:
             return
         many = self.inputs.world_size > _MANY_UNITS
         quick = QuickEstimate.beside(self.inputs, self.alone.evaluations[0])
-        # The quick search misses some of what a whole one finds, with sets and without.
-        limit_s = (quick.iteration_s(self.inputs) + self._best.iteration_s) / 2
         values: dict[Joining, float] = {}
 
         def estimate(some: Sequence[Joining]) -> None:
-            for number, joining in enumerate(some):
-                self.report(SearchProgress(phase="joining", done=number, total=len(some)))
-                if joining not in values:
-                    values[joining] = quick.iteration_s(joined(self.inputs, joining))
+            new = [each for each in dict.fromkeys(some) if each not in values]
+            for number, each in enumerate(batched(new, self.workers.number)):
+                done = number * self.workers.number
+                self.report(SearchProgress(phase="joining", done=done, total=len(new)))
+                tasks = [QuickTask(quick.first_to_last, joining) for joining in each]
+                for joining, found in zip(each, self.workers.do(tasks), strict=True):
+                    values[joining] = found
 
-        estimate(hopeful[:_ESTIMATED])
+        estimate([(), *hopeful[:_ESTIMATED]])
+        # The quick search misses some of what a whole one finds, with sets and without.
+        limit_s = (values.pop(()) + self._best.iteration_s) / 2
         for _ in range(_ROUNDS if many else 0):
             ranked = sorted(values, key=lambda each: (values[each], hopeful_order(each)))
             good = [each for each in ranked if values[each] < limit_s]

@@ -45,11 +45,18 @@ class Spent:
 
     def __add__(self, other: "Spent") -> "Spent":
         """The sum of both."""
+        return self._with(other, 1)
+
+    def __sub__(self, before: "Spent") -> "Spent":
+        """What has been done since."""
+        return self._with(before, -1)
+
+    def _with(self, other: "Spent", times: int) -> "Spent":
         return Spent(
-            groupings=self.groupings + other.groupings,
-            estimated=self.estimated + other.estimated,
-            simulated=self.simulated + other.simulated,
-            computations=self.computations + other.computations,
+            groupings=self.groupings + times * other.groupings,
+            estimated=self.estimated + times * other.estimated,
+            simulated=self.simulated + times * other.simulated,
+            computations=self.computations + times * other.computations,
         )
 
 
@@ -69,28 +76,39 @@ class SearchWorker:
         self, inputs: Inputs, effort: Effort, on_progress: Callable[[SearchProgress], None]
     ) -> None:
         self.inputs = inputs
-        self.effort = effort
+        self.report = on_progress
         self.estimator = Estimator(inputs)
         self.evaluator = Evaluator(inputs, self.estimator)
+        self.device_groups = DeviceGroups(inputs)
+        self._fastest: Evaluation | None = None
+        self._groupings_before = 0
+        self._begin(effort)
+
+    def _begin(self, effort: Effort) -> None:
+        self.effort = effort
         self.costed_candidates = CostedCandidates(self.estimator, assignments=effort.assignments)
-        device_groups = DeviceGroups(inputs)
         self.sources = Sources(
-            inputs=inputs,
+            inputs=self.inputs,
             effort=effort,
             estimator=self.estimator,
             costed_candidates=self.costed_candidates,
-            device_groups=device_groups,
-            groupings=Groupings(self.estimator, device_groups),
-            report=on_progress,
+            device_groups=self.device_groups,
+            groupings=Groupings(self.estimator, self.device_groups),
+            report=self.report,
         )
         self.local_moves = LocalMoves(effort=effort, estimator=self.estimator, sources=self.sources)
-        self._fastest: Evaluation | None = None
+
+    def begin_again(self, effort: Effort) -> None:
+        """Forget which candidates there are, but not what they cost; nothing where it is new."""
+        if effort is not self.effort and effort != self.effort:
+            self._groupings_before += len(self.sources.groupings.seen)
+            self._begin(effort)
 
     @property
     def spent(self) -> Spent:
         """Work done so far."""
         return Spent(
-            groupings=len(self.sources.groupings.seen),
+            groupings=self._groupings_before + len(self.sources.groupings.seen),
             estimated=self.estimator.num_estimated,
             simulated=self.evaluator.num_simulated,
             computations=self.evaluator.num_computations,
@@ -191,6 +209,17 @@ def _estimated_free_bytes(cost: StageCost, device_group: DeviceGroup) -> int:
     return (
         int(cost.free_bytes) // len(device_group.ranks) if len(device_group.gpu_classes) == 1 else 0
     )
+
+
+@dataclass(frozen=True)
+class EffortTask:
+    """See `SearchWorker.begin_again`."""
+
+    effort: Effort
+
+    def run(self, worker: SearchWorker) -> None:
+        """Take another effort."""
+        worker.begin_again(self.effort)
 
 
 @dataclass(frozen=True)

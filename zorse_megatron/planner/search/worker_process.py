@@ -20,9 +20,9 @@ def main() -> None:
             task = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        answer = task.run(worker)
         try:
             with gc_paused():
+                answer = task.run(worker)
                 pickle.dump((answer, worker.spent), sys.stdout.buffer)
             sys.stdout.buffer.flush()
         except BrokenPipeError:

@@ -9,9 +9,16 @@ from zorse_megatron.planner.evaluate.evaluator import Evaluation, best_first
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import Considered, SearchProgress
 from zorse_megatron.planner.search.batched import batched
-from zorse_megatron.planner.search.costed import CostedCandidates, key_of
+from zorse_megatron.planner.search.costed import CostedCandidates
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.worker import CostTask, FitTask, HandOverTask, PreviewTask
+from zorse_megatron.planner.search.plan_keys import PlanKeys
+from zorse_megatron.planner.search.worker import (
+    CostTask,
+    EffortTask,
+    FitTask,
+    HandOverTask,
+    PreviewTask,
+)
 from zorse_megatron.planner.search.workers import Workers, workers_for
 
 _REFITS = 3  # of a finalist; see `Effort.refits`
@@ -22,7 +29,7 @@ class SearchResult:
     """What a search found."""
 
     evaluations: list[Evaluation]
-    """Those that fit, fastest first; the first one with its simulation."""
+    """Those that fit, fastest first; the first one with its simulation, where it was asked for."""
     considered: Considered
 
 
@@ -34,11 +41,29 @@ def search(
     """Search for the fastest plan. Raises RuntimeError if the second process fails."""
     effort = effort or Effort.of(inputs)
     with workers_for(inputs, effort, on_progress) as workers:
-        zorse = ZorseSearch(workers, effort, on_progress)
-        evaluations = zorse.run()
-        if evaluations:
-            evaluations[0] = zorse.with_simulation(evaluations[0])
-        spent = workers.spent
+        return search_with(workers, effort, on_progress)
+
+
+def search_with(
+    workers: Workers,
+    effort: Effort,
+    on_progress: Callable[[SearchProgress], None],
+    *,
+    hopeless_s: float = math.inf,
+    least_s: float = math.inf,
+) -> SearchResult:
+    """The same with workers that may have searched before: what they have costed they know.
+
+    Finalists that are estimated at `hopeless_s` or more are not simulated. The fastest plan comes
+    with its simulation if it takes less than `least_s`.
+    """
+    before = workers.spent
+    workers.all_do(EffortTask(effort))
+    zorse = ZorseSearch(workers, effort, on_progress, hopeless_s=hopeless_s)
+    evaluations = zorse.run()
+    if evaluations and evaluations[0].iteration_s < least_s:
+        evaluations[0] = zorse.with_simulation(evaluations[0])
+    spent = workers.spent - before
     considered = Considered(
         groupings=spent.groupings, estimated=spent.estimated, simulated=spent.simulated
     )
@@ -49,15 +74,25 @@ class ZorseSearch:
     """One search, which says what its workers do."""
 
     def __init__(
-        self, workers: Workers, effort: Effort, on_progress: Callable[[SearchProgress], None]
+        self,
+        workers: Workers,
+        effort: Effort,
+        on_progress: Callable[[SearchProgress], None],
+        *,
+        hopeless_s: float = math.inf,
     ) -> None:
+        """`hopeless_s`: see `search_with`."""
         self.workers = workers
+        self.keys = PlanKeys(workers.first.inputs)
+        self.hopeless_s = hopeless_s
+        self.computations_before = workers.spent.computations
         self.effort = effort
         self.report = on_progress
         self.evaluations: dict[object, Evaluation] = {}
         """Each plan once: several estimates may come to the same one."""
         self.fitted: set[object] = set()
-        """Keys of the estimates that have been simulated and fit."""
+        """Keys of the estimates that have been looked at in the simulator, and of those that came
+        of them with more memory left free: nothing else would come of them again."""
 
     def run(self) -> list[Evaluation]:
         """All evaluations that fit, fastest first; empty where nothing does."""
@@ -79,7 +114,8 @@ class ZorseSearch:
 
     @property
     def _computations(self) -> int:
-        return self.workers.spent.computations
+        """Those of this search."""
+        return self.workers.spent.computations - self.computations_before
 
     def _finalists(self) -> list[Estimate]:
         """The best estimates from all sources."""
@@ -88,12 +124,13 @@ class ZorseSearch:
         else:
             tasks = [CostTask(("device orders",)), CostTask(("groupings",))]
         costed_candidates = CostedCandidates(
-            self.workers.first.estimator, assignments=self.effort.assignments
+            self.workers.first.estimator, assignments=self.effort.assignments, keys=self.keys
         )
         for found in self.workers.do(tasks):
             for estimate in found:
                 costed_candidates.add(estimate)
-        return costed_candidates.finalists(self.effort.finalists)
+        finalists = costed_candidates.finalists(self.effort.finalists)
+        return [each for each in finalists if each.iteration_s < self.hopeless_s]
 
     def _simulate_finalists(self, finalists: Sequence[Estimate]) -> None:
         """By previews, until the budget's part is spent or none can be better."""
@@ -119,13 +156,13 @@ class ZorseSearch:
     def _fit(self, costed_candidates: Iterable[Estimate], *, refits: int) -> list[Evaluation]:
         """Simulate as many as there are workers; returns those that fit."""
         best_s, new = self._best_s, []
-        for fitted in self.workers.do(
-            [FitTask(estimate, best_s, refits) for estimate in costed_candidates]
-        ):
+        tasks = [FitTask(estimate, best_s, refits) for estimate in costed_candidates]
+        self.fitted.update(self.keys.of(task.estimate) for task in tasks)
+        for fitted in self.workers.do(tasks):
             if fitted is not None:
                 plan = fitted.evaluation.plan
                 new.append(fitted.evaluation)
-                self.fitted.add(key_of(fitted.estimate))
+                self.fitted.add(self.keys.of(fitted.estimate))
                 self.evaluations.setdefault(
                     (plan.groups, plan.chunks, plan.schedule), fitted.evaluation
                 )
@@ -144,13 +181,13 @@ class ZorseSearch:
                 (
                     v
                     for v in ranked[: self.effort.followed]
-                    if v.estimate and key_of(v.estimate) not in tried
+                    if v.estimate and self.keys.of(v.estimate) not in tried
                 ),
                 None,
             )
             if fresh is None or fresh.estimate is None:
                 return
-            tried.add(key_of(fresh.estimate))
+            tried.add(self.keys.of(fresh.estimate))
             self._step_from(fresh)
 
     def _step_from(self, evaluation: Evaluation) -> None:
@@ -158,7 +195,7 @@ class ZorseSearch:
         here = evaluation.estimate
         found: dict[object, Estimate] = {}
         for estimate in self.workers.first.local_moves.around(evaluation):
-            key = key_of(estimate)
+            key = self.keys.of(estimate)
             if key not in self.fitted and key not in found:
                 found[key] = estimate
         ranked = sorted(found.values(), key=lambda each: (each.iteration_s, each.layers))
