@@ -1,15 +1,12 @@
 """Time of transfers and collectives over the topology graph: the `CommCost` of the simulator.
 
-Ring: bytes per link over the bandwidth of the slowest link of the ring, plus the latency of the
-way round. Hierarchical: first between nodes, each node as one member whose NICs work together,
-then inside every node; fewer steps over slow links, but the two phases add up. The cheaper one
-counts. Costs depend on the nodes of a
+Gathers and scatters are rings, which is what NCCL runs for them: bytes per link over the bandwidth
+of the slowest link of the ring, plus the latency of the way round. Costs depend on the nodes of a
 set, not on pairs of ranks: O(ranks) to look at the arguments and O(nodes) for a new set.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from zorse_megatron.costs.direct_exchange import largest_load
 from zorse_megatron.costs.rank_set import RankSet, rank_set
@@ -21,16 +18,6 @@ from zorse_megatron.topology.routes import Routes
 
 # Transfers between pairs of ranks, some hundred bytes each.
 _MOST_REMEMBERED = 1 << 15
-
-Algorithm = Literal["ring", "hierarchical"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveOption:
-    """One way to run a gather or a scatter."""
-
-    algorithm: Algorithm
-    time_s: float
 
 
 class GraphComm:
@@ -81,22 +68,26 @@ class GraphComm:
 
     def reduce_scatter_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
         """As the all-gather backwards, but for what unequal shards cost."""
-        return self._fastest_s(ranks, shard_bytes, "reduce_scatter")
+        return self._ring_s(ranks, shard_bytes, "reduce_scatter")
 
     def all_gather_s(self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...]) -> float:
-        """The cheapest option; 0 for one rank or no bytes."""
-        return self._fastest_s(ranks, shard_bytes, "all_gather")
+        """Once around a ring; 0 for one rank or no bytes."""
+        return self._ring_s(ranks, shard_bytes, "all_gather")
 
-    def _fastest_s(
+    def _ring_s(
         self, ranks: tuple[int, ...], shard_bytes: tuple[int, ...], operation: Sharded
     ) -> float:
-        options = self.options(ranks, shard_bytes, operation)
-        fastest_s = min((option.time_s for option in options), default=0.0)
-        if not self.spec.unequal_shards or len(set(shard_bytes)) == 1:
-            return fastest_s
+        _check(ranks, shard_bytes)
+        if len(ranks) == 1 or not any(shard_bytes):
+            return 0.0
+        shards = Shards.of(shard_bytes)
+        factor = 1.0 if shards.is_even else self._factor(ranks, operation)
+        ring_s = factor * _around_s(self._set(ranks), shards)
+        if not self.spec.unequal_shards or shards.is_even:
+            return ring_s
         # No measured factor makes unequal shards faster than equal ones of the same total.
         equal = (-(-sum(shard_bytes) // len(ranks)),) * len(ranks)
-        return max(fastest_s, self._fastest_s(ranks, equal, operation))
+        return max(ring_s, self._ring_s(ranks, equal, operation))
 
     def _factor(self, ranks: tuple[int, ...], operation: Sharded) -> float:
         """Of unequal shards: the largest that was measured with these kinds of GPU, or some."""
@@ -138,29 +129,12 @@ class GraphComm:
             return 0.0
         members = self._set(ranks)
         even = Shards.of((num_bytes / len(ranks),) * len(ranks))
-        ring_s = 2 * _ring(members, even, 1.0).time_s
+        ring_s = 2 * _around_s(members, even)
         return min(ring_s, _tree_s(members, num_bytes))
 
     def host_link_bytes_per_s(self, rank: int) -> float:
         """PCIe of one GPU to host memory."""
         return self.spec.nodes[self.spec.node_of(rank)].host_link_bytes_per_s
-
-    def options(
-        self,
-        ranks: tuple[int, ...],
-        shard_bytes: tuple[int, ...],
-        operation: Sharded = "all_gather",
-    ) -> tuple[CollectiveOption, ...]:
-        """All ways to run an all-gather (or reduce-scatter), for explanations."""
-        _check(ranks, shard_bytes)
-        if len(ranks) == 1 or not any(shard_bytes):
-            return ()
-        members, shards = self._set(ranks), Shards.of(shard_bytes)
-        factor = 1.0 if shards.is_even else self._factor(ranks, operation)
-        ring = _ring(members, shards, factor)
-        if len(members.nodes) == 1 or not members.inside:
-            return (ring,)
-        return (ring, _hierarchical(members, shards, shard_bytes, factor))
 
     def _set(self, ranks: tuple[int, ...]) -> RankSet:
         if ranks not in self._sets:
@@ -188,31 +162,8 @@ def _leave_node_s(node: MeasuredNode, num_bytes: int) -> float:
     return num_bytes / min(node.host_link_bytes_per_s, node.port_bytes_per_s)
 
 
-def _ring(members: RankSet, shards: Shards, factor: float) -> CollectiveOption:
-    carried_s = shards.ring_bytes / members.ring_rate(shards.mean_bytes)
-    return CollectiveOption(algorithm="ring", time_s=factor * (carried_s + members.ring_latency_s))
-
-
-def _hierarchical(
-    members: RankSet, shards: Shards, shard_bytes: tuple[int, ...], factor: float
-) -> CollectiveOption:
-    on_node = [0.0] * len(members.nodes)
-    for slot, size in zip(members.slots, shard_bytes, strict=True):
-        on_node[slot] += size
-    # Nodes with different numbers of ranks hold unequal blocks even where all shards are equal.
-    blocks = Shards.of(tuple(on_node))
-    carried_s = blocks.ring_bytes / members.between.at(blocks.mean_bytes)
-    latency_s = members.crossing_latency_s + _inside_s(members, shards.total_bytes)
-    return CollectiveOption(algorithm="hierarchical", time_s=factor * (carried_s + latency_s))
-
-
-def _inside_s(members: RankSet, total: float) -> float:
-    """Every GPU of a node ends with the whole buffer, of which it got its part over the NICs."""
-    return max(
-        (node.count - 1)
-        * (total / node.count / node.rate.at(total / node.count) + node.step_latency_s)
-        for node in members.inside
-    )
+def _around_s(members: RankSet, shards: Shards) -> float:
+    return shards.ring_bytes / members.ring_rate(shards.mean_bytes) + members.ring_latency_s
 
 
 def _tree_s(members: RankSet, num_bytes: int) -> float:

@@ -46,8 +46,6 @@ class RankSet:
     """Ranks of one collective, as a ring over nodes."""
 
     num_ranks: int
-    slots: tuple[int, ...]
-    """For each rank as given: its index in `nodes`."""
     nodes: tuple[LocalRanks, ...]
     """In ring order."""
     inside: tuple[LocalRanks, ...]
@@ -71,11 +69,6 @@ class RankSet:
         shortest = min(*crossings, *(node.step_latency_s for node in self.inside), math.inf)
         return steps_s + sum(crossings) - (shortest if shortest < math.inf else 0.0)
 
-    @property
-    def crossing_latency_s(self) -> float:
-        """The same for a ring with one member per node."""
-        return sum(self.crossing_s) - min(self.crossing_s)
-
     def ring_rate(self, message_bytes: float) -> float:
         """Bandwidth of the whole ring."""
         return min(
@@ -93,7 +86,6 @@ def rank_set(ranks: tuple[int, ...], routes: Routes) -> RankSet:
     for rank, owner in zip(ranks, owners, strict=True):
         on_node.setdefault(owner, []).append(rank)
     order = sorted(on_node, key=lambda node: (*_location(spec, node), node))
-    slot_of = {node: slot for slot, node in enumerate(order)}
     nodes = tuple(_local(spec.nodes[node], len(on_node[node])) for node in order)
     crossings = [
         _Crossing(
@@ -104,7 +96,6 @@ def rank_set(ranks: tuple[int, ...], routes: Routes) -> RankSet:
     ]
     return RankSet(
         num_ranks=len(ranks),
-        slots=tuple(slot_of[owner] for owner in owners),
         nodes=nodes,
         inside=tuple(dict.fromkeys(node for node in nodes if node.count > 1)),
         between=_between(spec, on_node, crossings),
