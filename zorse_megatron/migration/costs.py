@@ -39,13 +39,11 @@ def peak_bytes(
     """The most bytes of host memory that a move takes on a rank.
 
     The rank has set aside all that it owned under the old plan, and lets a parameter go when it
-    is done with it. While one state of a parameter is moved there is beside it what the rank is to
-    own of that (once as a whole, and what came from others once more) and a copy of what it sends.
+    is done with it. While one state of a parameter is moved there is beside it what comes from
+    other ranks, and a copy of what is sent to them.
     """
     passing: Counter[str] = Counter()
     for each in transfers:
-        if each.destination == rank:
-            passing[each.parameter] += each.block.numel
         if each.is_sent and rank in (each.source, each.destination):
             passing[each.parameter] += each.block.numel
     of_parameter = {name: sum(block.numel for block in owned[name]) for name in owned}

@@ -15,8 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from zorse_megatron.adapter.checkpoint.saved_groups import (
+    allocate_state,
+    counts_steps_per_parameter,
+    restore_groups,
+    restore_step,
+    saved_step,
+)
 from zorse_megatron.adapter.checkpoint.sharded_tensors import (
     joined,
     model_shardings,
@@ -53,11 +59,11 @@ def sharded_state_dict(
     """
     layout = _layout_to_read(metadata) if is_loading else _layout_to_write(optimizer, metadata)
     allocate_state(optimizer)
-    state = {} if is_loading else _common_state(optimizer, layout)
+    state = {} if is_loading else common_state(optimizer, layout)
     shardings = model_shardings(model_sharded_state_dict)
     shards = {
         str(index): _parameter_state(optimizer, parameter, shardings, layout)
-        for index, parameter in enumerate(_owned_parameters(optimizer))
+        for index, parameter in enumerate(owned_parameters(optimizer))
         if is_loading or not is_second_copy(parameter)
     }
     if shards:  # an empty entry would end up in the checkpoint's common part
@@ -67,17 +73,21 @@ def sharded_state_dict(
 
 def load_state_dict(optimizer: Any, state_dict: dict) -> None:
     """Take over a loaded state dict of either layout."""
-    inner = state_dict if "param_groups" in state_dict else state_dict["optimizer"]
     layout = (
         CheckpointLayout.DISTRIBUTED
         if "param_state_sharding_type" in state_dict
         else CheckpointLayout.REPLICATED
     )
-    step = _saved_step(inner)
     allocate_state(optimizer)
-    _restore_groups(optimizer, inner["param_groups"])
     _restore_shards(optimizer, state_dict.get(_SHARDS, {}), layout)
-    _restore_step(optimizer, step)
+    restore_common_state(optimizer, state_dict)
+
+
+def restore_common_state(optimizer: Any, state_dict: dict) -> None:
+    """Take over what is not sharded: parameter groups, step, loss scaler."""
+    inner = state_dict if "param_groups" in state_dict else state_dict["optimizer"]
+    restore_groups(optimizer, inner["param_groups"])
+    restore_step(optimizer, saved_step(inner))
     if "grad_scaler" in state_dict and optimizer.grad_scaler:
         optimizer.grad_scaler.load_state_dict(state_dict["grad_scaler"])
     elif ("grad_scaler" in state_dict) != bool(optimizer.grad_scaler):
@@ -85,20 +95,6 @@ def load_state_dict(optimizer: Any, state_dict: dict) -> None:
             "the checkpoint has %s loss scaler and this run has %s: the run starts with its own",
             *(("a", "none") if "grad_scaler" in state_dict else ("no", "one")),
         )
-
-
-def allocate_state(optimizer: Any, device: torch.device | None = None) -> None:
-    """Give every owned shard its state, zero at step 0, where it has none yet.
-
-    `device`: on which shards are stepped, if that is another one than they are on now.
-    """
-    inner = optimizer.optimizer
-    optimizer.init_state_fn(inner, optimizer.config)
-    if _counts_steps_per_parameter(inner):
-        for group in inner.param_groups:
-            for shard in group["params"]:
-                if "step" not in inner.state[shard]:
-                    inner.state[shard]["step"] = _step_tensor(0, device or shard.device, group)
 
 
 # Layouts.
@@ -141,9 +137,9 @@ def _wrong_sharding_type(title: str, found: str | None) -> FlagError:
     )
 
 
-def _common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
+def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:
     """What is not sharded, the same on all ranks."""
-    per_parameter = _counts_steps_per_parameter(optimizer.optimizer)
+    per_parameter = counts_steps_per_parameter(optimizer.optimizer)
     step = optimizer.step_count
     groups = [
         deepcopy({key: value for key, value in group.items() if key not in ("params", "step")})
@@ -173,7 +169,7 @@ def _is_mixed_precision(config: Any) -> bool:
 # State tensors.
 
 
-def _owned_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+def owned_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """The model parameters of which this rank owns elements."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
@@ -226,71 +222,9 @@ def _name_in_checkpoint(
 
 @torch.no_grad()
 def _restore_shards(optimizer: Any, shards: dict, layout: CheckpointLayout) -> None:
-    for index, parameter in enumerate(_owned_parameters(optimizer)):
+    for index, parameter in enumerate(owned_parameters(optimizer)):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         for key, tensor in tensors.items():
             name = _name_in_checkpoint(key, parameter, layout, is_mixed=optimizer.is_mixed)
             if name is not None:
                 optimizer.write(tensor, joined(shards[str(index)][name]))
-
-
-# Groups and step.
-
-
-def _restore_groups(optimizer: Any, saved_groups: list[dict]) -> None:
-    """Take over the hyper-parameters of each group from the saved group of the same kind."""
-    saved_by_kind = {_kind(group): group for group in saved_groups}
-    for group in optimizer.optimizer.param_groups:
-        saved = saved_by_kind.get(_kind(group))
-        if saved is None:
-            raise FlagError(
-                "The checkpoint's optimizer does not fit the command",
-                [
-                    Problem(
-                        where="parameter groups",
-                        found=f"groups {sorted(map(str, saved_by_kind))} in the checkpoint",
-                        expected=f"a group {_kind(group)} of {param_group_identifier_keys}",
-                        remedy="Use the learning-rate and weight-decay flags with which it was "
-                        "saved, or --no-load-optim.",
-                    )
-                ],
-            )
-        group.update({k: v for k, v in saved.items() if k not in ("params", "step")})
-
-
-def _kind(group: dict) -> tuple:
-    """What stock tells parameter groups apart by (`_filter_and_reorder_param_groups`)."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
-
-
-def _counts_steps_per_parameter(inner: Any) -> bool:
-    """torch's Adam keeps a step per parameter, the fused ones per group."""
-    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-
-
-def _saved_step(inner: dict) -> int:
-    """The number of updates, from wherever stock's optimizers keep it."""
-    steps = {int(group["step"]) for group in inner["param_groups"] if group.get("step")}
-    if common := inner.get("state", {}).get("common_step"):
-        steps.add(int(common))
-    if len(steps) > 1:
-        raise ValueError(f"found steps {sorted(steps)} in the checkpoint; expected one")
-    return steps.pop() if steps else 0
-
-
-def _restore_step(optimizer: Any, step: int) -> None:
-    optimizer.step_count = step
-    inner = optimizer.optimizer
-    for group in inner.param_groups:
-        if not _counts_steps_per_parameter(inner):
-            group["step"] = step
-            continue
-        for shard in group["params"]:
-            # One tensor each: torch counts in place, so a shared one would count too fast.
-            inner.state[shard]["step"] = _step_tensor(step, shard.device, group)
-
-
-def _step_tensor(step: int, device: torch.device, group: dict) -> torch.Tensor:
-    """A step as torch's Adam would have made it (`torch.optim.adam.Adam._init_group`)."""
-    on_device = group.get("capturable") or group.get("fused")
-    return torch.tensor(float(step), device=device if on_device else "cpu")

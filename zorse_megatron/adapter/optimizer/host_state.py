@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
+from zorse_megatron.adapter.checkpoint.saved_groups import allocate_state
 from zorse_megatron.adapter.optimizer.chunk_steps import ChunkSteps
 from zorse_megatron.adapter.optimizer.state_pieces import ChunkState, OwnedShard, StatePiece
 from zorse_megatron.adapter.optimizer.streamed_gradients import (

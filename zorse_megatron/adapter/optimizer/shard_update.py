@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from zorse_megatron.adapter.checkpoint.saved_optimizer import allocate_state
+from zorse_megatron.adapter.checkpoint.saved_groups import allocate_state
 from zorse_megatron.adapter.optimizer.gradient_factors import GradientFactors
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.kernels import AdamW, adamw_shard
