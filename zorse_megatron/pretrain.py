@@ -30,6 +30,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,17 +135,24 @@ class _CheckedPlan:
 
 def _checked_plan(command: PretrainCommand, path: Path, cluster: Cluster | None) -> _CheckedPlan:
     """Check plan and flags before torch and Megatron are imported: bad input fails in a second."""
+    from zorse_megatron.schema.plan.plan_json import load_plan
+
+    return _checked(command, load_plan(path), str(path), cluster)
+
+
+def _checked(
+    command: PretrainCommand, plan: Plan, source: str, cluster: Cluster | None
+) -> _CheckedPlan:
+    """Compare a plan with the command. `source`: what it is called."""
     from zorse_megatron.flags.command import read_command
     from zorse_megatron.flags.command_findings import refuse_misfit
     from zorse_megatron.flags.types import compute_dtypes, job_dtype
     from zorse_megatron.schedules.refusals import refuse_unsupported
     from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
-    from zorse_megatron.schema.plan.plan_json import load_plan
 
-    plan = load_plan(path)
-    refuse_unsupported(plan, str(path))
+    refuse_unsupported(plan, source)
     if cluster is not None:
-        refuse_other_cluster(plan, cluster, str(path))
+        refuse_other_cluster(plan, cluster, source)
     script = [str(command.script)] if command.script else []
     training = read_command([*script, *command.megatron])
     refuse_misfit(
@@ -203,14 +211,20 @@ def _train(
     if setup is not None:
         take_gpu()
         setup.init_process_group()
-    from zorse_megatron.adapter.activate import activate
-
-    activate(None if plan is None else _plan_run(command, plan, cluster, watch, setup))
-    if command.metrics is not None:
-        _record_metrics(command.metrics, under_plan=plan is not None)
     from zorse_megatron.adapter.entry import run_entry
+    from zorse_megatron.adapter.moving.one_after_another import run_plans
 
-    run_entry(command.script, megatron_flags)
+    @cache
+    def record_metrics() -> None:
+        if command.metrics is not None:
+            _record_metrics(command.metrics, under_plan=plan is not None)
+
+    def enter_script() -> None:
+        record_metrics()
+        run_entry(command.script, megatron_flags)
+
+    run = None if plan is None else _plan_run(command, plan, cluster, watch, setup)
+    run_plans(run, enter_script)
     del store  # until here, for the ranks that still read from it
 
 
@@ -239,6 +253,9 @@ def _plan_run(
         clock=None if setup is None else setup.clock,
         rebalances=command.rebalances,
         status_directory=command.status,
+        check_next=None
+        if setup is not None
+        else lambda plan: _checked(command, plan, "the next plan", cluster).dtypes,
     )
 
 

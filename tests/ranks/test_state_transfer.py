@@ -77,6 +77,7 @@ def move() -> tuple[int, int]:
                 part(missing, block).copy_(value)
             for block in after[rank].get(name, ()):
                 assert torch.equal(part(missing, block), part(values(name, state), block))
+    assert not held
     return moving.sent_bytes, moving.peak_bytes
 
 

@@ -1,7 +1,7 @@
 """Puts a plan into effect: hooks before the script runs, groups when it calls `pretrain`."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,12 +15,13 @@ from zorse_megatron.adapter.stock_fixes import stock_fixes
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.log import say
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint
 
 if TYPE_CHECKING:
     import torch
 
+    from zorse_megatron.adapter.moving.state import SetAside
     from zorse_megatron.runtime.host_link import HostLink
     from zorse_megatron.trace import Clock
 
@@ -56,24 +57,29 @@ class PlanRun:
     rebalances: bool = False
     """Whether counts of micro-batches follow what ranks take."""
     status_directory: Path | None = None
+    check_next: Callable[[Plan], Sequence[ComputeDtype]] | None = None
+    """Compares another plan with the command; returns what each rank computes in. Raises
+    ZorseError. None: the run stays under its plan, as an emulated one does."""
+    moved: "SetAside | None" = None
+    """State from the plan before; None: from the script, or from a checkpoint."""
 
 
-def activate(run: PlanRun | None) -> None:
-    """Apply all hooks that must be in place before the user's script is imported.
+def activate(run: PlanRun | None) -> Callable[[], None]:
+    """Apply all hooks that must be in place before the user's script is imported; returns the undo.
 
     Without a plan, stock Megatron stays as it is but for `stock_fixes`. Imports Megatron: enable
     CPU mode first where it is needed. Raises SeamError when Megatron is not as we know it.
     """
     check_megatron(installed_megatron())
-    REGISTRY.apply(stock_fixes())
+    undo_fixes = REGISTRY.apply(stock_fixes())
     if run is None:
-        return
+        return undo_fixes
     from zorse_megatron.adapter.arguments.argument_hooks import argument_hooks
     from zorse_megatron.adapter.data.sample_readers import with_middle_chunks
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kinds = None if run.cluster is None else run.cluster.kinds
-    REGISTRY.apply(
+    undo_plan = REGISTRY.apply(
         {
             **argument_hooks(run.plan, world_size=world_size, kinds=kinds),
             under_plan.PRETRAIN: partial(_pretrain_under_plan, run),
@@ -84,6 +90,12 @@ def activate(run: PlanRun | None) -> None:
         f"plan {fingerprint(run.plan)}: {run.plan.world_size} ranks in groups of "
         + "|".join(str(len(run.plan.groups[c.group].ranks)) for c in run.plan.chunks)
     )
+
+    def undo() -> None:
+        undo_plan()
+        undo_fixes()
+
+    return undo
 
 
 def _pretrain_under_plan(run: PlanRun, stock: Callable[..., Any]) -> Callable[..., Any]:

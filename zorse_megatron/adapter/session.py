@@ -98,6 +98,8 @@ class PlanSession:
     rebalances: bool = False
     """Whether counts of micro-batches follow what ranks take."""
     status_directory: Path | None = None
+    may_move: bool = False
+    """Whether another plan may be asked for in the directory of the status."""
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)

@@ -35,6 +35,7 @@ from zorse_megatron.adapter.loss.loss_report import tell_last_rank
 from zorse_megatron.adapter.model.local_sizes import LocalSizes, size_hooks
 from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
 from zorse_megatron.adapter.model.weight_gradients import delaying_weights
+from zorse_megatron.adapter.moving.entering import moving_hooks
 from zorse_megatron.adapter.parameters.tied_embeddings import saved_once
 from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
@@ -79,10 +80,10 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     global_groups.fill(groups, rank=args.rank)
     session = _session(run, args, groups, channels)
     _configure(cfg, session)
-    load = load_of(args, skips_damaged=run.skips_damaged)
+    load = load_of(args, skips_damaged=run.skips_damaged) if run.moved is None else None
     run.enter("while it sets up the model and the data")
     try:
-        with REGISTRY.applied(_hooks(session, cfg.model)):
+        with REGISTRY.applied({**_hooks(session, cfg.model), **moving_hooks(run, session)}):
             chosen = None if load is None else check_before_load(load)
             with REGISTRY.applied(same_on_all(args, load, chosen)):
                 result = stock_pretrain(
@@ -125,6 +126,7 @@ def _session(
         clock=run.clock,
         rebalances=run.rebalances,
         status_directory=run.status_directory,
+        may_move=run.check_next is not None and run.status_directory is not None,
     )
 
 

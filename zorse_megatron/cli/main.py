@@ -20,6 +20,7 @@ from zorse_megatron.cli.commands.zorse_doctor import doctor
 from zorse_megatron.cli.commands.zorse_emulate import emulate
 from zorse_megatron.cli.commands.zorse_explain import explain
 from zorse_megatron.cli.commands.zorse_launch import launch
+from zorse_megatron.cli.commands.zorse_move import move
 from zorse_megatron.cli.commands.zorse_plan import plan
 from zorse_megatron.cli.commands.zorse_profile import profile
 from zorse_megatron.cli.commands.zorse_replan import replan
@@ -41,6 +42,7 @@ app.command(cls=TakesTrainingFlags)(check)
 app.command(cls=TakesTrainingFlags)(launch)
 app.command(cls=TakesTrainingFlags)(replan)
 app.command()(status)
+app.command()(move)
 app.command()(actions)
 app.command()(schema)
 app.add_typer(profile, name="profile")

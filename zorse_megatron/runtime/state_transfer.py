@@ -5,7 +5,7 @@ rank lets go of a parameter that it is done with.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ class HeldBlock:
     values: tuple[torch.Tensor, ...]
 
 
-Held = Mapping[str, Sequence[HeldBlock]]
+Held = dict[str, list[HeldBlock]]
 """Parameter -> blocks that a rank has set aside."""
 
 
@@ -41,7 +41,8 @@ class StateTransfer:
         dtypes: Sequence[torch.dtype],
         group: Any,
     ) -> None:
-        """`dtypes`: of each state, the same on all ranks; `group`: a gloo group of all ranks."""
+        """`held` is emptied. `dtypes`: of each state, the same on all ranks; `group`: a gloo group
+        of all ranks."""
         self.rank = rank
         self.dtypes = tuple(dtypes)
         self.group = group
@@ -49,7 +50,7 @@ class StateTransfer:
         """To other ranks, so far."""
         self.peak_bytes = 0
         """The most that has been held at one time: set aside, copies, buffers."""
-        self._held = {name: list(blocks) for name, blocks in held.items()}
+        self._held = held
         self._of: dict[str, list[Transfer]] = {name: [] for name in held}
         for each in transfers:
             if rank in (each.source, each.destination):

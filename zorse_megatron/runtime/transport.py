@@ -7,7 +7,7 @@ has two moments: where its buffer is opened, and its place in the list (see
 `schedules.receive_openings`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +42,9 @@ class Receive(Protocol):
 class Transport(Protocol):
     """Starts sends and receives of contiguous tensors between global ranks."""
 
+    groups: Sequence[dist.ProcessGroup]
+    """Those that were made for it."""
+
     def send(self, tensor: torch.Tensor, *, peer: int, tag: int) -> Work:
         """Start to send; `tensor` must stay untouched until the work is done."""
 
@@ -70,6 +73,7 @@ class GlooTransport:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.groups: Sequence[dist.ProcessGroup] = ()
 
     def send(self, tensor: torch.Tensor, *, peer: int, tag: int) -> Work:
         work = dist.isend(tensor, dst=peer, group=self.group, tag=tag)
@@ -145,6 +149,7 @@ class NcclTransport:
     ) -> None:
         """`edges`: (source rank, target rank) -> the pair's group, for this rank's edges."""
         self.edges = edges
+        self.groups: Sequence[dist.ProcessGroup] = tuple(edges.values())
         self.rank = rank
         self.streams = streams
 

@@ -235,19 +235,19 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """A stepped tensor or one of its state; as a CPU tensor if it waits in the host."""
-        memory = self._memory_of(tensor)
+        memory = self.memory_of(tensor)
         return tensor.detach() if memory is None else memory.read(tensor.detach())
 
     @torch.no_grad()
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Set a stepped tensor or one of its state, wherever it is now."""
-        memory = self._memory_of(tensor)
+        memory = self.memory_of(tensor)
         if memory is None:
             tensor.detach().copy_(value.view_as(tensor))
         else:
             memory.write(tensor.detach(), value)
 
-    def _memory_of(self, tensor: torch.Tensor) -> HostBacked | None:
+    def memory_of(self, tensor: torch.Tensor) -> HostBacked | None:
         """What may wait in the host and has the tensor's storage."""
         storage = tensor.untyped_storage()._cdata
         sharded = [chunk.shards for chunk in self.model_chunks if chunk.shards is not None]

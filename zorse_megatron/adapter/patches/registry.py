@@ -7,6 +7,7 @@ plan (`adapter/groups/global_groups.py`).
 
 from zorse_megatron.adapter.patches.checkpoints import CHECKPOINTS
 from zorse_megatron.adapter.patches.emulation import EMULATION
+from zorse_megatron.adapter.patches.moving import MOVING
 from zorse_megatron.adapter.patches.rebind import Rebinding, Registry
 from zorse_megatron.adapter.patches.under_plan import UNDER_A_PLAN
 from zorse_megatron.adapter.patches.weight_gradients import SPLIT_BACKWARD
@@ -15,6 +16,7 @@ from zorse_megatron.adapter.patches.without_plan import ALWAYS, MEASURING, RECOR
 OF_A_RUN: dict[str, tuple[Rebinding, ...]] = {
     "Under a plan": (*UNDER_A_PLAN, *SPLIT_BACKWARD),
     "Under a plan, in checkpoints": CHECKPOINTS,
+    "Under a plan, to go on under another one": MOVING,
     "Always, also without a plan": ALWAYS,
     "With `--zorse-metrics`": RECORDING,
     "In `zorse profile measure`": MEASURING,

@@ -20,3 +20,10 @@ DDP = (
     "pg_collection",
     "full_param_layout",
 )
+SETUP = (
+    "model_type",
+    "model_provider_func",
+    "checkpointing_context",
+    "cfg_container",
+    "pg_collection",
+)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from zorse_megatron.adapter.patches import signatures
 from zorse_megatron.adapter.patches.rebind import Rebinding
 from zorse_megatron.adapter.patches.versions import MEGATRON_VERSIONS
 
@@ -9,13 +10,7 @@ _record = partial(Rebinding, versions=MEGATRON_VERSIONS)
 _building = partial(
     _record,
     target="megatron.training.training:setup_model_and_optimizer",
-    parameters=(
-        "model_type",
-        "model_provider_func",
-        "checkpointing_context",
-        "cfg_container",
-        "pg_collection",
-    ),
+    parameters=signatures.SETUP,
 )
 
 COMPILE_HELPERS = _record(

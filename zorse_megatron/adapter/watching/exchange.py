@@ -16,19 +16,25 @@ class Exchange:
     """Tells rows of numbers; a collective call to make, and then one for each iteration."""
 
     def __init__(self, *, timeout: timedelta | None = None) -> None:
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._under_way: tuple[Any, torch.Tensor, torch.Tensor] | None = None
 
     def swap(self, row: Sequence[float]) -> list[list[float]] | None:
         """Start to tell `row`; return what the ranks told the time before, None the first time."""
         before = self._under_way
         mine = torch.tensor([row], dtype=torch.float64, device="cpu")
-        shape = (self._group.size(), len(row))
+        shape = (self.group.size(), len(row))
         rows = torch.empty(shape, dtype=torch.float64, device="cpu")
-        work = dist.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
+        work = dist.all_gather_into_tensor(rows, mine, group=self.group, async_op=True)
         self._under_way = work, rows, mine
         if before is None:
             return None
         before[0].wait()
         rows_before: list[list[float]] = before[1].tolist()
         return rows_before
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+            self._under_way = None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from megatron.training import get_args
 
+from zorse_megatron.adapter.moving.requests import PlanRequests
 from zorse_megatron.adapter.watching.exchange import Exchange
 from zorse_megatron.adapter.watching.run_watch import RunWatch
 from zorse_megatron.adapter.watching.status import StatusReporter
@@ -41,6 +42,9 @@ def make_watch(session: "PlanSession", clock: "Clock") -> RunWatch | None:
         exchange=Exchange(timeout=session.timeout),
         switching=_switching(session) if session.rebalances else None,
         reporter=StatusReporter(status, directory=session.status_directory),
+        requests=PlanRequests.of(session.status_directory, rank=session.rank)
+        if session.may_move
+        else None,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron.training import get_args
 
+from zorse_megatron.adapter.moving.requests import PlanRequests
 from zorse_megatron.adapter.watching.exchange import Exchange
 from zorse_megatron.adapter.watching.status import StatusReporter
 from zorse_megatron.adapter.watching.switching import Switching
@@ -28,6 +29,7 @@ class RunWatch:
     exchange: Exchange
     reporter: StatusReporter
     switching: Switching | None = None
+    requests: PlanRequests | None = None
 
     def begin(self, number: int) -> Prepared | None:
         """Iteration `number` of this run begins; returns what is run from it on if that changes."""
@@ -53,6 +55,7 @@ class RunWatch:
                 own.update_s,
                 own.iteration_s,
                 code,
+                0.0 if self.requests is None else self.requests.code(),
             )
         )
         if told is not None:
@@ -74,6 +77,8 @@ class RunWatch:
         known = len({each.number for each in ranks}) == 1 and ranks[0].number >= 0
         if known:
             self.reporter.take(ranks)
+        if self.requests is not None:
+            self.requests.hear(told[0][7])
         if self.switching is not None:
             seconds = self._seconds(ranks) if known else {}
             codes = [row[6] for row in told]

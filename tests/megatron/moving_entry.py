@@ -1,0 +1,77 @@
+"""`recording_entry`, asked for another plan twice: the first time a rank fails as it sets aside.
+
+`$ZORSE_TEST_MOVES` is the status directory, with the request in it. `owned-rank<R>.json` there says
+what a rank owned `before` and `after`: names with offsets and sizes of blocks. A run ends with an
+assertion where anything of the old plan is still there when the new one is about to be built.
+"""
+
+import json
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.megatron.recording_entry import record
+from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.migration.request import REQUEST_NAME
+
+DIRECTORY = Path(os.environ["ZORSE_TEST_MOVES"])
+FAILS = 1
+"""A rank."""
+
+
+def failing_once(set_aside: Callable[..., Any], old: list[Any]) -> Callable[..., Any]:
+    request = (DIRECTORY / REQUEST_NAME).read_text()
+    attempts: list[int] = []
+
+    def set_state_aside(session: Any, *args: Any, **kwargs: Any) -> Any:
+        made = set_aside(session, *args, **kwargs)
+        attempts.append(session.rank)
+        if len(attempts) == 1:
+            if session.rank == 0:
+                (DIRECTORY / REQUEST_NAME).write_text(request)  # ask again
+            if session.rank == FAILS:
+                raise MemoryError("no room for it")
+        owners = (session, *session.optimizers, *session.optimizers[0].model_chunks)
+        old.extend(map(weakref.ref, owners))
+        return made
+
+    return set_state_aside
+
+
+def noting(move: Callable[..., Any]) -> Callable[..., Any]:
+    def move_and_note(session: Any, aside: Any, parts: Any, told: Any, group: Any) -> None:
+        both = {"before": told[session.rank].before, "after": told[session.rank].after}
+        found = {
+            when: [
+                [name, list(block.offset), list(block.size)]
+                for name, blocks in owned.items()
+                for block in blocks
+            ]
+            for when, owned in both.items()
+        }
+        (DIRECTORY / f"owned-rank{session.rank}.json").write_text(json.dumps(found))
+        move(session, aside, parts, told, group)
+
+    return move_and_note
+
+
+def checking(forget: Callable[..., None], old: list[Any]) -> Callable[..., None]:
+    def forget_and_check(groups: Any) -> None:
+        forget(groups)
+        assert old and not [each() for each in old if each() is not None]
+
+    return forget_and_check
+
+
+if __name__ == "__main__":
+    if cpu_mode.needed():
+        cpu_mode.enable()
+    from zorse_megatron.adapter.moving import leaving, one_after_another, state
+
+    left: list[Any] = []
+    leaving.set_aside = failing_once(leaving.set_aside, left)
+    state._move = noting(state._move)
+    one_after_another._forget_all = checking(one_after_another._forget_all, left)
+    record()

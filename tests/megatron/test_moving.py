@@ -1,0 +1,112 @@
+"""To another plan between two steps: as if saved under the one and loaded under the other.
+
+One run of six steps is asked for the other plan twice. After two steps a rank fails before all have
+agreed, and the training goes on as it was; after four it moves.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from tests.megatron.checkpoint_jobs import read_checkpoint
+from tests.megatron.comparison import Recorded, plan_of, plan_run, replica
+from tests.megatron.ministages import TWO_BY_TWO, in_the_host
+from tests.megatron.preloaded import run_megatron_ranks
+from tests.megatron.set_plans import set_of
+from tests.megatron.test_checkpoints import FP16, OTHER_SCALE, Saved
+from zorse_megatron.migration.request import REQUEST_NAME
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import save_plan
+
+MOVED, STEPS = 4, 6
+STATE_BYTES = 3 * 4
+"""Of an element: main parameter and two moments."""
+# Chunks of which a rank keeps shards, with all that may be in the host; then a set of two ranks.
+A = in_the_host(TWO_BY_TWO)
+B = plan_of(((set_of((0, 2), 4, 2),), 3), ((replica(1, 4, 2),), 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    moved: Recorded
+    resumed: Recorded
+    """From what the other one saved when it moved."""
+    directory: Path
+
+
+def both_runs(a: Plan, b: Plan, directory: Path, flags: list[str], *others: str) -> Runs:
+    """`others`: flags with which the resumed run starts, and that a checkpoint overrules."""
+    status, saves = directory / "status", directory / "moved"
+    status.mkdir(parents=True)
+    save_plan(b, status / REQUEST_NAME)
+    moved = plan_run(
+        a,
+        [*flags, "--save", str(saves), "--zorse-status", str(status)],
+        entry="tests.megatron.moving_entry",
+        env={"ZORSE_TEST_MOVES": str(status)},
+    )
+    load = ("--load", str(saves), "--ckpt-step", str(MOVED), "--save", str(directory / "resumed"))
+    return Runs(moved=moved, resumed=plan_run(b, [*flags, *load, *others]), directory=directory)
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    """All tensors to the bit, and where the training is."""
+    (tensors, common), (others, other_common) = map(read_checkpoint, (found, expected))
+    assert tensors.keys() == others.keys()
+    assert any(key.startswith("optimizer.state.exp_avg_sq.") for key in tensors)
+    for key, tensor in others.items():
+        assert not isinstance(tensor, torch.Tensor) or torch.equal(tensors[key], tensor), key
+    for key in ("iteration", "opt_param_scheduler", "num_floating_point_operations_so_far"):
+        assert common[key] == other_common[key], key
+    assert common["optimizer"] == other_common["optimizer"]
+    for name in ("consumed_train_samples", "consumed_valid_samples"):
+        assert getattr(common["args"], name) == getattr(other_common["args"], name), name
+
+
+def owned(directory: Path, rank: int, when: str) -> set[tuple[str, tuple[int, ...]]]:
+    """Every element, by name and place."""
+    blocks = json.loads((directory / f"owned-rank{rank}.json").read_text())[when]
+    return {
+        (name, at)
+        for name, offset, size in blocks
+        for at in product(*(range(o, o + n) for o, n in zip(offset, size, strict=True)))
+    }
+
+
+def assert_bytes(runs: Runs, world_size: int) -> None:
+    """What was sent is what the new owners did not have; the peak is within what was expected."""
+    status = runs.directory / "status"
+    lacking = sum(
+        len(owned(status, rank, "after") - owned(status, rank, "before"))
+        for rank in range(world_size)
+    )
+    (line,) = re.findall(r"zorse: (moved .*)", runs.moved.outputs[0])
+    sent, had_to, held, expected = (
+        int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", line)
+    )
+    assert sent == had_to == STATE_BYTES * lacking > 0
+    assert 0 < held <= expected
+
+
+def assert_runs(runs: Runs, world_size: int) -> None:
+    """All of it: moved once, not the first time, and with nothing changed by either."""
+    said = runs.moved.outputs[0]
+    assert "the training goes on as it is: rank 1: MemoryError: no room for it" in said
+    assert f"from iteration {MOVED + 1} on the training runs under plan" in said
+    assert [step["iteration"] for step in runs.moved.steps] == list(range(1, STEPS + 1))
+    assert runs.moved.steps[MOVED:] == runs.resumed.steps
+    checkpoints = [runs.directory / each / f"iter_{STEPS:07}" for each in ("moved", "resumed")]
+    run_megatron_ranks(1, assert_same_checkpoint, *checkpoints)
+    assert_bytes(runs, world_size)
+
+
+def test_goes_on_as_from_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    flags = [*Saved(corpus).flags(*FP16), "--train-iters", str(STEPS)]
+    runs = both_runs(A, B, tmp_path, flags, *OTHER_SCALE)
+    assert_runs(runs, A.world_size)
+    alone = plan_run(A, [*flags, "--train-iters", str(MOVED)])
+    assert runs.moved.steps[:MOVED] == alone.steps

@@ -1,0 +1,184 @@
+"""Leave the training for another plan, if all ranks can; else it goes on as if nothing had been.
+
+All happens between two iterations. Until all ranks have told that they have read the plan, can run
+it, and have set their state aside, nothing of the training is touched: that is the commit point.
+"""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from megatron.training import get_args, get_tensorboard_writer
+from megatron.training.async_utils import maybe_finalize_async_save
+
+from zorse_megatron.adapter.activate import PlanRun
+from zorse_megatron.adapter.moving.next_plan import checked_plan
+from zorse_megatron.adapter.moving.one_after_another import PlanLeft
+from zorse_megatron.adapter.moving.owned_parts import owned_parts
+from zorse_megatron.adapter.moving.state import SetAside, set_aside
+from zorse_megatron.adapter.placement import check_placement
+from zorse_megatron.errors import ZorseError
+from zorse_megatron.log import say
+from zorse_megatron.runtime.host_budget import available_host_bytes, node_name
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import fingerprint
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.moving.requests import PlanRequests
+    from zorse_megatron.adapter.session import PlanSession
+
+
+class _RefusedError(Exception):
+    """Some rank cannot: the training goes on as it is."""
+
+
+def leaving_when_asked(
+    run: PlanRun, session: "PlanSession", stock: Callable[..., bool]
+) -> Callable[..., bool]:
+    """Return what takes the place of `checkpoint_and_decide_exit` (`stock`).
+
+    It raises PlanLeft on all ranks, or on none.
+    """
+
+    def checkpoint_and_decide_exit(  # noqa: PLR0917  (stock's signature)
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        iteration: int,
+        num_floating_point_operations_so_far: float,
+        checkpointing_context: Any,
+        train_data_iterator: Any,
+    ) -> bool:
+        ends = stock(
+            model,
+            optimizer,
+            opt_param_scheduler,
+            iteration,
+            num_floating_point_operations_so_far,
+            checkpointing_context,
+            train_data_iterator,
+        )
+        requests = None if session.watch is None else session.watch.requests
+        if requests is None or not requests.is_open or ends or iteration >= get_args().train_iters:
+            return ends
+        leave = _Leaving(
+            run=run,
+            session=session,
+            models=model,
+            scheduler=opt_param_scheduler,
+            iteration=iteration,
+            num_flops=num_floating_point_operations_so_far,
+        )
+        leave.if_all_can(requests)
+        return False
+
+    return checkpoint_and_decide_exit
+
+
+@dataclass(kw_only=True)
+class _Leaving:
+    """One attempt."""
+
+    run: PlanRun
+    session: "PlanSession"
+    models: list[Any]
+    scheduler: Any
+    iteration: int
+    num_flops: float
+
+    def if_all_can(self, requests: "PlanRequests") -> None:
+        """Raise PlanLeft, or say why not; a collective call."""
+        assert self.session.watch is not None
+        self.group = self.session.watch.exchange.group
+        self.run.enter(f"before another plan, after iteration {self.iteration}")
+        data = [requests.data]
+        dist.broadcast_object_list(data, src=0, group=self.group)
+        requests.answer()
+        try:
+            run = self._next_run(data[0] or b"")
+        except _RefusedError as refused:
+            say(f"another plan was asked for; the training goes on as it is: {refused}")
+            return
+        say(
+            f"from iteration {self.iteration + 1} on the training runs under plan "
+            f"{fingerprint(run.plan)} instead of {fingerprint(self.run.plan)}"
+        )
+        self._close()
+        raise PlanLeft(run, self._groups())
+
+    def _next_run(self, data: bytes) -> PlanRun:
+        """What all ranks go on with; raises _RefusedError on all ranks where one cannot."""
+        plan: Plan = self._agreed(lambda: checked_plan(self.run, self.session, data))
+        try:
+            check_placement(replace(self.run, plan=plan))
+        except ZorseError as error:  # the same on all ranks
+            raise _RefusedError(str(error)) from error
+        dp_cp = self.session.collection.dp_cp
+        parts = self._agreed(lambda: list(owned_parts(self.models, self.session.optimizers, dp_cp)))
+        self._check_host(sum(part.device_bytes for part in parts))
+        aside: SetAside = self._agreed(
+            lambda: set_aside(
+                self.session,
+                parts,
+                self.scheduler,
+                iteration=self.iteration,
+                num_flops=self.num_flops,
+            )
+        )
+        return replace(self.run, plan=plan, moved=aside)
+
+    def _agreed(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns, once it has returned on all ranks."""
+        made, problem = None, None
+        try:
+            made = make()
+        except Exception as error:  # whatever it is, the training under the old plan is whole
+            known = isinstance(error, ZorseError)
+            problem = str(error) if known else "".join(traceback.format_exception_only(error))
+        problems: list[Any] = [None] * self.session.plan.world_size
+        dist.all_gather_object(problems, problem, group=self.group)
+        for rank, found in enumerate(problems):
+            if found is not None:
+                raise _RefusedError(f"rank {rank}: {found.strip()}")
+        return made
+
+    def _check_host(self, num_bytes: int) -> None:
+        """Ask whether each node has room for what its ranks set aside."""
+        mine = node_name(), num_bytes, available_host_bytes()
+        told: list[Any] = [None] * self.session.plan.world_size
+        dist.all_gather_object(told, mine, group=self.group)
+        for node in sorted({name for name, *_ in told}):
+            need = sum(each for name, each, _ in told if name == node)
+            free = min(each for name, _, each in told if name == node)
+            if need > free:
+                raise _RefusedError(
+                    f"node {node} has {free / 1e9:.3g} GB of host memory free; its ranks have "
+                    f"{need / 1e9:.3g} GB of state to set aside"
+                )
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Those of the plan that is left."""
+        groups = self.session.groups
+        found = [groups.group, groups.set, groups.everyone, groups.alone, self.group]
+        if self.session.executor is not None:
+            found += self.session.executor.mailbox.transport.groups
+        once = {id(group): group for group in found if group is not dist.group.WORLD}
+        return list(once.values())
+
+    def _close(self) -> None:
+        """Finish what is under way beside the training."""
+        assert self.session.watch is not None
+        self.session.watch.exchange.finish()
+        maybe_finalize_async_save(blocking=True, terminate=True)
+        if (board := get_tensorboard_writer()) is not None:
+            board.close()
+        # Autograd's nodes hold the hooks that hold the chunks, and fp32 shards, as views of
+        # parameters, hold the nodes: garbage collection does not see that.
+        for model in self.models:
+            model.grad_accs.clear()
+        for each in self.session.optimizers:
+            if each.optimizer is not None:
+                vars(each.optimizer).clear()
+            vars(each).clear()

@@ -1,0 +1,84 @@
+"""Can this job go on under that plan? Asked on each rank, before anything is touched."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron.training import get_args
+
+from zorse_megatron.adapter.activate import PlanRun
+from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.flags.flags_against_plan import model_flag_problems
+from zorse_megatron.flags.flags_against_sets import set_flag_problems
+from zorse_megatron.flags.flags_against_split import split_backward_problems
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.validate import check_executable
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import parse_plan
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.session import PlanSession
+
+_SOURCE = "the next plan"
+# What stock has started, or is recording, and would lose or start a second time.
+_ONCE = ("profile", "log_straggler", "run_workload_inspector_server", "log_energy")
+
+
+def checked_plan(run: PlanRun, session: "PlanSession", data: bytes) -> Plan:
+    """The plan in `data`, checked as at the start of a job. Raises ZorseError."""
+    plan = parse_plan(data, source=_SOURCE)
+    assert run.check_next is not None
+    dtypes = run.check_next(plan)
+    args = get_args()
+    problems = [*_problems(plan, session, args), *_other_types(dtypes, session)]
+    problems += model_flag_problems(args, plan)
+    problems += set_flag_problems(args, plan)
+    problems += split_backward_problems(args, plan)
+    if problems:
+        raise PlanError("The next plan cannot take over", problems)
+    sets = [replica.ranks for group in plan.groups for replica in group.replicas]
+    check_executable(lower_plan(plan, tied=session.tied_embeddings), sets)
+    check_executable(lower_plan(plan, forward_only=True), sets)
+    return plan
+
+
+def _problems(plan: Plan, session: "PlanSession", args: Any) -> Iterator[Problem]:
+    if plan.global_batch_size != session.plan.global_batch_size:
+        yield Problem(
+            where=f"{_SOURCE}: global_batch_size",
+            found=str(plan.global_batch_size),
+            expected=f"{session.plan.global_batch_size}, as in the plan that runs",
+            remedy="Plan for the same batch: the training is to stay the same.",
+        )
+    for name in _ONCE:
+        if getattr(args, name, False):
+            yield Problem(
+                where=f"--{name.replace('_', '-')}",
+                found="it in the command",
+                expected="a command without it, for a run that goes on under another plan",
+                remedy="Save a checkpoint, and start the next plan from it.",
+            )
+    frozen = [
+        name
+        for optimizer in session.optimizers
+        for chunk in optimizer.model_chunks
+        for name, parameter in chunk.named_parameters()
+        if not parameter.requires_grad
+    ]
+    if frozen:
+        yield Problem(
+            where=f"parameter {frozen[0]}",
+            found="one that is not trained",
+            expected="trained ones only: others have no optimizer state, which is what moves",
+            remedy="Save a checkpoint, and start the next plan from it.",
+        )
+
+
+def _other_types(dtypes: Any, session: "PlanSession") -> Iterator[Problem]:
+    now = [session.dtypes[session.plan.group_of_rank(r)] for r in range(session.plan.world_size)]
+    if list(dtypes) != now:
+        yield Problem(
+            where=f"{_SOURCE}: compute_dtype",
+            found=", ".join(map(str, dtypes)),
+            expected=f"{', '.join(map(str, now))} on the ranks, as they compute now",
+            remedy="Let each rank compute in its present type.",
+        )

@@ -1,0 +1,55 @@
+"""One plan after the other in this process, each run as a job of its own would, from its start.
+
+Imports Megatron only where `activate` has: it may be another version than it should be.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from zorse_megatron.adapter.activate import PlanRun, activate
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+class PlanLeft(BaseException):
+    """The training has been left between two iterations, to go on under another plan.
+
+    No Exception, so that no script takes it for one.
+    """
+
+    def __init__(self, run: PlanRun, groups: "Sequence[dist.ProcessGroup]") -> None:
+        super().__init__("the training goes on under another plan")
+        self.run = run
+        """That goes on."""
+        self.groups = tuple(groups)
+        """Process groups of the plan that is left, in one order on all ranks."""
+
+
+def run_plans(run: PlanRun | None, enter_script: Callable[[], None]) -> None:
+    """Run the script under the plan (None: stock), and again under each that is moved to."""
+    while True:
+        undo = activate(run)
+        try:
+            enter_script()
+        except PlanLeft as left:
+            run, groups = left.run, left.groups
+        else:
+            return
+        undo()
+        _forget_all(groups)
+
+
+def _forget_all(groups: "Sequence[dist.ProcessGroup]") -> None:
+    """Let go of what there was for the plan before; over the group of all, ranks stay connected."""
+    import torch
+    import torch.distributed as dist
+    from megatron.training import training
+
+    for group in groups:
+        dist.destroy_process_group(group)
+    training.destroy_global_state()
+    gc.collect()  # of chunks, which refer to themselves
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,191 @@
+"""A rank's state between two plans: set aside in host memory, then handed to its new owners."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.training import get_args, training
+
+from zorse_megatron.adapter.checkpoint.saved_optimizer import (
+    CheckpointLayout,
+    common_state,
+    restore_common_state,
+)
+from zorse_megatron.adapter.moving.owned_parts import OwnedPart, owned_parts
+from zorse_megatron.adapter.parameters.exact_values import start_from_main
+from zorse_megatron.log import say
+from zorse_megatron.migration.boxes import common_block
+from zorse_megatron.migration.costs import peak_bytes, sent_bytes
+from zorse_megatron.migration.transfers import Owned, Transfer, plan_transfers
+from zorse_megatron.runtime.state_transfer import Held, HeldBlock, StateTransfer
+from zorse_megatron.schedules.tensor_blocks import TensorBlock
+
+if TYPE_CHECKING:
+    from zorse_megatron.adapter.session import PlanSession
+
+# Where the training is, in Megatron's arguments; a checkpoint has the same.
+_POSITION = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAside:
+    """What one rank has of the training, and nothing of the plan that it comes from."""
+
+    held: Held
+    """Empty once it has been taken over."""
+    states: tuple[str, ...]
+    """Names of the states that each block has values of."""
+    dtypes: tuple[torch.dtype, ...]
+    common: dict[str, Any] | None
+    """Of the optimizer; None: this rank has none."""
+    scheduler: dict[str, Any]
+    iteration: int
+    position: Mapping[str, int]
+    num_flops: float
+    train_start_s: float
+    """From when on `--exit-duration-in-mins` counts."""
+
+
+def set_aside(
+    session: "PlanSession",
+    parts: Sequence[OwnedPart],
+    scheduler: Any,
+    *,
+    iteration: int,
+    num_flops: float,
+) -> SetAside:
+    """Copy this rank's state to the host, except for what is there."""
+    held: Held = {}
+    for part in parts:
+        held.setdefault(part.name, []).append(HeldBlock(block=part.block, values=part.read()))
+    args, states = get_args(), parts[0].states if parts else {}
+    own = [each for each in session.optimizers if not each.is_stub_optimizer]
+    return SetAside(
+        held=held,
+        states=tuple(states),
+        dtypes=tuple(tensor.dtype for tensor in states.values()),
+        common=common_state(own[0], CheckpointLayout.DISTRIBUTED) if own else None,
+        scheduler=scheduler.state_dict(),
+        iteration=iteration,
+        position={name: getattr(args, name) for name in _POSITION},
+        num_flops=num_flops,
+        train_start_s=training._TRAIN_START_TIME,
+    )
+
+
+def take_over(session: "PlanSession", aside: SetAside, models: list[Any], scheduler: Any) -> None:
+    """Go on where the training was set aside; a collective call of all ranks.
+
+    Leaves what loading a checkpoint leaves that was saved under the old plan.
+    """
+    group = dist.new_group(backend="gloo", timeout=session.timeout)
+    parts = list(owned_parts(models, session.optimizers, session.collection.dp_cp))
+    told = _tell(group, aside, parts)
+    _move(session, aside, parts, told, group)
+    for model in models:
+        if model.shards is not None:
+            model.shards.mark_changed()
+    start_from_main(models, session.optimizers)
+    for optimizer in session.optimizers:
+        if not optimizer.is_stub_optimizer:
+            restore_common_state(optimizer, _joined_common(told))
+    scheduler.load_state_dict(aside.scheduler)
+    args = get_args()
+    args.iteration = aside.iteration
+    args.num_floating_point_operations_so_far = aside.num_flops
+    for name, value in aside.position.items():
+        setattr(args, name, value)
+    update_num_microbatches(args.consumed_train_samples, verbose=False)
+    training._TRAIN_START_TIME = aside.train_start_s
+    dist.destroy_process_group(group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What one rank tells all others."""
+
+    before: Owned
+    after: Owned
+    states: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    common: dict[str, Any] | None
+
+
+def _tell(group: Any, aside: SetAside, parts: Sequence[OwnedPart]) -> list[_Told]:
+    after: dict[str, list[TensorBlock]] = {}
+    for part in parts:
+        # Of a tied embedding with both copies on this rank, what both have comes once.
+        if part.block not in after.setdefault(part.name, []):
+            after[part.name].append(part.block)
+    mine = _Told(
+        before={name: [each.block for each in held] for name, held in aside.held.items()},
+        after=after,
+        states=aside.states,
+        dtypes=aside.dtypes,
+        common=aside.common,
+    )
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, mine, group=group)
+    return told
+
+
+def _move(
+    session: "PlanSession",
+    aside: SetAside,
+    parts: Sequence[OwnedPart],
+    told: Sequence[_Told],
+    group: Any,
+) -> None:
+    before = {rank: each.before for rank, each in enumerate(told)}
+    after = {rank: each.after for rank, each in enumerate(told)}
+    transfers = plan_transfers(before, after)
+    states, dtypes = next((each.states, each.dtypes) for each in told if each.states)
+    moving = StateTransfer(transfers, aside.held, rank=session.rank, dtypes=dtypes, group=group)
+    targets: dict[str, list[OwnedPart]] = {}
+    for part in parts:
+        assert tuple(part.states) == states, f"{part.name} has {tuple(part.states)}, not {states}"
+        targets.setdefault(part.name, []).append(part)
+    for name in moving.parameters():
+        for state in range(len(states)):
+            for block, values in moving.run(name, state):
+                for part in targets.get(name, ()):
+                    both = common_block(part.block, block)
+                    if both is not None:
+                        part.write(state, both, _inside(block, values, both))
+    _report(moving, before[session.rank], transfers, group)
+
+
+def _report(
+    moving: StateTransfer, before: Owned, transfers: Sequence[Transfer], group: Any
+) -> None:
+    """Say what was sent and held, beside what it should be."""
+    state_bytes = [dtype.itemsize for dtype in moving.dtypes]
+    mine = (
+        moving.sent_bytes,
+        moving.peak_bytes,
+        peak_bytes(moving.rank, before, transfers, state_bytes),
+    )
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, mine, group=group)
+    sent, peaks, stated = zip(*told, strict=True)
+    say(
+        f"moved {sum(sent):,} bytes of state between ranks, of which "
+        f"{sent_bytes(transfers, state_bytes).total():,} had to; a rank held at most "
+        f"{max(peaks):,} bytes of it in host memory ({max(stated):,} were expected)"
+    )
+
+
+def _inside(block: TensorBlock, values: torch.Tensor, part: TensorBlock) -> torch.Tensor:
+    starts = (p - b for p, b in zip(part.offset, block.offset, strict=True))
+    return values[tuple(slice(s, s + n) for s, n in zip(starts, part.size, strict=True))]
+
+
+def _joined_common(told: Sequence[_Told]) -> dict[str, Any]:
+    """The lowest rank's, with the parameter groups of all: a rank may have had none of a kind."""
+    commons = [each.common for each in told if each.common is not None]
+    first = commons[0]
+    groups = [group for each in commons for group in each["optimizer"]["param_groups"]]
+    return {**first, "optimizer": {**first["optimizer"], "param_groups": groups}}
