@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_tensorboard_writer
 from megatron.training.async_utils import maybe_finalize_async_save
 
@@ -28,6 +29,8 @@ from zorse_megatron.schema.plan.plan_json import fingerprint
 if TYPE_CHECKING:
     from zorse_megatron.adapter.moving.requests import PlanRequests
     from zorse_megatron.adapter.session import PlanSession
+
+_OF_LOOP = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
 
 class _RefusedError(Exception):
@@ -174,6 +177,14 @@ class _Leaving:
         maybe_finalize_async_save(blocking=True, terminate=True)
         if (board := get_tensorboard_writer()) is not None:
             board.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Cut what would keep chunks and state alive once they are left."""
+        # The script's config may be a global of it; stock's loop has put methods into it.
+        for config in map(get_model_config, self.models):
+            for name in _OF_LOOP:
+                setattr(config, name, None)
         # Autograd's nodes hold the hooks that hold the chunks, and fp32 shards, as views of
         # parameters, hold the nodes: garbage collection does not see that.
         for model in self.models:
