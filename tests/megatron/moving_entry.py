@@ -1,6 +1,7 @@
-"""`recording_entry`, asked for another plan twice: the first time a rank fails as it sets aside.
+"""`recording_entry`, asked three times: for what it cannot run, and twice for what it can.
 
-`$ZORSE_TEST_MOVES` is the status directory, with the request in it. `owned-rank<R>.json` there says
+The second time a rank fails as it sets its state aside. `$ZORSE_TEST_MOVES` is the status directory
+with the first request in it, and with that of the others in `then.json`. `owned-rank<R>.json` says
 what a rank owned `before` and `after`: names with offsets and sizes of blocks. A run ends with an
 assertion where anything of the old plan is still there when the new one is about to be built.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 from tests.megatron.recording_entry import record
 from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.migration.request import REQUEST_NAME
 
 DIRECTORY = Path(os.environ["ZORSE_TEST_MOVES"])
@@ -21,8 +23,23 @@ FAILS = 1
 """A rank."""
 
 
+def ask_again() -> None:
+    (DIRECTORY / REQUEST_NAME).write_text((DIRECTORY / "then.json").read_text())
+
+
+def asking_for_another(checked_plan: Callable[..., Any]) -> Callable[..., Any]:
+    def check(run: Any, session: Any, data: bytes) -> Any:
+        try:
+            return checked_plan(run, session, data)
+        except ZorseError:
+            if session.rank == 0:
+                ask_again()
+            raise
+
+    return check
+
+
 def failing_once(set_aside: Callable[..., Any], old: list[Any]) -> Callable[..., Any]:
-    request = (DIRECTORY / REQUEST_NAME).read_text()
     attempts: list[int] = []
 
     def set_state_aside(session: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +47,7 @@ def failing_once(set_aside: Callable[..., Any], old: list[Any]) -> Callable[...,
         attempts.append(session.rank)
         if len(attempts) == 1:
             if session.rank == 0:
-                (DIRECTORY / REQUEST_NAME).write_text(request)  # ask again
+                ask_again()
             if session.rank == FAILS:
                 raise MemoryError("no room for it")
         owners = (session, *session.optimizers, *session.optimizers[0].model_chunks)
@@ -71,6 +88,7 @@ if __name__ == "__main__":
     from zorse_megatron.adapter.moving import leaving, one_after_another, state
 
     left: list[Any] = []
+    leaving.checked_plan = asking_for_another(leaving.checked_plan)
     leaving.set_aside = failing_once(leaving.set_aside, left)
     state._move = noting(state._move)
     one_after_another._forget_all = checking(one_after_another._forget_all, left)

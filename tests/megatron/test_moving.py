@@ -1,7 +1,7 @@
 """To another plan between two steps: as if saved under the one and loaded under the other.
 
-One run of six steps is asked for the other plan twice. After two steps a rank fails before all have
-agreed, and the training goes on as it was; after four it moves.
+One run of eight steps is asked three times. After two steps for a plan of another batch, and after
+four a rank fails before all have agreed: the training goes on as it was. After six it moves.
 """
 
 import json
@@ -22,12 +22,14 @@ from zorse_megatron.migration.request import REQUEST_NAME
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
 
-MOVED, STEPS = 4, 6
+MOVED, STEPS = 6, 8
 STATE_BYTES = 3 * 4
 """Of an element: main parameter and two moments."""
 # Chunks of which a rank keeps shards, with all that may be in the host; then a set of two ranks.
 A = in_the_host(TWO_BY_TWO)
 B = plan_of(((set_of((0, 2), 4, 2),), 3), ((replica(1, 4, 2),), 1))
+
+OTHER_BATCH = plan_of(((replica(0, 4, 1),), 1), ((replica(1, 4, 1), replica(2, 4, 0)), 3))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ def both_runs(a: Plan, b: Plan, directory: Path, flags: list[str], *others: str)
     """`others`: flags with which the resumed run starts, and that a checkpoint overrules."""
     status, saves = directory / "status", directory / "moved"
     status.mkdir(parents=True)
-    save_plan(b, status / REQUEST_NAME)
+    save_plan(OTHER_BATCH, status / REQUEST_NAME)
+    save_plan(b, status / "then.json")
     moved = plan_run(
         a,
         [*flags, "--save", str(saves), "--zorse-status", str(status)],
@@ -95,6 +98,8 @@ def assert_bytes(runs: Runs, world_size: int) -> None:
 def assert_runs(runs: Runs, world_size: int) -> None:
     """All of it: moved once, not the first time, and with nothing changed by either."""
     said = runs.moved.outputs[0]
+    assert "the training goes on as it is: rank 0: The command does not fit the plan" in said
+    assert "--global-batch-size: found 8; expected 4" in said
     assert "the training goes on as it is: rank 1: MemoryError: no room for it" in said
     assert f"from iteration {MOVED + 1} on the training runs under plan" in said
     assert [step["iteration"] for step in runs.moved.steps] == list(range(1, STEPS + 1))
