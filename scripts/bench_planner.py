@@ -1,6 +1,6 @@
 """Plan the clusters of the Zorse paper with all strategies, and clusters that grow.
 
-    python scripts/bench_planner.py --measured DIR --json OUT
+    python scripts/bench_planner.py --measured DIR --json OUT [--tokens 4194304]
     python scripts/bench_planner.py --growth [--gpus 128 1024 10000]
 
 DIR holds `layer_latency.csv` (times of one layer by model, GPU, sequence length, dtype and
@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--cases", nargs="+", metavar="CLUSTER-MODEL", help="for example b-7b")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
+    parser.add_argument("--tokens", type=int, default=TOKENS_PER_STEP, help="per iteration")
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--gpus", type=int, nargs="+", default=[128, 256, 512, 1024, 10000])
     arguments = parser.parse_args()
@@ -65,7 +66,7 @@ def main() -> int:
         rows = [growth_row(count, arguments.measured) for count in arguments.gpus]
         _print_growth(rows)
     elif arguments.measured:
-        rows = list(_rows(arguments.measured, arguments.cases, arguments.strategies))
+        rows = list(_rows(arguments))
         _print_table(rows)
         _print_ratios(rows)
     else:
@@ -75,12 +76,10 @@ def main() -> int:
     return 0
 
 
-def _rows(
-    measured: Path, wanted: Sequence[str] | None, strategies: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    for cluster, model in cases(wanted):
-        inputs = paper_inputs(measured, cluster, model)
-        for strategy in strategies:
+def _rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for cluster, model in cases(arguments.cases):
+        inputs = paper_inputs(arguments.measured, cluster, model, arguments.tokens)
+        for strategy in arguments.strategies:
             row = bench_row(inputs, cluster, model, strategy)
             _print_row(row)
             yield row
@@ -101,14 +100,14 @@ def profile_from(measured: Path) -> Profile:
     return import_tables([table], ImportSettings()).profile
 
 
-def paper_inputs(measured: Path, cluster: str, model: str) -> Inputs:
-    """A cluster of the paper with a model: about a million tokens per step, fp16."""
+def paper_inputs(measured: Path, cluster: str, model: str, tokens: int = TOKENS_PER_STEP) -> Inputs:
+    """A cluster of the paper with a model, fp16; a million tokens per step if nothing is said."""
     seq_length, _ = CASES[cluster]
     return make_inputs(
         load_cluster(EXAMPLES / f"zorse-paper-cluster-{cluster}.yaml"),
         dataclasses.replace(MODELS[model], seq_length=seq_length),
         profile_from(measured),
-        global_batch_size=TOKENS_PER_STEP // seq_length,
+        global_batch_size=tokens // seq_length,
         dtype="float16",
     )
 

@@ -27,6 +27,9 @@ _ROUNDS = 4
 # flight.
 _PARTS = (8, 4)
 _TIMES_IN_FLIGHT = 2
+# Of what more samples take to compute, how much they must add to an iteration at least, that more
+# still are taken to do the same.
+_STEADY = 0.98
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +171,27 @@ class Evaluator:
                 return None
 
     def _extrapolated(self, plan: Plan, estimate: Estimate) -> Evaluation | None:
-        """Two shorter batches, and a straight line through their times."""
+        """Two shorter batches, and a straight line through their times.
+
+        None where collectives, which take as long whatever the batch, still hide computations of
+        the longer one: the line would be too flat.
+        """
         batch = self.inputs.global_batch_size
         rounds = max(
             sum(r.micro_batch_size for r in group.replicas if r.num_microbatches)
             for group in plan.groups
         )
         first = _ROUNDS * rounds * max(1, len(plan.groups) // 2)
-        if 3 * first > batch:
-            return None
+        while 3 * first <= batch:
+            found = self._line_through(plan, estimate, first)
+            if found is not None:
+                return found
+            first *= 2
+        return None
+
+    def _line_through(self, plan: Plan, estimate: Estimate, first: int) -> Evaluation | None:
+        """The line through the times of `first` samples and of twice as many."""
+        batch = self.inputs.global_batch_size
         evaluations = []
         for size in (first, 2 * first):
             shorter = self._shorter.setdefault(size, _Shorter(self.inputs, size))
@@ -185,7 +200,10 @@ class Evaluator:
                 return None
             evaluations.append(evaluation)
         one, two = evaluations
-        assert two.result is not None, "it was simulated just now"
+        assert one.result is not None and two.result is not None, "they were simulated just now"
+        computed_s = two.result.most_busy_s - one.result.most_busy_s
+        if two.iteration_s - one.iteration_s < _STEADY * computed_s:
+            return None
         slope = (two.iteration_s - one.iteration_s) / first
         iteration_s = two.iteration_s + slope * (batch - 2 * first)
         return replace(
