@@ -41,7 +41,14 @@ NAMES_OF_OTHERS = {
     *("_assign_worker_ranks", "_single_tensor_adam", "n_microbatches", "reduce_dtype"),
     *("compute_XY", "pinned_max_round_threshold_mb", "sm_XY"),
     # transformers, Slurm, Linux, Sailor and the DeepSpeed that it brings
-    *("LlamaConfig", "JobRequeue", "ip_local_port_range", "PipelineEngine", "reconstruct_tensor"),
+    *(
+        "SlurmdTimeout",
+        "LlamaConfig",
+        "JobRequeue",
+        "ip_local_port_range",
+        "PipelineEngine",
+        "reconstruct_tensor",
+    ),
     # Transformer Engine, and cuBLAS in torch
     *("NVTE_MASKED_SOFTMAX_FUSION", "get_attention_backend", "get_cublas_workspace_size_bytes"),
     "parseChosenWorkspaceSize",

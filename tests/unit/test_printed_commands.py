@@ -41,6 +41,8 @@ NOT_RUN = {
     "zorse emulate ": "a minute; tests/megatron/test_emulation.py emulates less",
     "zorse plan --cluster examples/two-sites.yaml": "a minute; tests/unit/test_selection.py",
     "zorse move ": "a run with --zorse-status; tests/unit/test_migration_request.py",
+    "zorse launch plan.json --cluster cluster.yaml --slurm train.sh --elastic": "a plan for two "
+    "nodes; tests/unit/test_elastic_slurm.py",
     "zorse profile correct ": "a run with --zorse-status; tests/unit/test_run_status.py",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
     "python -m scripts.launch_order.check": "minutes; tests/unit/test_launch_order.py checks less",

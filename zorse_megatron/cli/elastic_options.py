@@ -2,13 +2,19 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.options import is_given
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.launch.elastic.replan import DEFAULT_LIMIT_S
+from zorse_megatron.launch.training_command import TrainingCommand
+from zorse_megatron.schema.text.suggest import did_you_mean
 
 Without = Annotated[
     list[str] | None,
@@ -71,3 +77,107 @@ def plan_options_problems(text: str) -> Iterator[Problem]:
                 expected="options that say how to search",
                 remedy="Leave it out: files and training command are given where the job is.",
             )
+
+
+Grow = Annotated[
+    str,
+    typer.Option(
+        metavar="WHEN",
+        help="When nodes that were lost take part again: restart (when the job starts again "
+        "anyway), checkpoint (after its next save) or now. For the last two the ranks save and end "
+        "first.",
+    ),
+]
+GROWS = ("restart", "checkpoint", "now")
+
+
+def grow_problems(text: str) -> Iterator[Problem]:
+    """Yield where it is none of the three."""
+    if text not in GROWS:
+        yield Problem(
+            where="--grow",
+            found=repr(text),
+            expected=f"one of {', '.join(GROWS)}",
+            remedy=did_you_mean(text, GROWS),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticOptions:
+    """What a job is to do when nodes are lost, as it is written into its script."""
+
+    plans: Path
+    min_gpus: int
+    plan_options: str
+    plan_limit_s: float
+    grow: str
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield all that is wrong with them."""
+        yield from plan_options_problems(self.plan_options)
+        yield from grow_problems(self.grow)
+        yield from folder_problems("--plans", self.plans)
+
+    def words(self) -> list[str]:
+        """As options of a command."""
+        more = ["--plan-options", self.plan_options] if self.plan_options else []
+        return [
+            *("--plans", str(self.plans), "--min-gpus", str(self.min_gpus), *more),
+            *("--plan-limit", f"{self.plan_limit_s:g}", "--grow", self.grow),
+        ]
+
+
+Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic",
+        help="With --slurm: when nodes are lost, plan again for those that are left and go on from "
+        "the newest checkpoint. Needs real host names in the cluster file, and --save.",
+    ),
+]
+_ONLY_ELASTIC = ("plans", "min_gpus", "plan_options", "plan_limit", "grow")
+
+
+def refuse_odd_elastic(
+    context: typer.Context, options: ElasticOptions, *, is_elastic: bool, torchrun: bool
+) -> None:
+    """Raise CommandError for what is wrong with the options, or would be ignored."""
+    problems: list[Problem] = []
+    if is_elastic and torchrun:
+        problems.append(
+            Problem(
+                where="--elastic",
+                found="it with --torchrun",
+                expected="it only with --slurm",
+                remedy="Without Slurm: zorse replan --without NODE, and zorse launch for what it "
+                "names.",
+            )
+        )
+    elif is_elastic:
+        problems += options.problems()
+    else:
+        problems += [
+            Problem(
+                where=f"--{name.replace('_', '-')}",
+                found="it without --elastic",
+                expected="it only with --elastic",
+                remedy="Remove it, since it has no effect, or add --elastic.",
+            )
+            for name in _ONLY_ELASTIC
+            if is_given(context, name)
+        ]
+    if problems:
+        raise CommandError("the command cannot be run", problems)
+
+
+def refuse_without_save(training: TrainingCommand) -> None:
+    """Raise CommandError for a command that has nothing to go on from."""
+    if training.resumes:
+        return
+    problem = Problem(
+        where="--elastic",
+        found="no --save in the training command",
+        expected="checkpoints to go on from",
+        remedy="Add --save DIR --save-interval N.",
+    )
+    raise CommandError("the command cannot be run", [problem])

@@ -102,6 +102,8 @@ class BatchOptions:
     """The interpreter that has zorse-megatron, on every node."""
     names_nodes: bool = False
     """Ask for the nodes by the names in the cluster file."""
+    survives_nodes: bool = False
+    """Let the job keep the nodes that are left when one of them fails."""
     signal_s: int = 120
     """How long before its end the job is told to save, in seconds."""
     more: tuple[str, ...] = ()
@@ -120,8 +122,8 @@ def batch_script(
         "#!/bin/bash",
         f"# {' '.join(title.split())}",  # names in it may have several lines
         "# Written by zorse launch; submit it with sbatch, from the directory of its files.",
-        *_comments(components),
-        *_sbatch(components, training, options),
+        *component_comments(components),
+        *sbatch_lines(components, training, options),
         "",
         f"PYTHON={shlex.quote(options.python)}",
         _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
@@ -141,7 +143,8 @@ def _without_restarts(parameters: str) -> str:
     return "".join(line for line in parameters.splitlines(True) if "RESTARTS" not in line)
 
 
-def _comments(components: Sequence[JobComponent]) -> list[str]:
+def component_comments(components: Sequence[JobComponent]) -> list[str]:
+    """Say which ranks are in which component."""
     lines = []
     for number, component in enumerate(components):
         ranks = component.ranks
@@ -153,14 +156,17 @@ def _comments(components: Sequence[JobComponent]) -> list[str]:
     return lines
 
 
-def _sbatch(
+def sbatch_lines(
     components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
 ) -> list[str]:
+    """Return the lines that ask Slurm for the components."""
     job = [f"--job-name={options.job_name}", "--output=%x-%j.txt", "--open-mode=append"]
     restarts = ["--requeue"] if training.resumes else ["--no-requeue"]
     blocks = []
     for component in components:
-        blocks.append([*_nodes(component, options), *restarts, *(f"--{o}" for o in options.more)])
+        stays = ["--no-kill"] if options.survives_nodes else []
+        asked = [*_nodes(component, options), *restarts, *stays]
+        blocks.append([*asked, *(f"--{option}" for option in options.more)])
     blocks[0] = job + blocks[0]
     if training.resumes:
         blocks[0].append(f"--signal=B:USR1@{options.signal_s}")

@@ -14,6 +14,9 @@ from zorse_megatron.errors import LaunchError, Problem
 NODE_NAME = "ZORSE_NODE_NAME"
 """Names the node in place of its host name: several nodes may be pretended on one machine."""
 
+FIRST_RANK, WORLD_SIZE = "ZORSE_FIRST_RANK", "ZORSE_WORLD_SIZE"
+"""Of a step of srun that has one node of several: rank of its first task, ranks of the job."""
+
 Launcher = Literal["torchrun", "srun", "none"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -77,6 +80,11 @@ def launched_rank(environment: Mapping[str, str], host_name: str) -> LaunchedRan
     )
 
 
+def port_of_step(job: int, step: int) -> int:
+    """Return a port for the ranks of one step to meet at."""
+    return _PORTS[(_PORTS_PER_JOB * job + step) % len(_PORTS)]
+
+
 def node_name(environment: Mapping[str, str], host_name: str) -> str:
     """Return what this node is called: by the user, by Slurm, by itself."""
     return environment.get(NODE_NAME) or environment.get("SLURMD_NODENAME") or host_name
@@ -120,9 +128,11 @@ def _launched_by_slurm(environment: Mapping[str, str], node: str) -> LaunchedRan
     first = "SLURM_JOB_ID_HET_GROUP_0"
     job = _number_or(environment, first if first in environment else own, 0)
     step = _number_or(environment, "SLURM_STEP_ID", 0)
-    numbers["MASTER_PORT"] = _number_or(
-        environment, "MASTER_PORT", _PORTS[(_PORTS_PER_JOB * job + step) % len(_PORTS)]
-    )
+    if FIRST_RANK in environment:
+        of_job = _numbers(environment, (FIRST_RANK, WORLD_SIZE, "SLURM_LOCALID"))
+        numbers["SLURM_PROCID"] = of_job[FIRST_RANK] + of_job["SLURM_LOCALID"]
+        numbers["SLURM_NTASKS"] = of_job[WORLD_SIZE]
+    numbers["MASTER_PORT"] = _number_or(environment, "MASTER_PORT", port_of_step(job, step))
     return _launched(environment, "srun", numbers, node, master)
 
 

@@ -9,6 +9,20 @@ import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
+from zorse_megatron.cli.elastic_launch import ElasticJob
+from zorse_megatron.cli.elastic_options import (
+    DEFAULT_PLAN_LIMIT_S,
+    DEFAULT_PLANS,
+    Elastic,
+    ElasticOptions,
+    Grow,
+    MinGpus,
+    PlanLimit,
+    PlanOptions,
+    PlansDirectory,
+    refuse_odd_elastic,
+    refuse_without_save,
+)
 from zorse_megatron.cli.launch_options import (
     Force,
     MasterAddr,
@@ -54,6 +68,12 @@ def launch(  # noqa: PLR0917
     python: Python = "python",
     master_addr: MasterAddr = None,
     master_port: MasterPort = DEFAULT_PORT,
+    elastic: Elastic = False,
+    plans: PlansDirectory = DEFAULT_PLANS,
+    min_gpus: MinGpus = 1,
+    plan_options: PlanOptions = "",
+    plan_limit: PlanLimit = DEFAULT_PLAN_LIMIT_S,
+    grow: Grow = "restart",
     as_json: AsJson = False,
 ) -> None:
     """Write the Slurm job or torchrun commands that start a plan's ranks on the right GPUs."""
@@ -66,10 +86,33 @@ def launch(  # noqa: PLR0917
             sbatch=sbatch or [],
             inputs=[path, cluster],
         )
-        job = _job_of(context, path, cluster, names_nodes=node_names)
+        when_lost = ElasticOptions(
+            plans=plans,
+            min_gpus=min_gpus,
+            plan_options=plan_options,
+            plan_limit_s=plan_limit,
+            grow=grow,
+        )
+        refuse_odd_elastic(context, when_lost, is_elastic=elastic, torchrun=torchrun)
+        job = _job_of(context, path, cluster, names_nodes=node_names or elastic)
         if slurm is None:
             lines = torchrun_lines(
                 job.cluster, job.training, master_address=master_addr, master_port=master_port
+            )
+        elif elastic:
+            lines = _write_elastic(
+                slurm,
+                job,
+                ElasticJob(
+                    plan=path,
+                    cluster=cluster,
+                    given=training_flags(context) or (),
+                    partitions=tuple(partition or ()),
+                    sbatch=tuple(sbatch or ()),
+                    python=python,
+                    elastic=when_lost,
+                ),
+                force=force,
             )
         else:
             options = BatchOptions(
@@ -112,6 +155,16 @@ def _write_script(
     """Write the batch script and return it. Raises ZorseError."""
     components = components_of(job.cluster, partitions_of(partitions))
     script = with_checksum(batch_script(components, job.training, options, title=job.title))
+    if not force:
+        refuse_edited(target, script)
+    write_text(target, script)
+    return script
+
+
+def _write_elastic(target: Path, job: _Job, elastic: ElasticJob, *, force: bool) -> str:
+    """Write the batch script that goes on without lost nodes. Raises ZorseError."""
+    refuse_without_save(job.training)
+    script = elastic.script([node.name for node in job.cluster.nodes], job.title)
     if not force:
         refuse_edited(target, script)
     write_text(target, script)
