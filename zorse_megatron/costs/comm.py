@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from zorse_megatron.costs.direct_exchange import largest_load
-from zorse_megatron.costs.rank_set import RankSet, rank_set
+from zorse_megatron.costs.rank_set import RankSet, RankSets
 from zorse_megatron.costs.rings import UNEVEN_PENALTY, Shards
 from zorse_megatron.schema.profile.profile import Sharded
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
@@ -26,6 +26,7 @@ class GraphComm:
     def __init__(self, spec: Topology) -> None:
         self.spec = spec
         self.routes = Routes(spec)
+        self._rank_sets = RankSets(self.routes)
         self._sets: dict[tuple[int, ...], RankSet] = {}
         self._factors: dict[tuple[tuple[int, ...], Sharded], float] = {}
         self._transfers: dict[tuple[int, int, int], float] = {}
@@ -138,7 +139,7 @@ class GraphComm:
 
     def _set(self, ranks: tuple[int, ...]) -> RankSet:
         if ranks not in self._sets:
-            self._sets[ranks] = rank_set(ranks, self.routes)
+            self._sets[ranks] = self._rank_sets.of(ranks)
         return self._sets[ranks]
 
 

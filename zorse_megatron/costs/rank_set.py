@@ -7,8 +7,8 @@ number of ranks on the node; the same holds for the uplink of a switch.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
 from zorse_megatron.topology.link_curves import Curves, curve_for
@@ -78,31 +78,106 @@ class RankSet:
         )
 
 
-def rank_set(ranks: tuple[int, ...], routes: Routes) -> RankSet:
-    """Summarise a set of ranks. O(ranks + nodes * length of a route)."""
-    spec = routes.spec
-    owners = [spec.node_of(rank) for rank in ranks]
-    on_node: dict[int, list[int]] = {}
-    for rank, owner in zip(ranks, owners, strict=True):
-        on_node.setdefault(owner, []).append(rank)
-    order = sorted(on_node, key=lambda node: (*_location(spec, node), node))
-    nodes = tuple(_local(spec.nodes[node], len(on_node[node])) for node in order)
-    crossings = [
-        _Crossing(
-            ends=(spec.nodes[first], spec.nodes[second]), links=routes.between_nodes(first, second)
+class RankSets:
+    """Summarises sets of ranks of one cluster; what nodes that look alike add to them is kept.
+
+    A search asks for thousands of sets of the same nodes.
+    """
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        spec = routes.spec
+        numbers = range(len(spec.nodes))
+        looks: dict[object, int] = {}
+        self._look = [looks.setdefault(_look(node), len(looks)) for node in spec.nodes]
+        in_order = sorted(numbers, key=lambda node: (*_location(spec, node), node))
+        self._place = {node: place for place, node in enumerate(in_order)}
+        self._local: dict[tuple[int, int], LocalRanks] = {}
+        self._crossings: dict[tuple[int, int], _Crossing] = {}
+        self._exits: dict[tuple[int, tuple[int, ...]], float] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> RankSet:
+        """Summarise a set of ranks. O(ranks + nodes * length of a route)."""
+        spec = self._routes.spec
+        on_node: dict[int, list[int]] = {}
+        for rank, owner in zip(ranks, map(spec.node_of, ranks), strict=True):
+            on_node.setdefault(owner, []).append(rank)
+        order = sorted(on_node, key=self._place.__getitem__)
+        nodes = tuple(self._local_of(node, len(on_node[node])) for node in order)
+        crossings = [
+            self._crossing(first, second)
+            for first, second in zip(order, order[1:] + order[:1], strict=True)
+            if first != second
+        ]
+        kinds = tuple({id(each): each for each in crossings}.values())
+        inside = {id(node): node for node in nodes if node.count > 1}  # equal ones are mostly one
+        return RankSet(
+            num_ranks=len(ranks),
+            nodes=nodes,
+            inside=tuple(dict.fromkeys(inside.values())),
+            between=self._between(on_node, crossings),
+            crossing_s=tuple(crossing.latency_s for crossing in crossings),
+            near_latency_s=max((each.floor_s for each in kinds if not each.is_far), default=0.0),
+            far_latency_s=max((each.floor_s for each in kinds if each.is_far), default=0.0),
+            num_regions=len({spec.nodes[node].region for node in order}),
         )
-        for first, second in zip(order, order[1:] + order[:1], strict=True)
-        if first != second
-    ]
-    return RankSet(
-        num_ranks=len(ranks),
-        nodes=nodes,
-        inside=tuple(dict.fromkeys(node for node in nodes if node.count > 1)),
-        between=_between(spec, on_node, crossings),
-        crossing_s=tuple(crossing.latency_s for crossing in crossings),
-        near_latency_s=max((each.floor_s for each in crossings if not each.is_far), default=0.0),
-        far_latency_s=max((each.floor_s for each in crossings if each.is_far), default=0.0),
-        num_regions=len({spec.nodes[node].region for node in order}),
+
+    def _local_of(self, index: int, count: int) -> LocalRanks:
+        key = self._look[index], count
+        if key not in self._local:
+            self._local[key] = _local(self._routes.spec.nodes[index], count)
+        return self._local[key]
+
+    def _crossing(self, first: int, second: int) -> "_Crossing":
+        key = self._look[first], self._look[second]
+        if key not in self._crossings:
+            nodes = self._routes.spec.nodes
+            self._crossings[key] = _Crossing(
+                ends=(nodes[first], nodes[second]), links=self._routes.between_nodes(first, second)
+            )
+        return self._crossings[key]
+
+    def _between(self, on_node: dict[int, list[int]], crossings: list["_Crossing"]) -> Rate:
+        """NICs of every node, and links between nodes by how often the ring passes them."""
+        if len(on_node) == 1:
+            return Rate(constant_bytes_per_s=math.inf)
+        passes: Counter[DirectedLink] = Counter()
+        times = Counter(map(id, crossings))
+        for number, crossing in {id(each): each for each in crossings}.items():
+            for link in crossing.links:
+                passes[link] += times[number]
+        rates = [link.bytes_per_s / count for link, count in passes.items()]
+        curves: dict[tuple[Curves, int], None] = {}
+        for index, ranks in on_node.items():
+            node = self._routes.spec.nodes[index]
+            if node.nic_curves:  # measured from the GPUs on
+                curves[node.nic_curves, len(ranks)] = None
+            else:
+                rates.append(self._exit_bytes_per_s(index, tuple(ranks)))
+        return Rate(constant_bytes_per_s=min(rates, default=math.inf), curves=tuple(curves))
+
+    def _exit_bytes_per_s(self, index: int, ranks: tuple[int, ...]) -> float:
+        """What GPUs of a node get through their host links and ports together."""
+        key = index, ranks
+        if key not in self._exits:
+            spec = self._routes.spec
+            node = spec.nodes[index]
+            ports = {node.port_of(rank - spec.first_ranks[index]) for rank in ranks}
+            self._exits[key] = min(
+                len(ranks) * node.host_link_bytes_per_s, len(ports) * node.port_bytes_per_s
+            )
+        return self._exits[key]
+
+
+def _look(node: MeasuredNode) -> tuple[object, ...]:
+    """Equal for nodes that are the same in a ring."""
+    return (
+        node.region,
+        node.switch,
+        node.link,
+        node.intra_curves,
+        node.nic_curves,
+        node.nic_to_switch_latency_s,
     )
 
 
@@ -113,19 +188,19 @@ class _Crossing:
     ends: tuple[MeasuredNode, MeasuredNode]
     links: tuple[DirectedLink, ...]
 
-    @property
+    @cached_property
     def is_far(self) -> bool:
         """Whether it leaves the region."""
         return self.ends[0].region != self.ends[1].region
 
-    @property
+    @cached_property
     def latency_s(self) -> float:
         """Without what measured curves contain."""
         return sum(node.nic_to_switch_latency_s for node in self.ends) + sum(
             link.latency_s for link in self.links
         )
 
-    @property
+    @cached_property
     def floor_s(self) -> float:
         """Time of a message of no size, measured curves included."""
         measured = (
@@ -151,21 +226,3 @@ def _local(node: MeasuredNode, count: int) -> LocalRanks:
     rate = Rate(constant_bytes_per_s=math.inf, curves=((node.intra_curves, count),))
     floor_s = curve_for(node.intra_curves, count).transfer_s(0)
     return LocalRanks(count=count, rate=rate, step_latency_s=0.0, floor_s=floor_s)
-
-
-def _between(spec: Topology, on_node: dict[int, list[int]], crossings: Iterable[_Crossing]) -> Rate:
-    """NICs of every node, and links between nodes by how often the ring passes them."""
-    if len(on_node) == 1:
-        return Rate(constant_bytes_per_s=math.inf)
-    passes = Counter(link for crossing in crossings for link in crossing.links)
-    rates = [link.bytes_per_s / count for link, count in passes.items()]
-    curves: dict[tuple[Curves, int], None] = {}
-    for index, ranks in on_node.items():
-        node = spec.nodes[index]
-        if node.nic_curves:  # measured from the GPUs on
-            curves[node.nic_curves, len(ranks)] = None
-            continue
-        rates.append(len(ranks) * node.host_link_bytes_per_s)
-        ports = {node.port_of(rank - spec.first_ranks[index]) for rank in ranks}
-        rates.append(len(ports) * node.port_bytes_per_s)
-    return Rate(constant_bytes_per_s=min(rates, default=math.inf), curves=tuple(curves))
