@@ -31,7 +31,9 @@ from zorse_megatron.schema.plan.plan import ModelFingerprint
 
 # Shards are cut at multiples of 64 elements, and so are pieces here.
 GRAIN = 64
-SPACE = SearchSpace(schedules=("breadth_first",), recompute=("none", "full"))
+SPACE = SearchSpace(
+    schedules=("breadth_first",), recompute=("none", "full"), offload_activations=True
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,8 +80,7 @@ def every_setting(stage):
             offload_state=state,
         )
         yield make()
-        if recomputed == stage.num_layers:
-            yield make(offload_activations=True)
+        yield make(offload_activations=True)
 
 
 @settings(max_examples=examples(60), deadline=None)

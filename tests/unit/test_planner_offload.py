@@ -1,4 +1,7 @@
-"""State in the host is on the GPU in the step: what fits in closed form fits in the simulator."""
+"""State in the host is on the GPU in the step: what fits in closed form fits in the simulator.
+
+And activations in the host pay where the host link keeps up with slow GPUs.
+"""
 
 import dataclasses
 
@@ -8,10 +11,14 @@ from tests.unit.planner_cases import random_case, simulated
 from zorse_megatron.planner.closed_form.candidate import Candidate, Estimate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
 from zorse_megatron.planner.plans.builder import Builder
 from zorse_megatron.schedules import shards
-from zorse_megatron.schema.plan.plan import Offload
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.memory_settings import settings_by_rank
+from zorse_megatron.schema.plan.plan import Offload, Recompute
 
 # Shards are cut at multiples of 64 elements, and so are pieces here; of 12 bytes of state each.
 GRAIN = 64
@@ -55,3 +62,18 @@ def test_state_in_the_host_fits_in_the_step(seed, schedule, num_chunks, monkeypa
     result = simulated(inputs, plan)
     for peak, capacity in zip(result.peak_memory_bytes, inputs.capacities_bytes, strict=True):
         assert peak <= capacity + min(num_chunks, 2) * GRAIN_BYTES
+
+
+@pytest.mark.slow
+def test_activations_in_the_host_are_faster_than_making_them_again():
+    """Two T4 have no room for what eight layers keep of 32 samples; their host links keep up."""
+    cluster = parse_cluster(b"nodes: [{gpus: 2 x T4}]")
+    model = dataclasses.replace(MODELS["llama-3b"], num_layers=8, seq_length=1024)
+    inputs = make_inputs(cluster, model, None, global_batch_size=32, dtype="float16")
+    without = find_plan(inputs)
+    space = dataclasses.replace(inputs.space, offload_activations=True)
+    outcome = find_plan(dataclasses.replace(inputs, space=space))
+    own = settings_by_rank(outcome.plan).values()
+    assert all(each.offload == Offload(activations=True) for each in own)
+    assert all(each.recompute != Recompute(mode="full") for each in own)
+    assert outcome.iteration_s < 0.9 * without.iteration_s

@@ -49,6 +49,14 @@ SplitBackward = Annotated[
         "fits. Needs --transformer-impl local in training.",
     ),
 ]
+HostActivations = Annotated[
+    bool,
+    typer.Option(
+        "--host-activations",
+        help="Search plans, too, that keep activations in host memory without recomputing all "
+        "layers. Takes about as long again.",
+    ),
+]
 MayLeaveOut = Annotated[
     bool,
     typer.Option(

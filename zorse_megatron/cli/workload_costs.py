@@ -81,6 +81,7 @@ def costs_of_workload(
     sets: SetOptions | None = None,
     gradient_comm_dtype: GradientCommDtype | None = None,
     split_backward: bool = False,
+    offload_activations: bool = False,
 ) -> WorkloadCosts:
     """Return what a workload costs on a cluster. Raises a ZorseError with every problem.
 
@@ -102,6 +103,7 @@ def costs_of_workload(
         space=SearchSpace(
             gradient_comm_dtype=gradient_comm_dtype,
             split_backward=split_backward,
+            offload_activations=offload_activations,
             **({} if sets is None else sets.of_search(workload)),
         ),
         computing=workload.computing,

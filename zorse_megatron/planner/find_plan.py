@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from zorse_megatron.costs.process_memory import crowding
 from zorse_megatron.errors import Problem
@@ -32,6 +32,7 @@ from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
 from zorse_megatron.planner.search.set_search import search_with_sets
 from zorse_megatron.planner.search.split_backwards import with_split_backwards
+from zorse_megatron.planner.search.zorse import SearchResult
 from zorse_megatron.planner.shortage.gpu_memory import no_plan
 from zorse_megatron.schema.plan.memory_settings import offloads_anything
 from zorse_megatron.schema.plan.plan import Predictions
@@ -127,11 +128,12 @@ def _searched(
     inputs: Inputs, strategy: Strategy, on_progress: Callable[[SearchProgress], None]
 ) -> _Searched:
     if strategy == "zorse":
-        found = search_with_sets(inputs, on_progress)
+        found = _searched_in_all(inputs, on_progress)
         evaluator = Evaluator(inputs, Estimator(inputs))
         return _Searched(
             evaluator=evaluator, evaluations=found.evaluations, before=found.considered
         )
+    inputs = _without_activations(inputs)
     baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
     if strategy not in baselines:
         raise ValueError(f"found strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
@@ -143,6 +145,30 @@ def _searched(
     on_progress(SearchProgress(phase=strategy, done=1, total=1))
     before = Considered(groupings=len(evaluations), estimated=0, simulated=0)
     return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)
+
+
+def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
+    """Search without activations in the host, and with them where that is asked for.
+
+    In closed form all copies that have time seem to be free, so that one search of both may lose
+    the plan that the simulator prefers.
+    """
+    found = search_with_sets(_without_activations(inputs), on_progress)
+    if not inputs.space.offload_activations:
+        return found
+    more = search_with_sets(inputs, on_progress)
+    evaluations = [*found.evaluations, *more.evaluations]  # of equal ones the first stays
+    names = (each.name for each in fields(Considered))
+    return SearchResult(
+        evaluations=sorted(evaluations, key=lambda each: each.iteration_s),
+        considered=Considered(
+            **{n: getattr(found.considered, n) + getattr(more.considered, n) for n in names}
+        ),
+    )
+
+
+def _without_activations(inputs: Inputs) -> Inputs:
+    return replace(inputs, space=replace(inputs.space, offload_activations=False))
 
 
 _LIMITS = {

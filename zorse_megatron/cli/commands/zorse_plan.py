@@ -31,6 +31,7 @@ from zorse_megatron.cli.plan_options import (
     EqualParts,
     FrontierToWrite,
     GradientCommDtypeName,
+    HostActivations,
     MaxTensorParallel,
     MayLeaveOut,
     ObjectiveName,
@@ -84,6 +85,7 @@ def plan(  # noqa: PLR0917
     sets_across_nodes: SetsAcrossNodes = False,
     equal_parts: EqualParts = False,
     split_backward: SplitBackward = False,
+    offload_activations: HostActivations = False,
     may_leave_out: MayLeaveOut = False,
     objective: ObjectiveName = None,
     budget: Budget = None,
@@ -121,6 +123,7 @@ def plan(  # noqa: PLR0917
             ),
             gradient_comm_dtype=communication_dtype_named(comm_dtype),
             split_backward=split_backward,
+            offload_activations=offload_activations,
         )
         costs = costs_of(parse_cluster(data, source=str(cluster)))
         selected = None

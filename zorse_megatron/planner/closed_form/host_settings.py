@@ -9,6 +9,7 @@ GPU and a third one's shard is on its way there, so with three chunks or fewer n
 
 from collections.abc import Iterator, Sequence
 
+from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
 from zorse_megatron.planner.closed_form.stage import ClassSettings, MemorySettings, Stage
 from zorse_megatron.planner.closed_form.stage_memory import StageMemory, whole_micro_batches
@@ -34,6 +35,7 @@ class StageHostMemory:
 
     def __init__(self, memory: StageMemory) -> None:
         self.memory = memory
+        self._kept: dict[tuple[int, RecomputeMode, str], int] = {}
 
     def holds(self, stage: Stage, counts: Sequence[float], settings: ClassSettings) -> bool:
         """Whether each GPU's part of its node's memory takes what it offloads.
@@ -101,10 +103,18 @@ class StageHostMemory:
     def _activation_bytes(
         self, stage: Stage, settings: MemorySettings, at: int, count: float
     ) -> float:
-        """A block for each layer's input in flight."""
+        """A block for each tensor in flight: of recomputed layers their inputs."""
         if not settings.offload_activations:
             return 0.0
-        memory, kind = self.memory, stage.device_group.gpu_classes[at].kind
-        spared = memory.spared(kind, settings.mode) * settings.recomputed / stage.num_layers
-        kept = stage.sizes[at] * (memory.kept(kind) - spared)
-        return pinned_bytes(-int(-kept // 1)) * memory.layers_in_flight(stage, count)
+        kind, size = stage.device_group.gpu_classes[at].kind, stage.sizes[at]
+        kept = (stage.num_layers - settings.recomputed) * self._blocks(size, "none", kind)
+        kept += settings.recomputed * self._blocks(size, settings.mode, kind)
+        return kept / stage.num_layers * self.memory.layers_in_flight(stage, count)
+
+    def _blocks(self, size: int, mode: RecomputeMode, kind: str) -> int:
+        """What one layer keeps of a micro-batch."""
+        key = size, mode, kind
+        if key not in self._kept:
+            tensors = self.memory.costs.kept_tensor_bytes(*key)
+            self._kept[key] = sum(map(pinned_bytes, tensors))
+        return self._kept[key]

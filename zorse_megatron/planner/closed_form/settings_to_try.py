@@ -20,11 +20,10 @@ class SettingsToTry:
         self.space = cost_model.inputs.space
 
     def all(self, stage: Stage, counts: Sequence[float]) -> Iterator[MemorySettings]:
-        """Settings to try: recomputation with what it can spare, with and without host memory."""
+        """Recomputation with what it can spare, with and without host memory."""
         hosts = self.hosts(stage)
         for host in hosts:
             yield from self._recomputing(stage, counts, host)
-        # Only the inputs of layers can wait in the host, so all layers are recomputed with it.
         if self.space.offload and "full" in self.space.recompute:
             full = MemorySettings(
                 mode="full", recomputed=stage.num_layers, offload_activations=True
@@ -37,6 +36,31 @@ class SettingsToTry:
                         offload_state=host.offload_state,
                         offload_gradients=host.offload_gradients,
                     )
+
+    def with_activations(
+        self, stage: Stage, counts: Sequence[float], keeps: MemorySettings | None = None
+    ) -> Iterator[MemorySettings]:
+        """What layers keep waits in the host; as much is recomputed as the host link needs, too.
+
+        `keeps`: settings that fit without recomputation, if there are any, which are as fast as
+        what has as much or more in the host beside activations.
+        """
+        most = MemorySettings(mode="none", offload_activations=True)
+        if "full" in self.space.recompute:  # then least is copied
+            most = replace(most, mode="full", recomputed=stage.num_layers)
+        allowed = self.space.offload and self.space.offload_activations
+        if not allowed or not self.copies_in_time(stage, most):
+            return
+        for host in self.hosts(stage):
+            if host == keeps:
+                return
+            away = replace(host, offload_activations=True)
+            least = replace(away, mode=most.mode, recomputed=most.recomputed)
+            if not self._fits(stage, counts, least):
+                continue
+            for settings in self._recomputing(stage, counts, away):
+                if self.copies_in_time(stage, settings):
+                    yield settings
 
     def hosts(self, stage: Stage) -> list[MemorySettings]:
         """What may wait in the host beside activations, cheapest first; nothing comes first."""
@@ -107,5 +131,7 @@ class SettingsToTry:
 
     def _fits(self, stage: Stage, counts: Sequence[float], settings: MemorySettings) -> bool:
         alike = stage.alike(settings)
+        if settings.offload_activations and not self.copies_in_time(stage, settings):
+            return False
         enough = self.memory.free_bytes(stage, counts, alike) >= 0
         return enough and self.cost_model.host.holds(stage, counts, alike)

@@ -156,15 +156,26 @@ class StageCostModel:
         classes before those that differ."""
         counts = self.counts(stage)
         keeps: MemorySettings | None = None
-        for settings in self.to_try.all(stage, counts):
+        for settings, free in self._of_all(stage, counts, self.to_try.all(stage, counts)):
+            yield stage.alike(settings), free
+            keeps = settings if not settings.recomputed else None
+        away = self.to_try.with_activations(stage, counts, keeps)
+        for settings, free in self._of_all(stage, counts, away):
+            yield stage.alike(settings), free
+        yield from self._by_class.fitting(stage, keeps)
+
+    def _of_all(
+        self, stage: Stage, counts: Sequence[float], to_try: Iterator[MemorySettings]
+    ) -> Iterator[tuple[MemorySettings, float]]:
+        """Of settings for all classes those that fit, up to the first that recomputes nothing:
+        what follows offloads more, for nothing."""
+        for settings in to_try:
             alike = stage.alike(settings)
             free = self.memory.free_bytes(stage, counts, alike)
             if free >= 0 and self.host.holds(stage, counts, alike):
-                yield alike, free
+                yield settings, free
                 if not settings.recomputed:
-                    keeps = settings
-                    break  # what follows offloads more, for nothing
-        yield from self._by_class.fitting(stage, keeps)
+                    return
 
     def step_s(self, stage: Stage, settings: ClassSettings) -> float:
         """The optimizer step with even shards, what waits in the host included."""

@@ -18,6 +18,8 @@ class SearchSpace:
     """Modes that groups may have; with full, any number of layers."""
     offload: bool = True
     """Whether anything may wait in host memory."""
+    offload_activations: bool = False
+    """Whether activations may without recomputation of all layers; searched beside all else."""
     max_micro_batch_size: int | None = None
     """None: whatever fits."""
     max_tensor_parallel: int | None = None
