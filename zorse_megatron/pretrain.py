@@ -51,7 +51,7 @@ from zorse_megatron.watch.processes.watched_rank import BAD_INPUT, WatchedRank
 if TYPE_CHECKING:
     import torch
 
-    from zorse_megatron.adapter.activate import PlanRun
+    from zorse_megatron.adapter.plan_run import PlanRun
     from zorse_megatron.runtime.host_link import HostLink
     from zorse_megatron.trace import Clock
 
@@ -235,7 +235,7 @@ def _plan_run(
     watch: WatchedRank,
     setup: RankSetup | None,
 ) -> "PlanRun":
-    from zorse_megatron.adapter.activate import PlanRun
+    from zorse_megatron.adapter.plan_run import PlanRun
 
     return PlanRun(
         plan=plan,

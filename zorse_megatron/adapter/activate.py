@@ -1,67 +1,19 @@
 """Puts a plan into effect: hooks before the script runs, groups when it calls `pretrain`."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.patches.versions import check_megatron, installed_megatron
+from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.stock_fixes import stock_fixes
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.log import say
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint
-
-if TYPE_CHECKING:
-    import torch
-
-    from zorse_megatron.adapter.moving.state import SetAside
-    from zorse_megatron.runtime.host_link import HostLink
-    from zorse_megatron.trace import Clock
-
-
-def _unheard(_phase: str) -> None:
-    """For a rank without a watcher."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRun:
-    """What the command line says about the plan."""
-
-    plan: Plan
-    node: str = ""
-    """Name of the node that this rank is on."""
-    cluster: Cluster | None = None
-    """Says which node each rank is to be on; None: any."""
-    update: Literal["auto", "stock", "fused"] = "auto"
-    """See `adapter.optimizer.shard_update`."""
-    trace_directory: Path | None = None
-    memory_directory: Path | None = None
-    metrics: Path | None = None
-    memory_limit_bytes: int | None = None
-    host_memory_limit_bytes: int | None = None
-    skips_damaged: bool = False
-    """Resume from an older checkpoint if the latest is damaged."""
-    enter: Callable[[str], None] = _unheard
-    """Told in which phase this rank is from now on."""
-    make_host_link: "Callable[[torch.device], HostLink] | None" = None
-    """Gets the device, returns its link to host memory; None: `HostLink` itself."""
-    clock: "Clock | None" = None
-    """By which a rank knows what its actions take; None: its device's."""
-    rebalances: bool = False
-    """Whether counts of micro-batches follow what ranks take."""
-    status_directory: Path | None = None
-    check_next: Callable[[Plan], Sequence[ComputeDtype]] | None = None
-    """Compares another plan with the command; returns what each rank computes in. Raises
-    ZorseError. None: the run stays under its plan, as an emulated one does."""
-    moved: "SetAside | None" = None
-    """State from the plan before; None: from the script, or from a checkpoint."""
 
 
 def activate(run: PlanRun | None) -> Callable[[], None]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.adapter.activate import PlanRun
+from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.errors import PlanError
 from zorse_megatron.log import say
 from zorse_megatron.schema.cluster.rank_placement import (

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import get_args, training
 
-from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.arguments.compute_dtype import compute_dtypes
 from zorse_megatron.adapter.arguments.recompute import set_recompute
 from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
@@ -42,6 +41,7 @@ from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.adapter.patches.weight_gradients import LINEAR_BACKWARD
 from zorse_megatron.adapter.placement import check_placement
+from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.session_optimizer import build_optimizer

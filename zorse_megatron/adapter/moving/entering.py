@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.training import get_args
 
-from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.moving.leaving import leaving_when_asked
 from zorse_megatron.adapter.moving.state import take_over
 from zorse_megatron.adapter.patches import moving
 from zorse_megatron.adapter.patches.rebind import Replacements
+from zorse_megatron.adapter.plan_run import PlanRun
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.session import PlanSession

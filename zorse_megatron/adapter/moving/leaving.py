@@ -14,12 +14,12 @@ from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_tensorboard_writer
 from megatron.training.async_utils import maybe_finalize_async_save
 
-from zorse_megatron.adapter.activate import PlanRun
 from zorse_megatron.adapter.moving.next_plan import checked_plan
-from zorse_megatron.adapter.moving.one_after_another import PlanLeft
 from zorse_megatron.adapter.moving.owned_parts import owned_parts
+from zorse_megatron.adapter.moving.plan_left import PlanLeft
 from zorse_megatron.adapter.moving.state import SetAside, set_aside
 from zorse_megatron.adapter.placement import check_placement
+from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import say
 from zorse_megatron.runtime.host_budget import available_host_bytes, node_name

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.training import get_args
 
-from zorse_megatron.adapter.activate import PlanRun
+from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.flags.flags_against_plan import model_flag_problems
 from zorse_megatron.flags.flags_against_sets import set_flag_problems

@@ -1,0 +1,54 @@
+"""A run under a plan, as the command line asks for it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from zorse_megatron.adapter.moving.state import SetAside
+    from zorse_megatron.runtime.host_link import HostLink
+    from zorse_megatron.trace import Clock
+
+
+def _unheard(_phase: str) -> None:
+    """For a rank without a watcher."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRun:
+    """What the command line says about the plan."""
+
+    plan: Plan
+    node: str = ""
+    """Name of the node that this rank is on."""
+    cluster: Cluster | None = None
+    """Says which node each rank is to be on; None: any."""
+    update: Literal["auto", "stock", "fused"] = "auto"
+    """See `adapter.optimizer.shard_update`."""
+    trace_directory: Path | None = None
+    memory_directory: Path | None = None
+    metrics: Path | None = None
+    memory_limit_bytes: int | None = None
+    host_memory_limit_bytes: int | None = None
+    skips_damaged: bool = False
+    """Resume from an older checkpoint if the latest is damaged."""
+    enter: Callable[[str], None] = _unheard
+    """Told in which phase this rank is from now on."""
+    make_host_link: "Callable[[torch.device], HostLink] | None" = None
+    """Gets the device, returns its link to host memory; None: `HostLink` itself."""
+    clock: "Clock | None" = None
+    """By which a rank knows what its actions take; None: its device's."""
+    rebalances: bool = False
+    """Whether counts of micro-batches follow what ranks take."""
+    status_directory: Path | None = None
+    check_next: Callable[[Plan], Sequence[ComputeDtype]] | None = None
+    """Compares another plan with the command; returns what each rank computes in. Raises
+    ZorseError. None: the run stays under its plan, as an emulated one does."""
+    moved: "SetAside | None" = None
+    """State from the plan before; None: from the script, or from a checkpoint."""
