@@ -172,7 +172,8 @@ def test_a_job_that_is_killed_and_stopped_ends_as_if_uninterrupted(
     moved = {name: str(whole / name) for name in ("checkpoints", "metrics.jsonl")}
     flags = [moved.get(word, word) for word in TRAINING]
     flags += ["--zorse-plan", str(tmp_path / "plan.json")]
-    run_ranks(flags, WORLD_SIZE, timeout_s=TIMEOUT_S).check()
+    entry = "tests.slurm.all_documents_entry"  # as the ranks that Slurm starts
+    run_ranks(flags, WORLD_SIZE, entry=entry, timeout_s=TIMEOUT_S).check()
     expected = {step["iteration"]: step["lm loss"] for step in metrics(whole)}
     found = metrics(tmp_path)
     assert [step["lm loss"] for step in found] == [expected[step["iteration"]] for step in found]
