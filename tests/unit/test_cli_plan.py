@@ -26,7 +26,7 @@ from zorse_megatron.planner.explain.replan import OneMore, Replans
 from zorse_megatron.planner.find_plan import NoPlanError
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
 from zorse_megatron.planner.outcome import Considered, LinkBound, Outcome, Rejected, SearchProgress
-from zorse_megatron.schema.plan.plan import Offload, Predictions, Recompute
+from zorse_megatron.schema.plan.plan import Group, Offload, Predictions, Recompute
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 
 PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
@@ -40,7 +40,7 @@ class Search:
 
     def __init__(self):
         self.inputs = []
-        self.settings = {}
+        self.changed = lambda group: group
 
     def __call__(self, inputs, *, strategy="zorse", on_progress=None):
         self.inputs.append(inputs)
@@ -50,8 +50,7 @@ class Search:
             problem = Problem(where="rank 4 (V100-16)", found="1", expected="2", remedy="Buy.")
             raise NoPlanError("no plan fits", [problem])
         plan = parse_plan(json.dumps(lab_plan()).encode())
-        groups = [dataclasses.replace(group, **self.settings) for group in plan.groups]
-        plan = dataclasses.replace(plan, groups=tuple(groups))
+        plan = dataclasses.replace(plan, groups=tuple(map(self.changed, plan.groups)))
         result = simulate_plan(inputs, plan)
         slowness = {"zorse": 1.0, "stock": STOCK_SPEED, "zorse-paper": 1.5}[strategy]
         predictions = Predictions(
@@ -218,16 +217,34 @@ def test_plan_json(run, search):
     assert parse_plan(json.dumps(answer["plan"]).encode()) == load_plan("new.json")
 
 
+def first_two_as_a_set(group: Group) -> Group:
+    """Its first two replicas joined, beside single ranks, with 16-bit gradients on the way."""
+    one, two, *others = group.replicas
+    together = dataclasses.replace(
+        one,
+        ranks=(*one.ranks, *two.ranks),
+        num_microbatches=one.num_microbatches
+        + two.num_microbatches * two.micro_batch_size // one.micro_batch_size,
+    )
+    return dataclasses.replace(group, replicas=(together, *others), gradient_wire="fp16")
+
+
 def test_what_cannot_be_trained_yet_is_said(run, search):
-    # Only the inputs of layers that are recomputed whole can wait in the host.
-    search.settings["offload"] = Offload(activations=True)
-    search.settings["recompute"] = Recompute(mode="full", num_layers=2)
+    search.changed = first_two_as_a_set
     result = run(*PLAN)
-    assert "note: this version cannot train this plan yet: groups[0].offload" in result.stdout
-    text = " ".join(result.stdout.replace("│", " ").split())
-    assert "full recompute of 2 layers, activations on host" in text
+    assert "note: this version cannot train this plan yet: groups[0].gradient_wire" in result.stdout
     answer = json.loads(run(*PLAN, "--json").stdout)
     assert answer["can_be_trained"] is False
+
+
+def test_what_saves_memory_is_said(run, search):
+    settings = {
+        "offload": Offload(activations=True),
+        "recompute": Recompute(mode="full", num_layers=2),
+    }
+    search.changed = lambda group: dataclasses.replace(group, **settings)
+    text = " ".join(run(*PLAN).stdout.replace("│", " ").split())
+    assert "full recompute of 2 layers, activations on host" in text
 
 
 def dtypes_of(inputs):
