@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -112,21 +113,11 @@ def wait_for_step(step: int, directory: Path, slurm: LocalSlurm, job: str) -> No
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of the last checkpoint: parameters and the optimizer's state."""
-    whole = directory / "whole.pt"
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(directory / "checkpoints" / f"iter_{STEPS:07d}", whole)
-    found: dict[str, torch.Tensor] = {}
-
-    def collect(value: Any, name: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[name] = value
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                collect(inner, f"{name}.{key}")
-
-    collect(torch.load(whole, weights_only=False), "")
-    return found
+    saved, found = directory / "checkpoints" / f"iter_{STEPS:07d}", directory / "tensors.pt"
+    words = [sys.executable, "-m", "tests.slurm.tensors_of", saved, found]
+    subprocess.run(words, check=True, cwd=SCRIPTS.parents[1])
+    tensors: dict[str, torch.Tensor] = torch.load(found, weights_only=True)
+    return tensors
 
 
 def components() -> list[str]:
