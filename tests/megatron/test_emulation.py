@@ -37,7 +37,7 @@ from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import Offload, Parts, Recompute, Schedule
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.simulate.perturb import Perturbation, SlowSpell
 
 LAYERS = 4
 BATCH = 8
@@ -131,9 +131,11 @@ def test_stock_pipeline_takes_what_1f1b_takes(lab):
     last = MODEL.num_layers // 2 * MODEL.layer_parameters() + MODEL.head_parameters()
     step_s = max(last, MODEL.num_parameters - last) * 1e-9
     assert found.iteration_s == pytest.approx(2.25 + BATCH * 7.0 + 4.25 + step_s)
-    slow = run(lab, stock(*flags, gpus=(0, 1)), ROUND_NUMBERS, rank_factors={1: 1.5})
-    slow_step_s = max(1.5 * last, MODEL.num_parameters - last) * 1e-9
-    assert slow.iteration_s == pytest.approx(2.25 + BATCH * 10.5 + 4.25 + slow_step_s)
+    spell = SlowSpell(rank=1, factor=1.5, first_iteration=2, last_iteration=None)
+    slow = run(lab, stock(*flags, gpus=(0, 1)), ROUND_NUMBERS, spells=(spell,))
+    assert slow.iterations_s[0] == found.iterations_s[0]
+    # It begins with the step of the first one.
+    assert slow.iterations_s[1] == pytest.approx(2.25 + BATCH * 10.5 + 4.25 + step_s)
 
 
 def test_stock_interleaves_as_the_simulator_says(lab):

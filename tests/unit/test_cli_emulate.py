@@ -1,6 +1,7 @@
 """`zorse emulate`: what it refuses, before anything is started. See tests/megatron for runs."""
 
 import contextlib
+import dataclasses
 import json
 import re
 
@@ -22,6 +23,7 @@ from zorse_megatron.flags.computing_flags import computing_from_flags
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan_json import parse_plan
 
 BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 
@@ -49,6 +51,10 @@ def write_plan(directory, change):
         (("--dilation", "nan"), "--dilation: found nan"),
         (("--jitter", "-1"), "--jitter: found -1.0; expected a number from 0 to 10"),
         (("--slow-rank", "8=2"), '--slow-rank: found "8"; expected a rank from 0 to 7'),
+        (("--slow-rank", "8=2@3"), '--slow-rank: found "8"; expected a rank from 0 to 7'),
+        (("--slow-rank", "0=2@0"), '--slow-rank: found "0=2@0"'),
+        (("--slow-rank", "0=2@9-8"), '--slow-rank: found "0=2@9-8"'),
+        (("--slow-rank", "0=x@3"), '--slow-rank: found "0=x@3"'),
         (("--slow-kind", "T4=2"), "--slow-kind: found"),
         (("--slow-link", "nic"), '--slow-link: found "nic"'),
     ],
@@ -193,3 +199,10 @@ def test_emulate_hands_on_what_is_recomputed(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     run(*BASE[:4], "--", *FLAGS, "--recompute-activations")
     assert seen == [JobRecompute(mode="selective")]
+
+
+def test_a_well_known_model_has_the_plans_sequence_length():
+    plan = parse_plan(json.dumps(lab_plan()).encode())
+    found = workload_of(model="llama-3b", flags=None, plan=plan).model
+    assert found == dataclasses.replace(MODELS["llama-3b"], seq_length=plan.model.seq_length)
+    assert plan.model.seq_length != MODELS["llama-3b"].seq_length

@@ -8,7 +8,7 @@ from tests.unit.fake_costs import FakeComm, FakeMemory, node_links
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
-from zorse_megatron.simulate.perturb import Perturbation
+from zorse_megatron.simulate.perturb import Perturbation, SlowSpell
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
 
@@ -77,3 +77,20 @@ def test_jitter_makes_a_pipeline_slower():
 def test_absurd_perturbations_are_refused(wrong):
     with pytest.raises(ValueError, match="expected"):
         Perturbation(**wrong)
+
+
+def test_a_spell_slows_its_iterations_alone():
+    spells = (
+        SlowSpell(rank=1, factor=1.5, first_iteration=3, last_iteration=4),
+        SlowSpell(rank=1, factor=2.0, first_iteration=4, last_iteration=None),
+    )
+    slow = Perturbation(spells=spells, kind_factors={"y": 3.0})
+    factors = [slow.factor_in(iteration, 1, "y") for iteration in range(1, 7)]
+    assert factors == [3.0, 3.0, 4.5, 9.0, 6.0, 6.0]
+    assert slow.factor_in(4, 0, "x") == 1.0
+
+
+def test_a_simulation_has_no_spells():
+    spell = SlowSpell(rank=0, factor=1.5, first_iteration=3, last_iteration=None)
+    with pytest.raises(SimulationError, match="one iteration"):
+        run(even_plan(2, 1, 1), perturbation=Perturbation(spells=(spell,)))

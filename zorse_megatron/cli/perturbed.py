@@ -9,6 +9,7 @@ import typer
 
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import factor_problems, factors
+from zorse_megatron.cli.slow_spells import spells_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster.cluster import Cluster
 
@@ -25,6 +26,14 @@ SlowRank = Annotated[
     list[str] | None,
     typer.Option(
         metavar="RANK=FACTOR", help="Slow a rank's computations down by FACTOR; repeatable."
+    ),
+]
+SlowRankInSpells = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slow-rank",
+        metavar="RANK=FACTOR[@FIRST[-LAST]]",
+        help="Slow a rank's computations down by FACTOR, in these iterations or all; repeatable.",
     ),
 ]
 SlowKind = Annotated[
@@ -58,22 +67,25 @@ def perturbation_of(
     slow_kind: Sequence[str] | None,
     slow_link: Sequence[str] | None = None,
     known_links: Collection[str] = (),
+    has_iterations: bool = False,
 ) -> "Perturbation":
     """Parse the perturbations. Raises CommandError with every invalid one.
 
     A link that takes n times as long has 1/n of its bandwidth. `known_links`: see `link_names`.
+    `has_iterations`: whether ranks may be slow in some iterations only.
     """
     from zorse_megatron.simulate.perturb import Perturbation
 
+    always, spells = spells_of(slow_rank or ()) if has_iterations else (slow_rank or (), ())
     texts = {
-        "--slow-rank": slow_rank or (),
+        "--slow-rank": always,
         "--slow-kind": slow_kind or (),
         "--slow-link": slow_link or (),
     }
     ranks, kinds, links = map(factors, texts.values())
     problems = [
         *(problem for option, each in texts.items() for problem in factor_problems(each, option)),
-        *_unknown(ranks, kinds, cluster),
+        *_unknown({**ranks, **{each.rank: 1.0 for each in spells}}, kinds, cluster),
         *_unknown_links(links, known_links),
     ]
     if not 0 <= jitter <= 10:  # NaN is neither
@@ -93,6 +105,7 @@ def perturbation_of(
         rank_factors={int(key): factor for key, factor in ranks.items()},
         kind_factors=kinds,
         link_factors={name: 1 / factor for name, factor in links.items()},
+        spells=tuple(each.spell() for each in spells),
     )
 
 

@@ -102,6 +102,8 @@ def workload_of(
     if config is not None:
         return _from_config(config, global_batch_size, seq_length, kind)
     shape = _shape_named(model)
+    if seq_length is None and plan is not None and not _is_file_name(model):
+        seq_length = plan.model.seq_length  # a well-known model has no length of the user's
     if seq_length is not None:
         shape = _with_seq_length(shape, seq_length)
     return Workload(model=shape, dtype=kind, global_batch_size=global_batch_size)
@@ -217,9 +219,13 @@ def _split(text: str) -> list[str]:
         ) from error
 
 
+def _is_file_name(name: str) -> bool:
+    return Path(name).is_file() or "/" in name or Path(name).suffix in (".yaml", ".yml", ".json")
+
+
 def _shape_named(name: str) -> ModelShape:
     """A well-known model, or the one in a file."""
-    if Path(name).is_file() or "/" in name or Path(name).suffix in (".yaml", ".yml", ".json"):
+    if _is_file_name(name):
         return load_model(name)
     known = MODELS.get(canonical_model(name))
     if known is None:

@@ -68,6 +68,8 @@ def simulate(
         raise SimulationError(
             f"found fixed_bytes for {len(fixed)} ranks; expected {plan.world_size}"
         )
+    if perturbation.spells:
+        raise SimulationError("found spells of slowness; expected none: one iteration is simulated")
     equal_sets = RankSets.of(plan) if sets is None else None
     has_sets = any(len(r.ranks) > 1 for group in plan.groups for r in group.replicas)
     by_dtype = by_dtype or {}

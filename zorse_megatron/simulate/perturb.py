@@ -7,6 +7,29 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlowSpell:
+    """Iterations in which a rank is slow. For emulated runs: a simulation is of one iteration."""
+
+    rank: int
+    """Global rank."""
+    factor: float
+    """Its computations take this many times as long."""
+    first_iteration: int
+    """Counted from 1."""
+    last_iteration: int | None
+    """None: it stays slow."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"found factor {self.factor}; expected it positive")
+
+    def covers(self, rank: int, iteration: int) -> bool:
+        """Whether the rank is slow in this iteration."""
+        ends = math.inf if self.last_iteration is None else self.last_iteration
+        return rank == self.rank and self.first_iteration <= iteration <= ends
+
+
+@dataclass(frozen=True, kw_only=True)
 class Perturbation:
     """How far the machines are from what the cost models say of them.
 
@@ -24,6 +47,8 @@ class Perturbation:
     """GPU kind -> the same for all of its ranks."""
     link_factors: Mapping[str, float] = field(default_factory=dict)
     """Name of a shared link -> its bandwidth is this many times what it was."""
+    spells: tuple[SlowSpell, ...] = ()
+    """Beside the rest."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.jitter) and self.jitter >= 0):
@@ -37,6 +62,11 @@ class Perturbation:
         """How many times as long each computation of the rank takes, jitter left out."""
         return self.rank_factors.get(rank, 1.0) * self.kind_factors.get(kind, 1.0)
 
+    def factor_in(self, iteration: int, rank: int, kind: str) -> float:
+        """The same in one iteration of an emulated run, counted from 1."""
+        slow = (spell.factor for spell in self.spells if spell.covers(rank, iteration))
+        return self.rank_factor(rank, kind) * math.prod(slow)
+
     def jitter_of(self, rank: int) -> "JitterSource":
         """The factors of one rank's computations, in the order of its list."""
         return JitterSource(self, rank)
@@ -44,7 +74,7 @@ class Perturbation:
     @property
     def treats_kinds_alike(self) -> bool:
         """Whether ranks of one kind stay equal."""
-        return not (self.jitter or self.rank_factors or self.link_factors)
+        return not (self.jitter or self.rank_factors or self.link_factors or self.spells)
 
 
 class JitterSource:

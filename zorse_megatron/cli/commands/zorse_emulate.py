@@ -31,7 +31,7 @@ from zorse_megatron.cli.perturbed import (
     Seed,
     SlowKind,
     SlowLink,
-    SlowRank,
+    SlowRankInSpells,
     link_names,
     perturbation_of,
 )
@@ -67,7 +67,7 @@ def emulate(  # noqa: PLR0917
     iterations: Iterations = 4,
     jitter: Jitter = 0.0,
     seed: Seed = 0,
-    slow_rank: SlowRank = None,
+    slow_rank: SlowRankInSpells = None,
     slow_kind: SlowKind = None,
     slow_link: SlowLink = None,
     dilation: Annotated[
@@ -105,6 +105,7 @@ def emulate(  # noqa: PLR0917
             slow_kind=slow_kind,
             slow_link=slow_link,
             known_links=link_names(costs.inputs.comm, plan.world_size),
+            has_iterations=True,
         )
         with waiting("simulating", wanted=not as_json) as tell:
             predicted = simulated(plan, costs, source=str(path))

@@ -77,9 +77,10 @@ class Pacer:
         """What the GPU did in the last iteration, from norm to norm, and when."""
         self._spans: list[tuple[str, float, float]] = []
         """And since then."""
-        self._rank_factor = perturbation.rank_factor(gpu, kind)
+        self._slowed = partial(perturbation.factor_in, rank=gpu, kind=kind)
+        self._iteration = 1
         self._jitter = perturbation.jitter_of(gpu)
-        self._factor = self._rank_factor
+        self._factor = self._slowed(self._iteration)
         self._splits = False
         """Whether gradients of weights are computed apart from backwards."""
         self._size = 0
@@ -153,6 +154,7 @@ class Pacer:
             yield
             self.cap.check()
             self._note_norm()  # of a rank that steps nothing
+            self._iteration += 1
         finally:
             self._write()
 
@@ -176,7 +178,7 @@ class Pacer:
 
     def _begin_pass(self) -> None:
         """Draw how much a whole forward or backward of a chunk, or a step, is off."""
-        self._factor = self._rank_factor * self._jitter.draw()
+        self._factor = self._slowed(self._iteration) * self._jitter.draw()
 
     def _begin_forward(self, *_: Any) -> None:
         self._begin_pass()
