@@ -86,7 +86,7 @@ class _Launches:
         self.closings = send_closings(self.actions)
         self.sent: dict[int, list[Launch]] = defaultdict(list)
         """Position -> sends for which the main stream waits there."""
-        self.gathers: dict[int | None, Launch] = {}
+        self.gathers: dict[int | None, list[Launch]] = {}
         self.copies: dict[int | None, Launch] = {}
         self.reducing: list[Launch] = []
         self.leaving: Launch | None = None
@@ -154,7 +154,7 @@ class _Launches:
     def _compute(self, at: int, action: Action) -> None:
         forward = action.kind is Kind.FORWARD
         inputs = self.received.pop((forward, action.chunk, action.micro_batch), [])
-        self._on_main(str(action), *inputs, self.gathers.pop(action.chunk, None))
+        self._on_main(str(action), *inputs, *self.gathers.pop(action.chunk, []))
         is_last = not forward and self.last_backward[action.chunk] == at
         if self.overlaps_reductions and self.is_resident and is_last:
             # The buckets of its last layers leave while its first ones are computed.
@@ -165,8 +165,14 @@ class _Launches:
 
     def _reduce(self, chunk: int | None) -> list[Launch]:
         word, group = f"{chunk}REDUCE", self.of_use.get(("group", None))
-        reduced = self._start(group, word, word, self.tail)
-        return [] if reduced is None else [reduced]
+        if (across := self.of_use.get(("across", None))) is not None:
+            inside = self.of_use.get(("region", None))
+            foreign = self._start(inside, word, f"{word} for others", self.tail)
+            sent = self._start(across, word, f"{word} across", foreign or self.tail)
+            reduced = [sent, self._start(inside, word, word, self.tail)]
+        else:
+            reduced = [self._start(group, word, word, self.tail)]
+        return [each for each in reduced if each is not None]
 
     def _on_state(self, action: Action) -> None:
         {
@@ -183,7 +189,8 @@ class _Launches:
         }[action.kind](action)
 
     def _reduction(self, action: Action) -> None:
-        if not self.is_resident or self.plan.groups[self.group].gradient_wire is not None:
+        group = self.plan.groups[self.group]
+        if not self.is_resident or group.gradient_wire is not None or group.hierarchical:
             self._finish_reductions(action)
         reduced = self.reduced_early.pop(action.chunk, [])
         if not reduced:
@@ -201,13 +208,20 @@ class _Launches:
         word = str(action)
         if action.chunk in self.copies:
             self._on_main(f"{word} waits", self.copies.pop(action.chunk))
-        gathered = self._start(self.of_use.get(("group", None)), word, word, self.tail)
-        if gathered is not None:
-            self.gathers[action.chunk] = gathered
+        if (across := self.of_use.get(("across", None))) is not None:
+            inside = self.of_use.get(("region", None))
+            arrived = self._start(across, word, f"{word} across", self.tail)
+            own = self._start(inside, word, word, self.tail)
+            spread = self._start(inside, word, f"{word} of others", arrived)
+            gathered = [arrived, own, spread]
+        else:
+            gathered = [self._start(self.of_use.get(("group", None)), word, word, self.tail)]
+        if started := [each for each in gathered if each is not None]:
+            self.gathers[action.chunk] = started
 
     def _release(self, action: Action) -> None:
         if action.chunk in self.gathers:
-            self._on_main(f"{action} waits", self.gathers.pop(action.chunk))
+            self._on_main(f"{action} waits", *self.gathers.pop(action.chunk))
 
     def _fetch(self, action: Action) -> None:
         self.copies[action.chunk] = self._add(FROM_HOST, str(action), self.tail)

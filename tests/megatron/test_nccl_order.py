@@ -13,6 +13,7 @@ from tests.megatron.comparison import LAYOUTS
 from tests.megatron.launch import run_ranks
 from tests.megatron.ministages import BOTH_ENDS, in_the_host, with_settings
 from tests.megatron.test_exactness import flags_for
+from tests.megatron.test_hierarchical import TRIO, hierarchical
 from tests.megatron.upstream import SCRIPT
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan.plan import Schedule
@@ -24,6 +25,7 @@ PLANS = {
     "interleaved, offloaded, one rank idle and one without a shard": with_settings(
         in_the_host(BOTH_ENDS), schedule=Schedule(name="interleaved")
     ),
+    "hierarchical": hierarchical(TRIO, "aab"),
 }
 Launch = dict[str, Any]
 
@@ -55,6 +57,9 @@ def test_nccl_branches_train_the_same_and_their_launches_fit(
     modelled = launches_of(plan, lower_plan(plan))
     for rank in range(plan.world_size):
         group = sorted(plan.groups[plan.group_of_rank(rank)].ranks)
+        if plan.groups[plan.group_of_rank(rank)].hierarchical:
+            assert_stages_fit(launched[rank], modelled[rank], group)
+            continue
         found = [place for launch in launched[rank] if (place := place_of(launch, group))]
         expected = [
             ("group",) if each.operation[0].use == "group" else link_place(each)
@@ -62,6 +67,32 @@ def test_nccl_branches_train_the_same_and_their_launches_fit(
             if each.operation is not None and each.operation[0].use != "world"
         ]
         assert one_after_another(found) == one_after_another(expected * STEPS)
+
+
+def assert_stages_fit(launched: list[Launch], modelled: list[Any], group: list[int]) -> None:
+    """Of a hierarchical group, whose stages a thread starts: each communicator by itself.
+
+    The group's own has no sums and gathers.
+    """
+    assert not [each for each in launched if place_of(each, group) == ("group",)]
+    for use, kinds in (
+        ("across", {"alltoall_base": "exchange"}),
+        ("region", {"reduce_scatter": "REDUCE", "all_gather": "GATHER"}),
+    ):
+        expected = [
+            "exchange" if use == "across" else each.kind[1:]
+            for each in modelled
+            if each.operation is not None and each.operation[0].use == use
+        ]
+        found = [
+            kinds[each["kind"]]
+            for each in launched
+            if each["kind"] in kinds and set(each["ranks"]) <= set(group)
+        ]
+        assert bool(found) == bool(expected)
+        # Weights are gathered before and after training, too, to be written down.
+        steps = "".join(each for each, _ in groupby(expected * STEPS))
+        assert steps in "".join(each for each, _ in groupby(found))
 
 
 def assert_both_ends_fit(launched: list[list[Launch]]) -> None:

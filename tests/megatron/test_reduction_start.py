@@ -155,7 +155,7 @@ def _reduce_two_chunks(low_precision: bool) -> list[str]:
             name=str(chunk),
             shards=None,
             config=config,
-            comm_dtype="bf16" if low_precision else None,
+            reduces_beside=low_precision,
             begin_grad_sync=lambda chunk=chunk: done.append(f"{chunk} begins"),
         )
         for chunk in (0, 1)

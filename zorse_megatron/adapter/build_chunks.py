@@ -70,6 +70,7 @@ def wrap_chunk(session: PlanSession, *, module: Any, pg_collection: Any, **kwarg
         place=session.place,
         unlike=UnlikeReplicas.of(session.plan.groups[session.plan.group_of_rank(session.rank)]),
         delays_weights=session.weight_gradients is not None,
+        regions=session.groups.regions,
         **kwargs,
     )
     if wrapped.shards is not None:

@@ -43,6 +43,7 @@ SEND_CHANNEL_BYTES = 2 * _MIB
 """Of one channel to one peer; the same list."""
 _PAIR_BYTES = RECEIVE_CHANNEL_BYTES + SEND_CHANNEL_BYTES
 
+_PEERS_ACROSS = 2
 _TREE_PEERS = 3
 """That a rank has at most in a double binary tree, in both directions: the world's sums."""
 
@@ -73,13 +74,14 @@ def communicator_bytes(communicator: Communicator, rank: int, channels: int) -> 
     """Return what a communicator with so many channels takes on one of its ranks.
 
     A link moves one way. A group reduces and gathers in a ring, with one peer before and one after;
-    the world's sums may take a tree. Between nodes the buffers may be in the host instead.
+    the world's sums may take a tree. Across regions a rank sends to two others, and receives from
+    two, where shards are about equal. Between nodes the buffers may be in the host instead.
     """
     if communicator.use == "link":
         receives = communicator.ranks[1] == rank
         return channels * (RECEIVE_CHANNEL_BYTES if receives else SEND_CHANNEL_BYTES)
-    peers = min(_TREE_PEERS, len(communicator.ranks) - 1) if communicator.use == "world" else 1
-    return channels * peers * _PAIR_BYTES
+    most_peers = {"world": _TREE_PEERS, "across": _PEERS_ACROSS}.get(communicator.use, 1)
+    return channels * min(most_peers, len(communicator.ranks) - 1) * _PAIR_BYTES
 
 
 def most_bytes(gpu: GpuKind) -> int:

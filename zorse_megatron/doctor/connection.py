@@ -9,7 +9,7 @@ from typing import Literal
 from zorse_megatron.costs.process_memory import communicator_bytes
 from zorse_megatron.schedules.communicators import WORLD_CTAS, Communicator
 
-Use = Literal["world", "group", "set", "link"]
+Use = Literal["world", "group", "region", "across", "set", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES = 32
 # Computations, openings of receive buffers, copies to the host and from it.
 _OTHER_STREAMS = 4
+# Stages of sums and gathers in a region, and across regions.
+_STREAMS_OF_STAGES = 2
 
 
 def queue_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -33,6 +35,8 @@ def queue_problems(
         return []
     lists = [lower_plan(plan, forward_only=forward_only) for forward_only in (False, True)]
     streams = max(resident_kernels(communicators_of(plan, lists)).values()) + _OTHER_STREAMS
+    if any(group.hierarchical for group in plan.groups):
+        streams += _STREAMS_OF_STAGES
     given = environment.get(VARIABLE, str(MOST_QUEUES))
     queues = int(given) if given.isdecimal() else MOST_QUEUES
     if queues >= streams:

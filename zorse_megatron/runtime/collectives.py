@@ -55,7 +55,7 @@ def reduce_scatter_uneven(
     when done. Raises ValueError when `bounds` do not fit the buffer and the group.
     """
     parts = views(full, bounds, group)
-    start = partial(_start_reduce_scatter, full, parts, group)
+    start = partial(start_reduce_scatter, full, parts, group)
     return finish(as_one_operation("reduce_scatter", parts, group, start), async_op)
 
 
@@ -72,7 +72,7 @@ def all_gather_uneven(
     fit the buffer and the group.
     """
     parts = views(full, bounds, group)
-    start = partial(_start_all_gather, full, parts, group)
+    start = partial(start_all_gather, full, parts, group)
     return finish(as_one_operation("all_gather", parts, group, start), async_op)
 
 
@@ -148,9 +148,10 @@ def finish(works: Sequence[Work], async_op: bool) -> Works | None:
     return None
 
 
-def _start_reduce_scatter(
+def start_reduce_scatter(
     full: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Work]:
+    """Start to sum `full` into each rank's part of it; a collective call of the group."""
     mine = parts[group.rank()]
     if group.size() == 1:
         return []
@@ -168,9 +169,10 @@ def _start_reduce_scatter(
     return [_started(dist.reduce_scatter(mine, parts, group=group, async_op=True))]
 
 
-def _start_all_gather(
+def start_all_gather(
     full: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Work]:
+    """Start to copy each rank's part of `full` to all; a collective call of the group."""
     mine = parts[group.rank()]
     if group.size() == 1:
         return []

@@ -19,7 +19,7 @@ from zorse_megatron.schedules.list_queries import edges_of
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.waiting_kernels import most_waiting
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks
+from zorse_megatron.schema.plan.rank_axes import communicating_ranks
 
 # All communicators of a GPU share this part of its multiprocessors, or have one each if that is
 # more.
@@ -37,10 +37,11 @@ class Communicator:
     """Ranks that communicate, for one use.
 
     link: from the first of two ranks to the second. group: what ranks of a plan's group reduce and
-    gather. set: what a tensor-parallel set does within its layers. world: what all ranks sum.
+    gather. region, across: the same in a hierarchical group, within a region and between regions.
+    set: what a tensor-parallel set does within its layers. world: what all ranks sum.
     """
 
-    use: Literal["link", "group", "set", "world"]
+    use: Literal["link", "group", "region", "across", "set", "world"]
     ranks: tuple[int, ...]
 
 
@@ -57,9 +58,9 @@ def planned_communicators(plan: Plan) -> tuple[Communicator, ...]:
 def _communicators(plan: Plan, edges: Iterable[tuple[int, int]]) -> tuple[Communicator, ...]:
     world = Communicator(use="world", ranks=tuple(range(plan.world_size)))
     groups = [
-        Communicator(use="group", ranks=ranks)
+        Communicator(use=use, ranks=ranks)
         for group in plan.groups
-        for ranks in data_parallel_ranks(group)
+        for use, ranks in communicating_ranks(group)
     ]
     sets = [
         Communicator(use="set", ranks=replica.ranks)

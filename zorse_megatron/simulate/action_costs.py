@@ -15,6 +15,7 @@ from zorse_megatron.costs.interface import (
 from zorse_megatron.costs.set_collectives import SetCollectives
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
+from zorse_megatron.simulate.hierarchical_work import Hierarchical
 from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
 from zorse_megatron.simulate.rank_sizes import RankSizes, low_precision_bytes
 from zorse_megatron.simulate.residency import SteppedUnit
@@ -275,6 +276,14 @@ class ActionCosts:
                 to_bytes, time_s = low_precision_bytes, comm.exchange_s
         if len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
+        if self.sizes.is_hierarchical(chunk):
+            operation = Hierarchical(
+                ranks=sorted(ranks),
+                to_bytes=to_bytes,
+                loads=self.loads,
+                reduces=kind is Kind.REDUCE,
+            )
+            return operation.work(self.sizes.region_shards(chunk, ranks))
         pieces = [
             tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk, ranks)
         ]

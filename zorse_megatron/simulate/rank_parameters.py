@@ -4,15 +4,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 from zorse_megatron.costs.interface import WHOLE, MemoryCost, ModelSection, RankPart, SetCosts
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
+from zorse_megatron.schedules.region_shards import RegionShards, regions_of
 from zorse_megatron.schedules.set_parts import UnitKind
 from zorse_megatron.schedules.shards import intersection
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica
-from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts, ranks_by_region
 from zorse_megatron.simulate.chunk_parts import (
     PartedChunk,
     PartedUnit,
@@ -54,6 +55,7 @@ class RankParameters:
         self.shards = tuple(map(self._shards, chunks))
         """Chunk -> rank -> number of the parameters that it owns."""
         self._peers: dict[int, dict[int, tuple[int, ...]]] = {}
+        self._region_shards: dict[tuple[int, tuple[int, ...]], tuple[RegionShards, ...]] = {}
 
     def memory_of(self, chunk: int) -> MemoryCost:
         """The memory model of the chunk's compute type, of a rank that is a set of its own."""
@@ -154,6 +156,29 @@ class RankParameters:
             padded_shards(size, weights)
             for size in (total * (n + 1) // count - total * n // count for n in range(count))
         )
+
+    def region_shards(self, chunk: int, peers: tuple[int, ...]) -> tuple[RegionShards, ...]:
+        """Who sums and sends what of each of `pieces`, of a hierarchical group.
+
+        Ranks are numbered in ascending order, which may not be that of `peers`.
+        """
+        key = chunk, peers
+        if key not in self._region_shards:
+            order = sorted(range(len(peers)), key=peers.__getitem__)
+            group = self.plan.groups[self.plan.chunks[chunk].group]
+            regions = regions_of(ranks_by_region(group, sorted(peers)))
+            self._region_shards[key] = tuple(
+                RegionShards(
+                    bounds=tuple(pairwise([0, *accumulate(counts[at] for at in order)])),
+                    regions=regions,
+                )
+                for counts in self.pieces(chunk, peers)
+            )
+        return self._region_shards[key]
+
+    def is_hierarchical(self, chunk: int) -> bool:
+        """Whether sums and gathers of the chunk are made in regions first, then between them."""
+        return bool(self.plan.groups[self.plan.chunks[chunk].group].hierarchical)
 
     @cached_property
     def tied_swaps(self) -> dict[int, tuple[tuple[int, int], ...]]:

@@ -153,6 +153,8 @@ class RankSizes(RankParameters):
                 to_bytes(sum(count for pair, count in messages.items() if rank in pair))
                 for messages, _ in (parted.sums if reduces else parted.gathers)
             )
+        if self.is_hierarchical(chunk):
+            return self._between_regions_bytes(kind, rank, chunk)
         if kind is not Kind.REDUCE:
             return 0
         count = len(self._replicas(chunk))
@@ -160,6 +162,20 @@ class RankSizes(RankParameters):
             return 0
         own = self.shards[chunk][rank]
         return low_precision_bytes(self.held(rank, chunk) - own + (count - 1) * own)
+
+    def _between_regions_bytes(self, kind: Kind, rank: int, chunk: int) -> int:
+        """What messages between regions take beside the buffers that are summed or gathered."""
+        memory, peers = self.memory_of(chunk), self.peers_of(rank, chunk)
+        own, reduces = sorted(peers).index(rank), kind is Kind.REDUCE
+        count = sum(
+            shards.reduction_buffer(own) if reduces else shards.gather_buffer(own)
+            for shards in self.region_shards(chunk, peers)
+        )
+        return (memory.gradient_bytes if reduces else memory.parameter_bytes)(count)
+
+    def reduces_beside(self, chunk: int) -> bool:
+        """Whether a reduction needs memory of its own, in a chunk that stays unsharded."""
+        return self.reduces_in_low_precision(chunk) or self.is_hierarchical(chunk)
 
     def kept_bytes(self, rank: int, chunk: int) -> int:
         """What the chunk's layers keep of one micro-batch from its forward to its backward."""

@@ -215,7 +215,7 @@ class RankTranslator:
     def _wait_for_reduction(self, position: int, chunk: int | None) -> None:
         """Before a reduction that needs memory of its own, the one before must have ended."""
         assert chunk is not None
-        frees = chunk in self.residency.released or self.sizes.reduces_in_low_precision(chunk)
+        frees = chunk in self.residency.released or self.sizes.reduces_beside(chunk)
         if frees and self.reduction != NOTHING:
             self.streams.run(position, Role.COPY, 0.0, self.reduction)
 

@@ -16,6 +16,11 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from zorse_megatron.adapter.data_parallel.set_sums import sum_over_set
 from zorse_megatron.runtime.collectives import Works, all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.runtime.hierarchical_collectives import (
+    RegionGroups,
+    all_gather_hierarchical,
+    reduce_scatter_hierarchical,
+)
 from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
 
@@ -38,10 +43,12 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         comm_dtype: CommDtype | None = None,
         *,
         set_group: dist.ProcessGroup | None = None,
+        regions: RegionGroups | None = None,
     ) -> None:
         """`comm_dtype`: how gradients are sent; None: as they are kept. `set_group`: the ranks of
-        the tensor-parallel set."""
+        the tensor-parallel set. `regions`: of a hierarchical group."""
         super().__init__(buckets, ddp_config, group, group.size())
+        self.regions = regions
         self.group = group
         self.comm_dtype = comm_dtype
         self.set_group = set_group
@@ -147,11 +154,20 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
     def reduce_bucket(self, bucket: Any, *, async_op: bool) -> Works | None:
         """Sum a bucket's gradients into the owners' shards; returns the work when `async_op`."""
         full, bounds = bucket.grad_data, bucket.shard_bounds
+        if self.regions is not None:
+            return reduce_scatter_hierarchical(full, bounds, self.regions, async_op=async_op)
         if self.comm_dtype is None:
             return reduce_scatter_uneven(full, bounds, self.group, async_op=async_op)
         return reduce_scatter_low_precision(
             full, bounds, self.group, self.comm_dtype, async_op=async_op
         )
+
+    def gather_bucket(self, bucket: Any, *, async_op: bool) -> Works | None:
+        """Copy all owners' shards of a bucket's parameters; returns the work when `async_op`."""
+        full, bounds = bucket.param_data, bucket.shard_bounds
+        if self.regions is not None:
+            return all_gather_hierarchical(full, bounds, self.regions, async_op=async_op)
+        return all_gather_uneven(full, bounds, self.group, async_op=async_op)
 
     def prepare_gradients(self) -> None:
         """What stock's `start_grad_sync` does before it communicates."""
@@ -199,10 +215,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
             return
         assert self.param_gather_handle is None, "these parameters are being gathered already"
         async_op = overlap and not force_sync
-        works = [
-            all_gather_uneven(bucket.param_data, bucket.shard_bounds, self.group, async_op=async_op)
-            for bucket in self.buckets
-        ]
+        works = [self.gather_bucket(bucket, async_op=async_op) for bucket in self.buckets]
         self.param_gather_handle = Works([w for w in works if w is not None]) if async_op else None
         if force_sync and overlap:
             self._post_param_sync()

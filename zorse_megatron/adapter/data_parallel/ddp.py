@@ -29,15 +29,15 @@ from zorse_megatron.adapter.data_parallel.uneven_buckets import (
 )
 from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.parameters.exact_values import keep_exact
-from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, held_part, taken
+from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, held_parts, taken
 from zorse_megatron.errors import FlagError
+from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.low_precision_reduce import CommDtype
 from zorse_megatron.runtime.part_exchange import PartedTensor
 from zorse_megatron.runtime.set_place import SetPlace
-from zorse_megatron.schedules.set_parts import SetParts
 from zorse_megatron.schedules.shards import Interval, intersection
-from zorse_megatron.schedules.tensor_parts import Run, TensorPart, runs_of_rows
+from zorse_megatron.schedules.tensor_parts import Run, runs_of_rows
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
@@ -59,6 +59,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     rank owns is packed then (see `parted_shards`), and `sharded` says whether it is all it keeps.
     `delays_weights`: weight gradients come after their backward (see `model.weight_gradients`), so
     no reduction starts in one: overlap_grad_reduce and overlap_param_gather have no effect.
+    `regions`: of a hierarchical group.
 
     Raises FlagError for options that unequal shards cannot keep.
     """
@@ -84,6 +85,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         place: SetPlace | None = None,
         unlike: UnlikeReplicas | None = None,
         delays_weights: bool = False,
+        regions: RegionGroups | None = None,
     ) -> None:
         problems = option_problems(config, ddp_config, module)
         if problems:
@@ -113,11 +115,12 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         )
         self.shard_weights = tuple(shard_weights)
         self.comm_dtype = comm_dtype
+        self.regions = regions
         self.is_mixed = is_mixed
-        self.parts = _parts(module, config, place)
+        self.parts = held_parts(module, config, place)
         """What this rank holds of each parameter of the model."""
         self._make_bucket_groups()
-        self.gathers = ParameterGathers(module, self.bucket_groups, self.intra_dp_cp_group)
+        self.gathers = ParameterGathers(module, self.bucket_groups)
         self.shards = ChunkShards(self, link) if sharded and unlike is None else None
         self.parted: dict[torch.nn.Parameter, PartedTensor] = {}
         """Parameters of which what a rank owns is packed."""
@@ -173,6 +176,11 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             return
         for group in self.bucket_groups:
             group.begin_grad_sync()
+
+    @property
+    def reduces_beside(self) -> bool:
+        """Whether a reduction holds memory of its own until it has been waited for."""
+        return not (self.shards is self.comm_dtype is self.regions is None)
 
     @property
     def reduction_bytes(self) -> int:
@@ -290,12 +298,3 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if self.shards is not None:
             return self.shards.gradient_piece(parameter, start, stop)
         return parameter.main_grad.view(-1)[start:stop]  # type: ignore[attr-defined]
-
-
-def _parts(module: torch.nn.Module, config: Any, place: SetPlace | None) -> dict[Any, TensorPart]:
-    index, parts = (0, SetParts(degree=1)) if place is None else (place.index, place.parts)
-    is_gated = bool(config.gated_linear_unit)
-    return {
-        parameter: held_part(name, parameter, parts, is_gated=is_gated, index=index)
-        for name, parameter in module.named_parameters()
-    }

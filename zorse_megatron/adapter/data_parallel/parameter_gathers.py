@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zorse_megatron.adapter.data_parallel.bucket_groups import UnevenBucketGroup
-from zorse_megatron.runtime.collectives import Works, all_gather_uneven
+from zorse_megatron.runtime.collectives import Works
 
 
 class ParameterGathers:
@@ -21,11 +20,9 @@ class ParameterGathers:
         self,
         module: torch.nn.Module,
         bucket_groups: Sequence[UnevenBucketGroup],
-        group: dist.ProcessGroup,
     ) -> None:
-        """`group`: the ranks that own parts of the parameters of `module`."""
+        """`bucket_groups`: of the parameters of `module`."""
         self.bucket_groups = tuple(bucket_groups)
-        self.group = group
         self._under_way: dict[int, Works] = {}
         """By the number of the bucket group."""
         self._group_of = {
@@ -42,10 +39,8 @@ class ParameterGathers:
         """Start to gather all parameters, in the order in which a forward asks for them."""
         assert not self._under_way, "these parameters are being gathered already"
         for number in reversed(range(len(self.bucket_groups))):
-            works = [
-                all_gather_uneven(bucket.param_data, bucket.shard_bounds, self.group, async_op=True)
-                for bucket in self.bucket_groups[number].buckets
-            ]
+            group = self.bucket_groups[number]
+            works = [group.gather_bucket(bucket, async_op=True) for bucket in group.buckets]
             self._under_way[number] = Works([work for work in works if work is not None])
 
     def wait(self) -> None:

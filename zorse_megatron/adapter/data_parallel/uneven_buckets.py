@@ -52,6 +52,7 @@ def uneven_bucket_groups(ddp: Any) -> list[UnevenBucketGroup]:
             ddp.intra_dp_cp_group,
             ddp.comm_dtype,
             set_group=None if ddp.place is None else ddp.place.group,
+            regions=ddp.regions,
         )
         for group in ddp.bucket_groups
     ]

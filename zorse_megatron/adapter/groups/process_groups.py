@@ -26,14 +26,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from zorse_megatron.adapter.groups.plan_ranks import PlanRankGenerator
 from zorse_megatron.log import say
 from zorse_megatron.runtime.communicator_groups import nccl_options
+from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
 from zorse_megatron.schedules.communicators import (
     Communicator,
     crowding_note,
     max_ctas,
     planned_communicators,
 )
+from zorse_megatron.schedules.region_shards import regions_of
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.rank_axes import data_parallel_ranks
+from zorse_megatron.schema.plan.rank_axes import (
+    communicating_ranks,
+    data_parallel_ranks,
+    ranks_by_region,
+)
 
 
 class PipelinePosition:
@@ -79,6 +85,8 @@ class PlanGroups:
     stage: int
     """Of this rank's group, see `stages_of`."""
     num_stages: int
+    regions: RegionGroups | None = None
+    """What a hierarchical group sums and gathers with in place of `group`."""
 
     @property
     def position(self) -> PipelinePosition:
@@ -120,7 +128,7 @@ def create_groups(
     limits: dict[tuple[str, tuple[int, ...]], int] = {
         (each.use, each.ranks): count
         for each, count in (channels or {}).items()
-        if each.use in ("group", "set")
+        if each.use not in ("link", "world")
     }
     alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     # Every group is created by all ranks, in one order: see `runtime.communicator_groups`.
@@ -140,6 +148,22 @@ def create_groups(
         world=dist.group.WORLD,
         stage=stages_of(plan)[number],
         num_stages=len(plan.groups),
+        regions=_region_groups(plan, rank, mine),
+    )
+
+
+def _region_groups(
+    plan: Plan, rank: int, mine: Mapping[str, dist.ProcessGroup]
+) -> RegionGroups | None:
+    """Of a rank in a hierarchical group."""
+    if "across" not in mine:
+        return None
+    group = plan.groups[plan.group_of_rank(rank)]
+    (ranks,) = (ranks for ranks in data_parallel_ranks(group) if rank in ranks)
+    return RegionGroups(
+        inside=mine.get("region"),
+        across=mine["across"],
+        regions=regions_of(ranks_by_region(group, ranks)),
     )
 
 
@@ -150,6 +174,10 @@ def _ranks_of_groups(plan: Plan) -> Iterator[tuple[str, tuple[int, ...]]]:
         for ranks in map(tuple, ranks_of.get_ranks(token)):
             if len(ranks) > 1 and (use != "everyone" or ranks not in made):
                 made.add(ranks)
+                yield use, ranks
+    for group in plan.groups if any(each.hierarchical for each in plan.groups) else ():
+        for use, ranks in communicating_ranks(group):
+            if use != "group" and len(ranks) > 1:
                 yield use, ranks
 
 

@@ -161,7 +161,7 @@ class MegatronChunkRunner:
         model = self.inputs.models[chunk]
         if model.shards is None:
             self._let_gradients_sync(chunk)
-        if model.shards is not None or model.comm_dtype is not None:
+        if model.reduces_beside:
             # At most two chunks have unsharded gradients, or copies of them that are exchanged: the
             # one before must have left. Not sooner, as what a rank holds would hang on the network.
             self._finish_reductions()

@@ -164,7 +164,12 @@ class _Leaving:
     def _groups(self) -> list[dist.ProcessGroup]:
         """Those of the plan that is left, in the order in which all ranks have made theirs."""
         groups = self.session.groups
-        found = [groups.alone, groups.group, groups.set, groups.everyone, self.group]
+        found = [groups.alone, groups.group, groups.set, groups.everyone]
+        if groups.regions is not None:
+            inside = groups.regions.inside
+            found += [] if inside is None else [inside]
+            found.append(groups.regions.across)
+        found.append(self.group)
         if self.session.executor is not None:
             found += self.session.executor.mailbox.transport.groups
         once = {id(group): group for group in found if group is not dist.group.WORLD}

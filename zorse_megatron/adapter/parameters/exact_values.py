@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.runtime.collectives import all_gather_uneven
 from zorse_megatron.runtime.host_link import copied_to_host
 
 _EXACT = "zorse_exact"
@@ -55,7 +54,7 @@ def start_from_main(models: Iterable[Any], optimizers: Iterable[Any]) -> None:
     for model in models:
         for group in () if model.shards is not None else reversed(model.bucket_groups):
             for bucket in group.buckets:
-                all_gather_uneven(bucket.param_data, bucket.shard_bounds, group.group)
+                group.gather_bucket(bucket, async_op=False)
         for parameter in model.parameters():
             parameter.__dict__.pop(_EXACT, None)
 

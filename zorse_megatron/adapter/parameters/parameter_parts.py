@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.set_parts import SetParts, UnitKind
 from zorse_megatron.schedules.tensor_parts import TensorPart, cut_part
 
@@ -30,6 +31,18 @@ def held_part(
             units = parts.units(kind) or ()
             shape[axis] = blocks * sum(units) * getattr(parameter, _UNIT, 1)
     return part_of_whole(name, shape, axis, parts, is_gated=is_gated, index=index)
+
+
+def held_parts(
+    module: torch.nn.Module, config: Any, place: SetPlace | None
+) -> dict[torch.nn.Parameter, TensorPart]:
+    """What a rank holds of each parameter of `module`; `place`: None of a rank without a set."""
+    index, parts = (0, SetParts(degree=1)) if place is None else (place.index, place.parts)
+    is_gated = bool(config.gated_linear_unit)
+    return {
+        parameter: held_part(name, parameter, parts, is_gated=is_gated, index=index)
+        for name, parameter in module.named_parameters()
+    }
 
 
 def mark_unit(module: torch.nn.Module, length: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,9 @@ def _connecting(
     """Communicator -> what makes NCCL connect it; to be called by all ranks, in this order."""
     rank = dist.get_rank()
     groups = create_groups(plan, rank=rank, timeout=TIMEOUT, channels=channels)
-    group_of = {"group": groups.group, "set": groups.set}
+    group_of: dict[str, Any] = {"group": groups.group, "set": groups.set}
+    if (regions := groups.regions) is not None:
+        group_of |= {"region": regions.inside, "across": regions.across}
     _, *others = planned_communicators(plan)
     links = {each: (each.ranks[0], each.ranks[1]) for each in others if each.use == "link"}
     of_link = {link: channels[each] for each, link in links.items() if each in channels}
@@ -90,7 +93,10 @@ def _connecting(
     def send(communicator: Communicator) -> None:
         connect(mine, all_links=[links[communicator]], rank=rank, device=device)
 
-    act = {"group": sum_up, "set": sum_up, "link": send}
+    act: dict[str, Callable[[Communicator], None]] = dict.fromkeys(
+        ("group", "region", "across", "set"), sum_up
+    )
+    act["link"] = send
     return {each: partial(act[each.use], each) for each in others}
 
 

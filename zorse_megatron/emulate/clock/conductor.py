@@ -130,7 +130,9 @@ class Conductor:
             )
             return
         members, work = len(_members(known)), self.model.work(request.operation)
-        self.clock.post(request.now_s, request.name, members=members, work=work)
+        self.clock.post(
+            request.now_s, request.name, members=members, work=work, after=request.after
+        )
 
     def _fail(self, number: int) -> tuple[int, Failure]:
         rank = self.ranks[number]

@@ -33,6 +33,8 @@ class _Kind(IntEnum):
 class _Pending:
     missing: int
     work: TaskWork | None = None
+    after: set[Name] = field(default_factory=set)
+    """What must be done before."""
 
 
 @dataclass(kw_only=True)
@@ -56,16 +58,31 @@ class LinkClock:
         self._next: dict[Stream, int] = {}
         self._flowing: dict[int, Name] = {}
         self._works: dict[Name, TaskWork] = {}
+        self._held_up: dict[Name, set[Stream]] = {}
+        """Operation -> streams whose next one may start when it is done."""
 
     @property
     def next_s(self) -> float:
         """When something happens next; infinite if nothing will."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def post(self, at_s: float, name: Name, *, members: int, work: TaskWork | None) -> None:
-        """Let one of `members` take part from `at_s` on. One of them at least knows the work."""
+    def post(
+        self,
+        at_s: float,
+        name: Name,
+        *,
+        members: int,
+        work: TaskWork | None,
+        after: Name | None = None,
+    ) -> None:
+        """Let one of `members` take part from `at_s` on, when `after` has been done.
+
+        One of them at least knows the work.
+        """
         pending = self._pending.setdefault(name, _Pending(missing=members))
         pending.work = pending.work or work
+        if after is not None:
+            pending.after.add(after)
         self._push(at_s, _Kind.POST, name)
 
     def alarm(self, at_s: float, token: Hashable) -> None:
@@ -103,6 +120,8 @@ class LinkClock:
             stream, number = what
             self._next[stream] = number + 1
             self._start_next(stream)
+            for held_up in sorted(self._held_up.pop(what, ()), key=repr):
+                self._start_next(held_up)
         else:
             moment.alarms.append(what)
 
@@ -111,6 +130,11 @@ class LinkClock:
         name = stream, self._next.get(stream, 0)
         pending = self._pending.get(name)
         if pending is None or pending.missing:
+            return
+        waits = [each for each in pending.after if self._next.get(each[0], 0) <= each[1]]
+        for each in waits:
+            self._held_up.setdefault(each, set()).add(stream)
+        if waits:
             return
         work = self._pending.pop(name).work
         assert work is not None, f"nobody knows what {name} is"

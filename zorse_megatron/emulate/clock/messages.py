@@ -57,6 +57,8 @@ class PostOperation:
     now_s: float
     name: Name
     operation: Operation
+    after: Name | None = None
+    """One of the rank's operations that must be done before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

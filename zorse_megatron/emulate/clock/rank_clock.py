@@ -118,13 +118,23 @@ class RankClock:
         if self.is_running and moment_s > self.now_s:
             self._go_to(moment_s)
 
-    def post(self, stream: Stream, operation: Operation, *, receives: bool = False) -> Name:
-        """Take part in the stream's next operation, and go on."""
+    def post(
+        self,
+        stream: Stream,
+        operation: Operation,
+        *,
+        receives: bool = False,
+        after: Name | None = None,
+    ) -> Name:
+        """Take part in the stream's next operation, and go on.
+
+        `after`: one of this rank's operations; it does not start before that is done.
+        """
         with self._lock:
             number = self._counts.get((stream, receives), 0)
             self._counts[stream, receives] = number + 1
             name = stream, number
-            self._send(PostOperation(now_s=self.now_s, name=name, operation=operation))
+            self._send(PostOperation(now_s=self.now_s, name=name, operation=operation, after=after))
             return name
 
     def wait(self, name: Name) -> None:

@@ -8,7 +8,7 @@ What an operation costs is asked of its tensors through `TensorSizes`, as a tiny
 large one. In a rank's own tensor-parallel set collectives are those inside layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,7 @@ from zorse_megatron.emulate.clock.rank_clock import RankClock
 from zorse_megatron.emulate.on_ranks.tensor_sizes import TensorSizes
 from zorse_megatron.runtime.collectives import OperationKind
 from zorse_megatron.runtime.part_exchange import Exchanged
+from zorse_megatron.runtime.staged_operation import StageSizes
 
 BACKEND = "emulated"
 _CPU = torch.device("cpu")
@@ -36,20 +37,20 @@ class EmulatedWork:
     """An operation under way: done when both the emulated links and gloo are done."""
 
     def __init__(self, clock: RankClock, name: Name, payload: Any) -> None:
-        self._clock, self._name, self._payload = clock, name, payload
+        self._clock, self.name, self._payload = clock, name, payload
         self._is_done = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Stop the rank until its time. Raises EmulationFailed where that never comes."""
         if not self._is_done:
-            self._clock.wait(self._name)
+            self._clock.wait(self.name)
             self._is_done = True
             self._payload.wait()  # all ranks have posted it, so this is a matter of moments
         return True
 
     def is_completed(self) -> bool:
         """Whether it is done by now, in the emulated cluster's time."""
-        return self._is_done or self._clock.is_done(self._name)
+        return self._is_done or self._clock.is_done(self.name)
 
     def is_success(self) -> bool:
         """As `is_completed`: what fails raises."""
@@ -140,6 +141,38 @@ class EmulatedGroup(dist.ProcessGroup):
         messages = tuple((*pair, num_bytes) for pair, num_bytes in sorted(sizes.items()))
         operation = PartExchange(ranks=self.ranks, messages=messages)
         return EmulatedWork(self.clock, self.clock.post((self.label,), operation), payload)
+
+    def announce(
+        self, kind: OperationKind, sizes: StageSizes, whole: torch.Tensor, after: Any
+    ) -> "EmulatedWork | None":
+        """Post one stage of an operation whose data `carry` moves.
+
+        See `runtime.staged_operation`. Elements count as their share of the real buffer.
+        """
+        if not self.clock.is_running or self.size() == 1:
+            return None
+        num_bytes = self.sizes.buffer_bytes(whole)
+
+        def to_bytes(count: int) -> int:
+            return -(-num_bytes * count // max(1, whole.numel()))
+
+        operation: Collective | PartExchange
+        if isinstance(sizes, Mapping):
+            messages = tuple(
+                (self.ranks[source], self.ranks[target], to_bytes(count))
+                for (source, target), count in sorted(sizes.items())
+            )
+            operation = PartExchange(ranks=self.ranks, messages=messages)
+        else:
+            parts = tuple(map(to_bytes, sizes))
+            operation = Collective(kind=kind, ranks=self.ranks, part_bytes=parts)
+        before = None if after is None else after.name
+        name = self.clock.post((self.label,), operation, after=before)
+        return EmulatedWork(self.clock, name, _All([]))
+
+    def carry(self, start: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        """Do what `start` does in no time of the cluster's."""
+        return [self._payload_of(start)]
 
     def _payload_of(self, start: Callable[[], Any]) -> "_All":
         """Start gloo's operations, which count as one."""

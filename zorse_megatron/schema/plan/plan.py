@@ -142,6 +142,8 @@ class Group:
     """In which type the group computes; absent: as the training command says."""
     gradient_wire: GradientCommDtype | None = None
     """In which type gradients are sent and then summed in fp32; absent: as they are kept."""
+    hierarchical: bool | None = None
+    """Whether sums are made in each region first, then between regions; absent: over all ranks."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.plan.memory_setting_rules import memory_setting_problems
 from zorse_megatron.schema.plan.plan import Plan, Replica
+from zorse_megatron.schema.plan.region_rules import hierarchical_problems
 from zorse_megatron.schema.plan.set_rules import parts_problems
 from zorse_megatron.schema.plan.spans import Span, gaps, overlaps, spans_of, spell
 
@@ -39,6 +40,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _shard_weights,
         parts_problems,
         memory_setting_problems,
+        hierarchical_problems,
         _lengths,
         _extra_in_flight,
         _delayed_samples,

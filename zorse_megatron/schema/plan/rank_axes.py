@@ -1,5 +1,9 @@
 """The ranks that communicate along each axis of parallelism, of a plan's unequal groups."""
 
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Literal
+
 from zorse_megatron.schema.plan.plan import Group, Plan
 
 
@@ -24,3 +28,26 @@ def data_parallel_ranks(group: Group) -> tuple[tuple[int, ...], ...]:
         return (tuple(sorted(group.ranks)),)
     parts = zip(*(replica.ranks for replica in group.replicas), strict=True)
     return tuple(tuple(sorted(part)) for part in parts)
+
+
+def ranks_by_region(group: Group, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Ranks of the group, in their order, cut where the region changes."""
+    regions = {rank: replica.region for replica in group.replicas for rank in replica.ranks}
+    return tuple(tuple(run) for _, run in groupby(ranks, key=regions.__getitem__))
+
+
+def communicating_ranks(
+    group: Group,
+) -> tuple[tuple[Literal["group", "region", "across"], tuple[int, ...]], ...]:
+    """What each communicator for sums and gathers of the group is for, and its ranks.
+
+    group: over all of `data_parallel_ranks`; of a hierarchical group also one in each region, and
+    one across them for messages.
+    """
+    found: list[tuple[Literal["group", "region", "across"], tuple[int, ...]]] = []
+    for ranks in data_parallel_ranks(group):
+        found.append(("group", ranks))
+        if group.hierarchical:
+            found += [("region", run) for run in ranks_by_region(group, ranks)]
+            found.append(("across", ranks))
+    return tuple(found)

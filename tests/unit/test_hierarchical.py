@@ -1,0 +1,200 @@
+"""Hierarchical groups: rules of the plan, communicators, price, memory, order of launches."""
+
+import dataclasses
+
+import pytest
+
+from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
+from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.plan_samples import good, only_problem, problems
+from tests.unit.simulation import run
+from tests.unit.test_schedules import even_plan
+from tests.unit.test_simulate_times import B, F, one_group
+from zorse_megatron.costs.process_memory import communicator_bytes
+from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.schedules.communicators import (
+    Communicator,
+    communicators_of,
+    planned_communicators,
+    resident_kernels,
+)
+from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schema.plan.plan import Plan, Schedule
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.rank_sizes import RankSizes
+
+
+def hierarchical(plan: Plan, regions: str) -> Plan:
+    """The plan; in each group the ranks in ascending order are in regions with these letters."""
+    groups = []
+    for group in plan.groups:
+        letter = dict(zip(sorted(group.ranks), regions, strict=False))
+        replicas = tuple(
+            dataclasses.replace(each, region=letter[each.ranks[0]]) for each in group.replicas
+        )
+        groups.append(dataclasses.replace(group, replicas=replicas, hierarchical=True))
+    return dataclasses.replace(plan, groups=tuple(groups))
+
+
+# Rules of the plan.
+
+
+def sample(*regions, **options):
+    plan = good()
+    group = plan["groups"][0]
+    for replica, region in zip(group["replicas"], regions, strict=True):
+        replica.update({"region": region} if region else {})
+    group.update({"hierarchical": True}, **options)
+    return plan
+
+
+def test_two_regions_are_enough():
+    assert problems(sample("east", "west")) == ()
+    assert problems(sample("east", "east", hierarchical=False)) == ()
+
+
+def test_replicas_without_a_region():
+    problem = only_problem(sample("east", None))
+    assert problem.where == "plan.json: groups[0].replicas[1].region"
+    assert problem.found == "nothing, in a hierarchical group (1 such replicas)"
+
+
+def test_one_region_alone():
+    problem = only_problem(sample("east", "east"))
+    assert problem.found == "true, with all replicas in region east"
+
+
+def test_16_bit_gradients():
+    problem = only_problem(sample("east", "west", gradient_wire="bf16"))
+    assert problem.where == "plan.json: groups[0].gradient_wire"
+
+
+def test_ranks_of_two_regions_in_turn():
+    plan = sample("east", "west")
+    plan["groups"][0]["replicas"][0]["num_microbatches"] = 3
+    plan["groups"][0]["replicas"].append(
+        {"ranks": [5], "micro_batch_size": 4, "num_microbatches": 1, "shard_weight": 1.0}
+        | {"region": "east"}
+    )
+    problem = only_problem(plan)
+    assert "rank 1 is between ranks 0 and 5" in problem.found
+
+
+def test_replicas_of_unequal_sets():
+    plan = sample("east", "west")
+    plan["groups"][0]["replicas"][1]["ranks"] = [1, 5]
+    problem = only_problem(plan)
+    assert problem.found == "true, with replicas that cut their layers differently"
+
+
+# Communicators.
+
+
+def test_one_in_each_region_and_one_across():
+    plan = hierarchical(even_plan(2, 3, 3), "eww")
+    found = communicators_of(plan, [lower_plan(plan)])
+    assert found == planned_communicators(plan)
+    by_use = {use: [c.ranks for c in found if c.use == use] for use in ("region", "across")}
+    assert by_use == {"region": [(1, 2), (4, 5)], "across": [(0, 1, 2), (3, 4, 5)]}
+    flat = resident_kernels(planned_communicators(even_plan(2, 3, 3)))
+    assert [resident_kernels(found)[rank] - flat[rank] for rank in range(3)] == [1, 2, 2]
+
+
+def test_messages_across_regions_take_buffers_for_two_peers_each_way():
+    sizes = [
+        communicator_bytes(Communicator(use=use, ranks=(0, 1, 2, 3)), 0, 2)
+        for use in ("region", "across")
+    ]
+    assert sizes[1] == 2 * sizes[0]
+    two = Communicator(use="across", ranks=(0, 1))
+    assert communicator_bytes(two, 0, 2) == sizes[0]
+
+
+# Price and memory.
+
+
+@dataclasses.dataclass(kw_only=True)
+class TwoRegions(FakeComm):
+    """Ranks 0 and 1, and 2 and 3; the regions are joined by a link with a latency."""
+
+    between_bytes_per_s: float
+    between_s: float
+
+    def transfer_s(self, source, target, num_bytes):
+        if source // 2 == target // 2:
+            return super().transfer_s(source, target, num_bytes)
+        return self.between_s + num_bytes / self.between_bytes_per_s
+
+    def shared_links(self, source, target):
+        if source // 2 == target // 2:
+            return ()
+        return ((f"{source // 2}>{target // 2}", self.between_bytes_per_s),)
+
+
+@pytest.mark.parametrize(("schedule", "pieces"), [("breadth_first", 3), ("1f1b", 1)])
+@pytest.mark.parametrize("rate", [4.0, 4096.0])
+def test_stages_of_layers_overlap(schedule, pieces, rate):
+    """Three layers of S bytes. In each region a ring of two sums what the other region owns, S / 2,
+    and then its own; half of S crosses in each direction. All of that in turn for each layer, but
+    the region's link and the link between regions work at the same time.
+    """
+    plan = dataclasses.replace(
+        one_group((1, 1), (1, 1), (1, 1), (1, 1), layers=3), schedule=Schedule(name=schedule)
+    )
+    comm = TwoRegions(bytes_per_s=64.0, between_bytes_per_s=rate, between_s=0.25)
+    expected_s = 3 * (F + B)
+    for num_bytes in (4, 2):
+        layers_bytes = num_bytes * 3 * 640 / pieces
+        in_region_s = layers_bytes / 2 / 2 / 64.0
+        between_s = 0.25 + layers_bytes / 2 / rate
+        if between_s > in_region_s:
+            expected_s += in_region_s + pieces * between_s
+        else:
+            expected_s += pieces * 2 * in_region_s
+    found = run(hierarchical(plan, "eeww"), comm=comm)
+    assert found.iteration_s == pytest.approx(expected_s)
+    assert run(plan, comm=comm).iteration_s != found.iteration_s
+
+
+def test_arriving_sums_are_counted_beside_the_gradients():
+    """Between two regions sums arrive in as much as the rank owns; among three they are packed."""
+    memory, weights = FakeMemory(layer_count=768), [1.0, 0.0, 3.0, 2.0]
+    plan = one_group((1, 1), (1, 1), (1, 1), (1, 1), weights=weights, layers=2)
+    for regions, others in (("eeww", 1), ("aabc", 2)):
+        placed = hierarchical(plan, regions)
+        result = run(placed, memory=memory)
+        sizes = RankSizes(placed, memory)
+        for rank, weight in enumerate(weights):
+            own = int(2 * 768 * weight / sum(weights))
+            packed = 0
+            if others > 1:
+                alone = rank > 1
+                packed = (2 * 768 - own) if alone else int(2 * 768 * 5 / 6) // 2
+            expected = 4 * (others * own + packed)
+            buffers = result.memory[rank].by_category[Category.BUFFERS]
+            assert buffers.num_bytes == sizes.exchange_bytes(Kind.REDUCE, rank, 0) == expected
+            gathered = sizes.exchange_bytes(Kind.GATHER, rank, 0)
+            assert gathered == (0 if others == 1 else expected // 2)
+
+
+# Order of launches.
+
+
+@pytest.mark.slow
+def test_launches_of_hierarchical_groups_end():
+    """If all that can wait at once fits, and with any number of hardware queues."""
+    plans = []
+    for plan in random_plans(60, 7):
+        if all(map(holds_equal_parts, plan.groups)) and all(
+            len(each.ranks) == 1 for group in plan.groups for each in group.replicas
+        ):
+            most = max(len(group.ranks) for group in plan.groups)
+            plans.append(hierarchical(plan, "e" * (most // 2) + "w" * most))
+    across = [any(c.use == "across" for c in planned_communicators(plan)) for plan in plans]
+    assert sum(across) > 20
+    for plan in plans:
+        launched = Launched.of(plan, WAYS[0], forward_only=False)
+        for limits in LIMITS:
+            if limits[1] == "fit":
+                assert launched.hang(*limits) is None
