@@ -40,6 +40,7 @@ NOT_RUN = {
     "zorse compare ": "minutes; tests/megatron/test_emulation.py compares less",
     "zorse emulate ": "a minute; tests/megatron/test_emulation.py emulates less",
     "zorse plan --cluster examples/two-sites.yaml": "a minute; tests/unit/test_selection.py",
+    "zorse follow ": "a run with --zorse-status; tests/unit/test_cli_follow.py",
     "zorse move ": "a run with --zorse-status; tests/unit/test_migration_request.py",
     "zorse launch plan.json --cluster cluster.yaml --slurm train.sh --elastic": "a plan for two "
     "nodes; tests/unit/test_elastic_slurm.py",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
+from zorse_megatron.schema.status.status import Move
 
 if TYPE_CHECKING:
     import torch
@@ -52,3 +53,5 @@ class PlanRun:
     ZorseError. None: the run stays under its plan, as an emulated one does."""
     moved: "SetAside | None" = None
     """State from the plan before; None: from the script, or from a checkpoint."""
+    moves: tuple[Move, ...] = ()
+    """What has been asked for before this plan."""

@@ -60,6 +60,7 @@ from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan.memory_settings import settings_of_rank
 from zorse_megatron.schema.plan.plan import ComputeDtype, Offload, Plan
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.schema.status.status import Move
 from zorse_megatron.trace import Clock, HostClock, Trace
 
 
@@ -100,6 +101,8 @@ class PlanSession:
     status_directory: Path | None = None
     may_move: bool = False
     """Whether another plan may be asked for in the directory of the status."""
+    moves: tuple[Move, ...] = ()
+    """What has been asked for before this plan."""
     tied: TiedEmbedding | None = None
     collection: ProcessGroupCollection = field(init=False)
     training: ActionLists = field(init=False)

@@ -127,6 +127,7 @@ def _session(
         rebalances=run.rebalances,
         status_directory=run.status_directory,
         may_move=run.check_next is not None and run.status_directory is not None,
+        moves=run.moves,
     )
 
 

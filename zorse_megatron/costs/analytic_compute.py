@@ -25,7 +25,7 @@ from zorse_megatron.costs.flops import (
 )
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
 from zorse_megatron.costs.provenance import Provenance
-from zorse_megatron.costs.same_chip import equal_kinds
+from zorse_megatron.costs.same_chip import kinds_at_any_speed
 from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.computing import USUAL, Computing
@@ -173,7 +173,7 @@ class AnalyticCompute:
 
     def _shares(self, kind: str) -> tuple[Shares, bool]:
         if kind not in self._shares_of:
-            self._shares_of[kind] = shares_of(equal_kinds(kind, self.kinds), self.dtype)
+            self._shares_of[kind] = shares_of(kinds_at_any_speed(kind, self.kinds), self.dtype)
         return self._shares_of[kind]
 
     def _gpu(self, kind: str) -> GpuKind:

@@ -12,6 +12,7 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint
 from zorse_megatron.schema.status.status import (
     Change,
+    Move,
     RankStatus,
     Shares,
     Status,
@@ -36,6 +37,7 @@ class RunStatus:
     counts: Counts = ()
     """In force."""
     changes: list[Change] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     speeds: dict[int, Speed] = field(default_factory=dict)
     _recent: deque[tuple[IterationTimes, ...]] = field(
         default_factory=lambda: deque(maxlen=MOST_STEPS)
@@ -119,6 +121,7 @@ class RunStatus:
             tokens_per_s=self.tokens_per_iteration / iteration_s if iteration_s else None,
             planned_iteration_s=None if predictions is None else predictions.iteration_s,
             changes=tuple(self.changes),
+            moves=tuple(self.moves),
             ranks=tuple(self._rank(rank) for rank in range(self.plan.world_size)),
         )
 

@@ -45,7 +45,9 @@ def _curves_by_kind(profile: Profile | None, link: str) -> dict[str, Curves]:
 
 
 def _curves(node: Node, by_kind: Mapping[str, Curves]) -> Curves:
-    return by_kind.get(node.gpu_kinds[0], ()) if len(set(node.gpu_kinds)) == 1 else ()
+    """Those of its GPUs, if they are the same for all of them."""
+    first, *others = {by_kind.get(kind, ()) for kind in node.gpu_kinds}
+    return () if others else first
 
 
 def _node(node: Node, intra_curves: Curves, nic_curves: Curves) -> MeasuredNode:

@@ -24,7 +24,8 @@ from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import say
 from zorse_megatron.runtime.host_budget import available_host_bytes, node_name
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import fingerprint
+from zorse_megatron.schema.plan.plan_json import fingerprint, parse_plan
+from zorse_megatron.schema.status.status import Move
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.moving.requests import PlanRequests
@@ -99,11 +100,15 @@ class _Leaving:
         data = [requests.data]
         dist.broadcast_object_list(data, src=0, group=self.group)
         requests.answer()
+        moves = self.session.watch.reporter.status.moves
+        asked_for = _fingerprint(data[0] or b"")
         try:
             run = self._next_run(data[0] or b"")
         except _RefusedError as refused:
             say(f"another plan was asked for; the training goes on as it is: {refused}")
+            moves.append(Move(iteration=self.iteration, plan=asked_for, refused=str(refused)))
             return
+        run = replace(run, moves=(*moves, Move(iteration=self.iteration, plan=asked_for)))
         say(
             f"from iteration {self.iteration + 1} on the training runs under plan "
             f"{fingerprint(run.plan)} instead of {fingerprint(self.run.plan)}"
@@ -198,3 +203,11 @@ class _Leaving:
             if each.optimizer is not None:
                 vars(each.optimizer).clear()
             vars(each).clear()
+
+
+def _fingerprint(data: bytes) -> str | None:
+    """Of the plan that was asked for; None: it is none."""
+    try:
+        return fingerprint(parse_plan(data))
+    except ZorseError:
+        return None

@@ -35,6 +35,7 @@ def make_watch(session: "PlanSession", clock: "Clock") -> RunWatch | None:
         plan=plan,
         tokens_per_iteration=plan.global_batch_size * session.sequence_length,
         first_iteration=0,
+        moves=list(session.moves),
     )
     return RunWatch(
         plan=plan,

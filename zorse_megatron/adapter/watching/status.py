@@ -13,7 +13,8 @@ from zorse_megatron.log import complain, say
 from zorse_megatron.rebalance.balancer import Counts
 from zorse_megatron.rebalance.iteration_times import IterationTimes
 from zorse_megatron.rebalance.run_status import RunStatus
-from zorse_megatron.schema.status.status import STATUS_NAME, Status
+from zorse_megatron.schema.plan.plan_json import dump_plan
+from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, STATUS_NAME, Status
 from zorse_megatron.schema.status.status_json import dump_status
 
 _EVERY_S = 5.0
@@ -28,6 +29,7 @@ class StatusReporter:
         self._written_s = float("-inf")
         self._thread: threading.Thread | None = None
         self._complained = False
+        self._wrote_plan = False
 
     def take(self, ranks: tuple[IterationTimes, ...]) -> None:
         """One iteration's times of all ranks."""
@@ -61,6 +63,10 @@ class StatusReporter:
 
     def _put(self, directory: Path, now: Status) -> None:
         try:
+            if not self._wrote_plan:  # before a status that names it
+                text = dump_plan(self.status.plan)
+                write_text(directory / RUNNING_PLAN_NAME, text, parents=True)
+                self._wrote_plan = True
             write_text(directory / STATUS_NAME, dump_status(now), parents=True)
         except OutputError as error:
             if not self._complained:  # no reason to lose the training

@@ -10,8 +10,9 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
+from zorse_megatron.cli.commands.zorse_profile_correct import correct
 from zorse_megatron.cli.commands.zorse_profile_measure import measure_profile
-from zorse_megatron.cli.console import print_json, print_plain, print_table, reported_errors
+from zorse_megatron.cli.console import print_plain, print_table, reported_errors
 from zorse_megatron.cli.options import AsJson
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.costs.unlikely import unlikely_times
@@ -20,14 +21,12 @@ from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.model_yaml import load_model
 from zorse_megatron.schema.profile.profile import Profile, Times
-from zorse_megatron.schema.profile.profile_correct import corrected
 from zorse_megatron.schema.profile.profile_import import (
     ImportSettings,
     MeasurementTable,
     import_tables,
 )
 from zorse_megatron.schema.profile.profile_json import PROFILE_FILE, load_profile, save_profile
-from zorse_megatron.schema.status.status_json import load_status
 from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.schema.text.json_text import layout
 from zorse_megatron.schema.text.strict import read_file
@@ -36,6 +35,7 @@ profile = typer.Typer(
     no_args_is_help=True, help="Measure, import and show profiles of layer times and memory."
 )
 profile.command("measure", cls=TakesTrainingFlags)(measure_profile)
+profile.command("correct")(correct)
 # Below this a correction is the rounding of a fall between two points.
 _SMALL_CHANGE = 0.005
 
@@ -106,32 +106,6 @@ def show(
         print_plain(_sentence(entry))
     for each in summary["unlikely"]:
         print_plain(f"unlikely: {each}")
-
-
-@profile.command()
-def correct(
-    path: Annotated[Path, typer.Argument(metavar="PROFILE", help="What the plan was made from.")],
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What the run has as --zorse-status.")
-    ],
-    out: Annotated[Path, typer.Option(metavar="PROFILE", help="Write the profile here.")],
-    as_json: AsJson = False,
-) -> None:
-    """Scale the times of a kind of GPU by what a run took, so that the next plan knows."""
-    with reported_errors(as_json=as_json):
-        refuse_unwritable({"--out": out}, inputs=[path, directory])
-        status = load_status(directory)
-        origin = f"{path}, scaled by iteration {status.iteration} of a run of plan {status.plan}"
-        found = corrected(load_profile(path), status, origin=origin)
-        save_profile(found.profile, out)
-    if as_json:
-        answer = {"profile": str(out), "factors": dict(found.factors), "notes": list(found.notes)}
-        print_json({"ok": True, **answer})
-        return
-    said = ", ".join(f"{kind} times {factor:.3g}" for kind, factor in found.factors.items())
-    print_plain(f"{out}: {said or 'nothing to correct'}")
-    for note in found.notes:
-        print_plain(f"note: {note}")
 
 
 def _dtype(name: str) -> Dtype:

@@ -56,6 +56,12 @@ def _print(found: Status) -> None:
         print_plain(
             f"micro-batches of each group's replicas since iteration {change.iteration}: {counts}"
         )
+    for move in found.moves:
+        became = "the run went on under it" if move.refused is None else f"refused: {move.refused}"
+        print_plain(
+            f"plan {move.plan or 'that could not be read'} was asked for after iteration "
+            f"{move.iteration}: {became}"
+        )
 
 
 def _speed(found: Status) -> str:

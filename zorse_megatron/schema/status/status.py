@@ -17,6 +17,8 @@ _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 STATUS_VERSION = 1
 STATUS_NAME = "status.json"
+RUNNING_PLAN_NAME = "running-plan.json"
+"""Beside it: the plan that the run is under."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -66,6 +68,18 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class Move:
+    """Another plan was asked for."""
+
+    iteration: Count
+    """The last one under the plan before."""
+    plan: str | None = None
+    """Fingerprint of what was asked for; absent: it was no plan."""
+    refused: str | None = None
+    """Why the run stayed under its plan; absent: it went on under the other one."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Status:
     """A run."""
 
@@ -81,4 +95,6 @@ class Status:
     tokens_per_s: PositiveFloat | None = None
     planned_iteration_s: PositiveFloat | None = None
     changes: tuple[Change, ...] = ()
+    moves: tuple[Move, ...] = ()
+    """Since the job started."""
     ranks: tuple[RankStatus, ...]

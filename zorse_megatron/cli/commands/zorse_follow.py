@@ -1,0 +1,219 @@
+"""`zorse follow`: move a run to another plan when what its GPUs take has changed for good."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import CommandError, print_json, reported_errors
+from zorse_megatron.cli.elastic_options import PlanOptions, plan_options_of, plan_options_problems
+from zorse_megatron.cli.following import FollowedRun, RunCosts, Search, refuse_other_cluster_than
+from zorse_megatron.cli.options import (
+    DEFAULT_MARGIN,
+    AsJson,
+    ClusterFile,
+    Profiles,
+    checked_share,
+)
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.files.write import NotWritten, append_line
+from zorse_megatron.flags.scan import last_values
+from zorse_megatron.follow.follower import Decision, Follower, Settings
+from zorse_megatron.log import say
+from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
+from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, STATUS_NAME, Status
+from zorse_megatron.schema.status.status_json import load_status
+from zorse_megatron.schema.text.strict import read_file
+
+Gain = Annotated[float, typer.Option(help="Move for more than this share of an iteration's time.")]
+Every = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0.1, help="How often to look at the status.")
+]
+Patience = Annotated[
+    int, typer.Option(min=3, help="Iterations for which a GPU's new speed has to have lasted.")
+]
+Horizon = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Iterations in which a move has to pay; fewer where the training ends before."
+    ),
+]
+Rebuild = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", min=0, help="How long a run takes to build another plan."),
+]
+SearchLimit = Annotated[
+    float, typer.Option("--plan-limit", metavar="SECONDS", min=1, help="Longest search.")
+]
+Files = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Directory for corrected files, plans and the log. Default: DIR/follow."
+    ),
+]
+Once = Annotated[bool, typer.Option("--once", help="Look once, decide, and end.")]
+
+
+def follow(  # noqa: PLR0917
+    context: typer.Context,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What the run has as --zorse-status.")
+    ],
+    cluster: ClusterFile,
+    profile: Profiles = None,
+    gain: Gain = 0.05,
+    every: Every = 10.0,
+    patience: Patience = 10,
+    horizon: Horizon = 1000,
+    rebuild: Rebuild = 60.0,
+    plan_options: PlanOptions = "",
+    plan_limit: SearchLimit = 600.0,
+    files: Files = None,
+    once: Once = False,
+    as_json: AsJson = False,
+) -> None:
+    """Move a run to another plan when a GPU has become slower, or faster again, for good."""
+    with reported_errors(as_json=as_json):
+        gain = checked_share(gain, "--gain")
+        given = training_flags(context) or ()
+        problems = [*_option_problems(plan_options), *_problems(given)]
+        if problems:
+            raise CommandError("the command cannot be run", problems)
+        kept = files or directory / "follow"
+        data = read_file(cluster, CLUSTER_FILE)
+        there = parse_cluster(data, source=str(cluster))
+        costs = RunCosts(
+            cluster_data=data,
+            cluster=there,
+            profiles=tuple(profile or ()),
+            workload=workload_of(model=None, flags=given),
+            search=Search(
+                training=given,
+                options=plan_options_of(plan_options),
+                limit_s=plan_limit,
+                directory=kept,
+            ),
+            margin=DEFAULT_MARGIN,
+            rebuild_s=rebuild,
+        )
+        iterations = last_values(given, ["--train-iters"]).get("--train-iters")
+        last = int(iterations) if iterations and iterations.isdigit() else None
+        follower = Follower(
+            Settings(gain=gain, patience=patience, horizon=horizon, last_iteration=last),
+            costs,
+            FollowedRun(directory=directory),
+        )
+        if once:
+            status, plan = _read(directory)
+            refuse_other_cluster_than(plan, there, cluster)
+            _tell(follower.look(status, plan), kept / "decisions.jsonl", as_json=as_json)
+            return
+        _follow(follower, directory, kept / "decisions.jsonl", every, last, as_json=as_json)
+
+
+def _option_problems(text: str) -> Iterator[Problem]:
+    problems = list(plan_options_problems(text))
+    yield from problems
+    if not problems and any(word.startswith("--profile") for word in plan_options_of(text)):
+        yield Problem(
+            where="--plan-options",
+            found="--profile in it",
+            expected="zorse follow to give the search its corrected one",
+            remedy="Give the profile as an option of zorse follow.",
+        )
+
+
+def _problems(given: tuple[str, ...]) -> list[Problem]:
+    if given:
+        return []
+    return [
+        Problem(
+            where="--",
+            found="no training command",
+            expected="one after --, as in zorse launch",
+            remedy="Such as: -- pretrain_gpt.py --num-layers 32",
+        )
+    ]
+
+
+def _read(directory: Path) -> tuple[Status, Plan]:
+    """The status and the plan that it is of. Raises ZorseError."""
+    status, plan = load_status(directory), load_plan(directory / RUNNING_PLAN_NAME)
+    if fingerprint(plan) != status.plan:
+        problem = Problem(
+            where=str(directory / RUNNING_PLAN_NAME),
+            found=f"plan {fingerprint(plan)}",
+            expected=f"plan {status.plan}, of which {STATUS_NAME} is",
+            remedy="Look again: the run is about to change its plan.",
+        )
+        raise CommandError("the run cannot be followed", [problem])
+    return status, plan
+
+
+def _follow(
+    follower: Follower,
+    directory: Path,
+    log: Path,
+    every_s: float,
+    last: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Look until the training has ended, or somebody ends this."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began_s = time.time()
+    try:
+        while True:
+            status, plan = _fresh(directory, began_s)
+            if status is not None and plan is not None:
+                try:
+                    decision = follower.look(status, plan)
+                except ZorseError as error:  # such as of a full disk: the run goes on
+                    say(f"error: {error}")
+                    decision = None
+                if decision is not None:
+                    _tell(decision, log, as_json=as_json)
+                if last is not None and status.iteration >= last:
+                    return
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _fresh(directory: Path, began_s: float) -> tuple[Status | None, Plan | None]:
+    """What the run that is under way has written; nothing of a run before it."""
+    try:
+        status, plan = _read(directory)
+    except ZorseError:  # it has not written yet, or is about to
+        return None, None
+    return (status, plan) if status.written_s >= began_s else (None, None)
+
+
+def _tell(decision: Decision | None, log: Path, *, as_json: bool) -> None:
+    """Say what has been decided, and keep it."""
+    if decision is None:
+        if as_json:
+            print_json({"ok": True, "decision": None})
+        return
+    entry = {
+        "time_s": round(time.time(), 3),
+        "iteration": decision.iteration,
+        "decision": decision.what,
+        **decision.facts,
+    }
+    if as_json:
+        print_json({"ok": True, **entry})
+    else:
+        say(f"iteration {decision.iteration}: {decision.line}")
+    try:
+        append_line(log, json.dumps(entry))
+    except NotWritten as error:
+        say(f"note: {error}")
