@@ -311,7 +311,7 @@ class PlanSession:
     def save_records(self, *, training_ended: bool) -> None:
         """Write what was executed and what memory held, if asked for."""
         if self.watch is not None:
-            self.watch.reporter.close()
+            self.watch.reporter.close(ended=training_ended)
         if self.trace_directory is not None:
             self.trace.save(self.trace_directory, rank=self.rank, waits=training_ended)
         if self.memory_directory is not None and self.executor is not None:

@@ -42,8 +42,9 @@ class Lasting:
             for rank, (now, before) in enumerate(zip(seen.speeds, known, strict=True))
             if _differ(now, before)
         ]
-        for rank in set(range(len(known))) - set(ranks):
-            self._as_known[rank] = seen.iteration
+        for rank, speed in enumerate(seen.speeds):
+            if speed is not None and rank not in ranks:
+                self._as_known[rank] = seen.iteration
         wanted = self.needed(seen.iteration)
         may_pass = any(seen.iteration - self._since(rank, seen) < wanted for rank in ranks)
         settling = seen.counts_since and seen.iteration - seen.counts_since < _COUNTS_TAKE

@@ -38,6 +38,7 @@ class RunStatus:
     """In force."""
     changes: list[Change] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    ended: bool = False
     speeds: dict[int, Speed] = field(default_factory=dict)
     _recent: deque[tuple[IterationTimes, ...]] = field(
         default_factory=lambda: deque(maxlen=MOST_STEPS)
@@ -122,6 +123,7 @@ class RunStatus:
             planned_iteration_s=None if predictions is None else predictions.iteration_s,
             changes=tuple(self.changes),
             moves=tuple(self.moves),
+            ended=self.ended,
             ranks=tuple(self._rank(rank) for rank in range(self.plan.world_size)),
         )
 

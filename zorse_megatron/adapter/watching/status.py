@@ -44,8 +44,9 @@ class StatusReporter:
         """Other counts are in force from an iteration on."""
         self.status.change(number, counts)
 
-    def close(self) -> None:
-        """Write what is known at the end."""
+    def close(self, *, ended: bool) -> None:
+        """Write what is known at the end; `ended`: of the training, and not by a failure."""
+        self.status.ended = ended
         if self._thread is not None:
             self._thread.join()
         self._write()

@@ -116,7 +116,7 @@ def follow(  # noqa: PLR0917
             refuse_other_cluster_than(plan, there, cluster)
             _tell(follower.look(status, plan), kept / "decisions.jsonl", as_json=as_json)
             return
-        _follow(follower, directory, kept / "decisions.jsonl", every, last, as_json=as_json)
+        _follow(follower, directory, kept / "decisions.jsonl", every, as_json=as_json)
 
 
 def _option_problems(text: str) -> Iterator[Problem]:
@@ -163,13 +163,14 @@ def _follow(
     directory: Path,
     log: Path,
     every_s: float,
-    last: int | None,
     *,
     as_json: bool,
 ) -> None:
     """Look until the training has ended, or somebody ends this."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began_s = time.time()
+    if not as_json:
+        say(f"follows the run in {directory}")
     try:
         while True:
             status, plan = _fresh(directory, began_s)
@@ -181,7 +182,7 @@ def _follow(
                     decision = None
                 if decision is not None:
                     _tell(decision, log, as_json=as_json)
-                if last is not None and status.iteration >= last:
+                if status.ended:
                     return
             time.sleep(every_s)
     except KeyboardInterrupt:

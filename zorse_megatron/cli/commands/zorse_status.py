@@ -37,7 +37,8 @@ def status(
 def _print(found: Status) -> None:
     age_s = time.time() - found.written_s
     old = f", written {age_s:.0f} s ago" if age_s > _OLD_S else ""
-    print_plain(f"iteration {found.iteration}{old}: {_speed(found)}")
+    ended = ", the training has ended" if found.ended else old
+    print_plain(f"iteration {found.iteration}{ended}: {_speed(found)}")
     grid = Table(
         *("Rank", "GPU", "Group", "Micro-batches", "One takes", "Of planned", "Since"),
         *("Computes", "Waits", "Updates"),

@@ -97,4 +97,6 @@ class Status:
     changes: tuple[Change, ...] = ()
     moves: tuple[Move, ...] = ()
     """Since the job started."""
+    ended: bool = False
+    """Whether the training is over, and nothing failed."""
     ranks: tuple[RankStatus, ...]

@@ -1,0 +1,59 @@
+"""`recording_entry` on GPUs that are sleeping threads: a layer takes so long for each sample.
+
+`$ZORSE_TEST_FOLLOWED`: the status directory. Rank 2 takes ten times as long as the others. Rank 0
+waits once, after iteration `WAITS_AFTER`, for a request to move.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.megatron.recording_entry import record
+from zorse_megatron.adapter.cpu import cpu_mode
+from zorse_megatron.migration.request import REQUEST_NAME
+
+LAYER_S, SLOW, FACTOR = 0.004, 2, 10
+WAITS_AFTER, AT_MOST_S = 9, 60.0
+
+
+def sleeping(forward: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def sleep_and_forward(layer: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer.training:
+            time.sleep(seconds * hidden_states.shape[1])
+        return forward(layer, hidden_states, *args, **kwargs)
+
+    return sleep_and_forward
+
+
+def waiting(code: Callable[..., float], request: Path) -> Callable[..., float]:
+    calls: list[float] = []
+
+    def wait_for_request(requests: Any) -> float:
+        calls.append(time.monotonic())
+        if len(calls) == WAITS_AFTER:
+            while not request.exists() and time.monotonic() - calls[-1] < AT_MOST_S:
+                time.sleep(0.05)
+        return code(requests)
+
+    return wait_for_request
+
+
+if __name__ == "__main__":
+    if cpu_mode.needed():
+        cpu_mode.enable()
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from zorse_megatron.adapter.moving.requests import PlanRequests
+    from zorse_megatron.adapter.watching import status
+
+    is_slow = os.environ["RANK"] == str(SLOW)
+    TransformerLayer.forward = sleeping(
+        TransformerLayer.forward, LAYER_S * (FACTOR if is_slow else 1)
+    )
+    if os.environ["RANK"] == "0":
+        directory = Path(os.environ["ZORSE_TEST_FOLLOWED"])
+        PlanRequests.code = waiting(PlanRequests.code, directory / REQUEST_NAME)  # type: ignore[method-assign]
+        status._EVERY_S = 0.0
+    record()
