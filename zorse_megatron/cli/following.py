@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_on
@@ -160,12 +159,3 @@ def _why(answer: bytes) -> str:
         return f"{problem['where']}: found {problem['found']}"
     except (ValueError, KeyError, IndexError, TypeError):
         return (answer.decode(errors="replace").strip().splitlines() or ["it failed"])[-1]
-
-
-def refuse_other_cluster_than(plan: Plan, cluster: Cluster, path: Path) -> None:
-    """Raise CommandError where the run is not on the cluster of this file."""
-    from zorse_megatron.schema.cluster.rank_placement import cluster_problems
-
-    problems = list(cluster_problems(plan, cluster, "the run's plan"))
-    if problems:
-        raise CommandError(f"the run is not on the cluster of {path}", problems)

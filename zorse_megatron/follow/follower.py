@@ -112,6 +112,8 @@ class Follower:
         self.plans.setdefault(status.plan, plan)
         if self._asked is not None:
             return self._answer(self._asked, status)
+        if status.ended:
+            return None
         seen = observed(status, plan, self.costs.micro_batch_s(plan))
         changed = self.lasting.changed(seen)
         if not changed:

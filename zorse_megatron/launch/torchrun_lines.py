@@ -6,6 +6,7 @@ says: the numbers need not be equal (`_assign_worker_ranks` in torch's
 """
 
 import shlex
+from collections.abc import Sequence
 
 from zorse_megatron.launch.training_command import MODULE, TrainingCommand
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
@@ -15,9 +16,16 @@ DEFAULT_PORT = 29500
 
 
 def torchrun_lines(
-    cluster: Cluster, training: TrainingCommand, *, master_address: str | None, master_port: int
+    cluster: Cluster,
+    training: TrainingCommand,
+    *,
+    master_address: str | None,
+    master_port: int,
+    follow: Sequence[str] = (),
 ) -> str:
     """Return a comment and a command for each node; `master_address`: of the first one.
+
+    `follow`: what follows `python -m zorse_megatron` beside the first node's ranks, if anything.
 
     Left out it is the first node's name, and `localhost` where there is no other node to find it:
     then the name in the cluster file may be anybody's invention.
@@ -25,9 +33,20 @@ def torchrun_lines(
     alone = len(cluster.nodes) == 1
     address = master_address or ("localhost" if alone else cluster.nodes[0].name)
     return "\n".join(
-        f"{_comment(node)}\n{_line(cluster, number, training, address, master_port)}\n"
+        f"{_comment(node)}\n"
+        f"{_beside(follow if number == 0 else ())}"
+        f"{_line(cluster, number, training, address, master_port)}"
+        f"{')' if follow and number == 0 else ''}\n"
         for number, node in enumerate(cluster.nodes)
     )
+
+
+def _beside(follow: Sequence[str]) -> str:
+    """The beginning of a line in which another process runs beside what is after it."""
+    if not follow:
+        return ""
+    command = shlex.join(["nice", "-n", "19", "python", "-m", "zorse_megatron", *follow])
+    return f'({command} & trap "kill $!" EXIT; '
 
 
 def _comment(node: Node) -> str:

@@ -1,8 +1,5 @@
 """`zorse follow`: move a run to another plan when what its GPUs take has changed for good."""
 
-import json
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +7,10 @@ from typing import Annotated
 import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
-from zorse_megatron.cli.console import CommandError, print_json, reported_errors
+from zorse_megatron.cli.console import CommandError, reported_errors
 from zorse_megatron.cli.elastic_options import PlanOptions, plan_options_of, plan_options_problems
-from zorse_megatron.cli.following import FollowedRun, RunCosts, Search, refuse_other_cluster_than
+from zorse_megatron.cli.follow_loop import FollowLoop
+from zorse_megatron.cli.following import FollowedRun, RunCosts, Search
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -21,16 +19,10 @@ from zorse_megatron.cli.options import (
     checked_share,
 )
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.errors import Problem, ZorseError
-from zorse_megatron.files.write import NotWritten, append_line
+from zorse_megatron.errors import Problem
 from zorse_megatron.flags.scan import last_values
-from zorse_megatron.follow.follower import Decision, Follower, Settings
-from zorse_megatron.log import say
+from zorse_megatron.follow.follower import Follower, Settings
 from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
-from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, STATUS_NAME, Status
-from zorse_megatron.schema.status.status_json import load_status
 from zorse_megatron.schema.text.strict import read_file
 
 Gain = Annotated[float, typer.Option(help="Move for more than this share of an iteration's time.")]
@@ -111,12 +103,18 @@ def follow(  # noqa: PLR0917
             costs,
             FollowedRun(directory=directory),
         )
+        loop = FollowLoop(
+            follower=follower,
+            directory=directory,
+            cluster=there,
+            source=cluster,
+            log=kept / "decisions.jsonl",
+            as_json=as_json,
+        )
         if once:
-            status, plan = _read(directory)
-            refuse_other_cluster_than(plan, there, cluster)
-            _tell(follower.look(status, plan), kept / "decisions.jsonl", as_json=as_json)
-            return
-        _follow(follower, directory, kept / "decisions.jsonl", every, as_json=as_json)
+            loop.look()
+        else:
+            loop.follow(every)
 
 
 def _option_problems(text: str) -> Iterator[Problem]:
@@ -142,79 +140,3 @@ def _problems(given: tuple[str, ...]) -> list[Problem]:
             remedy="Such as: -- pretrain_gpt.py --num-layers 32",
         )
     ]
-
-
-def _read(directory: Path) -> tuple[Status, Plan]:
-    """The status and the plan that it is of. Raises ZorseError."""
-    status, plan = load_status(directory), load_plan(directory / RUNNING_PLAN_NAME)
-    if fingerprint(plan) != status.plan:
-        problem = Problem(
-            where=str(directory / RUNNING_PLAN_NAME),
-            found=f"plan {fingerprint(plan)}",
-            expected=f"plan {status.plan}, of which {STATUS_NAME} is",
-            remedy="Look again: the run is about to change its plan.",
-        )
-        raise CommandError("the run cannot be followed", [problem])
-    return status, plan
-
-
-def _follow(
-    follower: Follower,
-    directory: Path,
-    log: Path,
-    every_s: float,
-    *,
-    as_json: bool,
-) -> None:
-    """Look until the training has ended, or somebody ends this."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    began_s = time.time()
-    if not as_json:
-        say(f"follows the run in {directory}")
-    try:
-        while True:
-            status, plan = _fresh(directory, began_s)
-            if status is not None and plan is not None:
-                try:
-                    decision = follower.look(status, plan)
-                except ZorseError as error:  # such as of a full disk: the run goes on
-                    say(f"error: {error}")
-                    decision = None
-                if decision is not None:
-                    _tell(decision, log, as_json=as_json)
-                if status.ended:
-                    return
-            time.sleep(every_s)
-    except KeyboardInterrupt:
-        return
-
-
-def _fresh(directory: Path, began_s: float) -> tuple[Status | None, Plan | None]:
-    """What the run that is under way has written; nothing of a run before it."""
-    try:
-        status, plan = _read(directory)
-    except ZorseError:  # it has not written yet, or is about to
-        return None, None
-    return (status, plan) if status.written_s >= began_s else (None, None)
-
-
-def _tell(decision: Decision | None, log: Path, *, as_json: bool) -> None:
-    """Say what has been decided, and keep it."""
-    if decision is None:
-        if as_json:
-            print_json({"ok": True, "decision": None})
-        return
-    entry = {
-        "time_s": round(time.time(), 3),
-        "iteration": decision.iteration,
-        "decision": decision.what,
-        **decision.facts,
-    }
-    if as_json:
-        print_json({"ok": True, **entry})
-    else:
-        say(f"iteration {decision.iteration}: {decision.line}")
-    try:
-        append_line(log, json.dumps(entry))
-    except NotWritten as error:
-        say(f"note: {error}")
