@@ -31,7 +31,10 @@ def split(plan: Plan, *numbers: int) -> Plan:
 
 # Plan, and flags beyond those of all runs; tied embeddings unless these say otherwise.
 CASES: dict[str, tuple[Plan, tuple[str, ...]]] = {
-    "1f1b, tied, overlap": (LAYOUTS["1|1|1|1"], ("--overlap-grad-reduce",)),
+    "1f1b, tied, overlap": (
+        LAYOUTS["1|1|1|1"],
+        ("--overlap-grad-reduce", "--ddp-num-buckets", "3"),
+    ),
     "1f1b, fp16, unequal replicas, clipping": (
         plan_of(((replica(0, 2, 4),), 2), ((replica(1, 2, 2, 3.0), replica(2, 1, 4)), 2)),
         ("--fp16",),

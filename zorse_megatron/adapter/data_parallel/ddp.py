@@ -40,6 +40,13 @@ from zorse_megatron.schedules.shards import Interval, intersection
 from zorse_megatron.schedules.tensor_parts import Run, runs_of_rows
 
 
+def _without_overlap(ddp_config: Any) -> Any:
+    """Stock refuses a config with both numbers for buckets; it has made one of the other by now."""
+    return replace(
+        ddp_config, overlap_grad_reduce=False, overlap_param_gather=False, num_buckets=None
+    )
+
+
 class UnevenDistributedDataParallel(DistributedDataParallel):
     """`DistributedDataParallel` with more arguments, by name.
 
@@ -92,17 +99,11 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
             raise FlagError("Gradients cannot be reduced into unequal shards", problems)
         self.has_uneven_parts = place is not None and not place.parts.are_equal
         if sharded or unlike is not None or self.has_uneven_parts:
-            # With both numbers stock refuses; it has made one of the other by now.
-            ddp_config = replace(
-                ddp_config,
-                overlap_grad_reduce=False,
-                overlap_param_gather=False,
-                num_buckets=None,
-            )
+            ddp_config = _without_overlap(ddp_config)
             disable_bucketing = False
             full_param_layout = bucket_per_layer(module, ddp_config, pg_collection)
         elif delays_weights:
-            ddp_config = replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
+            ddp_config = _without_overlap(ddp_config)
         self.place = place
         self.delays_weights = delays_weights
         super().__init__(
