@@ -148,7 +148,7 @@ def test_cheapest_and_within_a_budget(lab) -> None:
 
 
 def test_what_cannot_be_is_told_before_the_search(lab) -> None:
-    """All of it at once, but for what the options themselves say."""
+    """All of it at once, but for prices, which come after the other contents of files."""
     status, answer = planned("--may-leave-out", "--out", "plan.json", "--frontier", "points.jpg")
     assert status == 1
     assert [each["where"] for each in answer["problems"]] == ["--out", "--frontier"]
@@ -156,6 +156,11 @@ def test_what_cannot_be_is_told_before_the_search(lab) -> None:
     assert (status, answer["problems"][0]["where"]) == (1, "--used-cluster")
     status, answer = planned("--objective", "cheap", "--budget", "-1")
     assert [each["where"] for each in answer["problems"]] == ["--objective", "--budget"]
+    wrong = ["--strategy", "zors", "--wire", "fp8", "--budget", "0", "--out", "lab.yaml"]
+    status, answer = planned(*wrong, "--used-cluster", "none/used.yaml")
+    options = [each["where"].split()[0] for each in answer["problems"]]
+    assert options == ["--strategy", "--budget", "--wire", "--out", "--used-cluster"]
+    assert status == 1
     (lab / "lab.yaml").write_text(LAB.replace(", price_per_gpu_hour: 1,", ","))
     status, answer = planned("--objective", "cheapest")
     assert "no price of node far" in answer["problems"][0]["found"]

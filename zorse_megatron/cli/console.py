@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -15,10 +15,34 @@ from zorse_megatron.extras import missing_extra
 from zorse_megatron.schema.text.json_text import layout
 
 _WIDTH_IN_FILES = 120
+T = TypeVar("T")
 
 
 class CommandError(ZorseError):
     """The options of a command do not go together, or name what is not there."""
+
+
+class Refusals:
+    """Errors of several checks, to be told all at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[ZorseError] = []
+
+    def gather(self, check: Callable[[], T]) -> T:
+        """Return what a check returns; not to be used before `raise_all` if it fails."""
+        try:
+            return check()
+        except ZorseError as error:
+            self.errors.append(error)
+            return cast("T", None)
+
+    def raise_all(self) -> None:
+        """Raise the error of the check that failed, or one for all of them."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        problems = [problem for error in self.errors for problem in error.problems]
+        if problems:
+            raise CommandError("the command cannot be run", problems)
 
 
 def gib(num_bytes: float) -> str:

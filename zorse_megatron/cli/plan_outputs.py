@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zorse_megatron.cli.console import CommandError, print_plain
+from zorse_megatron.cli.console import CommandError, Refusals, print_plain
 from zorse_megatron.cli.gpu_selection import Selected
 from zorse_megatron.cli.plan_answer import notes_on
 from zorse_megatron.cli.workload_costs import WorkloadCosts
@@ -36,21 +36,24 @@ class PlanOutputs:
 
         `selects`: whether the plan may be for fewer GPUs than there are.
         """
-        problems = list(self._missing(selects=selects))
-        if problems:
-            raise CommandError("the command cannot be run", problems)
-        refuse_unwritable(
-            {
-                "--out": self.plan,
-                "--used-cluster": self.used_cluster,
-                "--frontier": self.frontier,
-                "--html": self.page,
-            },
-            inputs=inputs,
-        )
+        told = Refusals()
+        told.gather(lambda: self._refuse_missing(selects=selects))
+        paths = {
+            "--out": self.plan,
+            "--used-cluster": self.used_cluster,
+            "--frontier": self.frontier,
+            "--html": self.page,
+        }
+        told.gather(lambda: refuse_unwritable(paths, inputs=inputs))
+        told.raise_all()
         for option, path in {"--html": self.page, "--frontier": self.frontier}.items():
             if path is not None:
                 refuse_without("plots", what=f"zorse plan {option}")
+
+    def _refuse_missing(self, *, selects: bool) -> None:
+        problems = self._missing(selects=selects)
+        if problems:
+            raise CommandError("the command cannot be run", problems)
 
     def _missing(self, *, selects: bool) -> list[Problem]:
         problems = []

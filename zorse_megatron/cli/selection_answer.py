@@ -34,10 +34,11 @@ def print_selection(selected: Selected) -> None:
         cells.append("chosen" if point.ranks == selected.point.ranks else "")
         table.add_row(*map(Text, cells))
     print_table(table)
-    print_plain(
-        f"searched {len(selected.points)} selections; all but the best few and all GPUs in short, "
-        "which may miss up to a tenth"
-    )
+    if len(selected.points) > 1:
+        print_plain(
+            f"searched {len(selected.points)} selections; all but the best few and all GPUs in "
+            "short, which may miss up to a tenth"
+        )
 
 
 def shown(selected: Selected) -> list["Point"]:

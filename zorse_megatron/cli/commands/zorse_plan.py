@@ -8,6 +8,7 @@ import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
+    Refusals,
     failure_as_json,
     print_json,
     print_plain,
@@ -99,17 +100,25 @@ def plan(  # noqa: PLR0917
     """Find the plan that trains a model fastest on a cluster."""
     outputs = PlanOutputs(plan=out, used_cluster=used_cluster, frontier=frontier, page=html)
     with reported_errors(as_json=as_json):
-        wanted, best = strategy_named(strategy), objective_named(objective, budget, may_leave_out)
-        outputs.refuse(selects=best is not None, inputs=[cluster, model, *(profile or ())])
-        workload = workload_of(
-            model=model,
-            flags=training_flags(context),
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
-            dtype=dtype,
-            dtype_may_be_auto=True,
+        told = Refusals()
+        wanted = told.gather(lambda: strategy_named(strategy))
+        best = told.gather(lambda: objective_named(objective, budget, may_leave_out))
+        wire = told.gather(lambda: communication_dtype_named(comm_dtype))
+        selects = may_leave_out or objective is not None or budget is not None
+        inputs = [cluster, model, *(profile or ())]
+        told.gather(lambda: outputs.refuse(selects=selects, inputs=inputs))
+        workload = told.gather(
+            lambda: workload_of(
+                model=model,
+                flags=training_flags(context),
+                global_batch_size=global_batch_size,
+                seq_length=seq_length,
+                dtype=dtype,
+                dtype_may_be_auto=True,
+            )
         )
-        data = read_file(cluster, CLUSTER_FILE)
+        data = told.gather(lambda: read_file(cluster, CLUSTER_FILE))
+        told.raise_all()
         costs_of = partial(
             costs_of_workload,
             workload=workload,
@@ -121,7 +130,7 @@ def plan(  # noqa: PLR0917
                 across_nodes=sets_across_nodes,
                 unequal_parts=not equal_parts,
             ),
-            gradient_comm_dtype=communication_dtype_named(comm_dtype),
+            gradient_comm_dtype=wire,
             split_backward=split_backward,
             offload_activations=offload_activations,
         )
