@@ -190,7 +190,7 @@ def test_the_script_keeps_its_job_when_a_node_fails(
     ("words", "said"),
     [
         (("--slurm", "job.sh", "--elastic"), "found no --save in the training command"),
-        (("--torchrun", "--elastic"), "found it with --torchrun"),
+        (("--torchrun", "--elastic", "--grow", "now"), "found it with --torchrun"),
         (("--slurm", "job.sh", "--min-gpus", "4"), "found it without --elastic"),
         (("--slurm", "job.sh", "--elastic", "--grow", "soon"), "found 'soon'"),
     ],

@@ -118,12 +118,13 @@ class ElasticOptions:
         yield from grow_problems(self.grow)
         yield from folder_problems("--plans", self.plans)
 
-    def words(self) -> list[str]:
-        """As options of a command."""
+    def words(self, *, grows: bool = True) -> list[str]:
+        """As options of a command; `grows`: which knows `--grow`."""
         more = ["--plan-options", self.plan_options] if self.plan_options else []
         return [
             *("--plans", str(self.plans), "--min-gpus", str(self.min_gpus), *more),
-            *("--plan-limit", f"{self.plan_limit_s:g}", "--grow", self.grow),
+            *("--plan-limit", f"{self.plan_limit_s:g}"),
+            *(("--grow", self.grow) if grows else ()),
         ]
 
 
@@ -131,8 +132,8 @@ Elastic = Annotated[
     bool,
     typer.Option(
         "--elastic",
-        help="With --slurm: when nodes are lost, plan again for those that are left and go on from "
-        "the newest checkpoint. Needs real host names in the cluster file, and --save.",
+        help="When nodes are lost, plan again for those that are left and go on from the newest "
+        "checkpoint. Needs real host names in the cluster file, and --save.",
     ),
 ]
 _ONLY_ELASTIC = ("plans", "min_gpus", "plan_options", "plan_limit", "grow")
@@ -143,18 +144,10 @@ def refuse_odd_elastic(
 ) -> None:
     """Raise CommandError for what is wrong with the options, or would be ignored."""
     problems: list[Problem] = []
-    if is_elastic and torchrun:
-        problems.append(
-            Problem(
-                where="--elastic",
-                found="it with --torchrun",
-                expected="it only with --slurm",
-                remedy="Without Slurm: zorse replan --without NODE, and zorse launch for what it "
-                "names.",
-            )
-        )
-    elif is_elastic:
+    if is_elastic:
         problems += options.problems()
+        if torchrun and is_given(context, "grow"):
+            problems.append(_grow_with_torchrun())
     else:
         problems += [
             Problem(
@@ -168,6 +161,15 @@ def refuse_odd_elastic(
         ]
     if problems:
         raise CommandError("the command cannot be run", problems)
+
+
+def _grow_with_torchrun() -> Problem:
+    return Problem(
+        where="--grow",
+        found="it with --torchrun",
+        expected="it only with --slurm",
+        remedy="Remove it: torchrun starts all ranks again as soon as a node comes.",
+    )
 
 
 def refuse_without_save(training: TrainingCommand) -> None:

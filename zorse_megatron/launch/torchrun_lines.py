@@ -6,13 +6,28 @@ says: the numbers need not be equal (`_assign_worker_ranks` in torch's
 """
 
 import shlex
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from zorse_megatron.launch.training_command import MODULE, TrainingCommand
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
 from zorse_megatron.schema.plan.spans import spell
 
 DEFAULT_PORT = 29500
+MAX_RESTARTS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes of an elastic job find each other."""
+
+    name: str
+    address: str | None
+    """Of the node that keeps it; None: the first one of the cluster file."""
+    port: int
+    min_gpus: int
 
 
 def torchrun_lines(
@@ -30,8 +45,7 @@ def torchrun_lines(
     Left out it is the first node's name, and `localhost` where there is no other node to find it:
     then the name in the cluster file may be anybody's invention.
     """
-    alone = len(cluster.nodes) == 1
-    address = master_address or ("localhost" if alone else cluster.nodes[0].name)
+    address = _address(cluster, master_address)
     return "\n".join(
         f"{_comment(node)}\n"
         f"{_beside(follow if number == 0 else ())}"
@@ -47,6 +61,44 @@ def _beside(follow: Sequence[str]) -> str:
         return ""
     command = shlex.join(["nice", "-n", "19", "python", "-m", "zorse_megatron", *follow])
     return f'({command} & trap "kill $!" EXIT; '
+
+
+def elastic_torchrun_lines(
+    cluster: Cluster, words: Sequence[str], *, rendezvous: Rendezvous
+) -> str:
+    """Return the same for nodes that may go and come; `words`: of the `zorse join` of each."""
+    return "\n".join(
+        f"{_comment(node)}\n{_elastic_line(cluster, node, words, rendezvous)}\n"
+        for node in cluster.nodes
+    )
+
+
+def _elastic_line(
+    cluster: Cluster, node: Node, words: Sequence[str], rendezvous: Rendezvous
+) -> str:
+    address = _address(cluster, rendezvous.address)
+    line = [
+        "torchrun",
+        *("--nnodes", f"{_fewest_nodes(cluster, rendezvous.min_gpus)}:{len(cluster.nodes)}"),
+        *("--nproc-per-node", str(len(node.gpu_kinds)), "--max-restarts", str(MAX_RESTARTS)),
+        *("--rdzv-backend", "c10d", "--rdzv-id", rendezvous.name),
+        *("--rdzv-endpoint", f"{address}:{rendezvous.port}"),
+        *("-m", "zorse_megatron", "join", *words),
+    ]
+    # A port of its own for each round, so that nobody meets those of an earlier one.
+    variables = "CUDA_DEVICE_ORDER=PCI_BUS_ID TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    return f"{variables} {shlex.join(line)}"
+
+
+def _fewest_nodes(cluster: Cluster, min_gpus: int) -> int:
+    """With fewer nodes than this there cannot be so many GPUs."""
+    largest_first = sorted((len(node.gpu_kinds) for node in cluster.nodes), reverse=True)
+    return 1 + bisect_left(list(accumulate(largest_first)), min_gpus)
+
+
+def _address(cluster: Cluster, given: str | None) -> str:
+    alone = len(cluster.nodes) == 1
+    return given or ("localhost" if alone else cluster.nodes[0].name)
 
 
 def _comment(node: Node) -> str:

@@ -45,7 +45,12 @@ from zorse_megatron.files.write import write_text
 from zorse_megatron.launch.as_written import refuse_edited, with_checksum
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
 from zorse_megatron.launch.components import components_of, refuse_odd_names
-from zorse_megatron.launch.torchrun_lines import DEFAULT_PORT, torchrun_lines
+from zorse_megatron.launch.torchrun_lines import (
+    DEFAULT_PORT,
+    Rendezvous,
+    elastic_torchrun_lines,
+    torchrun_lines,
+)
 from zorse_megatron.launch.training_command import TrainingCommand, training_of
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster import Cluster
@@ -98,7 +103,16 @@ def launch(  # noqa: PLR0917
         refuse_odd_elastic(context, when_lost, is_elastic=elastic, torchrun=torchrun)
         job = _job_of(context, path, cluster, names_nodes=node_names or elastic)
         beside = follow_words(follow, training_flags(context) or (), cluster, is_elastic=elastic)
-        if slurm is None:
+        if slurm is None and elastic:
+            refuse_without_save(job.training)
+            lines = elastic_torchrun_lines(
+                job.cluster,
+                _joined(path, cluster, when_lost, training_flags(context) or ()),
+                rendezvous=Rendezvous(
+                    name=job.name, address=master_addr, port=master_port, min_gpus=min_gpus
+                ),
+            )
+        elif slurm is None:
             lines = torchrun_lines(
                 job.cluster,
                 job.training,
@@ -139,6 +153,8 @@ class _Job:
     cluster: Cluster
     training: TrainingCommand
     title: str
+    name: str
+    """The same for the same plan."""
     notes: tuple[str, ...]
     """For the user, on the training command and the GPUs."""
 
@@ -156,7 +172,16 @@ def _job_of(context: typer.Context, path: Path, cluster: Path, *, names_nodes: b
         refuse_odd_names(there)
     title = _title(plan, path, there)
     notes = (*notes, *build_notes(list(there.kinds)))
-    return _Job(cluster=there, training=training, title=title, notes=notes)
+    name = f"zorse-{fingerprint(plan)}"
+    return _Job(cluster=there, training=training, title=title, name=name, notes=notes)
+
+
+def _joined(
+    path: Path, cluster: Path, when_lost: ElasticOptions, given: Sequence[str]
+) -> list[str]:
+    """Words of the `zorse join` that torchrun runs."""
+    options = when_lost.words(grows=False)
+    return [str(path), "--cluster", str(cluster), *options, "--", *given]
 
 
 def _write_script(

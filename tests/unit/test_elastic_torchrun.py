@@ -1,0 +1,255 @@
+"""Elastic jobs of torchrun: who meets, which ranks processes become, the commands of the nodes."""
+
+import json
+import shlex
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
+
+from tests.unit.cli_samples import FLAGS, runner_in
+from zorse_megatron.cli.commands import zorse_join
+from zorse_megatron.errors import LaunchError, Problem
+from zorse_megatron.launch.elastic.meeting import (
+    Answers,
+    Arrival,
+    MeetingPoint,
+    free_port,
+    meet,
+)
+from zorse_megatron.launch.elastic.nodes_left import nodes_left
+from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
+from zorse_megatron.launch.elastic.torchrun_ranks import answers_for
+from zorse_megatron.launch.torchrun_lines import Rendezvous, elastic_torchrun_lines
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+
+CLUSTER = parse_cluster(b"""
+nodes:
+  - {name: b, gpus: 2 x L4, nics: 10 Gb/s}
+  - {name: a, gpus: 3 x T4, nics: 10 Gb/s}
+  - {name: c, gpus: 1 x L4, nics: 10 Gb/s}
+""")
+SIZES = {node.name: len(node.gpu_kinds) for node in CLUSTER.nodes}
+
+
+class Planned(Replanner):
+    """Plans at once, for whatever there is."""
+
+    def files_for(self, present: object) -> JobFiles:
+        left = nodes_left(CLUSTER, set(present))  # type: ignore[call-overload]
+        name = "-".join(left.names)
+        return JobFiles(
+            plan=Path(f"{name}.json"), cluster=Path(f"{name}.yaml"), left=left, is_new=True
+        )
+
+
+PLANNED = Planned(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
+
+
+def arrivals_of(nodes: Sequence[str]) -> list[Arrival]:
+    return [
+        Arrival(node=node, local_rank=rank, free_port=1000 + rank, address=f"host-{node}")
+        for node in nodes
+        for rank in range(SIZES[node])
+    ]
+
+
+@given(st.permutations(list(SIZES)), st.integers(1, 3))
+def test_ranks_follow_the_cluster_file(order: list[str], count: int) -> None:
+    """Whatever order torchrun's rendezvous has brought the nodes in."""
+    nodes = order[:count]
+    arrivals = arrivals_of(nodes)
+    answers = answers_for(CLUSTER, PLANNED, arrivals)
+    found = {
+        (each.node, each.local_rank): answer["variables"]
+        for each, answer in zip(arrivals, answers, strict=True)
+    }
+    there = [(name, local) for name in SIZES if name in nodes for local in range(SIZES[name])]
+    assert [int(found[key]["RANK"]) for key in there] == list(range(len(there)))
+    first = there[0][0]
+    assert {v["MASTER_ADDR"] for v in found.values()} == {f"host-{first}"}
+    assert {v["MASTER_PORT"] for v in found.values()} == {"1000"}
+    assert {v["WORLD_SIZE"] for v in found.values()} == {str(len(there))}
+    assert {answer["plan"] for answer in answers} == {
+        "-".join(name for name in SIZES if name in nodes) + ".json"
+    }
+
+
+def test_nodes_that_are_not_as_in_the_cluster_file_are_told_at_once() -> None:
+    strange = [Arrival(node="x", local_rank=0, free_port=1), *arrivals_of(["b", "a"])[:3]]
+    (told,) = {str(answer["error"]) for answer in answers_for(CLUSTER, PLANNED, strange)}
+    assert "1. x: found a node that the cluster file lacks" in told
+    assert "2. a: found 1 processes; expected 3" in told
+
+
+def test_what_cannot_be_planned_is_told_to_all() -> None:
+    class Fails(Replanner):
+        def files_for(self, present: object) -> JobFiles:
+            problem = Problem(where="n", found="2 GPUs", expected="3", remedy="Wait.")
+            raise LaunchError("too few GPUs are left", [problem])
+
+    fails = Fails(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
+    answers = answers_for(CLUSTER, fails, arrivals_of(["b"]))
+    assert len(answers) == 2
+    assert all("too few GPUs" in str(answer["error"]) for answer in answers)
+
+
+def met(size: int, decide: object, *, absent: int = 0, arrive_s: float = 20.0) -> list[object]:
+    """What each process of a meeting got; exceptions too."""
+    port, found = free_port(), [None] * size
+
+    def come(number: int) -> None:
+        point = MeetingPoint(number=number, size=size, address="127.0.0.1", port=port)
+        me = Arrival(node=f"n{number % 2}", local_rank=number // 2, free_port=number)
+        try:
+            found[number] = meet(point, me, decide, arrive_s=arrive_s, decide_s=5.0)  # type: ignore
+        except (LaunchError, ZeroDivisionError) as error:
+            found[number] = error  # type: ignore[call-overload]
+
+    numbers = [*range(1, size - absent), 0]  # the first one comes last
+    threads = [threading.Thread(target=come, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return list(found)
+
+
+def test_all_who_meet_hear_what_is_decided_for_them() -> None:
+    seen: list[Arrival] = []
+
+    def decide(arrivals: Sequence[Arrival]) -> Answers:
+        seen.extend(arrivals)
+        return [{"number": each.free_port} for each in arrivals]
+
+    assert met(5, decide) == [{"number": number} for number in range(5)]
+    assert [(each.node, each.local_rank) for each in seen] == [
+        ("n0", 0),
+        ("n1", 0),
+        ("n0", 1),
+        ("n1", 1),
+        ("n0", 2),
+    ]
+    assert {each.address for each in seen} == {"127.0.0.1"}
+
+
+def test_a_process_that_does_not_come_ends_the_others() -> None:
+    found = met(3, lambda arrivals: [{}] * 3, absent=1, arrive_s=0.5)
+    assert "1 processes not there after 0.5 s" in str(found[0])
+    assert "the first process has ended" in str(found[1])
+
+
+def test_a_first_process_that_fails_ends_the_others() -> None:
+    found = met(3, lambda arrivals: 1 / 0)
+    assert isinstance(found[0], ZeroDivisionError)
+    assert all("the first process has ended" in str(each) for each in found[1:])
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n", b"[1]\n", b"{}\n", b""])
+def test_somebody_else_at_the_port_is_no_process_of_the_job(said: bytes) -> None:
+    port = free_port()
+    found: list[object] = []
+    point = MeetingPoint(number=0, size=2, address="127.0.0.1", port=port)
+    me = Arrival(node="n", local_rank=0, free_port=1)
+
+    def host() -> None:
+        answers = [{"number": 0}, {"number": 1}]
+        found.append(meet(point, me, lambda arrivals: answers, arrive_s=20, decide_s=5))
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as other:
+                other.sendall(said)
+            break
+        except ConnectionRefusedError:
+            continue
+    second = meet(replace(point, number=1), me, lambda arrivals: [], arrive_s=20, decide_s=5)
+    thread.join()
+    assert (second, found) == ({"number": 1}, [{"number": 0}])
+
+
+@pytest.mark.parametrize(("min_gpus", "fewest"), [(1, 1), (3, 1), (4, 2), (5, 2), (6, 3)])
+def test_torchrun_understands_the_commands(min_gpus: int, fewest: int) -> None:
+    rendezvous = Rendezvous(name="zorse-7", address=None, port=29501, min_gpus=min_gpus)
+    words = ["plan.json", "--cluster", "c d.yaml", "--", "--num-layers", "4"]
+    text = elastic_torchrun_lines(CLUSTER, words, rendezvous=rendezvous)
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    for node, line in zip(CLUSTER.nodes, lines, strict=True):
+        *variables, command = line.split(" ", 2)
+        assert variables == [
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        ]
+        read = get_args_parser().parse_args(shlex.split(command)[1:])
+        assert (read.nnodes, read.nproc_per_node) == (f"{fewest}:3", str(len(node.gpu_kinds)))
+        assert (read.rdzv_endpoint, read.rdzv_id) == ("b:29501", "zorse-7")
+        assert (read.training_script, read.training_script_args) == (
+            "zorse_megatron",
+            ["join", *words],
+        )
+
+
+def test_launch_prints_what_join_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    base = ("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--elastic")
+    saved = (*FLAGS, "--save", "s")
+    told = run(*base, "--min-gpus", "3", "--json", "--", *saved)
+    assert told.exit_code == 0, told.output
+    line = json.loads(told.output)["lines"].splitlines()[1]
+    words = shlex.split(line)
+    variables = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    variables |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    started: list[list[str]] = []
+    monkeypatch.setattr(zorse_join, "answers_for", lambda *_: [ANSWER])
+    monkeypatch.setattr(zorse_join.os, "execve", lambda _, words, env: started.append([*words]))
+    joined = run(*words[words.index("join") :])
+    assert joined.exit_code == 0, joined.output
+    assert "3 GPUs, without old: plan p.json (as before)" in joined.output
+    ours = ["--zorse-plan", "p.json", "--zorse-cluster", "c.yaml", "--load", "s"]
+    assert started[0][3:] == [
+        *saved,
+        *ours,
+        "--exit-signal-handler",
+        "--zorse-damaged-checkpoint",
+        "skip",
+    ]
+
+
+ANSWER = {
+    "variables": {"RANK": "0", "WORLD_SIZE": "3"},
+    "plan": "p.json",
+    "cluster": "c.yaml",
+    "is_new": False,
+    "without": ["old"],
+}
+
+
+def test_join_without_torchrun_says_what_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    run = runner_in(tmp_path, monkeypatch)
+    told = run("join", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS)
+    assert told.exit_code == 1
+    assert "zorse launch --torchrun --elastic" in " ".join(told.output.split())
+
+
+def test_torchrun_has_no_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner_in(tmp_path, monkeypatch)
+    base = ("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--elastic")
+    told = run(*base, "--grow", "now", "--min-gpus", "2", "--", *FLAGS)
+    assert told.exit_code == 1
+    assert "--grow: found it with --torchrun" in told.output
+    unsaved = run(*base, "--", *FLAGS)
+    assert unsaved.exit_code == 1
+    assert "no --save" in unsaved.output

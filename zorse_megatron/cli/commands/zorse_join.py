@@ -1,0 +1,122 @@
+"""`zorse join`: what the torchrun commands of `zorse launch --torchrun --elastic` run."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import typer
+
+from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.console import CommandError, reported_errors
+from zorse_megatron.cli.elastic_options import (
+    DEFAULT_PLAN_LIMIT_S,
+    DEFAULT_PLANS,
+    MinGpus,
+    PlanLimit,
+    PlanOptions,
+    PlansDirectory,
+    plan_options_of,
+    plan_options_problems,
+)
+from zorse_megatron.cli.options import ClusterFile, PlanFile
+from zorse_megatron.errors import Problem
+from zorse_megatron.flags.scan import last_values
+from zorse_megatron.launch.elastic.meeting import Arrival, MeetingPoint, free_port, meet
+from zorse_megatron.launch.elastic.replan import Replanner
+from zorse_megatron.launch.elastic.torchrun_ranks import ERROR, answers_for
+from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank
+from zorse_megatron.launch.training_command import MODULE, training_of
+from zorse_megatron.log import say
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+
+_ARRIVE_S = 600.0
+"""As long as ranks wait for each other at their own start."""
+_AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def join(  # noqa: PLR0917
+    context: typer.Context,
+    path: PlanFile,
+    cluster: ClusterFile,
+    plans: PlansDirectory = DEFAULT_PLANS,
+    min_gpus: MinGpus = 1,
+    plan_options: PlanOptions = "",
+    plan_limit: PlanLimit = DEFAULT_PLAN_LIMIT_S,
+) -> None:
+    """Train as a process of torchrun, under the plan for the nodes that torchrun has."""
+    with reported_errors():
+        problems = [*plan_options_problems(plan_options), *_launcher_problems()]
+        if problems:
+            raise CommandError("the command cannot be run", problems)
+        me = launched_rank(os.environ, socket.gethostname())
+        given = training_flags(context) or ()
+        replanner = Replanner(
+            plan=path,
+            cluster=cluster,
+            directory=plans,
+            training=given,
+            options=plan_options_of(plan_options),
+            min_gpus=min_gpus,
+            save=last_values(given, ["--save"]).get("--save"),
+            limit_s=plan_limit,
+        )
+        answer = meet(
+            MeetingPoint(
+                number=me.rank, size=me.world_size, address=me.master_address, port=me.master_port
+            ),
+            Arrival(node=me.node, local_rank=me.local_rank, free_port=free_port()),
+            partial(answers_for, load_cluster(cluster), replanner),
+            arrive_s=_ARRIVE_S,
+            decide_s=plan_limit,
+        )
+        _become(_Rank.of(answer, me), given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """What the first process has said."""
+
+    variables: dict[str, str]
+    plan: str
+    cluster: str
+    told: str
+
+    @classmethod
+    def of(cls, answer: "object", me: LaunchedRank) -> "_Rank":
+        """Read an answer; ends this process where there is nothing to train."""
+        assert isinstance(answer, dict)
+        if ERROR in answer:
+            say(f"error: {answer[ERROR]}")
+            raise typer.Exit(1)
+        variables = {str(key): str(value) for key, value in answer["variables"].items()}
+        without = f", without {', '.join(answer['without'])}" if answer["without"] else ""
+        planned = "searched for now" if answer["is_new"] else "as before"
+        told = f"{variables['WORLD_SIZE']} GPUs{without}: plan {answer['plan']} ({planned})"
+        return cls(variables=variables, plan=answer["plan"], cluster=answer["cluster"], told=told)
+
+
+def _become(rank: _Rank, given: Sequence[str]) -> None:
+    """Go on as this rank, in this process, which is torchrun's to watch and to end."""
+    training = training_of(given, plan=rank.plan, cluster=rank.cluster)
+    environment = {**os.environ, **rank.variables}
+    say(rank.told)
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", MODULE, *training.words], environment)
+
+
+def _launcher_problems() -> list[Problem]:
+    """Where this is not a process of torchrun's, with a rendezvous as it has to be."""
+    found = os.environ.get(_AGENTS_STORE)
+    if found == "False" and "RANK" in os.environ:
+        return []
+    return [
+        Problem(
+            where=_AGENTS_STORE,
+            found="nothing" if found is None else found,
+            expected="False, as torchrun sets it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            remedy="Use the commands of zorse launch --torchrun --elastic.",
+        )
+    ]
