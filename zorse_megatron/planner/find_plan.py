@@ -30,6 +30,7 @@ from zorse_megatron.planner.outcome import (
 from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
+from zorse_megatron.planner.search.region_levels import with_best_levels
 from zorse_megatron.planner.search.set_search import search_with_sets
 from zorse_megatron.planner.search.split_backwards import with_split_backwards
 from zorse_megatron.planner.search.zorse import SearchResult
@@ -71,6 +72,7 @@ def find_plan(
     if not search.evaluations:
         raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
     best = with_split_backwards(search.evaluator, search.evaluations)
+    best = with_best_levels(search.evaluator, best)
     best = with_narrow_gradients(search.evaluator, best)
     result = best.result or search.evaluator.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
@@ -133,7 +135,7 @@ def _searched(
         return _Searched(
             evaluator=evaluator, evaluations=found.evaluations, before=found.considered
         )
-    inputs = _without_activations(inputs)
+    inputs = _of_baselines(inputs)
     baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
     if strategy not in baselines:
         raise ValueError(f"found strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
@@ -169,6 +171,12 @@ def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], Non
 
 def _without_activations(inputs: Inputs) -> Inputs:
     return replace(inputs, space=replace(inputs.space, offload_activations=False))
+
+
+def _of_baselines(inputs: Inputs) -> Inputs:
+    """Neither has what this runtime adds for links between regions."""
+    inputs = _without_activations(inputs)
+    return replace(inputs, space=replace(inputs.space, hierarchical=False))
 
 
 _LIMITS = {

@@ -1,6 +1,5 @@
 """Costs of all actions of a plan: durations and flows, evaluated once."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import (
@@ -15,16 +14,14 @@ from zorse_megatron.costs.interface import (
 from zorse_megatron.costs.set_collectives import SetCollectives
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
-from zorse_megatron.simulate.hierarchical_work import Hierarchical
-from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
-from zorse_megatron.simulate.rank_sizes import RankSizes, low_precision_bytes
+from zorse_megatron.simulate.collective_costs import CollectiveCosts
+from zorse_megatron.simulate.network_loads import NetworkLoads
+from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.residency import SteppedUnit
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
-_STATISTIC_BYTES = 4  # a number of tokens (int32) or the square of a norm (fp32)
 
-
-class ActionCosts:
+class ActionCosts(CollectiveCosts):
     """Durations of computations, and what collectives and copies take."""
 
     def __init__(
@@ -43,16 +40,14 @@ class ActionCosts:
             raise SimulationError(
                 f"found {len(kinds)} kinds of GPUs; expected {sizes.plan.world_size}, one per rank"
             )
-        self.sizes = sizes
+        super().__init__(sizes, loads, sets)
         self.computes = [
             computes.get(group.compute_dtype, compute) if group.compute_dtype else compute
             for group in sizes.plan.groups
         ]
         """Of each group."""
-        self.loads = loads
         self.kinds = tuple(kinds)
         self.sequence_length = sequence_length
-        self._sets = sets
         self._inside = (
             None
             if sets is None
@@ -63,9 +58,7 @@ class ActionCosts:
             )
         )
         self._phases: dict[tuple[str, int, RankPart, int, int], tuple[PassTimes, ...]] = {}
-        self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
         self._together: dict[tuple[tuple[int, ...], int, bool], PassTimes] = {}
-        self._statistic_s: float | None = None
 
     def phases(self, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """One micro-batch of the rank through the chunk: layers, embedding, head, recompute.
@@ -122,54 +115,6 @@ class ActionCosts:
         group, _ = self.sizes.group_and_replica[rank]
         return self.computes[group].step_s(self.kinds[rank], owned)
 
-    def collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
-        """A REDUCE or a GATHER of the chunk over `ranks`, which are among its `peers`."""
-        key = kind, chunk, ranks
-        if key not in self._collectives:
-            if self.sizes.framework.state == "replicated":
-                work = self._replicated_collective(kind, chunk, ranks)
-            elif self.sizes.parted[chunk] is not None:
-                work = self._parted_collective(kind, chunk)
-            else:
-                work = self._sharded_collective(kind, chunk, ranks)
-            if kind is Kind.REDUCE:
-                sums_s = self._sums_in_sets_s(chunk)
-                work = dataclasses.replace(work, seconds_s=work.seconds_s + sums_s)
-            self._collectives[key] = work
-        return self._collectives[key]
-
-    def statistics(self, count: int = 1) -> TaskWork:
-        """Sums of one number over all ranks, one after the other."""
-        if self._statistic_s is None:
-            self._statistic_s = self._all_reduce_s(range(self.sizes.plan.world_size))
-        return TaskWork(seconds_s=count * self._statistic_s)
-
-    def loss(self, ranks: Sequence[int]) -> TaskWork:
-        """The sum of the loss over `ranks`."""
-        return TaskWork(seconds_s=self._all_reduce_s(ranks))
-
-    def loss_message_s(self, source: int, target: int) -> float:
-        """The loss on its way from one rank to another."""
-        return self.loads.comm.transfer_s(source, target, _STATISTIC_BYTES)
-
-    def report(self) -> TaskWork:
-        """What all ranks are told after a step: sums over all of them, and the loss.
-
-        That is summed over the last group, and sent to the job's last rank if that is not in it.
-        """
-        plan, comm = self.sizes.plan, self.loads.comm
-        group = plan.groups[plan.chunks[-1].group]
-        last, loss_s = plan.world_size - 1, self._all_reduce_s(group.ranks)
-        if last not in group.ranks:
-            loss_s += comm.transfer_s(group.ranks[0], last, _STATISTIC_BYTES)
-        sums = self.statistics(self.sizes.framework.sums_after_step)
-        return TaskWork(seconds_s=sums.seconds_s + loss_s)
-
-    def _all_reduce_s(self, ranks: Sequence[int]) -> float:
-        if len(ranks) < 2:
-            return 0.0
-        return self.loads.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
-
     def stepped_s(
         self, rank: int, units: Sequence[SteppedUnit], step_s: float
     ) -> Mapping[int, float]:
@@ -203,31 +148,6 @@ class ActionCosts:
     def copy_s(self, rank: int, num_bytes: int) -> float:
         """Bytes between the GPU and host memory, in one direction."""
         return num_bytes / self.loads.comm.host_link_bytes_per_s(rank)
-
-    def _parted_collective(self, kind: Kind, chunk: int) -> TaskWork:
-        """Overlaps of what unlike replicas hold and own; units one after the other."""
-        parted, memory = self.sizes.parted[chunk], self.sizes.memory_of(chunk)
-        assert parted is not None
-        reduces = kind is Kind.REDUCE
-        to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
-        return self.loads.exchanges(
-            ({pair: to_bytes(count) for pair, count in messages.items()}, times)
-            for messages, times in (parted.sums if reduces else parted.gathers)
-        )
-
-    def _sums_in_sets_s(self, chunk: int) -> float:
-        """With sequence parallelism, sums of gradients that have seen a part on every rank."""
-        if self._sets is None or not self._sets.sequence_parallel:
-            return 0.0
-        sizes, comm = self.sizes, self.loads.comm
-        group = sizes.plan.groups[sizes.plan.chunks[chunk].group]
-        gradient_bytes = sizes.memory_of(chunk).gradient_bytes
-        return max(
-            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.summed_in_sets(chunk)))
-            if len(replica.ranks) > 1
-            else 0.0
-            for replica in group.replicas
-        )
 
     def _set_collectives(self, ranks: tuple[int, ...], chunk: int, *, gathers: bool) -> PassTimes:
         assert self._inside is not None
@@ -266,39 +186,6 @@ class ActionCosts:
             return None
         dtype = self.sizes.plan.groups[self.sizes.plan.chunks[chunk].group].compute_dtype
         return self._sets.of_rank(part, dtype).compute
-
-    def _sharded_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
-        memory, comm = self.sizes.memory_of(chunk), self.loads.comm
-        to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
-        if kind is Kind.REDUCE:
-            to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
-            if self.sizes.reduces_in_low_precision(chunk):
-                to_bytes, time_s = low_precision_bytes, comm.exchange_s
-        if len(ranks) == 1:
-            return TaskWork(seconds_s=0.0)
-        if self.sizes.is_hierarchical(chunk):
-            operation = Hierarchical(
-                ranks=sorted(ranks),
-                to_bytes=to_bytes,
-                loads=self.loads,
-                reduces=kind is Kind.REDUCE,
-            )
-            return operation.work(self.sizes.region_shards(chunk, ranks))
-        pieces = [
-            tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk, ranks)
-        ]
-        alone_s = sum(time_s(ranks, parts) for parts in pieces)
-        return self.loads.collective(ranks, sum(map(sum, pieces)), alone_s)
-
-    def _replicated_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
-        """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""
-        if kind is Kind.GATHER or len(ranks) == 1:
-            return TaskWork(seconds_s=0.0)
-        total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(ranks[0], chunk))
-        parts = (-(-total // len(ranks)),) * len(ranks)
-        comm = self.loads.comm
-        alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
-        return self.loads.collective(ranks, 2 * total, alone_s)
 
     def _set_phases(self, compute: SetComputeCost, rank: int, chunk: int) -> tuple[PassTimes, ...]:
         """Attentions, MLPs, and embedding and head."""

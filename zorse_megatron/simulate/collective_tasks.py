@@ -1,6 +1,7 @@
 """Collectives: one task for all ranks that take part."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.action_costs import ActionCosts
@@ -8,9 +9,11 @@ from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph
 
-CollectiveKey = tuple[Kind, int | None, int, int]
-"""Kind, chunk (None: the whole world), how many of these came before in the list, and the first of
-the ranks that take part.
+Stage = Literal["", "alone", "inside", "between", "done"]
+"""Of a reduction or a gather in a hierarchical group; see `hierarchical_work.StageWorks`."""
+CollectiveKey = tuple[Kind, int | None, int, int, Stage]
+"""Kind, chunk (None: the whole world), how many of these came before in the list, the first of
+the ranks that take part, and which stage.
 
 STEP stands for what is told behind the update: of the world, or of the last group (its chunk).
 """
@@ -60,9 +63,13 @@ class CollectiveTasks:
         return self.loss_message if rank == target else after
 
     def _work(self, key: CollectiveKey) -> TaskWork:
-        kind, chunk, _, first = key
+        kind, chunk, _, first, stage = key
+        if stage == "done":
+            return TaskWork(seconds_s=0.0)
         if chunk is not None:
             peers = self.costs.sizes.peers_of(first, chunk)
+            if stage:
+                return getattr(self.costs.stages(kind, chunk, peers), stage)
             if kind is Kind.STEP:
                 return self.costs.loss(peers)
             return self.costs.collective(kind, chunk, peers)
@@ -72,7 +79,7 @@ class CollectiveTasks:
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""
-        for (kind, chunk, _, first), joined in self.joined.items():
+        for (kind, chunk, _, first, _), joined in self.joined.items():
             members = set(self.ranks)
             if chunk is not None:
                 members &= set(self.costs.sizes.peers_of(first, chunk))

@@ -373,7 +373,7 @@ class _Ledger:
 
     def _run(self, position: int) -> tuple[float, float]:
         task = self.track.tasks[position]
-        return self.start_s[task], self.end_s[task]
+        return self.start_s[self.track.starts.get(position, task)], self.end_s[task]
 
     def _gradient_bytes(self, chunk: int) -> int:
         return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(self.rank, chunk))

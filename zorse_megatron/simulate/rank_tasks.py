@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.schedules.actions import COMPUTE, ON_LAYERS, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.send_closings import send_closings
-from zorse_megatron.simulate.collective_tasks import CollectiveTasks
+from zorse_megatron.simulate.collective_tasks import CollectiveKey, CollectiveTasks
 from zorse_megatron.simulate.host_copy_tasks import HostCopyTasks
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.set_tasks import SetTasks
+from zorse_megatron.simulate.stage_tasks import StageTasks
 from zorse_megatron.simulate.streams import Streams
 from zorse_megatron.simulate.task_graph import NOTHING, Role, Track, live
 from zorse_megatron.simulate.transfers import MatchedTransfers
@@ -61,6 +62,7 @@ class RankTranslator:
         self.jitter = perturbation.jitter_of(rank)
         self.is_perturbed = bool(perturbation.jitter) or self.factor != 1.0
         self.streams = Streams(rank=rank, graph=self.graph, track=self.track)
+        self.stages = StageTasks(collectives, self.streams)
         self.reduction = NOTHING
         """The last one."""
         self.split = {a.chunk for a in actions if a.kind is Kind.WEIGHT_GRADIENT}
@@ -191,16 +193,20 @@ class RankTranslator:
         return found
 
     def _collective(self, position: int, action: Action) -> int:
-        own = live([self.streams.collective])
+        staged = self.stages.are_made(action)
+        own = self.stages.before if staged else live([self.streams.collective])
+        fetched: tuple[int, ...] = ()
         if action.kind is Kind.REDUCE:
             self._wait_for_reduction(position, action.chunk)
         else:
             fetched = live([self.pending.pop((Kind.FETCH, action.chunk), None)])
             if fetched:
                 self.streams.run(position, Role.COPY, 0.0, *fetched)
-                own += fetched
-        self.track.own[position] = own
-        task = self._join(position, action.kind, action.chunk, self.streams.main, *own)
+        own = self.track.own[position] = own + fetched
+        if staged:
+            task = self.stages.join(position, action, *fetched)
+        else:
+            task = self._join(position, action.kind, action.chunk, self.streams.main, *own)
         self.streams.collective = task
         assert action.chunk is not None
         if self.sizes.parted[action.chunk] is not None:
@@ -283,6 +289,7 @@ class RankTranslator:
         number = self.counts.get((kind, chunk), 0)
         self.counts[kind, chunk] = number + 1
         first = 0 if chunk is None else self.sizes.peers_of(self.rank, chunk)[0]
-        task = self.collectives.join((kind, chunk, number, first), (self.rank, position), *after)
+        key: CollectiveKey = kind, chunk, number, first, ""
+        task = self.collectives.join(key, (self.rank, position), *after)
         self.track.communication.append(task)
         return task

@@ -11,6 +11,8 @@ class Streams:
         self.graph = graph
         self.track = track
         self.main = self.collective = self.to_host = self.from_host = NOTHING
+        self.inside = self.between = NOTHING
+        """Of a hierarchical group: within its regions, and between them."""
 
     def run(self, position: int, role: Role, seconds_s: float, *after: int) -> int:
         """Add a task to the main stream, which also waits for `after`."""

@@ -81,7 +81,9 @@ class Track:
     residency: Residency
     """Where its parameters are meanwhile."""
     tasks: list[int] = field(default_factory=list)
-    """The task that does the action."""
+    """The task that does the action, or ends it."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """Position of an action of several tasks -> the first of them."""
     before: list[int] = field(default_factory=list)
     """The last task on the rank's main stream when the action's turn comes."""
     openings: Mapping[int, int] = field(default_factory=dict)

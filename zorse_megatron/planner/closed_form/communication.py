@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
+from zorse_megatron.planner.closed_form.two_levels import TwoLevels
 from zorse_megatron.planner.groupings.grouping import hardware_key
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.simulate.framework import RUNTIME
@@ -57,6 +58,7 @@ class CommunicationCosts:
         self._look_of_node = [
             looks.setdefault(hardware_key(node), len(looks)) for node in inputs.spec.nodes
         ]
+        self._two_levels = TwoLevels(inputs)
         self._alone: dict[tuple[int, int, int], float] = {}
         self._nodes: dict[DeviceGroup, tuple[int, ...]] = {}
         world = tuple(range(inputs.world_size))
@@ -109,17 +111,31 @@ class CommunicationCosts:
     def even_gather_s(self, device_group: DeviceGroup, num_bytes: int, pieces: int = 1) -> float:
         """An all-gather (or reduce-scatter) of equal shards over a device group, on idle links.
 
-        `pieces`: of how many equal parts, one after the other.
+        `pieces`: of how many equal parts, one after the other. In two levels over several regions,
+        where that is faster.
         """
         ranks = device_group.ranks
         if len(ranks) < 2:
             return 0.0
-        key = (device_group, num_bytes // pieces // len(ranks))
+        shard_bytes = num_bytes // pieces // len(ranks)
+        ring_s = pieces * self._ring_s(device_group, shard_bytes)
+        levels = self._two_levels.times(ranks, shard_bytes)
+        return ring_s if levels is None else min(ring_s, levels.several_s(pieces))
+
+    def is_hierarchical(self, device_group: DeviceGroup) -> bool:
+        """Whether two levels are faster than a ring for a layer's gradients."""
+        ranks, memory = device_group.ranks, self.inputs.memory
+        shard_bytes = memory.gradient_bytes(memory.layer_parameters()) // len(ranks)
+        levels = self._two_levels.times(ranks, shard_bytes)
+        return levels is not None and levels.several_s(1) < self._ring_s(device_group, shard_bytes)
+
+    def _ring_s(self, device_group: DeviceGroup, shard_bytes: int) -> float:
+        ranks, key = device_group.ranks, (device_group, shard_bytes)
         found = self._gathers.get(key)
         if found is None:
             found = self.inputs.comm.all_gather_s(ranks, (key[1],) * len(ranks))
             self._gathers[key] = found
-        return pieces * found
+        return found
 
     def like_gather_s(
         self, ranks: tuple[int, ...], num_bytes: int, on_node: Mapping[int, int]

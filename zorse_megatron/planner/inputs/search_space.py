@@ -36,6 +36,8 @@ class SearchSpace:
     """Whether groups may compute weight gradients apart from backwards."""
     gradient_comm_dtype: GradientCommDtype | None = None
     """In which type gradients may be sent where that is faster; None: as they are kept."""
+    hierarchical: bool = True
+    """Whether groups in several regions may sum and gather in two levels, where that is faster."""
 
 
 def space_problems(space: SearchSpace) -> Iterator[Problem]:

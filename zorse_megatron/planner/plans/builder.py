@@ -10,6 +10,7 @@ from zorse_megatron.planner.closed_form.candidate import Estimate, layers_of_chu
 from zorse_megatron.planner.closed_form.in_flight import InFlight
 from zorse_megatron.planner.closed_form.stage import ClassSettings, MemorySettings, Stage
 from zorse_megatron.planner.closed_form.stage_costs import StageCost, StageCostModel
+from zorse_megatron.planner.closed_form.two_levels import in_two_levels
 from zorse_megatron.planner.closed_form.water_filling import water_fill
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.regions import with_regions
@@ -68,7 +69,10 @@ class Builder:
         )
         units = self.inputs.units
         plan = with_regions(plan, self.inputs.spec)
-        return plan if units is None else units.expanded(plan)
+        is_hierarchical = self.in_flight.communication.is_hierarchical
+        stages = enumerate(estimate.stages)
+        levels = [number for number, stage in stages if is_hierarchical(stage.device_group)]
+        return in_two_levels(plan if units is None else units.expanded(plan), levels)
 
     def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
         chunks = chunks_of(estimate.layers, estimate.candidate.num_chunks)

@@ -23,7 +23,7 @@ def with_narrow_gradients(evaluator: Evaluator, best: Evaluation) -> Evaluation:
         if len(group.replicas) == 1 or not holds_equal_parts(group):
             continue
         groups = [*best.plan.groups]
-        groups[number] = replace(group, gradient_wire=dtype)
+        groups[number] = replace(group, gradient_wire=dtype, hierarchical=None)
         plan: Plan = replace(best.plan, groups=tuple(groups))
         evaluation = evaluator.evaluate_plan(plan)
         if evaluation is not None and evaluation.fits and evaluation.iteration_s < best.iteration_s:

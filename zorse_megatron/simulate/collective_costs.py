@@ -1,0 +1,142 @@
+"""Costs of what ranks sum and gather, and of what all of them are told."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from zorse_megatron.costs.interface import SetCosts
+from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.simulate.hierarchical_work import Hierarchical, StageWorks
+from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
+from zorse_megatron.simulate.rank_sizes import RankSizes, low_precision_bytes
+
+_STATISTIC_BYTES = 4  # a number of tokens (int32) or the square of a norm (fp32)
+
+
+class CollectiveCosts:
+    """Durations and flows of collectives, each evaluated once."""
+
+    def __init__(self, sizes: RankSizes, loads: NetworkLoads, sets: SetCosts | None) -> None:
+        """`sets`: see `simulate`."""
+        self.sizes = sizes
+        self.loads = loads
+        self._sets = sets
+        self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
+        self._stages: dict[tuple[Kind, int, tuple[int, ...]], StageWorks] = {}
+        self._statistic_s: float | None = None
+
+    def collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
+        """A REDUCE or a GATHER of the chunk over `ranks`, which are among its `peers`."""
+        key = kind, chunk, ranks
+        if key not in self._collectives:
+            if self.sizes.framework.state == "replicated":
+                work = self._replicated_collective(kind, chunk, ranks)
+            elif self.sizes.parted[chunk] is not None:
+                work = self._parted_collective(kind, chunk)
+            else:
+                work = self._sharded_collective(kind, chunk, ranks)
+            if kind is Kind.REDUCE:
+                sums_s = self._sums_in_sets_s(chunk)
+                work = dataclasses.replace(work, seconds_s=work.seconds_s + sums_s)
+            self._collectives[key] = work
+        return self._collectives[key]
+
+    def stages(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> StageWorks:
+        """A REDUCE or a GATHER of a chunk of a hierarchical group over its `peers`."""
+        key = kind, chunk, ranks
+        if key not in self._stages:
+            memory, reduces = self.sizes.memory_of(chunk), kind is Kind.REDUCE
+            operation = Hierarchical(
+                ranks=sorted(ranks),
+                to_bytes=memory.gradient_bytes if reduces else memory.parameter_bytes,
+                loads=self.loads,
+                reduces=reduces,
+            )
+            works = operation.stages(self.sizes.region_shards(chunk, ranks))
+            if reduces:
+                sums_s = self._sums_in_sets_s(chunk)
+                alone = dataclasses.replace(works.alone, seconds_s=works.alone.seconds_s + sums_s)
+                works = dataclasses.replace(works, alone=alone)
+            self._stages[key] = works
+        return self._stages[key]
+
+    def statistics(self, count: int = 1) -> TaskWork:
+        """Sums of one number over all ranks, one after the other."""
+        if self._statistic_s is None:
+            self._statistic_s = self._all_reduce_s(range(self.sizes.plan.world_size))
+        return TaskWork(seconds_s=count * self._statistic_s)
+
+    def loss(self, ranks: Sequence[int]) -> TaskWork:
+        """The sum of the loss over `ranks`."""
+        return TaskWork(seconds_s=self._all_reduce_s(ranks))
+
+    def loss_message_s(self, source: int, target: int) -> float:
+        """The loss on its way from one rank to another."""
+        return self.loads.comm.transfer_s(source, target, _STATISTIC_BYTES)
+
+    def report(self) -> TaskWork:
+        """What all ranks are told after a step: sums over all of them, and the loss.
+
+        That is summed over the last group, and sent to the job's last rank if that is not in it.
+        """
+        plan, comm = self.sizes.plan, self.loads.comm
+        group = plan.groups[plan.chunks[-1].group]
+        last, loss_s = plan.world_size - 1, self._all_reduce_s(group.ranks)
+        if last not in group.ranks:
+            loss_s += comm.transfer_s(group.ranks[0], last, _STATISTIC_BYTES)
+        sums = self.statistics(self.sizes.framework.sums_after_step)
+        return TaskWork(seconds_s=sums.seconds_s + loss_s)
+
+    def _all_reduce_s(self, ranks: Sequence[int]) -> float:
+        if len(ranks) < 2:
+            return 0.0
+        return self.loads.comm.all_reduce_s(tuple(ranks), _STATISTIC_BYTES)
+
+    def _parted_collective(self, kind: Kind, chunk: int) -> TaskWork:
+        """Overlaps of what unlike replicas hold and own; units one after the other."""
+        parted, memory = self.sizes.parted[chunk], self.sizes.memory_of(chunk)
+        assert parted is not None
+        reduces = kind is Kind.REDUCE
+        to_bytes = memory.gradient_bytes if reduces else memory.parameter_bytes
+        return self.loads.exchanges(
+            ({pair: to_bytes(count) for pair, count in messages.items()}, times)
+            for messages, times in (parted.sums if reduces else parted.gathers)
+        )
+
+    def _sums_in_sets_s(self, chunk: int) -> float:
+        """With sequence parallelism, sums of gradients that have seen a part on every rank."""
+        if self._sets is None or not self._sets.sequence_parallel:
+            return 0.0
+        sizes, comm = self.sizes, self.loads.comm
+        group = sizes.plan.groups[sizes.plan.chunks[chunk].group]
+        gradient_bytes = sizes.memory_of(chunk).gradient_bytes
+        return max(
+            comm.all_reduce_s(replica.ranks, gradient_bytes(sizes.summed_in_sets(chunk)))
+            if len(replica.ranks) > 1
+            else 0.0
+            for replica in group.replicas
+        )
+
+    def _sharded_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
+        memory, comm = self.sizes.memory_of(chunk), self.loads.comm
+        to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
+        if kind is Kind.REDUCE:
+            to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
+            if self.sizes.reduces_in_low_precision(chunk):
+                to_bytes, time_s = low_precision_bytes, comm.exchange_s
+        if len(ranks) == 1:
+            return TaskWork(seconds_s=0.0)
+        pieces = [
+            tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk, ranks)
+        ]
+        alone_s = sum(time_s(ranks, parts) for parts in pieces)
+        return self.loads.collective(ranks, sum(map(sum, pieces)), alone_s)
+
+    def _replicated_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
+        """A REDUCE is an all-reduce, as a ring does it: scatter, then gather. No GATHER."""
+        if kind is Kind.GATHER or len(ranks) == 1:
+            return TaskWork(seconds_s=0.0)
+        total = self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(ranks[0], chunk))
+        parts = (-(-total // len(ranks)),) * len(ranks)
+        comm = self.loads.comm
+        alone_s = comm.reduce_scatter_s(ranks, parts) + comm.all_gather_s(ranks, parts)
+        return self.loads.collective(ranks, 2 * total, alone_s)
