@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from zorse_megatron.costs.interface import SetCosts
 from zorse_megatron.schedules.actions import Kind
-from zorse_megatron.simulate.hierarchical_work import Hierarchical, StageWorks
+from zorse_megatron.schedules.shards import Interval
+from zorse_megatron.simulate.hierarchical_work import BufferWork, Hierarchical
 from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
 from zorse_megatron.simulate.rank_sizes import RankSizes, low_precision_bytes
 
@@ -21,7 +22,9 @@ class CollectiveCosts:
         self.loads = loads
         self._sets = sets
         self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
-        self._stages: dict[tuple[Kind, int, tuple[int, ...]], StageWorks] = {}
+        self._buffers: dict[
+            tuple[Kind, int, tuple[int, ...]], tuple[tuple[BufferWork, ...], tuple[Interval, ...]]
+        ] = {}
         self._statistic_s: float | None = None
 
     def collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
@@ -40,10 +43,15 @@ class CollectiveCosts:
             self._collectives[key] = work
         return self._collectives[key]
 
-    def stages(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> StageWorks:
-        """A REDUCE or a GATHER of a chunk of a hierarchical group over its `peers`."""
+    def buffers(
+        self, kind: Kind, chunk: int, ranks: tuple[int, ...]
+    ) -> tuple[tuple[BufferWork, ...], tuple[Interval, ...]]:
+        """A REDUCE or a GATHER of a chunk of a hierarchical group over its `peers`.
+
+        Also [first, stop) of each region's ranks among the ascending ones.
+        """
         key = kind, chunk, ranks
-        if key not in self._stages:
+        if key not in self._buffers:
             memory, reduces = self.sizes.memory_of(chunk), kind is Kind.REDUCE
             operation = Hierarchical(
                 ranks=sorted(ranks),
@@ -51,13 +59,15 @@ class CollectiveCosts:
                 loads=self.loads,
                 reduces=reduces,
             )
-            works = operation.stages(self.sizes.region_shards(chunk, ranks))
-            if reduces:
-                sums_s = self._sums_in_sets_s(chunk)
-                alone = dataclasses.replace(works.alone, seconds_s=works.alone.seconds_s + sums_s)
-                works = dataclasses.replace(works, alone=alone)
-            self._stages[key] = works
-        return self._stages[key]
+            shards = self.sizes.region_shards(chunk, ranks)
+            works = {each: operation.work(each) for each in dict.fromkeys(shards)}
+            found = [works[each] for each in shards]
+            self._buffers[key] = tuple(found), shards[0].regions
+        return self._buffers[key]
+
+    def sums_in_sets(self, chunk: int) -> TaskWork:
+        """What comes before a REDUCE's messages; see `collective`."""
+        return TaskWork(seconds_s=self._sums_in_sets_s(chunk))
 
     def statistics(self, count: int = 1) -> TaskWork:
         """Sums of one number over all ranks, one after the other."""

@@ -1,7 +1,6 @@
 """Collectives: one task for all ranks that take part."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.action_costs import ActionCosts
@@ -9,11 +8,9 @@ from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph
 
-Stage = Literal["", "alone", "inside", "between", "done"]
-"""Of a reduction or a gather in a hierarchical group; see `hierarchical_work.StageWorks`."""
-CollectiveKey = tuple[Kind, int | None, int, int, Stage]
-"""Kind, chunk (None: the whole world), how many of these came before in the list, the first of
-the ranks that take part, and which stage.
+CollectiveKey = tuple[Kind, int | None, int, int]
+"""Kind, chunk (None: the whole world), how many of these came before in the list, and the first of
+the ranks that take part.
 
 STEP stands for what is told behind the update: of the world, or of the last group (its chunk).
 """
@@ -35,6 +32,7 @@ class CollectiveTasks:
         self.ranks = lists.keys()
         self.tasks: dict[CollectiveKey, int] = {}
         self.joined: dict[CollectiveKey, int] = {}
+        self.stages: dict[tuple[CollectiveKey, str], int] = {}
         self.stands_in = tuple(stands_in)
         self.loss_message = NOTHING
 
@@ -46,6 +44,22 @@ class CollectiveTasks:
             self.graph.order(earlier, self.tasks[key])
         self.joined[key] = self.joined.get(key, 0) + 1
         return self.tasks[key]
+
+    def join_stage(
+        self, key: CollectiveKey, stage: str, owner: tuple[int, int], work: TaskWork, *after: int
+    ) -> int:
+        """Let a rank take part in a stage of a collective, which may be one of its region."""
+        if (key, stage) not in self.stages:
+            self.stages[key, stage] = self.graph.add_work(owner, Role.COLLECTIVE, work)
+        for earlier in after:
+            self.graph.order(earlier, self.stages[key, stage])
+        return self.stages[key, stage]
+
+    def join_end(self, key: CollectiveKey, owner: tuple[int, int], *after: int) -> int:
+        """Let a rank wait for the end of a collective of several stages, with the others."""
+        if key not in self.tasks:
+            self.tasks[key] = self.graph.add(owner, Role.COLLECTIVE, 0.0)
+        return self.join(key, owner, *after)
 
     def tell_loss(self, owner: tuple[int, int], after: int) -> int:
         """Send the loss to the job's last rank, or wait for it; returns what a rank waits for."""
@@ -63,13 +77,9 @@ class CollectiveTasks:
         return self.loss_message if rank == target else after
 
     def _work(self, key: CollectiveKey) -> TaskWork:
-        kind, chunk, _, first, stage = key
-        if stage == "done":
-            return TaskWork(seconds_s=0.0)
+        kind, chunk, _, first = key
         if chunk is not None:
             peers = self.costs.sizes.peers_of(first, chunk)
-            if stage:
-                return getattr(self.costs.stages(kind, chunk, peers), stage)
             if kind is Kind.STEP:
                 return self.costs.loss(peers)
             return self.costs.collective(kind, chunk, peers)
@@ -79,7 +89,7 @@ class CollectiveTasks:
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""
-        for (kind, chunk, _, first, _), joined in self.joined.items():
+        for (kind, chunk, _, first), joined in self.joined.items():
             members = set(self.ranks)
             if chunk is not None:
                 members &= set(self.costs.sizes.peers_of(first, chunk))

@@ -1,63 +1,48 @@
 """Time and load of sums and gathers in two levels: rings within regions, messages between them.
 
-As `runtime.hierarchical_collectives` makes them, buffer by buffer: of a reduction, the regions sum
-what others own (f seconds), and then what they own themselves (o), while the messages of the first
-are on their way (x); a gather is the same backwards. Regions' rings and messages are on two
-streams, so with n equal buffers the whole takes
-
-    max(n (f + o), f + n x):
-
-one of the two is always busy, but for what comes before it, or behind it. (Where it is the regions,
-the last messages may end a little later; that is left out.)
+As `runtime.hierarchical_collectives` makes them, buffer by buffer: of a reduction, each region sums
+what others own, and then what it owns itself, while the messages of the first are on their way; a
+gather is the same backwards. Regions' rings and messages are on two streams.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from zorse_megatron.schedules.region_shards import RegionShards
-from zorse_megatron.schedules.shards import Interval
 from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
 
 
 @dataclass(frozen=True, kw_only=True)
+class BufferWork:
+    """The stages of one buffer."""
+
+    foreign: tuple[TaskWork, ...]
+    """Region -> in it, of what others own."""
+    own: tuple[TaskWork, ...]
+    """Region -> in it, of what it owns itself."""
+    between: TaskWork
+    """Messages between the regions."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LevelTimes:
-    """Of one buffer, on idle links."""
+    """The stages of one buffer on idle links, in the slowest of the regions."""
 
     foreign_s: float
-    """In the regions, of what others own."""
     own_s: float
-    """In the regions, of what they own themselves."""
-    flowing_s: float
-    """Messages between regions."""
-    latency_s: float
-    """What they then take to arrive."""
-
-    @property
-    def between_s(self) -> float:
-        """Messages, until they have arrived."""
-        return self.flowing_s + self.latency_s
+    between_s: float
 
     def several_s(self, count: int) -> float:
-        """Of so many buffers, one after the other.
+        """Of so many buffers, one after the other: one of the two streams is always busy.
 
-        >>> LevelTimes(foreign_s=1.0, own_s=1.0, flowing_s=3.0, latency_s=1.0).several_s(10)
+        But for what comes before it, or behind it. Where the regions are slower, the last messages
+        may end a little later; that is left out, and so are links that both streams use.
+
+        >>> LevelTimes(foreign_s=1.0, own_s=1.0, between_s=4.0).several_s(10)
         41.0
         """
         in_regions_s = count * (self.foreign_s + self.own_s)
         return max(in_regions_s, self.foreign_s + count * self.between_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageWorks:
-    """What the stages of a reduction or a gather take on idle links."""
-
-    alone: TaskWork
-    """In the regions, before there are messages to send, or after the last have arrived."""
-    inside: TaskWork
-    """The rest in the regions, beside the messages."""
-    between: TaskWork
-    """The messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,63 +55,42 @@ class Hierarchical:
     loads: NetworkLoads
     reduces: bool
 
-    def stages(self, buffers: Sequence[RegionShards]) -> StageWorks:
-        """Of buffers one after the other, on their streams."""
-        times = {field.name: 0.0 for field in fields(LevelTimes)}
-        inside: dict[int, float] = {}
-        between: dict[int, float] = {}
-        for buffer, count in Counter(buffers).items():
-            of_one, *loads = self.of_buffer(buffer)
-            for name, seconds_s in vars(of_one).items():
-                times[name] += count * seconds_s
-            for total, load in zip((inside, between), loads, strict=True):
-                for link, num_bytes in load.items():
-                    total[link] = total.get(link, 0.0) + count * num_bytes
-        alone_s = times["foreign_s"] / len(buffers)
-        in_regions_s = times["foreign_s"] + times["own_s"]
-        part = alone_s / in_regions_s if in_regions_s else 0.0
-        loaded = self.loads.loaded
-        return StageWorks(
-            alone=loaded(_times(inside, part), alone_s),
-            inside=loaded(_times(inside, 1.0 - part), in_regions_s - alone_s),
-            between=loaded(between, times["flowing_s"], times["latency_s"]),
-        )
-
-    def of_buffer(
-        self, buffer: RegionShards
-    ) -> tuple[LevelTimes, dict[int, float], dict[int, float]]:
-        """Times of one buffer, and how many bytes cross each link: in regions, in messages."""
+    def work(self, buffer: RegionShards) -> BufferWork:
+        """Of one buffer."""
+        regions = range(len(buffer.regions))
         messages = {
             (self.ranks[source], self.ranks[target]): self.to_bytes(count)
             for (source, target), count in buffer.messages(to_owners=self.reduces).items()
         }
-        flowing_s, latency_s, between = self.loads.at_once(messages)
-        inside: dict[int, float] = {}
-        foreign_s = own_s = 0.0
-        for region, (first, stop) in enumerate(buffer.regions):
-            members = tuple(self.ranks[first:stop])
-            by_block = [
-                self._ring_s(members, buffer.slices(region, block))
-                for block in range(len(buffer.regions))
-            ]
-            own_s = max(own_s, by_block[region])
-            foreign_s = max(foreign_s, sum(by_block) - by_block[region])
-            around = self.to_bytes(buffer.bounds[-1][1]) * (len(members) - 1) / len(members)
-            for link in self.loads.ring_links(members) if len(members) > 1 else ():
-                inside[link] = inside.get(link, 0.0) + around
-        times = LevelTimes(
-            foreign_s=foreign_s, own_s=own_s, flowing_s=flowing_s, latency_s=latency_s
+        return BufferWork(
+            foreign=tuple(
+                self._in_region(buffer, region, [each for each in regions if each != region])
+                for region in regions
+            ),
+            own=tuple(self._in_region(buffer, region, [region]) for region in regions),
+            between=self.loads.exchanges([(messages, 1)]),
         )
-        return times, inside, between
 
-    def _ring_s(self, members: tuple[int, ...], shards: Sequence[Interval]) -> float:
-        """Around a region's ranks."""
+    def times(self, buffer: RegionShards) -> LevelTimes:
+        """Of one buffer, on idle links."""
+        work = self.work(buffer)
+        return LevelTimes(
+            foreign_s=max(each.alone_s for each in work.foreign),
+            own_s=max(each.alone_s for each in work.own),
+            between_s=work.between.alone_s,
+        )
+
+    def _in_region(self, buffer: RegionShards, region: int, blocks: Sequence[int]) -> TaskWork:
+        """Rings over a region's ranks, of what the ranks of other regions or its own own."""
+        members = tuple(self.ranks[slice(*buffer.regions[region])])
         if len(members) == 1:
-            return 0.0
-        sizes = tuple(self.to_bytes(stop - start) for start, stop in shards)
+            return TaskWork(seconds_s=0.0)
         comm = self.loads.comm
-        return (comm.reduce_scatter_s if self.reduces else comm.all_gather_s)(members, sizes)
-
-
-def _times(load: Mapping[int, float], factor: float) -> dict[int, float]:
-    return {link: factor * num_bytes for link, num_bytes in load.items()}
+        ring_s = comm.reduce_scatter_s if self.reduces else comm.all_gather_s
+        total, alone_s = 0, 0.0
+        for block in blocks:
+            slices = buffer.slices(region, block)
+            sizes = tuple(self.to_bytes(stop - start) for start, stop in slices)
+            total += sum(sizes)
+            alone_s += ring_s(members, sizes)
+        return self.loads.collective(members, total, alone_s)

@@ -15,6 +15,12 @@ class TaskWork:
     seconds_s: float
     flow: Flow | None = None
 
+    @property
+    def alone_s(self) -> float:
+        """How long it takes on idle links."""
+        flow = self.flow
+        return self.seconds_s + (flow.num_bytes / flow.limit_bytes_per_s if flow else 0.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EqualLinks:
@@ -81,30 +87,11 @@ class NetworkLoads:
         """A reduce-scatter or an all-gather of a buffer of `num_bytes` over `ranks`."""
         if len(ranks) == 1:
             return TaskWork(seconds_s=0.0)
-        crossing_bytes = num_bytes * (len(ranks) - 1) / len(ranks)
-        return self._work(crossing_bytes, alone_s, 0.0, self.ring_links(ranks))
-
-    def ring_links(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Number of each link of a ring through the ranks -> 1."""
         links: dict[int, int] = {}
         for source, target in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
             links.update(dict.fromkeys(self._path(source, target), 1))
-        return links
-
-    def loaded(
-        self, load: Mapping[int, float], flowing_s: float, latency_s: float = 0.0
-    ) -> TaskWork:
-        """What puts so many bytes on each link in `flowing_s` where they are idle."""
-        total = sum(load.values())
-        if total <= 0 or flowing_s <= 0:
-            return TaskWork(seconds_s=flowing_s + latency_s)
-        limit = total / flowing_s
-        links = tuple(
-            (link, min(num_bytes / total, self.capacity_bytes_per_s[link] / limit))
-            for link, num_bytes in load.items()
-        )
-        flow = Flow(num_bytes=total, limit_bytes_per_s=limit, links=links)
-        return TaskWork(seconds_s=latency_s, flow=flow)
+        crossing_bytes = num_bytes * (len(ranks) - 1) / len(ranks)
+        return self._work(crossing_bytes, alone_s, 0.0, links)
 
     def exchanges(self, rounds: Iterable[tuple[Mapping[tuple[int, int], int], int]]) -> TaskWork:
         """Rounds of messages, all of a round at once and one round after the other.
@@ -116,7 +103,7 @@ class NetworkLoads:
         load: dict[int, float] = {}
         total, flowing_s, latency_s = 0.0, 0.0, 0.0
         for messages, times in rounds:
-            alone_s, least_s, crossing = self.at_once(messages)
+            alone_s, least_s, crossing = self._round(messages)
             flowing_s += times * alone_s
             latency_s += times * least_s
             total += times * sum(messages.values())
@@ -131,10 +118,10 @@ class NetworkLoads:
         )
         return TaskWork(seconds_s=latency_s, flow=flow)
 
-    def at_once(
+    def _round(
         self, messages: Mapping[tuple[int, int], int]
     ) -> tuple[float, float, dict[int, float]]:
-        """Messages of a round: seconds that bytes flow, latency (s), and bytes on each link."""
+        """Seconds that bytes flow, latency (s), and bytes on each link."""
         load: dict[int, float] = {}
         ports_s: dict[tuple[int, bool], float] = {}
         latency_s = 0.0

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.schedules.actions import COMPUTE, ON_LAYERS, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.send_closings import send_closings
-from zorse_megatron.simulate.collective_tasks import CollectiveKey, CollectiveTasks
+from zorse_megatron.simulate.collective_tasks import CollectiveTasks
 from zorse_megatron.simulate.host_copy_tasks import HostCopyTasks
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.residency import Residency
@@ -289,7 +289,6 @@ class RankTranslator:
         number = self.counts.get((kind, chunk), 0)
         self.counts[kind, chunk] = number + 1
         first = 0 if chunk is None else self.sizes.peers_of(self.rank, chunk)[0]
-        key: CollectiveKey = kind, chunk, number, first, ""
-        task = self.collectives.join(key, (self.rank, position), *after)
+        task = self.collectives.join((kind, chunk, number, first), (self.rank, position), *after)
         self.track.communication.append(task)
         return task

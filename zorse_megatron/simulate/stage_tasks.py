@@ -7,7 +7,8 @@ their way while the regions work on the next one.
 from collections import Counter
 
 from zorse_megatron.schedules.actions import Action, Kind
-from zorse_megatron.simulate.collective_tasks import CollectiveTasks, Stage
+from zorse_megatron.simulate.collective_tasks import CollectiveTasks
+from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.streams import Streams
 from zorse_megatron.simulate.task_graph import live
 
@@ -36,28 +37,39 @@ class StageTasks:
         return live([self.streams.inside, self.streams.between])
 
     def join(self, position: int, action: Action, *after: int) -> int:
-        """Take part in all stages, which begin when the main stream gets there; returns the end."""
+        """Take part in all stages, which begin when the main stream gets there; returns the end.
+
+        Each region has stages of its own, messages are one stage of all.
+        """
         kind, chunk, streams = action.kind, action.chunk, self.streams
         assert chunk is not None
-        first = self.sizes.peers_of(streams.rank, chunk)[0]
-        number = self.counts[kind, chunk]
+        peers = self.sizes.peers_of(streams.rank, chunk)
+        key = kind, chunk, self.counts[kind, chunk], peers[0]
         self.counts[kind, chunk] += 1
-        owner, track, tasks = (streams.rank, position), streams.track, self.collectives
+        owner, track = (streams.rank, position), streams.track
+        costs, ready = self.collectives.costs, (streams.main, *after)
+        buffers, regions = costs.buffers(kind, chunk, peers)
+        at = sorted(peers).index(streams.rank)
+        region = next(n for n, (first, stop) in enumerate(regions) if first <= at < stop)
 
-        def stage(name: Stage, *earlier: int) -> int:
-            task = tasks.join((kind, chunk, number, first, name), owner, *live(earlier))
+        def stage(name: str, work: TaskWork, *earlier: int) -> int:
+            task = self.collectives.join_stage(key, name, owner, work, *live(earlier))
             track.communication.append(task)
+            track.starts.setdefault(position, task)
             return task
 
         if kind is Kind.REDUCE:
-            start = stage("alone", streams.main, streams.inside, *after)
-            streams.inside = stage("inside", start)
-            streams.between = stage("between", start, streams.between)
-            done = stage("done", streams.inside, streams.between)
-        else:
-            start = stage("between", streams.main, streams.between, *after)
-            inside = stage("inside", streams.main, streams.inside, *after)
-            streams.between = start
-            streams.inside = done = stage("alone", inside, start)
-        track.starts[position] = start
-        return done
+            ready = (stage(f"sums of {region}", costs.sums_in_sets(chunk), *ready),)
+        for number, buffer in enumerate(buffers):
+            foreign = f"{number} in {region} of others", buffer.foreign[region]
+            own = f"{number} in {region}", buffer.own[region]
+            between = f"{number}", buffer.between
+            if kind is Kind.REDUCE:
+                streams.inside = stage(*foreign, streams.inside, *ready)
+                streams.between = stage(*between, streams.between, streams.inside)
+                streams.inside = stage(*own, streams.inside)
+            else:
+                streams.between = stage(*between, streams.between, *ready)
+                streams.inside = stage(*own, streams.inside, *ready)
+                streams.inside = stage(*foreign, streams.inside, streams.between)
+        return self.collectives.join_end(key, owner, streams.inside, streams.between)

@@ -53,8 +53,7 @@ class LinkModel:
         """How long an operation takes on idle links."""
         work = self.work(operation)
         assert work is not None
-        flow = work.flow
-        return work.seconds_s + (flow.num_bytes / flow.limit_bytes_per_s if flow else 0.0)
+        return work.alone_s
 
     def _work(self, operation: Operation) -> TaskWork:
         if isinstance(operation, Transfer):

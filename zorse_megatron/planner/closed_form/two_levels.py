@@ -35,7 +35,7 @@ class TwoLevels:
             bounds = tuple(pairwise(accumulate([0] + [shard_bytes] * len(ranks))))
             shards = RegionShards(bounds=bounds, regions=regions_of(runs))
             gather = Hierarchical(ranks=ranks, to_bytes=int, loads=self._loads, reduces=False)
-            self._times[key], *_ = gather.of_buffer(shards)
+            self._times[key] = gather.times(shards)
         return self._times[key]
 
     def _runs(self, ranks: Sequence[int]) -> list[list[int]]:
