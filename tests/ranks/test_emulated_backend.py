@@ -13,6 +13,11 @@ from zorse_megatron.emulate.clock.rank_clock import RankClock
 from zorse_megatron.emulate.on_ranks.backend import BACKEND, register
 from zorse_megatron.emulate.on_ranks.tensor_sizes import AsTheyAre
 from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.runtime.hierarchical_collectives import (
+    RegionGroups,
+    all_gather_hierarchical,
+    reduce_scatter_hierarchical,
+)
 from zorse_megatron.runtime.low_precision_reduce import CommDtype, reduce_scatter_low_precision
 
 WORLD = 3
@@ -165,3 +170,39 @@ def test_shards_of_unequal_size_are_moved_in_one_operation():
     """A ring takes 4 s for 24 bytes; each of gloo's calls alone would take 500 s."""
     for found in emulated(uneven_shards):
         assert found == (4.0, 4.0, [3.0, 6.0, 9.0, 12.0, 15.0, 18.0])
+
+
+def two_levels(clock):
+    """Ranks 0 and 1, and 2 and 3, with 16 elements: two reductions, then a gather, at once."""
+    rank = dist.get_rank()
+    insides = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = RegionGroups(
+        inside=insides[rank // 2], across=dist.new_group(), regions=((0, 2), (2, 4))
+    )
+    bounds = ((0, 4), (4, 8), (8, 12), (12, 16))
+    buffers = [torch.arange(16.0) + rank for _ in range(2)]
+    gathered = torch.full((16,), float(rank))
+    works = [
+        *(reduce_scatter_hierarchical(each, bounds, groups, async_op=True) for each in buffers),
+        all_gather_hierarchical(gathered, bounds, groups, async_op=True),
+    ]
+    clock.compute(0.5)
+    early, times_s = works[0].is_completed(), []
+    for work in works:
+        work.wait()
+        times_s.append(clock.now_s)
+    own = slice(4 * rank, 4 * rank + 4)
+    return early, times_s, [each[own].tolist() for each in buffers], gathered.tolist()
+
+
+def test_two_levels_are_stages_that_overlap_with_those_of_the_next_operation():
+    """A ring of two moves half of a block of 32 bytes: 4 s. A rank sends 16 bytes: 4 s.
+
+    Regions sum for others (until 4), then for themselves (8), and again (12, 16); messages leave
+    at 4 and at 12. The gather's messages follow at 16, beside own shards, and are spread at 20.
+    """
+    for rank, (early, times_s, sums, gathered) in enumerate(emulated(two_levels, world=4)):
+        assert not early
+        assert times_s == [8.0, 16.0, 24.0]
+        assert sums == [[4.0 * n + 6.0 for n in range(4 * rank, 4 * rank + 4)]] * 2
+        assert gathered == [float(n // 4) for n in range(16)]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
-from tests.unit.fake_costs import FakeComm, FakeMemory
+from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.plan_samples import good, only_problem, problems
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
@@ -19,7 +19,7 @@ from zorse_megatron.schedules.communicators import (
     resident_kernels,
 )
 from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schema.plan.plan import Plan, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, Plan, Schedule
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.rank_sizes import RankSizes
@@ -152,9 +152,30 @@ def test_stages_of_layers_overlap(schedule, pieces, rate):
             expected_s += in_region_s + pieces * between_s
         else:
             expected_s += pieces * 2 * in_region_s
-    found = run(hierarchical(plan, "eeww"), comm=comm)
+    placed = hierarchical(plan, "eeww")
+    found = run(placed, comm=comm)
     assert found.iteration_s == pytest.approx(expected_s)
+    assert run(placed, comm=comm, merge_equal_ranks=True).iteration_s == found.iteration_s
     assert run(plan, comm=comm).iteration_s != found.iteration_s
+
+
+def test_messages_are_on_their_way_while_regions_work_on_the_next_chunk():
+    """Two chunks of a layer: their gathers share the link, and what the first spreads in its
+    regions hides behind the second one's messages. A reduction waits for the one before it, whose
+    memory it needs.
+    """
+    plan = dataclasses.replace(
+        one_group((1, 1), (1, 1), (1, 1), (1, 1), layers=2),
+        chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2))),
+        schedule=Schedule(name="breadth_first"),
+    )
+    comm = TwoRegions(bytes_per_s=64.0, between_bytes_per_s=16.0, between_s=0.0)
+    found = run(
+        hierarchical(plan, "eeww"), comm=comm, compute=FakeCompute(forward_s=0.0, backward_s=0.0)
+    )
+    between_s, inside_s = 640 / 2 / 16.0, 640 / 4 / 64.0  # of a byte for each parameter
+    gathers_s, reductions_s = 2 * between_s + inside_s, 2 * (between_s + inside_s)
+    assert found.iteration_s == pytest.approx(2 * gathers_s + 4 * reductions_s)
 
 
 def test_arriving_sums_are_counted_beside_the_gradients():

@@ -11,8 +11,10 @@ from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate import evaluator as evaluator_module
 from zorse_megatron.planner.evaluate.evaluator import Evaluator
+from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import Builder
+from zorse_megatron.planner.search.region_levels import with_best_levels
 from zorse_megatron.schedules.actions import SENDS
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan.plan import Plan
@@ -98,3 +100,36 @@ def test_a_long_batch_is_not_extrapolated_from_what_collectives_hide(
     found = Evaluator(inputs, estimator).evaluate(estimate)
     assert found is not None
     assert found.iteration_s == pytest.approx(simulated(inputs, found.plan).iteration_s, rel=0.02)
+
+
+def test_groups_in_several_regions_sum_in_two_levels_where_that_is_faster() -> None:
+    """Two GPUs of each region: half of a buffer crosses in place of three quarters."""
+    inputs = lab(REGIONS, batch=64)
+    both = planned(inputs, [(0, 1, 2, 3)], (1,))
+    assert both.groups[0].hierarchical
+    ring = replace(both, groups=(replace(both.groups[0], hierarchical=None),))
+    assert simulated(inputs, both).iteration_s < simulated(inputs, ring).iteration_s
+    assert not any(each.hierarchical for each in planned(inputs, [(0, 1), (2, 3)], (1, 1)).groups)
+    space = replace(inputs.space, hierarchical=False)
+    assert planned(replace(inputs, space=space), [(0, 1, 2, 3)], (1,)) == ring
+
+
+def test_the_other_way_is_tried_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the closed form had it wrong."""
+    inputs = lab(REGIONS, batch=64)
+    plan = planned(inputs, [(0, 1, 2, 3)], (1,))
+    ring = replace(plan, groups=(replace(plan.groups[0], hierarchical=None),))
+    evaluator = Evaluator(inputs, Estimator(inputs))
+    found, slower = evaluator.evaluate_plan(plan), evaluator.evaluate_plan(ring)
+    assert found is not None and slower is not None
+    assert with_best_levels(evaluator, slower).plan == plan
+    assert with_best_levels(evaluator, found).plan == plan
+    cheaper = replace(slower, iteration_s=found.iteration_s / 2)
+    monkeypatch.setattr(evaluator, "evaluate_plan", lambda _: cheaper)
+    assert with_best_levels(evaluator, found) == cheaper
+
+
+def test_baselines_have_rings_only() -> None:
+    plan = find_plan(lab(REGIONS, batch=64), strategy="cephalo").plan
+    assert not any(group.hierarchical for group in plan.groups)
+    assert {each.region for each in plan.groups[0].replicas} == {"west", "east"}
