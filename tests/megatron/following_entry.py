@@ -1,7 +1,8 @@
 """`recording_entry` on GPUs that are sleeping threads: a layer takes so long for each sample.
 
 `$ZORSE_TEST_FOLLOWED`: the status directory. Rank 2 takes ten times as long as the others. Rank 0
-waits once, after iteration `WAITS_AFTER`, for a request to move.
+waits once, after iteration `WAITS_AFTER`, for a request to move, and keeps the status that is there
+then in `before-move.json`. Rank 1's clock is ahead, and what it receives arrives late.
 """
 
 import os
@@ -13,9 +14,11 @@ from typing import Any
 from tests.megatron.recording_entry import record
 from zorse_megatron.adapter.cpu import cpu_mode
 from zorse_megatron.migration.request import REQUEST_NAME
+from zorse_megatron.schema.status.status import STATUS_NAME
 
 LAYER_S, SLOW, FACTOR = 0.004, 2, 10
 WAITS_AFTER, AT_MOST_S = 9, 60.0
+LATE, LATE_S, AHEAD_S = 1, 0.01, 1000.0
 
 
 def sleeping(forward: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -35,9 +38,20 @@ def waiting(code: Callable[..., float], request: Path) -> Callable[..., float]:
         if len(calls) == WAITS_AFTER:
             while not request.exists() and time.monotonic() - calls[-1] < AT_MOST_S:
                 time.sleep(0.05)
+            status = request.with_name(STATUS_NAME)
+            request.with_name("before-move.json").write_text(status.read_text())
         return code(requests)
 
     return wait_for_request
+
+
+def late(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def wait_longer(receive: Any) -> Any:
+        result = wait(receive)
+        time.sleep(LATE_S)
+        return result
+
+    return wait_longer
 
 
 if __name__ == "__main__":
@@ -56,4 +70,10 @@ if __name__ == "__main__":
         directory = Path(os.environ["ZORSE_TEST_FOLLOWED"])
         PlanRequests.code = waiting(PlanRequests.code, directory / REQUEST_NAME)  # type: ignore[method-assign]
         status._EVERY_S = 0.0
+    if os.environ["RANK"] == str(LATE):
+        from zorse_megatron.runtime.transport import _Posted
+        from zorse_megatron.trace import HostClock
+
+        _Posted.wait = late(_Posted.wait)  # type: ignore[method-assign]
+        HostClock.mark = lambda clock: time.time() + AHEAD_S  # type: ignore[method-assign]
     record()

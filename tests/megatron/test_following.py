@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.megatron.comparison import NUM_LAYERS, plan_of, plan_run, replica, stock_run
-from tests.megatron.following_entry import LAYER_S, SLOW
+from tests.megatron.following_entry import AHEAD_S, LATE_S, LAYER_S, SLOW
 from tests.megatron.launch import REPOSITORY
 from tests.megatron.test_exactness import assert_equal_runs, flags_for
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
 from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
 from zorse_megatron.schema.profile.profile_json import save_profile
+from zorse_megatron.schema.status.status import LinkStatus
 from zorse_megatron.schema.status.status_json import load_status
 
 STEPS = 15
@@ -82,6 +83,14 @@ def followed(directory: Path, flags: tuple[str, ...]) -> Iterator[subprocess.Pop
             process.kill()
 
 
+def assert_links(links: tuple[LinkStatus, ...]) -> None:
+    """Of the two ways between ranks one is late; clocks are as far apart as they may be."""
+    assert [each.ranks for each in links] == [(0, 1), (1, 2)]
+    for each in links:
+        assert each.num_bytes == 32 * 32 * 4
+        assert LATE_S / 2 < each.seconds < AHEAD_S / 100
+
+
 def test_moves_by_itself_and_stays_exact(corpus: Path, tmp_path: Path) -> None:
     flags = flags_for(corpus, steps=STEPS)
     status = tmp_path / "status"
@@ -104,6 +113,7 @@ def test_moves_by_itself_and_stays_exact(corpus: Path, tmp_path: Path) -> None:
     plan = load_plan(status / "running-plan.json")
     assert fingerprint(plan) == found.plan and plan.cluster == PLAN.cluster
     assert f"the training runs under plan {found.plan}" in run.outputs[0]
+    assert_links(load_status(status / "before-move.json").links)
     # What the slow rank computes of the model has become less.
     first, stop = next(c.layers for c in plan.chunks if c.group == plan.group_of_rank(SLOW))
     (group, index) = plan.replica_of_rank(SLOW)

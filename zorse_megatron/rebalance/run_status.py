@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from zorse_megatron.rebalance.balancer import Counts, counts_of
 from zorse_megatron.rebalance.iteration_times import IterationTimes
+from zorse_megatron.rebalance.link_times import LinkTimes
 from zorse_megatron.rebalance.speeds import MOST_STEPS, Speed
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint
@@ -39,6 +40,7 @@ class RunStatus:
     changes: list[Change] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     ended: bool = False
+    links: LinkTimes | None = None
     speeds: dict[int, Speed] = field(default_factory=dict)
     _recent: deque[tuple[IterationTimes, ...]] = field(
         default_factory=lambda: deque(maxlen=MOST_STEPS)
@@ -125,6 +127,7 @@ class RunStatus:
             moves=tuple(self.moves),
             ended=self.ended,
             ranks=tuple(self._rank(rank) for rank in range(self.plan.world_size)),
+            links=() if self.links is None else self.links.links(),
         )
 
     def _rank(self, rank: int) -> RankStatus:

@@ -106,6 +106,8 @@ class Executor:
         """What this rank's neighbouring chunk made: (is activation, consumer, micro-batch)."""
         self.times = times
         mailbox.waiting = self._waiting
+        if times is not None:
+            mailbox.sent, mailbox.arrived = times.sent, times.arrived
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

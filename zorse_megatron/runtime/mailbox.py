@@ -58,6 +58,8 @@ class _Incoming:
     positions: tuple[int, int]
     buffer: torch.Tensor
     receive: Receive
+    peer: int
+    tag: int
 
     @property
     def order(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -81,6 +83,10 @@ class Mailbox:
     """This rank's, in a set of several ranks."""
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Surrounds what waits for other ranks."""
+    sent: Callable[[int, int, int], None] = lambda peer, tag, num_bytes: None
+    """Told of each message that has been handed over."""
+    arrived: Callable[[int, int, bool], None] = lambda peer, tag, alone: None
+    """Told of each message that has just been waited for; whether for it alone."""
     incoming: dict[tuple[bool, int, int], list[_Incoming]] = field(default_factory=dict)
     leaving: dict[int, list[tuple[Work, torch.Tensor]]] = field(default_factory=dict)
     """Position in the list -> messages that must have left before its action."""
@@ -110,9 +116,15 @@ class Mailbox:
             dtype = self.spec.message_dtype(action.other_chunk, sends=False)
             positions = self._positions(action)
             buffer = self.spec.empty(stop - start, dtype, positions)
-            receive = self.transport.open(buffer, peer=action.peer, tag=self._tag(action))
+            tag = self._tag(action)
+            receive = self.transport.open(buffer, peer=action.peer, tag=tag)
             piece = _Incoming(
-                samples=(start, stop), positions=positions, buffer=buffer, receive=receive
+                samples=(start, stop),
+                positions=positions,
+                buffer=buffer,
+                receive=receive,
+                peer=action.peer,
+                tag=tag,
             )
             self.incoming.setdefault(self._key(action), []).append(piece)
             self._opened[at] = receive
@@ -137,7 +149,9 @@ class Mailbox:
         dtype = self.spec.message_dtype(action.other_chunk, sends=True)
         # One pass over the memory at most; `to` leaves what has the dtype as it is.
         part = part.to(dtype, memory_format=torch.contiguous_format).contiguous()
-        work = self.transport.send(part, peer=action.peer, tag=self._tag(action))
+        tag = self._tag(action)
+        self.sent(action.peer, tag, part.numel() * part.element_size())
+        work = self.transport.send(part, peer=action.peer, tag=tag)
         self.leaving.setdefault(self._closings[position], []).append((work, part))
 
     def take(self, *, activation: bool, chunk: int, micro_batch: MicroBatch) -> torch.Tensor:
@@ -147,6 +161,8 @@ class Mailbox:
         with self.waiting():
             for piece in parts:
                 piece.receive.wait()
+        for piece in parts:
+            self.arrived(piece.peer, piece.tag, len(parts) == 1)
         whole_sequence = 0, self.spec.sequence_length
         if self.place is not None or any(piece.positions != whole_sequence for piece in parts):
             return self._assembled(parts, micro_batch)

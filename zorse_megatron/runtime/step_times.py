@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zorse_megatron.rebalance.iteration_times import IterationTimes
+from zorse_megatron.rebalance.link_times import Messages
 from zorse_megatron.schedules.actions import ON_LAYERS, TRANSFERS, Action
 from zorse_megatron.trace import Clock
 
 _Marks = tuple[Any, Any]
+# A shorter wait may be for what was there: to look takes some tens of microseconds.
+_WAITED_S = 2e-4
 
 
 @dataclass(kw_only=True)
@@ -26,6 +29,10 @@ class _Iteration:
     actions: list[tuple[Action, _Marks, slice]] = field(default_factory=list)
     """With its marks, and its waits."""
     waits: list[_Marks] = field(default_factory=list)
+    sent: list[tuple[int, int, int, Any]] = field(default_factory=list)
+    """Target, tag, bytes, mark."""
+    arrived: list[tuple[int, int, int | None]] = field(default_factory=list)
+    """Source, tag, and the number of the wait for it alone."""
 
 
 class StepTimes:
@@ -37,6 +44,8 @@ class StepTimes:
         self.behind = behind
         self._now: _Iteration | None = None
         self._ended: list[_Iteration] = []
+        self.messages: Messages | None = None
+        """Of the iteration that was read last."""
 
     def begin(self, number: int) -> None:
         """An iteration's list begins."""
@@ -72,6 +81,17 @@ class StepTimes:
         yield
         now.waits.append((start, self.clock.mark()))
 
+    def sent(self, peer: int, tag: int, num_bytes: int) -> None:
+        """A message has been handed over."""
+        if self._now is not None:
+            self._now.sent.append((peer, tag, num_bytes, self.clock.mark()))
+
+    def arrived(self, peer: int, tag: int, alone: bool) -> None:
+        """A message has been waited for; `alone`: the last wait was for nothing else."""
+        if self._now is not None:
+            wait = len(self._now.waits) - 1 if alone else None
+            self._now.arrived.append((peer, tag, wait))
+
     def read(self) -> IterationTimes | None:
         """The oldest iteration that has not been read and that the device has done."""
         return self._read(self._ended.pop(0)) if len(self._ended) > self.behind else None
@@ -86,6 +106,7 @@ class StepTimes:
                 computed[action.chunk, action.kind].append(own_s)
             else:
                 update_s += own_s
+        self.messages = self._messages(iteration, waits_s)
         return IterationTimes(
             number=iteration.number,
             micro_batch_s=sum(map(statistics.median, computed.values())),
@@ -94,6 +115,17 @@ class StepTimes:
             update_s=update_s,
             iteration_s=self._between(iteration.start, iteration.end),
         )
+
+    def _messages(self, iteration: _Iteration, waits_s: list[float]) -> Messages:
+        sent: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
+        for peer, tag, num_bytes, mark in iteration.sent:
+            sent[peer].append((tag, num_bytes, self.clock.seconds(mark)))
+        arrived: dict[int, list[tuple[int, float | None]]] = defaultdict(list)
+        for peer, tag, wait in iteration.arrived:
+            was_late = wait is not None and waits_s[wait] > _WAITED_S
+            when = self.clock.seconds(iteration.waits[wait or 0][1]) if was_late else None
+            arrived[peer].append((tag, when))
+        return Messages(number=iteration.number, sent=sent, arrived=arrived)
 
     def _between(self, start: Any, end: Any) -> float:
         return self.clock.seconds(end) - self.clock.seconds(start)

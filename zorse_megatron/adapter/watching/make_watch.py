@@ -12,6 +12,7 @@ from zorse_megatron.adapter.watching.run_watch import RunWatch
 from zorse_megatron.adapter.watching.status import StatusReporter
 from zorse_megatron.adapter.watching.switching import Switching
 from zorse_megatron.rebalance.balancer import Balancer
+from zorse_megatron.rebalance.link_times import LinkTimes
 from zorse_megatron.rebalance.prepare import Preparation
 from zorse_megatron.rebalance.run_status import RunStatus
 from zorse_megatron.runtime.device_clock import CudaClock
@@ -31,8 +32,10 @@ def make_watch(session: "PlanSession", clock: "Clock") -> RunWatch | None:
     if not session.rebalances and session.status_directory is None:
         return None
     plan = session.plan
+    links = LinkTimes(edges=edges_of((session.training,)), world_size=plan.world_size)
     status = RunStatus(
         plan=plan,
+        links=links,
         tokens_per_iteration=plan.global_batch_size * session.sequence_length,
         first_iteration=0,
         moves=list(session.moves),
@@ -42,6 +45,8 @@ def make_watch(session: "PlanSession", clock: "Clock") -> RunWatch | None:
         times=StepTimes(clock, behind=int(isinstance(clock, CudaClock))),
         exchange=Exchange(timeout=session.timeout),
         switching=_switching(session) if session.rebalances else None,
+        links=links,
+        rank=session.rank,
         reporter=StatusReporter(status, directory=session.status_directory),
         requests=PlanRequests.of(session.status_directory, rank=session.rank)
         if session.may_move

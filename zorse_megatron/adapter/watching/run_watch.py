@@ -10,11 +10,14 @@ from zorse_megatron.adapter.watching.status import StatusReporter
 from zorse_megatron.adapter.watching.switching import Switching
 from zorse_megatron.rebalance.balancer import counts_of, workers_of
 from zorse_megatron.rebalance.iteration_times import IterationTimes
+from zorse_megatron.rebalance.link_times import LinkTimes
 from zorse_megatron.rebalance.prepare import Prepared
 from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedules.policy import Worker
 from zorse_megatron.schema.plan.plan import Plan
 
+# Where the numbers of links begin in what a rank tells.
+_OF_LINKS = 8
 _NOTHING = IterationTimes(
     number=-1, micro_batch_s=0.0, compute_s=0.0, waited_s=0.0, update_s=0.0, iteration_s=0.0
 )
@@ -28,6 +31,8 @@ class RunWatch:
     times: StepTimes
     exchange: Exchange
     reporter: StatusReporter
+    links: LinkTimes
+    rank: int
     switching: Switching | None = None
     requests: PlanRequests | None = None
 
@@ -44,7 +49,8 @@ class RunWatch:
     def end(self, done: int) -> None:
         """So many iterations have been run. A collective call that waits for nobody."""
         self.times.end()
-        own = self.times.read() or _NOTHING
+        read = self.times.read()
+        own = read or _NOTHING
         code = 0.0 if self.switching is None else self.switching.code
         told = self.exchange.swap(
             (
@@ -56,6 +62,7 @@ class RunWatch:
                 own.iteration_s,
                 code,
                 0.0 if self.requests is None else self.requests.code(),
+                *self.links.row(self.rank, self.times.messages if read else None),
             )
         )
         if told is not None:
@@ -76,6 +83,7 @@ class RunWatch:
         # A GPU may be an iteration behind the others; what is told is of one iteration or ignored.
         known = len({each.number for each in ranks}) == 1 and ranks[0].number >= 0
         if known:
+            self.links.take([row[_OF_LINKS:] for row in told])
             self.reporter.take(ranks)
         if self.requests is not None:
             self.requests.hear(told[0][7])

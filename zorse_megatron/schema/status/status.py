@@ -58,6 +58,20 @@ class RankStatus:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
+class LinkStatus:
+    """Messages between two ranks."""
+
+    ranks: tuple[Count, Count]
+    """The lower one first."""
+    num_bytes: Positive
+    """Of one message."""
+    seconds: PositiveFloat
+    """From its sender's handing it over to its arrival: the median, of the mean of both ways."""
+    messages: Positive
+    """That this rests on, in each way."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Change:
     """Other counts of micro-batches."""
 
@@ -100,3 +114,5 @@ class Status:
     ended: bool = False
     """Whether the training is over, and nothing failed."""
     ranks: tuple[RankStatus, ...]
+    links: tuple[LinkStatus, ...] = ()
+    """Of which messages were waited for at both ends."""
