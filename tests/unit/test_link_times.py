@@ -101,12 +101,12 @@ def test_a_rank_notes_what_it_sends_and_what_it_waited_for() -> None:
     times.begin(4)
     clock.now_s = 1.0
     times.sent(2, 7, BYTES)
-    for tag, waited_s, alone in ((1, 0.5, True), (3, 0.0, True), (5, 0.5, False)):
+    for tag, waited_s in ((1, 0.5), (3, 0.0)):
         with times.waiting():
             clock.now_s += waited_s
-        times.arrived(0, tag, alone)
+        times.arrived(0, tag)
     times.end()
     assert times.read() is not None
     assert times.messages == Messages(
-        number=4, sent={2: [(7, BYTES, 1.0)]}, arrived={0: [(1, 1.5), (3, None), (5, None)]}
+        number=4, sent={2: [(7, BYTES, 1.0)]}, arrived={0: [(1, 1.5), (3, None)]}
     )

@@ -24,7 +24,7 @@ from zorse_megatron.schema.plan.plan import (
 from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
 from zorse_megatron.schema.profile.profile_correct import corrected
 from zorse_megatron.schema.profile.profile_json import load_profile, save_profile
-from zorse_megatron.schema.status.status import STATUS_NAME
+from zorse_megatron.schema.status.status import STATUS_NAME, LinkStatus, Move
 from zorse_megatron.schema.status.status_json import dump_status, load_status
 
 KINDS = ("A", "A", "B", "B")
@@ -103,6 +103,26 @@ def test_what_the_file_says(tmp_path: Path) -> None:
     assert "replicas since iteration 111: 18,12,17,17" in shown.output
     as_json = CliRunner().invoke(app, ["status", str(tmp_path), "--json"])
     assert json.loads(as_json.output)["ranks"][1]["since"] == 102
+
+
+def test_moves_and_links_are_shown(tmp_path: Path) -> None:
+    status = _status()
+    _run(status, range(5), (1.0, 1.0, 1.0, 1.0))
+    status.moves += [Move(iteration=103, plan="ab", refused="no room"), Move(iteration=104)]
+    status.ended = True
+    links = tuple(
+        LinkStatus(ranks=(0, rank), num_bytes=2**20, seconds=rank * 1e-3, messages=3)
+        for rank in range(1, 11)
+    )
+    now = dataclasses.replace(status.now(written_s=1.7e9), links=links)
+    (tmp_path / STATUS_NAME).write_text(dump_status(now))
+    assert load_status(tmp_path) == now
+    shown = CliRunner().invoke(app, ["status", str(tmp_path)]).output
+    assert "iteration 105, the training has ended" in shown
+    assert "plan ab was asked for after iteration 103: refused: no room" in shown
+    assert "plan that could not be read was asked for after iteration 104" in shown
+    assert "ranks 0 and 10: a message of 1,048,576 bytes takes 10 ms" in shown
+    assert "ranks 0 and 2:" not in shown and "ranks 0 and 3:" in shown
 
 
 def test_without_times_in_the_plan_the_first_iterations_count() -> None:

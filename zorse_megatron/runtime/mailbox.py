@@ -85,8 +85,8 @@ class Mailbox:
     """Surrounds what waits for other ranks."""
     sent: Callable[[int, int, int], None] = lambda peer, tag, num_bytes: None
     """Told of each message that has been handed over."""
-    arrived: Callable[[int, int, bool], None] = lambda peer, tag, alone: None
-    """Told of each message that has just been waited for; whether for it alone."""
+    arrived: Callable[[int, int], None] = lambda peer, tag: None
+    """Told of each message, right after the wait for it."""
     incoming: dict[tuple[bool, int, int], list[_Incoming]] = field(default_factory=dict)
     leaving: dict[int, list[tuple[Work, torch.Tensor]]] = field(default_factory=dict)
     """Position in the list -> messages that must have left before its action."""
@@ -158,11 +158,10 @@ class Mailbox:
         """Wait for all pieces of a micro-batch; join them along the batch dimension."""
         parts = self.incoming.pop((activation, chunk, micro_batch.index))
         parts.sort(key=lambda piece: piece.order)
-        with self.waiting():
-            for piece in parts:
-                piece.receive.wait()
         for piece in parts:
-            self.arrived(piece.peer, piece.tag, len(parts) == 1)
+            with self.waiting():
+                piece.receive.wait()
+            self.arrived(piece.peer, piece.tag)
         whole_sequence = 0, self.spec.sequence_length
         if self.place is not None or any(piece.positions != whole_sequence for piece in parts):
             return self._assembled(parts, micro_batch)

@@ -31,8 +31,8 @@ class _Iteration:
     waits: list[_Marks] = field(default_factory=list)
     sent: list[tuple[int, int, int, Any]] = field(default_factory=list)
     """Target, tag, bytes, mark."""
-    arrived: list[tuple[int, int, int | None]] = field(default_factory=list)
-    """Source, tag, and the number of the wait for it alone."""
+    arrived: list[tuple[int, int, int]] = field(default_factory=list)
+    """Source, tag, and the number of its wait."""
 
 
 class StepTimes:
@@ -86,11 +86,10 @@ class StepTimes:
         if self._now is not None:
             self._now.sent.append((peer, tag, num_bytes, self.clock.mark()))
 
-    def arrived(self, peer: int, tag: int, alone: bool) -> None:
-        """A message has been waited for; `alone`: the last wait was for nothing else."""
+    def arrived(self, peer: int, tag: int) -> None:
+        """The last wait was for this message."""
         if self._now is not None:
-            wait = len(self._now.waits) - 1 if alone else None
-            self._now.arrived.append((peer, tag, wait))
+            self._now.arrived.append((peer, tag, len(self._now.waits) - 1))
 
     def read(self) -> IterationTimes | None:
         """The oldest iteration that has not been read and that the device has done."""
@@ -122,8 +121,8 @@ class StepTimes:
             sent[peer].append((tag, num_bytes, self.clock.seconds(mark)))
         arrived: dict[int, list[tuple[int, float | None]]] = defaultdict(list)
         for peer, tag, wait in iteration.arrived:
-            was_late = wait is not None and waits_s[wait] > _WAITED_S
-            when = self.clock.seconds(iteration.waits[wait or 0][1]) if was_late else None
+            _, end = iteration.waits[wait]
+            when = self.clock.seconds(end) if waits_s[wait] > _WAITED_S else None
             arrived[peer].append((tag, when))
         return Messages(number=iteration.number, sent=sent, arrived=arrived)
 

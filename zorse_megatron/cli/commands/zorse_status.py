@@ -10,12 +10,14 @@ from rich.text import Text
 
 from zorse_megatron.cli.console import print_json, print_plain, print_table, reported_errors
 from zorse_megatron.cli.options import AsJson
-from zorse_megatron.schema.status.status import RankStatus, Status
+from zorse_megatron.schema.status.status import LinkStatus, RankStatus, Status
 from zorse_megatron.schema.status.status_json import load_status
 from zorse_megatron.schema.text.strict import plain
 
 # A run writes its status every few seconds, or with every iteration if that takes longer.
 _OLD_S = 60.0
+# The slowest ones; --json has all.
+_MOST_LINKS = 8
 
 
 def status(
@@ -52,6 +54,12 @@ def _print(found: Status) -> None:
             "The plan does not say how long micro-batches take: they are compared with the first "
             "iterations of the run."
         )
+    for link in sorted(found.links, key=_rate)[:_MOST_LINKS]:
+        low, high = link.ranks
+        print_plain(
+            f"ranks {low} and {high}: a message of {link.num_bytes:,} bytes takes "
+            f"{1e3 * link.seconds:.4g} ms, mean of both ways ({link.messages} each way)"
+        )
     for change in found.changes:
         counts = "|".join(",".join(map(str, row)) for row in change.counts)
         print_plain(
@@ -63,6 +71,10 @@ def _print(found: Status) -> None:
             f"plan {move.plan or 'that could not be read'} was asked for after iteration "
             f"{move.iteration}: {became}"
         )
+
+
+def _rate(link: LinkStatus) -> float:
+    return link.num_bytes / link.seconds
 
 
 def _speed(found: Status) -> str:
