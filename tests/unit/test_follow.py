@@ -120,6 +120,9 @@ class Run:
     settings: Settings = field(default_factory=Settings)
     refuses: bool = False
     move_s: float = 5.0
+    takes_s: float = 5.0
+    """What a move really takes."""
+    stood_still_s: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
     asked_at: list[int] = field(default_factory=list)
 
@@ -155,7 +158,8 @@ class Run:
             self._iterate()
             if self.iteration % LOOKS_EVERY:
                 continue
-            decision = self.follower.look(self.status.now(written_s=1.0), self.plan)
+            now = self.status.now(written_s=1e9 + self.iteration + self.stood_still_s)
+            decision = self.follower.look(now, self.plan)
             if decision is not None:
                 self.decisions.append(decision)
         return [each.what for each in self.decisions]
@@ -171,6 +175,7 @@ class Run:
             if self.refuses:
                 self.status.moves = moves
             else:
+                self.stood_still_s += self.takes_s
                 self._begin(asked, moves)
         number = self.iteration - self.first
         if self.balancer.wish is not None:
@@ -282,6 +287,16 @@ def test_a_run_that_does_not_answer_is_let_be() -> None:
 def test_stays_where_it_does_not_pay(settings: Settings, move_s: float) -> None:
     run = Run(factors=slow(0, 1.6, 20), seed=2, settings=settings, move_s=move_s)
     assert set(run.train(60)) == {"stays"} and not run.asked_at
+
+
+def test_the_second_move_is_weighed_by_what_the_first_one_took() -> None:
+    """One that takes half an hour is not made a second time."""
+    run = Run(factors=slow(0, 1.6, 20, 80), seed=1, takes_s=1800.0)
+    run.train(160)
+    (moved,) = [each for each in run.decisions if each.what == "moved"]
+    assert moved.facts["stood_still_s"] == pytest.approx(1800.0, abs=2.0)
+    assert len(run.asked_at) == 1
+    assert run.decisions[-1].what == "stays" and run.decisions[-1].facts["move_s"] > 1700
 
 
 def test_what_has_been_found_is_told() -> None:

@@ -99,6 +99,11 @@ class Follower:
         """Fingerprint -> how often the run has refused it."""
         self._refused_in_a_row = 0
         self._asked: _Asked | None = None
+        self._modelled: tuple[str, Sequence[float]] | None = None
+        """Plan, and what the profile says of its micro-batches."""
+        self._last: Status | None = None
+        self._stood_still_s: float | None = None
+        """What the last move took; None: there was none."""
         self._iteration = -1
 
     def look(self, status: Status, plan: Plan) -> Decision | None:
@@ -109,12 +114,15 @@ class Follower:
         elif status.iteration == self._iteration:
             return None
         self._iteration = status.iteration
+        before, self._last = self._last, status
         self.plans.setdefault(status.plan, plan)
         if self._asked is not None:
-            return self._answer(self._asked, status)
+            return self._answer(self._asked, status, before)
         if status.ended:
             return None
-        seen = observed(status, plan, self.costs.micro_batch_s(plan))
+        if self._modelled is None or self._modelled[0] != status.plan:
+            self._modelled = status.plan, self.costs.micro_batch_s(plan)
+        seen = observed(status, plan, self._modelled[1])
         changed = self.lasting.changed(seen)
         if not changed:
             return None
@@ -169,25 +177,30 @@ class Follower:
         left = self.settings.horizon
         if self.settings.last_iteration is not None:
             left = min(left, self.settings.last_iteration - seen.iteration)
+        move_s = self._stood_still_s
         return Weighed(
             present_s=present_s,
             next_s=truth.iteration_s(plan),
-            move_s=truth.move_cost(seen.plan, plan).seconds,
+            move_s=truth.move_cost(seen.plan, plan).seconds if move_s is None else move_s,
             iterations=left,
         )
 
-    def _answer(self, asked: _Asked, status: Status) -> Decision | None:
+    def _answer(self, asked: _Asked, status: Status, before: Status | None) -> Decision | None:
         """What has become of the request."""
         answers = [
             each
             for each in status.moves
             if each.plan == asked.plan and each.iteration >= asked.iteration
         ]
-        facts = {"plan": asked.plan}
+        facts: dict[str, object] = {"plan": asked.plan}
         if status.plan == asked.plan:
             self._asked, self._refused_in_a_row = None, 0
             self.lasting.moved(status.iteration)
             line = f"the run is under plan {asked.plan}"
+            if before is not None:
+                self._stood_still_s = _stood_still_s(before, status)
+                facts["stood_still_s"] = self._stood_still_s
+                line += f"; it has stood still for about {self._stood_still_s:.0f} s"
             return Decision(iteration=status.iteration, what="moved", line=line, facts=facts)
         if answers and answers[-1].refused is not None:
             why = answers[-1].refused
@@ -207,6 +220,13 @@ class Follower:
         self._refused_in_a_row += 1
         self.lasting.refused(status.iteration, self._refused_in_a_row)
         return Decision(iteration=status.iteration, what=what, line=line, facts=facts)
+
+
+def _stood_still_s(before: Status, after: Status) -> float:
+    """What has passed between two statuses beyond the iterations that lie between them."""
+    slowest_s = max(before.iteration_s or 0.0, after.iteration_s or 0.0)
+    ran_s = (after.iteration - before.iteration) * slowest_s
+    return max(0.0, after.written_s - before.written_s - ran_s)
 
 
 def _told(seen: Observed, changed: Sequence[int]) -> str:
