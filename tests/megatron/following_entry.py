@@ -17,7 +17,7 @@ from zorse_megatron.migration.request import REQUEST_NAME
 from zorse_megatron.schema.status.status import STATUS_NAME
 
 LAYER_S, SLOW, FACTOR = 0.004, 2, 10
-WAITS_AFTER, AT_MOST_S = 9, 60.0
+WAITS_AFTER, AT_MOST_S = 9, 200.0
 LATE, LATE_S, AHEAD_S = 1, 0.01, 1000.0
 
 

@@ -82,6 +82,7 @@ class RunDirectory:
     def follow(self, *options: str, code: int = 0) -> dict[str, Any]:
         """What it decides in one look."""
         words = ["follow", str(self.directory), "--cluster", str(self.cluster), "--once", "--json"]
+        words += ["--nice", "0"]
         more = ["--plan-options", "--max-tp 1", *options, "--", "pretrain_gpt.py", *FLAGS]
         result = CliRunner().invoke(app, [*words, *more])
         assert result.exit_code == code, result.output

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zorse_megatron.cli.simulated import simulated
@@ -21,8 +22,6 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import joined, load_profile, save_profile
-
-_LEAST_PRIORITY = 19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,8 @@ class Search:
     options: tuple[str, ...]
     """Of `zorse plan`."""
     limit_s: float
+    nice: int
+    """What is added to the priority's number; 19: whatever else runs comes first."""
     directory: Path
     """Where its files are kept."""
 
@@ -129,7 +130,7 @@ class CorrectedCosts:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 timeout=search.limit_s,
-                preexec_fn=_step_back,
+                preexec_fn=partial(os.nice, search.nice),
             )
         except subprocess.TimeoutExpired:
             return f"none after {search.limit_s:g} s"
@@ -145,11 +146,6 @@ class CorrectedCosts:
     def _costs(self, plan: Plan) -> WorkloadCosts:
         base = self.base
         return costs_on(plan, self.cluster, base.workload, self.profiles, margin=base.margin)
-
-
-def _step_back() -> None:
-    """The training on this node comes first."""
-    os.nice(_LEAST_PRIORITY)
 
 
 def _why(answer: bytes) -> str:

@@ -45,6 +45,7 @@ Rebuild = Annotated[
 SearchLimit = Annotated[
     float, typer.Option("--plan-limit", metavar="SECONDS", min=1, help="Longest search.")
 ]
+Nice = Annotated[int, typer.Option(min=0, max=19, help="Priority of the search, as in nice -n.")]
 Files = Annotated[
     Path | None,
     typer.Option(
@@ -68,6 +69,7 @@ def follow(  # noqa: PLR0917
     rebuild: Rebuild = 60.0,
     plan_options: PlanOptions = "",
     plan_limit: SearchLimit = 600.0,
+    nice: Nice = 19,
     files: Files = None,
     once: Once = False,
     as_json: AsJson = False,
@@ -91,6 +93,7 @@ def follow(  # noqa: PLR0917
                 training=given,
                 options=plan_options_of(plan_options),
                 limit_s=plan_limit,
+                nice=nice,
                 directory=kept,
             ),
             margin=DEFAULT_MARGIN,
