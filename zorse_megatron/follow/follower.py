@@ -1,13 +1,14 @@
 """The loop: look at a run, find out what has changed for good, plan again, weigh, ask, wait."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from zorse_megatron.costs.own_speeds import GpuSpeed
 from zorse_megatron.follow.lasting import Lasting
 from zorse_megatron.follow.move_costs import MoveCost
 from zorse_megatron.follow.observed import Observed, observed
+from zorse_megatron.follow.promise import Promise
 from zorse_megatron.follow.weighed import Weighed
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint
@@ -62,7 +63,7 @@ class Decision:
 
     iteration: int
     what: str
-    """moves, stays, moved, refused, unanswered."""
+    """moves, stays, moved, kept, goes back, refused, unanswered."""
     line: str
     """For people."""
     facts: Mapping[str, object] = field(default_factory=dict)
@@ -85,6 +86,8 @@ class _Asked:
     iteration: int
     known: tuple[GpuSpeed | None, ...]
     """What was decided on before: a refusal brings it back."""
+    promise: Promise | None = None
+    """What it is to bring."""
 
 
 class Follower:
@@ -99,6 +102,8 @@ class Follower:
         """Fingerprint -> how often the run has refused it."""
         self._refused_in_a_row = 0
         self._asked: _Asked | None = None
+        self._promise: Promise | None = None
+        """Of the last move, until it is known whether it was kept."""
         self._modelled: tuple[str, Sequence[float]] | None = None
         """Plan, and what the profile says of its micro-batches."""
         self._last: Status | None = None
@@ -125,10 +130,31 @@ class Follower:
         seen = observed(status, plan, self._modelled[1])
         changed = self.lasting.changed(seen)
         if not changed:
-            return None
-        return self._decide(status.plan, seen, changed)
+            return self._judge(status)
+        self._promise = None  # of other speeds
+        return self._decide(status, seen, changed)
 
-    def _decide(self, present: str, seen: Observed, changed: tuple[int, ...]) -> Decision:
+    def _judge(self, status: Status) -> Decision | None:
+        """Whether the last move has brought anything, once that can be told."""
+        promise, measured_s = self._promise, status.iteration_s
+        if promise is None or promise.plan != status.plan or measured_s is None:
+            return None
+        if status.iteration - promise.iteration < self.settings.patience:
+            return None
+        self._promise = None
+        facts = {"plan": promise.plan, "measured_s": measured_s, "before_s": promise.left_s}
+        line = promise.told(measured_s)
+        if not promise.is_broken(measured_s):
+            return Decision(iteration=status.iteration, what="kept", line=line, facts=facts)
+        self.refusals[promise.plan] = _REFUSALS
+        self._asked = _Asked(
+            plan=promise.left, iteration=status.iteration, known=self.lasting.known
+        )
+        self.run.ask(self.plans[promise.left])
+        line += f": asked the run to go back to plan {promise.left}"
+        return Decision(iteration=status.iteration, what="goes back", line=line, facts=facts)
+
+    def _decide(self, status: Status, seen: Observed, changed: tuple[int, ...]) -> Decision:
         truth = self.costs.at_speeds(seen.speeds)
         known = self.lasting.known
         self.lasting.decided(seen.speeds)
@@ -139,6 +165,7 @@ class Follower:
             "ranks": list(changed),
             "factors": [round(each, 3) for each in truth.factors],
             "present_s": present_s,
+            "measured_s": status.iteration_s,
         }
         candidates = dict(self.plans) | (
             {} if isinstance(found, str) else {fingerprint(found): found}
@@ -149,7 +176,7 @@ class Follower:
         weighed = {
             name: self._weighed(truth, seen, present_s, each)
             for name, each in candidates.items()
-            if name != present and self.refusals.get(name, 0) < _REFUSALS
+            if name != status.plan and self.refusals.get(name, 0) < _REFUSALS
         }
         if not weighed:
             line = f"{told}; its plan is the best that is known: the run stays"
@@ -164,7 +191,16 @@ class Follower:
         if best.gain <= self.settings.gain:
             line = f"{told}: the run stays"
             return Decision(iteration=seen.iteration, what="stays", line=line, facts=facts)
-        self._asked = _Asked(plan=name, iteration=seen.iteration, known=known)
+        promise = None
+        if status.iteration_s is not None:
+            promise = Promise(
+                plan=name,
+                left=status.plan,
+                left_s=status.iteration_s,
+                simulated_s=best.next_s,
+                iteration=seen.iteration,
+            )
+        self._asked = _Asked(plan=name, iteration=seen.iteration, known=known, promise=promise)
         self.run.ask(candidates[name])
         return Decision(
             iteration=seen.iteration,
@@ -195,6 +231,8 @@ class Follower:
         facts: dict[str, object] = {"plan": asked.plan}
         if status.plan == asked.plan:
             self._asked, self._refused_in_a_row = None, 0
+            if asked.promise is not None:
+                self._promise = replace(asked.promise, iteration=status.iteration)
             self.lasting.moved(status.iteration)
             line = f"the run is under plan {asked.plan}"
             if before is not None:
