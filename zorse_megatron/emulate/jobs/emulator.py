@@ -6,6 +6,7 @@ import json
 import shutil
 import statistics
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,8 +93,12 @@ class Emulator:
     _number: int = 0
     _tests: dict[tuple[int, ...], SelfTest] = field(default_factory=dict)
 
-    def run(self, system: System) -> EmulatedRun:
-        """Run one job. Raises RankFailure where it fails other than by running out of memory."""
+    def run(self, system: System, *, ended_by: Callable[[Path], None] | None = None) -> EmulatedRun:
+        """Run one job. Raises RankFailure where it fails other than by running out of memory.
+
+        `ended_by`: runs beside it, is given the job's directory, and may end its ranks. Then the
+        run is what was trained until then.
+        """
         self.tell(f"{system.name}: self-test of {len(system.gpus)} ranks")
         test = self._tests.get(system.gpus) or self.self_test(system.gpus)
         self.tell(f"{system.name}: training {self.training.iterations} iterations")
@@ -101,10 +106,12 @@ class Emulator:
             self._tests[system.gpus] = test
         with self._job(system) as job:
             metrics = job.directory / "metrics.jsonl"
-            ended = self._start(job, [*self._flags(system, job), "--zorse-metrics", str(metrics)])
+            flags = [*self._flags(system, job), "--zorse-metrics", str(metrics)]
+            with _beside(ended_by, job.directory):
+                ended = self._start(job, flags)
             reports = [_report(job, rank) for rank in range(len(system.gpus))]
             out_of_memory = next((r["out_of_memory"] for r in reports if r["out_of_memory"]), None)
-            if not ended.succeeded and out_of_memory is None:
+            if not ended.succeeded and out_of_memory is None and ended_by is None:
                 raise ended.failure()
             return EmulatedRun(
                 system=system,
@@ -261,6 +268,17 @@ def emulator(
         yield made
 
 
+@contextlib.contextmanager
+def _beside(watch: Callable[[Path], None] | None, directory: Path) -> Iterator[None]:
+    """Run `watch` in a thread; ranks are forked by a process without threads."""
+    thread = None if watch is None else threading.Thread(target=watch, args=(directory,))
+    if thread is not None:
+        thread.start()
+    yield
+    if thread is not None:
+        thread.join()
+
+
 _EMPTY: dict[str, Any] = {
     "norms_s": [],
     "spans": [],
@@ -278,7 +296,8 @@ def _report(job: EmulatedJob, rank: int) -> dict[str, Any]:
 
 def _iterations_s(reports: Sequence[dict[str, Any]]) -> tuple[float, ...]:
     """From one norm, which all ranks wait for, to the next; the first one from the start."""
-    norms_s = [min(norms) for norms in zip(*(r["norms_s"] for r in reports), strict=True)]
+    # A rank that was killed may have reported one less than another.
+    norms_s = [min(norms) for norms in zip(*(r["norms_s"] for r in reports), strict=False)]
     return tuple(end - start for start, end in zip([0.0, *norms_s], norms_s, strict=False))
 
 

@@ -1,0 +1,63 @@
+"""Some nodes of the cluster, and the best plan for them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.fewer_gpus import nodes_without, text_with_gpus
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.profile.profile_json import load_profile
+from zorse_megatron.simulate.perturb import Perturbation
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PROFILE = EXAMPLES / "mini-profile.json"
+FLAGS = (
+    *("--num-layers", "26", "--hidden-size", "3200", "--ffn-hidden-size", "8640"),
+    *("--num-attention-heads", "32", "--seq-length", "1024", "--max-position-embeddings", "2048"),
+    *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--vocab-size", "32000"),
+    *("--tokenizer-type", "NullTokenizer", "--micro-batch-size", "1", "--global-batch-size", "128"),
+    *("--train-iters", "300", "--lr", "1e-3", "--fp16"),
+)
+"""Of llama-3b."""
+WORKLOAD = workload_of(model=None, flags=FLAGS)
+SAMPLES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """Nodes, and what is known of them."""
+
+    cluster: bytes
+    """Their cluster file."""
+    inputs: Inputs
+    plan: Plan
+    planned_in_s: float
+
+    @classmethod
+    def without(cls, names: Collection[str]) -> "Machines":
+        """All nodes of mini-b but these."""
+        path = EXAMPLES / "mini-b.yaml"
+        data = path.read_bytes()
+        left = nodes_without(parse_cluster(data), names, source=str(path))
+        cluster = text_with_gpus(data, left).encode()
+        inputs = make_inputs(
+            parse_cluster(cluster),
+            WORKLOAD.model,
+            load_profile(PROFILE),
+            global_batch_size=SAMPLES,
+            dtype="float16",
+            computing=WORKLOAD.computing,
+        )
+        found = find_plan(inputs)
+        return cls(cluster=cluster, inputs=inputs, plan=found.plan, planned_in_s=found.plan_time_s)
+
+    def iteration_s(self, plan: Plan, slow_ranks: dict[int, float]) -> float:
+        """Simulated, with the counts of the plan."""
+        perturbation = Perturbation(rank_factors=slow_ranks)
+        return simulate_plan(self.inputs, plan, perturbation=perturbation).iteration_s
