@@ -26,6 +26,7 @@ from tests.megatron.ministages import (
 )
 from tests.megatron.set_plans import set_of
 from tests.megatron.test_exactness import UNTIED, flags_for
+from tests.megatron.test_hierarchical import hierarchical
 from tests.megatron.test_weight_gradients import split
 from tests.unit.fake_costs import FakeComm, FakeCompute
 from tests.unit.fake_sets import SplitCompute
@@ -70,6 +71,7 @@ PLANS = {
     "neighbouring chunks": NEIGHBOURS,
     "in the host": in_the_host(BOTH_ENDS),
     "layered, in the host": in_the_host(LAYERED),
+    "two levels": hierarchical(LAYERED, "aab"),
 }
 
 

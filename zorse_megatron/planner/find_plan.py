@@ -222,6 +222,11 @@ def _notes(inputs: Inputs, best: Evaluation) -> Iterator[str]:
             "some groups send gradients in 16 bits, as --wire allows: each part is rounded once "
             "before the fp32 sum"
         )
+    if any(group.hierarchical for group in best.plan.groups):
+        yield (
+            "groups in several regions sum and gather in two levels (hierarchical): within each "
+            "region, then between regions"
+        )
     yield f"{100 * inputs.memory_margin:.3g} % of every GPU's memory is reserved (--margin)"
     crowded = inputs.gpus and crowding(best.plan, [inputs.gpus[kind] for kind in inputs.kinds])
     if crowded:

@@ -18,6 +18,7 @@ def describe_plan(plan: Plan, kinds: Sequence[str]) -> str:
         split = f" in {chunks} chunks" if chunks > 1 else ""
         parts.append(
             f"{members(group, kinds)}: {number_of(layers, 'layer')}{split}{_settings(group, kinds)}"
+            + (", hierarchical" if group.hierarchical else "")
         )
     return f"{plan.schedule.name}; " + "; ".join(parts)
 
