@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.planner_cases import simulated
 from tests.unit.test_planner_search import lab
+from zorse_megatron.planner import find_plan as find_plan_module
 from zorse_megatron.planner.closed_form.candidate import Candidate
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
@@ -13,8 +14,10 @@ from zorse_megatron.planner.evaluate import evaluator as evaluator_module
 from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.outcome import Considered
 from zorse_megatron.planner.plans.builder import Builder
 from zorse_megatron.planner.search.region_levels import with_best_levels
+from zorse_megatron.planner.search.zorse import SearchResult
 from zorse_megatron.schedules.actions import SENDS
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan.plan import Plan
@@ -133,3 +136,31 @@ def test_baselines_have_rings_only() -> None:
     plan = find_plan(lab(REGIONS, batch=64), strategy="cephalo").plan
     assert not any(group.hierarchical for group in plan.groups)
     assert {each.region for each in plan.groups[0].replicas} == {"west", "east"}
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_plans_with_rings_are_searched_for_beside_one_in_two_levels(
+    hierarchical: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second search finds a faster one, which the first one has left out."""
+    inputs = lab(REGIONS, batch=64)
+    groups = [(0, 1, 2, 3)] if hierarchical else [(0, 1), (2, 3)]
+    plan = planned(inputs, groups, (1,) * len(groups))
+    evaluator = Evaluator(inputs, Estimator(inputs))
+    first = evaluator.evaluate_plan(plan)
+    assert first is not None
+    second = replace(first, iteration_s=first.iteration_s / 2)
+    searched = []
+
+    def search_with_sets(each: Inputs, _progress: object) -> SearchResult:
+        searched.append(each.space.hierarchical)
+        considered = Considered(groupings=1, estimated=2, simulated=3)
+        found = first if each.space.hierarchical else second
+        return SearchResult(evaluations=[found], considered=considered)
+
+    monkeypatch.setattr(find_plan_module, "search_with_sets", search_with_sets)
+    outcome = find_plan(inputs)
+    assert searched == ([True, False] if hierarchical else [True])
+    assert outcome.iteration_s == (second if hierarchical else first).iteration_s
+    assert outcome.considered.estimated == (4 if hierarchical else 2)
+    assert any("two levels" in note for note in outcome.notes) == hierarchical

@@ -150,6 +150,20 @@ def _searched(
 
 
 def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
+    """Search; where the best plan sums in two levels, search once more for plans with rings only.
+
+    Closed forms of one group over regions are closer than those of pipelines between them, so the
+    first search may leave out the pipeline that the simulator prefers.
+    """
+    found = _searched_in_hosts(inputs, on_progress)
+    if not any(group.hierarchical for best in found.evaluations[:1] for group in best.plan.groups):
+        return found
+    return _together(found, _searched_in_hosts(_with_rings(inputs), on_progress))
+
+
+def _searched_in_hosts(
+    inputs: Inputs, on_progress: Callable[[SearchProgress], None]
+) -> SearchResult:
     """Search without activations in the host, and with them where that is asked for.
 
     In closed form all copies that have time seem to be free, so that one search of both may lose
@@ -158,7 +172,10 @@ def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], Non
     found = search_with_sets(_without_activations(inputs), on_progress)
     if not inputs.space.offload_activations:
         return found
-    more = search_with_sets(inputs, on_progress)
+    return _together(found, search_with_sets(inputs, on_progress))
+
+
+def _together(found: SearchResult, more: SearchResult) -> SearchResult:
     evaluations = [*found.evaluations, *more.evaluations]  # of equal ones the first stays
     names = (each.name for each in fields(Considered))
     return SearchResult(
@@ -174,8 +191,11 @@ def _without_activations(inputs: Inputs) -> Inputs:
 
 
 def _of_baselines(inputs: Inputs) -> Inputs:
-    """Neither has what this runtime adds for links between regions."""
-    inputs = _without_activations(inputs)
+    """None has what this runtime adds for links between regions."""
+    return _with_rings(_without_activations(inputs))
+
+
+def _with_rings(inputs: Inputs) -> Inputs:
     return replace(inputs, space=replace(inputs.space, hierarchical=False))
 
 
