@@ -150,13 +150,13 @@ def _searched(
 
 
 def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
-    """Search; where the best plan sums in two levels, search once more for plans with rings only.
+    """Search; where it simulated sums in two levels, search once more for plans with rings only.
 
     Closed forms of one group over regions are closer than those of pipelines between them, so the
     first search may leave out the pipeline that the simulator prefers.
     """
     found = _searched_in_hosts(inputs, on_progress)
-    if not any(group.hierarchical for best in found.evaluations[:1] for group in best.plan.groups):
+    if not any(group.hierarchical for each in found.evaluations for group in each.plan.groups):
         return found
     return _together(found, _searched_in_hosts(_with_rings(inputs), on_progress))
 
