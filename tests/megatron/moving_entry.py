@@ -1,7 +1,7 @@
 """`recording_entry`, asked three times: for what it cannot run, and twice for what it can.
 
 The second time a rank fails as it sets its state aside. `$ZORSE_TEST_MOVES` is the status directory
-with the first request in it, and with that of the others in `then.json`. `owned-rank<R>.json` says
+with the first request in `first.json`, and that of the others in `then.json`. `owned-rank<R>.json` says
 what a rank owned `before` and `after`: names with offsets and sizes of blocks. A run ends with an
 assertion where anything of the old plan is still there when the new one is about to be built.
 """
@@ -24,7 +24,20 @@ FAILS = 1
 
 
 def ask_again() -> None:
-    (DIRECTORY / REQUEST_NAME).write_text((DIRECTORY / "then.json").read_text())
+    make_request_of("then.json")
+
+
+def make_request_of(name: str) -> None:
+    (DIRECTORY / REQUEST_NAME).write_text((DIRECTORY / name).read_text())
+
+
+def asking_first(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def begin_iteration(watch: Any, number: int) -> Any:
+        if watch.rank == 0 and number == 0 and not watch.reporter.status.moves:
+            make_request_of("first.json")
+        return begin(watch, number)
+
+    return begin_iteration
 
 
 def asking_for_another(checked_plan: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,8 +99,10 @@ if __name__ == "__main__":
     if cpu_mode.needed():
         cpu_mode.enable()
     from zorse_megatron.adapter.moving import leaving, one_after_another, state
+    from zorse_megatron.adapter.watching.run_watch import RunWatch
 
     left: list[Any] = []
+    RunWatch.begin = asking_first(RunWatch.begin)  # type: ignore[method-assign]
     leaving.checked_plan = asking_for_another(leaving.checked_plan)
     leaving.set_aside = failing_once(leaving.set_aside, left)
     state._move = noting(state._move)

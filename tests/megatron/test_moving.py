@@ -44,7 +44,8 @@ def both_runs(a: Plan, b: Plan, directory: Path, flags: list[str], *others: str)
     """`others`: flags with which the resumed run starts, and that a checkpoint overrules."""
     status, saves = directory / "status", directory / "moved"
     status.mkdir(parents=True)
-    save_plan(OTHER_BATCH, status / REQUEST_NAME)
+    save_plan(b, status / REQUEST_NAME)  # of a run before this one
+    save_plan(OTHER_BATCH, status / "first.json")
     save_plan(b, status / "then.json")
     moved = plan_run(
         a,
@@ -98,6 +99,7 @@ def assert_bytes(runs: Runs, world_size: int) -> None:
 def assert_runs(runs: Runs, world_size: int) -> None:
     """All of it: moved once, not the first time, and with nothing changed by either."""
     said = runs.moved.outputs[0]
+    assert "is older than this run and is dropped" in said
     assert "the training goes on as it is: rank 0: The command does not fit the plan" in said
     assert "--global-batch-size: found 8; expected 4" in said
     assert "the training goes on as it is: rank 1: MemoryError: no room for it" in said

@@ -1,13 +1,15 @@
 """`zorse move`: what a run is asked, and what it is not asked."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from zorse_megatron.cli.main import app
-from zorse_megatron.migration.request import REQUEST_NAME, take_request
+from zorse_megatron.migration import request as request_module
+from zorse_megatron.migration.request import REQUEST_NAME, make_request, take_request
 from zorse_megatron.rebalance.run_status import RunStatus
 from zorse_megatron.schema.plan.plan import (
     Chunk,
@@ -90,3 +92,30 @@ def test_a_directory_without_a_status_is_no_run(tmp_path: Path) -> None:
     result = asked(tmp_path / "nowhere", RUNS)
     assert result.exit_code == 1
     assert "nowhere" in result.output
+
+
+def test_a_request_that_comes_while_another_is_read_is_not_lost(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = plan_of(2.0, 1.0), plan_of(5.0, 1.0)
+    make_request(run, first)
+    read = request_module.read_input
+
+    def read_slowly(path: Path) -> bytes:
+        data = read(path)
+        make_request(run, second)
+        return data
+
+    with monkeypatch.context() as slow:
+        slow.setattr(request_module, "read_input", read_slowly)
+        data = take_request(run)
+    assert data is not None and parse_plan(data) == first
+    data = take_request(run)
+    assert data is not None and parse_plan(data) == second
+    assert take_request(run) is None
+
+
+def test_a_request_that_cannot_be_read_is_answered_once(run: Path) -> None:
+    os.mkfifo(run / REQUEST_NAME)
+    assert take_request(run) == b""
+    assert take_request(run) is None

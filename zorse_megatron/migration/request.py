@@ -8,6 +8,7 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import dump_plan
 
 REQUEST_NAME = "next-plan.json"
+_TAKEN_NAME = "next-plan.taken.json"
 
 
 def make_request(directory: Path, plan: Plan) -> Path:
@@ -19,11 +20,24 @@ def make_request(directory: Path, plan: Plan) -> Path:
 
 
 def take_request(directory: Path) -> bytes | None:
-    """What has been asked for since the last call, and take it away; None: nothing."""
-    path = directory / REQUEST_NAME
+    """What has been asked for since the last call, and take it away; None: nothing.
+
+    b"" for what cannot be read, which is no plan.
+    """
+    taken = directory / _TAKEN_NAME
     try:
-        data = read_input(path)
-        path.unlink()
+        # Renamed before it is read: a request that takes its place meanwhile is another one.
+        (directory / REQUEST_NAME).rename(taken)
     except OSError:
         return None
+    try:
+        data = read_input(taken)
+        taken.unlink()
+    except OSError:
+        return b""
     return data
+
+
+def drop_request(directory: Path) -> bool:
+    """Take away what an earlier run was asked for; whether there was anything."""
+    return take_request(directory) is not None

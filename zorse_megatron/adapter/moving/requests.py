@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from zorse_megatron.migration.request import take_request
+from zorse_megatron.log import say
+from zorse_megatron.migration.request import drop_request, take_request
 
 
 class PlanRequests:
@@ -19,8 +20,16 @@ class PlanRequests:
         """On rank 0: what is asked for."""
 
     @classmethod
-    def of(cls, directory: Path | None, *, rank: int) -> "PlanRequests":
-        """Those that a rank knows of."""
+    def of(cls, directory: Path | None, *, rank: int, is_first: bool) -> "PlanRequests":
+        """Those that a rank knows of; `is_first`: no plan was left for this one.
+
+        Then what lies there was asked of an earlier run, and is dropped.
+        """
+        if is_first and rank == 0 and directory is not None and drop_request(directory):
+            say(
+                f"a request for another plan in {directory} is older than this run and is dropped: "
+                "ask again with zorse move"
+            )
         return cls(directory if rank == 0 else None)
 
     def code(self) -> float:

@@ -48,7 +48,9 @@ def make_watch(session: "PlanSession", clock: "Clock") -> RunWatch | None:
         links=links,
         rank=session.rank,
         reporter=StatusReporter(status, directory=session.status_directory),
-        requests=PlanRequests.of(session.status_directory, rank=session.rank)
+        requests=PlanRequests.of(
+            session.status_directory, rank=session.rank, is_first=not session.moves
+        )
         if session.may_move
         else None,
     )
