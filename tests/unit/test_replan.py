@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from tests.unit.cli_samples import FLAGS, runner_in
 from tests.unit.test_fewer_gpus import WHOLE
+from tests.unit.test_migration_request import plan_of
 from zorse_megatron.errors import LaunchError
 from zorse_megatron.launch.elastic.nodes_left import nodes_left
 from zorse_megatron.launch.elastic.replan import Replanner
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schema.plan.plan_json import dump_plan, load_plan
 
 NAMES = tuple(node.name for node in WHOLE.nodes)
 LAB = b"""
@@ -90,6 +91,27 @@ def test_the_given_plan_is_that_for_all_nodes(tmp_path: Path) -> None:
     files = replanner(tmp_path, plan=tmp_path / "plan.json").files_for({"a-0", "a-1", "b"})
     assert (files.plan, files.cluster) == (tmp_path / "plan.json", tmp_path / "cluster.yaml")
     assert not (tmp_path / "plans").exists()
+
+
+@pytest.mark.parametrize("damage", ["plan is empty", "no plan", "no cluster", "other cluster"])
+def test_damaged_files_are_made_anew(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = dump_plan(plan_of(1.0, 1.0))
+    monkeypatch.setattr(
+        Replanner, "_search", lambda self, cluster, plan, saved: plan.write_text(made)
+    )
+    first = replanner(tmp_path).files_for({"a-1", "b"})
+    assert first.is_new and not replanner(tmp_path).files_for({"a-1", "b"}).is_new
+    {
+        "plan is empty": lambda: first.plan.write_text(""),
+        "no plan": first.plan.unlink,
+        "no cluster": first.cluster.unlink,
+        "other cluster": lambda: first.cluster.write_bytes(LAB),
+    }[damage]()
+    again = replanner(tmp_path).files_for({"a-1", "b"})
+    assert again.is_new and again.plan.read_text() == made
+    assert [node.name for node in load_cluster(again.cluster).nodes] == ["a-1", "b"]
 
 
 def test_too_few_gpus_end_the_job_with_what_is_saved(tmp_path: Path) -> None:

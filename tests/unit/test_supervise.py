@@ -12,12 +12,14 @@ import pytest
 
 from tests.unit.checkpoint_folders import save
 from tests.unit.cli_samples import FLAGS
+from tests.unit.test_migration_request import plan_of
 from zorse_megatron.checkpoints.folder import Checkpoint, set_tracker
 from zorse_megatron.launch.elastic import attempt
 from zorse_megatron.launch.elastic.attempt import Ended, run_attempt
 from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
 from zorse_megatron.launch.elastic.supervise import Limits, Outcome, Supervisor, Wish, Wishes
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.plan.plan_json import dump_plan
 
 LAB = """
 nodes:
@@ -26,6 +28,7 @@ nodes:
   - {name: c, gpus: 1 x T4, nics: 10 Gb/s}
 """
 LOST = 3
+KEPT = dump_plan(plan_of(1.0, 1.0))
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Lab:
         monkeypatch.setattr(attempt, "_KILL_WAIT_S", 0.02)
         # What a plan says does not matter here: each set of nodes has one.
         monkeypatch.setattr(
-            Replanner, "_search", lambda self, cluster, plan, saved: plan.write_text("{}")
+            Replanner, "_search", lambda self, cluster, plan, saved: plan.write_text(KEPT)
         )
 
     def run(

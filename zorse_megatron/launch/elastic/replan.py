@@ -81,7 +81,7 @@ class Replanner:
         text = text_with_gpus(data, left.ranks, source=str(self.cluster), header=_header(left))
         name = self._name(text)
         cluster, plan = self.directory / f"{name}.yaml", self.directory / f"{name}.json"
-        is_new = not plan.exists()
+        is_new = not _is_whole(cluster, plan, text)
         if is_new:
             write_text(cluster, text, parents=True)
             self._search(cluster, plan, saved)
@@ -125,6 +125,15 @@ class Replanner:
         except PlanError:
             plan.unlink()
             raise
+
+
+def _is_whole(cluster: Path, plan: Path, text: str) -> bool:
+    """Whether both files are there as they were written: by hand or by a full disk they may not."""
+    try:
+        load_plan(plan)
+        return cluster.read_bytes() == text.encode("utf-8", "surrogateescape")
+    except (OSError, PlanError):
+        return False
 
 
 def _header(left: NodesLeft) -> str:
