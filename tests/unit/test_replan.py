@@ -146,6 +146,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no node nobody" in run(*lab, "--without", "nobody", "--", *FLAGS).output
     assert "no training command" in run(*lab, "--without", "old").output
     assert "found --out in it" in run(*lab, "--plan-options", "--out x", "--", *FLAGS).output
+    wrong = run(*lab, "--without", "nobody", "--plan-options", "--out x")
+    assert all(each in wrong.output for each in ("no node nobody", "--out in it", "(3 problems)"))
+    assert "no training command" in wrong.output and wrong.exit_code == 1
     said = json.loads(
         run(*lab, "--json", "--without", "old", "--without", "new", "--", *FLAGS).output
     )

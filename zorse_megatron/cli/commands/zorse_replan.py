@@ -16,7 +16,7 @@ from zorse_megatron.cli.elastic_options import (
     plan_options_problems,
 )
 from zorse_megatron.cli.options import AsJson, ClusterFile
-from zorse_megatron.errors import Problem
+from zorse_megatron.errors import ClusterError, Problem
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.flags.scan import last_values
 from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
@@ -40,10 +40,14 @@ def replan(  # noqa: PLR0917
         problems = [*plan_options_problems(plan_options), *folder_problems("--plans", plans)]
         if not given:
             problems.append(_no_command())
+        lost = without or []
+        try:
+            whole = load_cluster(cluster)
+            nodes_without(whole, lost, source=str(cluster))
+        except ClusterError as error:
+            problems += error.problems
         if problems:
             raise CommandError("the command cannot be run", problems)
-        whole, lost = load_cluster(cluster), without or []
-        nodes_without(whole, lost, source=str(cluster))
         replanner = Replanner(
             plan=None,
             cluster=cluster,
