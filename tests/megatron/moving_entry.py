@@ -1,9 +1,9 @@
 """`recording_entry`, asked three times: for what it cannot run, and twice for what it can.
 
 The second time a rank fails as it sets its state aside. `$ZORSE_TEST_MOVES` is the status directory
-with the first request in `first.json`, and that of the others in `then.json`. `owned-rank<R>.json` says
-what a rank owned `before` and `after`: names with offsets and sizes of blocks. A run ends with an
-assertion where anything of the old plan is still there when the new one is about to be built.
+with the first request in `first.json`, and that of the others in `then.json`. `owned-rank<R>.json`
+says what a rank owned `before` and `after`: names with offsets and sizes of blocks. A run ends with
+an assertion where anything of the old plan is still there when the new one is about to be built.
 """
 
 import json
