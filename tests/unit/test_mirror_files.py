@@ -84,3 +84,31 @@ def test_memory_that_is_full_is_named() -> None:
     full = Path("/dev/full")
     with pytest.raises(OutputError, match="could not be mirrored"):
         folder(full).write(copy(1), content(1))
+
+
+def test_a_folder_that_another_user_made_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = folder(tmp_path)
+    here.write(copy(1), content(1))
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert_refused(here)
+    monkeypatch.undo()
+    assert list(here.copies()) == [copy(1)]
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    here, other = folder(tmp_path), folder(tmp_path, "other")
+    here.write(copy(1), content(1))
+    other.path.symlink_to(here.path)
+    assert_refused(other)
+    assert list(here.copies()) == [copy(1)]
+
+
+def assert_refused(found: MirrorFolder) -> None:
+    assert not list(found.copies())
+    assert found.read(copy(1)) is None
+    found.clear()
+    with pytest.raises(OutputError, match="another user, or a link"):
+        found.write(copy(2), content(2))

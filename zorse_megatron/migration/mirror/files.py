@@ -9,8 +9,10 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from errno import EPERM
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISDIR
 
 from zorse_megatron.errors import OutputError, Problem
 from zorse_megatron.files.write import temporary_beside, write_all
@@ -41,6 +43,8 @@ class MirrorFolder:
         target = self.path / _name(copy)
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
+            if not self._is_own():
+                raise PermissionError(EPERM, "a directory of another user, or a link")
             self._make_room(copy)
             with temporary_beside(target) as (descriptor, temporary):
                 write_all(descriptor, _header(copy))
@@ -53,7 +57,9 @@ class MirrorFolder:
         return target
 
     def copies(self) -> Iterator[Copy]:
-        """All that are complete here."""
+        """All that are complete here; none from a folder that somebody else has made."""
+        if not self._is_own():
+            return
         for path in sorted(self.path.glob("iter*")):
             copy = self._read_header(path)
             if copy is not None:
@@ -62,7 +68,7 @@ class MirrorFolder:
     def read(self, copy: Copy) -> bytes | None:
         """What was written; None: it is not here."""
         path = self.path / _name(copy)
-        if self._read_header(path) != copy:
+        if not self._is_own() or self._read_header(path) != copy:
             return None
         with suppress(FileNotFoundError):
             return path.read_bytes()[len(_header(copy)) :]
@@ -79,7 +85,7 @@ class MirrorFolder:
 
     def clear(self) -> None:
         """Delete everything, also what killed ranks had begun."""
-        if not self.path.is_dir():
+        if not self._is_own():
             return
         for path in self.path.iterdir():
             path.unlink(missing_ok=True)
@@ -88,8 +94,18 @@ class MirrorFolder:
 
     def clear_unfinished(self) -> None:
         """Delete what killed ranks had begun: before any rank of the node writes."""
+        if not self._is_own():
+            return
         for path in self.path.glob(_TEMPORARY):
             path.unlink(missing_ok=True)
+
+    def _is_own(self) -> bool:
+        """Whether the folder is there and this user's: anybody can make one of its name."""
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
     def _make_room(self, copy: Copy) -> None:
         mine = [
