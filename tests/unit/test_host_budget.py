@@ -27,7 +27,9 @@ def need(rank, node, available, **by_category):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0F0 0F1 0B0 0B1", 20),  # F1 leaves too: B0 comes first
+        ("0F0 0F1 0B0 0B1", 0),  # each would come back beside what follows
+        ("0F0 0F1 0F2 0B0 0B1 0B2", 30),
+        ("0F0 0F1 0F2 0B2 0B1 0B0", 20),
         ("0F0 0B0 0F1 0B1", 0),  # each backward comes next
         ("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 20),
         ("0F0 1F0 0F1 1F1 0B0 1B0 0B1 1B1", 26),

@@ -152,16 +152,24 @@ def test_offloaded_activations_leave_the_gpu():
 
 
 def test_slow_copies_are_waited_for():
-    """Two stages, two micro-batches; each copy takes 10 s: F0's out until 11, F1's until 21.
+    """The first of three stages, three micro-batches; each copy takes 10 s: out until 11, 21, 31.
 
-    The first comes back from 11 to 21, the second from 21 to 31.
+    Each comes back once it has left: from 11 to 21, from 21 to 31 and from 31 to 41.
     """
-    plan = with_groups(even_plan(2, 1, 2), offload=Offload(activations=True))
+    plan = even_plan(3, 1, 3)
+    first = dataclasses.replace(plan.groups[0], offload=Offload(activations=True))
+    plan = dataclasses.replace(plan, groups=(first, *plan.groups[1:]))
     result = run(plan, comm=FakeComm(host_bytes_per_s=100.0))
     ends = {span.action: span.end_s for span in result.spans(0)}
-    # B0 is the next computation after F1, so F1's activations have to go and come back too.
-    assert ends["0B0"] == 21 + 2
-    assert ends["0B1"] == 31 + 2
+    assert [ends[name] for name in ("0B0", "0B1", "0B2")] == [21 + 2, 31 + 2, 41 + 2]
+
+
+def test_what_would_come_back_at_once_stays():
+    """Two micro-batches in flight: while one is away, only what needs it next would be computed."""
+    plan = even_plan(2, 1, 2)
+    slow = FakeComm(host_bytes_per_s=100.0)
+    away = run(with_groups(plan, offload=Offload(activations=True)), comm=slow)
+    assert away.iteration_s == run(plan, comm=slow).iteration_s
 
 
 def test_offloaded_state_passes_through_the_gpu_in_the_step():

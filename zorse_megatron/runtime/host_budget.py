@@ -7,11 +7,11 @@ what it needs and an equal part of the rest.
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
+from zorse_megatron.schedules.activation_offloads import leaving_activations
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -73,22 +73,17 @@ def available_host_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> in
 def most_away(actions: Sequence[Action], bytes_of: Mapping[int, int]) -> int:
     """The most bytes of activations in the host at one time while a list runs.
 
-    `bytes_of`: chunk -> what a micro-batch of it keeps. A forward whose backward is the next
-    computation leaves nothing in the host.
+    `bytes_of`: chunk -> what a micro-batch of it keeps.
     """
     computations = [action for action in actions if action.kind in COMPUTE]
+    leaving = leaving_activations(computations)
     away = highest = 0
-    here: set[tuple[int | None, int | None]] = set()
-    for action, following in zip_longest(computations, computations[1:]):
-        key = action.chunk, action.micro_batch
+    for action in computations:
+        if (action.chunk, action.micro_batch) not in leaving:
+            continue
         num_bytes = bytes_of[action.chunk or 0]
-        if action.kind is Kind.BACKWARD:
-            away -= 0 if key in here else num_bytes
-        elif following is not None and (following.chunk, following.micro_batch) == key:
-            here.add(key)
-        else:
-            away += num_bytes
-            highest = max(highest, away)
+        away += num_bytes if action.kind is Kind.FORWARD else -num_bytes
+        highest = max(highest, away)
     return highest
 
 

@@ -1,16 +1,13 @@
 """The copies between a rank and its host; the rules are those of `translate`."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 from zorse_megatron.schedules.actions import COMPUTE, Action, Kind
+from zorse_megatron.schedules.activation_offloads import Pass, leaving_activations
 from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.streams import Streams
 from zorse_megatron.simulate.task_graph import NOTHING, Role, live
-
-_Pass = tuple[int | None, int | None]
-"""(chunk, micro-batch)"""
 
 
 class HostCopyTasks:
@@ -36,11 +33,13 @@ class HostCopyTasks:
         """The last GATHER, OFFLOAD and FETCH of each chunk, for the copies after it."""
         self.last_out = self.shard_out = NOTHING
         """The last copies of activations and of a shard of gradients to the host."""
-        self.away: dict[_Pass, int] = {}
+        self.away: dict[Pass, int] = {}
         """Forward -> the copy of its activations to the host."""
         computations = [(at, a) for at, a in enumerate(self.track.actions) if a.kind in COMPUTE]
         self.previous = {later[0]: earlier[0] for earlier, later in pairwise(computations)}
-        self.offloaded = self._offloaded([action for _, action in computations])
+        offloads = self.sizes.settings[self.rank].offload.activations
+        passes = [action for _, action in computations]
+        self.offloaded = leaving_activations(passes) if offloads else frozenset()
         """The forwards whose activations wait in the host."""
 
     def move(self, position: int, action: Action) -> int:
@@ -109,16 +108,3 @@ class HostCopyTasks:
         )
         self.track.copies[position] = streams.from_host
         return streams.from_host
-
-    def _offloaded(self, computations: Sequence[Action]) -> set[_Pass]:
-        """All forwards, if activations are offloaded, but those whose backward is next."""
-        offload = self.sizes.settings[self.rank].offload
-        if not offload.activations:
-            return set()
-        backwards = {(a.chunk, a.micro_batch) for a in computations if a.kind is Kind.BACKWARD}
-        at_once = {
-            (second.chunk, second.micro_batch)
-            for first, second in pairwise(computations)
-            if (first.chunk, first.micro_batch) == (second.chunk, second.micro_batch)
-        }
-        return backwards - at_once

@@ -32,6 +32,7 @@ from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.gradients_in_host import GradientsInHost
 from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.actions import Action, Kind
+from zorse_megatron.schedules.activation_offloads import leaving_activations
 from zorse_megatron.schedules.samples import MicroBatch
 
 
@@ -74,6 +75,8 @@ class MegatronChunkRunner:
         self.leaving: GradientsInHost | None = None
         """Gradients that are on their way to the host."""
         self.num_computed = 0
+        self.leaving_activations = leaving_activations(self.computations)
+        """Forwards, if activations are offloaded."""
 
     def forward(
         self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
@@ -251,29 +254,28 @@ class MegatronChunkRunner:
         return presented(get_args(), "micro_batch_size", micro_batch.size)
 
     def _offloading(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        """Send what this forward keeps to the host, unless its backward comes next."""
+        """Send what this forward keeps to the host, if it is to wait there."""
         if self.inputs.forward_only:
             return contextlib.nullcontext()
         mine = (chunk, micro_batch.index)
         leaves = False
         if self.activations is not None:
-            following = self._bring_next_back()
-            leaves = following is None or _key(following) != mine
+            self._bring_next_back()
+            leaves = mine in self.leaving_activations
         if self.kept is not None:
             return self.kept.counting(mine if leaves else None)
         if leaves and self.activations is not None:
             return self.activations.keeping(mine)
         return contextlib.nullcontext()
 
-    def _bring_next_back(self) -> Action | None:
-        """Before a computation: start to bring back what the one after it needs; returns that."""
+    def _bring_next_back(self) -> None:
+        """Before a computation: start to bring back what the one after it needs."""
         assert self.activations is not None
         self.num_computed += 1
         self.activations.let_go()
         following = next(iter(self.computations[self.num_computed :][:1]), None)
         if following is not None and following.kind is Kind.BACKWARD:
             self.activations.start_back(_key(following))
-        return following
 
     def _finish_reductions(self) -> None:
         reducing, self.reducing = self.reducing, []
