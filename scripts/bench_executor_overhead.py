@@ -8,8 +8,8 @@ One set of two equal ranks unless told otherwise; the same flags. The two jobs r
 and take turns step by step, each first in every second pair, so the machine's speed is the same for
 both steps of a pair. Prints stock / plan, of CPU time over all threads of all ranks and of the
 step's time: 1 is no overhead. With `--watched`, the plan takes stock's place, and the other job is
-the same with `--zorse-rebalance on --zorse-status`: what these cost when nothing happens. It runs on what the tests run on (`tests/megatron`), so from a
-checkout.
+the same with `--zorse-rebalance on --zorse-status`: what these cost when nothing happens. It runs
+on what the tests run on (`tests/megatron`), so from a checkout.
 """
 
 import argparse
