@@ -16,12 +16,11 @@ held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-damaged-checkpoint skip` resumes from an older checkpoint if the latest is damaged.
 `--zorse-rebalance on` lets the counts of micro-batches follow what the ranks take for them.
 `--zorse-status DIR` keeps a file there for `zorse status`: who is slow, since when, tokens/s.
-`--zorse-metrics FILE` appends one line of JSON per iteration, with loss and gradient norm in full
-precision; it needs no plan.
+`--zorse-mirror EVERY` keeps copies of all state in the memory of other nodes.
+`--zorse-metrics FILE` appends a line of JSON per iteration, in full precision; it needs no plan.
 
 Under a plan, the process that is started forks the rank and watches it: a rank that dies is named,
-and ends the job (see `zorse_megatron.watch`). `--zorse-silence-limit SECONDS` says for how long a
-node may be silent, by default 15.
+and ends the job (see `zorse_megatron.watch`), as does a node silent for `--zorse-silence-limit`.
 """
 
 import os
@@ -252,6 +251,7 @@ def _plan_run(
         make_host_link=None if setup is None else setup.make_host_link,
         clock=None if setup is None else setup.clock,
         rebalances=command.rebalances,
+        mirror=command.mirror,
         status_directory=command.status,
         check_next=None
         if setup is not None

@@ -7,6 +7,7 @@ from typing import Literal
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.scan import split_ours, split_script
+from zorse_megatron.migration.mirror.request import MirrorRequest
 from zorse_megatron.watch.processes.root_cause import LEAST_SILENCE_S, Limits
 
 _NEED_PLAN = (
@@ -20,6 +21,7 @@ _NEED_PLAN = (
     "--zorse-silence-limit",
     "--zorse-rebalance",
     "--zorse-status",
+    "--zorse-mirror",
 )
 _OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
@@ -43,6 +45,7 @@ class PretrainCommand:
     update: Literal["auto", "stock", "fused"]
     skips_damaged: bool
     rebalances: bool
+    mirror: MirrorRequest | None
     limits: Limits
     megatron: tuple[str, ...]
 
@@ -64,6 +67,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     update = _update(ours["--zorse-update"], problems)
     skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
     rebalances = _rebalances(ours["--zorse-rebalance"], problems)
+    mirror = _mirror(ours["--zorse-mirror"], (*([name] if name else []), *megatron), problems)
     limits = _limits(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
@@ -81,6 +85,7 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         update=update,
         skips_damaged=skips_damaged,
         rebalances=rebalances,
+        mirror=mirror,
         limits=limits,
         megatron=megatron,
     )
@@ -168,6 +173,25 @@ def _rebalances(text: str | None, problems: list[Problem]) -> bool:
             )
         )
     return text == _ON
+
+
+def _mirror(
+    text: str | None, training: tuple[str, ...], problems: list[Problem]
+) -> MirrorRequest | None:
+    """Read after how many iterations state is mirrored; notes a problem with anything else."""
+    if text is None:
+        return None
+    if text.isdecimal() and 0 < int(text) < 10**9:
+        return MirrorRequest(every=int(text), training=training)
+    problems.append(
+        Problem(
+            where="--zorse-mirror",
+            found=f"{text!r}",
+            expected="a whole number of iterations, 1 or more",
+            remedy="--zorse-mirror 10 copies the state of all ranks after each tenth iteration.",
+        )
+    )
+    return None
 
 
 def _limits(text: str | None, problems: list[Problem]) -> Limits:

@@ -130,6 +130,7 @@ def our_flags():
         "--zorse-silence-limit",
         "--zorse-rebalance",
         "--zorse-status",
+        "--zorse-mirror",
     }
 
 

@@ -144,7 +144,7 @@ def _write_to_stream(descriptor: int, data: bytes) -> None:
     write_all(descriptor, data)
 
 
-def write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write to an open file until all is written. Raises OSError."""
     rest = memoryview(data)
     while rest:

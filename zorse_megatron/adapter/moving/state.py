@@ -45,8 +45,8 @@ class SetAside:
     iteration: int
     position: Mapping[str, int]
     num_flops: float
-    train_start_s: float
-    """From when on `--exit-duration-in-mins` counts."""
+    train_start_s: float | None
+    """From when on `--exit-duration-in-mins` counts; None: as it does already."""
 
 
 def set_aside(
@@ -99,7 +99,8 @@ def take_over(session: "PlanSession", aside: SetAside, models: list[Any], schedu
     for name, value in aside.position.items():
         setattr(args, name, value)
     update_num_microbatches(args.consumed_train_samples, verbose=False)
-    training._TRAIN_START_TIME = aside.train_start_s
+    if aside.train_start_s is not None:
+        training._TRAIN_START_TIME = aside.train_start_s
     dist.destroy_process_group(group)
 
 

@@ -34,7 +34,7 @@ class MirrorFolder:
         self.node = node
         self.path = root / f"zorse-mirror-{os.getuid()}-{told}"
 
-    def write(self, copy: Copy, pieces: Iterable[bytes]) -> Path:
+    def write(self, copy: Copy, pieces: Iterable[bytes | memoryview]) -> Path:
         """Write a copy, in place of the oldest one of this rank; returns its file.
 
         To be called when all ranks have written the version before it: the one before that is
@@ -73,6 +73,11 @@ class MirrorFolder:
         with suppress(FileNotFoundError):
             return path.read_bytes()[len(_header(copy)) :]
         return None
+
+    def drop(self, copy: Copy) -> None:
+        """Delete one copy, if it is here: of a version that other ranks could not write."""
+        if self._is_own():
+            (self.path / _name(copy)).unlink(missing_ok=True)
 
     def keep_only(self, start: str, iteration: int | None = None) -> None:
         """Delete the copies of other starts, and of other iterations if one is given.
