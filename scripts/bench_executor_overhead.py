@@ -2,12 +2,14 @@
 
     python -m scripts.bench_executor_overhead
     python -m scripts.bench_executor_overhead --stages 2 --replicas 2 --tensor-parallel 1
+    python -m scripts.bench_executor_overhead --stages 2 --replicas 2 --tensor-parallel 1 --watched
 
 One set of two equal ranks unless told otherwise; the same flags. The two jobs run at the same time
 and take turns step by step, each first in every second pair, so the machine's speed is the same for
 both steps of a pair. Prints stock / plan, of CPU time over all threads of all ranks and of the
-step's time: 1 is no overhead. It runs on what the tests run on (`tests/megatron`), so from a
-checkout.
+step's time: 1 is no overhead. With `--watched`, the plan takes stock's place, and the other job is
+the same with `--zorse-rebalance on --zorse-status`: what these cost when nothing happens. It runs
+on what the tests run on (`tests/megatron`), so from a checkout.
 """
 
 import argparse
@@ -125,14 +127,22 @@ def common_flags(layout: Layout, corpus: Path, iterations: int) -> list[str]:
 
 
 def job_flags(
-    server: MegatronServer, layout: Layout, scratch: Path, iterations: int
+    server: MegatronServer,
+    layout: Layout,
+    scratch: Path,
+    iterations: int,
+    *,
+    watched: bool = False,
 ) -> dict[str, list[str]]:
-    """Job -> its flags; writes a corpus and a plan."""
+    """Job -> its flags; writes a corpus and a plan. `watched`: see the top."""
     corpus, entry = scratch / "text", "tests.megatron.corpus_entry"
     server.run_ranks([str(corpus), str(CORPUS_BYTES)], 1, entry=entry, timeout_s=120).check()
     save_plan(layout.plan(), scratch / "plan.json")
     flags = common_flags(layout, corpus, iterations)
     own = {"stock": [], "plan": ["--zorse-plan", str(scratch / "plan.json")]}
+    if watched:
+        watching = ["--zorse-rebalance", "on", "--zorse-status", str(scratch / "status")]
+        own = {"stock": own["plan"], "plan": [*own["plan"], *watching]}
     # The order of samples is looked up in a file where another job has written it.
     return {
         job: [*flags, *more, "--data-cache-path", str(scratch / f"{job}-index")]
@@ -168,10 +178,12 @@ def steps_in(times: Path, ranks: int) -> list[Step]:
     ]
 
 
-def paired_steps(layout: Layout, scratch: Path, iterations: int) -> list[tuple[Step, Step]]:
+def paired_steps(
+    layout: Layout, scratch: Path, iterations: int, *, watched: bool = False
+) -> list[tuple[Step, Step]]:
     """Steps of stock and of the plan, pair by pair."""
     servers = [MegatronServer() for _ in JOBS]
-    flags = job_flags(servers[0], layout, scratch, iterations)
+    flags = job_flags(servers[0], layout, scratch, iterations, watched=watched)
     ranks = layout.world_size
     board = Board(scratch / "turns", jobs=len(JOBS), ranks=ranks)
 
@@ -217,10 +229,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_layout(parser)
     parser.add_argument("--iterations", type=int, default=104, help="of each job (default: 104)")
+    parser.add_argument("--watched", action="store_true", help="what watching a plan costs it")
     args = parser.parse_args()
     layout = layout_of(args)
     with tempfile.TemporaryDirectory() as name:
-        pairs = paired_steps(layout, Path(name), args.iterations)
+        pairs = paired_steps(layout, Path(name), args.iterations, watched=args.watched)
     print("| Stages x replicas x degree | Pairs of steps | CPU time | Main threads | Step |")
     print("|---|---|---|---|---|")
     print(row(layout, pairs))

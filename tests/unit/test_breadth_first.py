@@ -309,3 +309,9 @@ def test_a_replica_without_micro_batches_takes_part() -> None:
     busy, idle = lower_plan(plan).ranks
     assert list(idle) == [a for a in busy if a.kind not in COMPUTE]
     run(plan)
+
+
+def test_no_chunk_steps_before_the_norm_is_known():
+    for rank in lower_plan(ministages(2, 1, 2, 2)).ranks:
+        kinds = [action.kind for action in rank]
+        assert Kind.STEP in kinds and Kind.STEP not in kinds[: kinds.index(Kind.NORM)]

@@ -30,6 +30,7 @@ from zorse_megatron.planner.outcome import (
 from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
+from zorse_megatron.planner.search.longer_batches import with_plans_of_shorter
 from zorse_megatron.planner.search.region_levels import with_best_levels
 from zorse_megatron.planner.search.set_search import search_with_sets
 from zorse_megatron.planner.search.split_backwards import with_split_backwards
@@ -130,8 +131,12 @@ def _searched(
     inputs: Inputs, strategy: Strategy, on_progress: Callable[[SearchProgress], None]
 ) -> _Searched:
     if strategy == "zorse":
-        found = _searched_in_all(inputs, on_progress)
         evaluator = Evaluator(inputs, Estimator(inputs))
+        found = with_plans_of_shorter(
+            _searched_in_all(inputs, on_progress),
+            evaluator,
+            lambda part: _searched_in_all(part, on_progress),
+        )
         return _Searched(
             evaluator=evaluator, evaluations=found.evaluations, before=found.considered
         )
