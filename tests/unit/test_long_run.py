@@ -18,7 +18,6 @@ def part(first: int, times: tuple[float, ...], pause_s: float) -> Part:
         losses=tuple(float(first + number) for number in range(len(times))),
         pause_s=pause_s,
         oracle_s=(1.0,) * len(times),
-        unchanged_s=times,
     )
 
 

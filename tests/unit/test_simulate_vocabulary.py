@@ -110,14 +110,15 @@ def test_a_shard_is_fetched_and_then_gathered():
 def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
     """0F0's activations are on their way to the host from 6 s until 6 + 1000 / 256 s.
 
-    After 0F1 the rank waits for them; 0F1's own leave from then on.
+    After 0F1 the rank waits for them, after 0F2 for those of 0F1; 0F2's own leave from then on.
     """
-    words = "0FETCH 0F0 0F1 0OFFLOAD 0FETCH 0B0 0B1 0REDUCE SCALE 0STEP 0OFFLOAD"
-    plan = one_group((1, 2), offload=Offload(parameters=True, activations=True))
+    words = "0FETCH 0F0 0F1 0F2 0OFFLOAD 0FETCH 0B0 0B1 0B2 0REDUCE SCALE 0STEP 0OFFLOAD"
+    plan = one_group((1, 3), offload=Offload(parameters=True, activations=True))
     comm = FakeComm(host_bytes_per_s=1280 / 5)
     result = run(plan, lists=parse_action_lists(f"rank 0: {words}"), comm=comm)
     ends = {span.action: span.end_s for span in reversed(result.spans(0))}
-    assert (ends["0F1"], ends["0OFFLOAD"]) == (7.0, 6 + 1000 / 256)
+    away_s = 1000 / 256
+    assert (ends["0F2"], ends["0OFFLOAD"]) == (6 + away_s + 1, 6 + 2 * away_s)
 
 
 def test_what_a_step_has_changed_is_copied_to_the_host():
