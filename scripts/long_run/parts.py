@@ -17,8 +17,6 @@ class Part:
     """From the end of the part before to its first iteration."""
     oracle_s: tuple[float, ...]
     """Iteration -> what the best plan for the cluster as it was then takes."""
-    unchanged_s: tuple[float, ...]
-    """Iteration -> what it would have taken with the counts of the plan file."""
 
 
 @dataclass(frozen=True, kw_only=True)
