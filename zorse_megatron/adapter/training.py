@@ -94,9 +94,10 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
                 result = stock_pretrain(
                     pg_collection=session.collection, skip_model_parallel_init=True
                 )
-            session.wait_for_parameters()
-            dist.barrier()  # a rank that ends before the others would seem to be gone
-            return result
+                # While what runs the plan is there: the last messages may be on their way.
+                session.wait_for_parameters()
+                dist.barrier()  # a rank that ends before the others would seem to be gone
+                return result
     finally:
         _save_records(session, training_ended=sys.exception() is None)
 
