@@ -46,7 +46,7 @@ def blamed(given: RootCause, now_s: float, *, late: tuple[int, ...] = ()) -> int
         ([(1, FailureKind.EXITED_WELL, 0.0), (0, FailureKind.ABORTED, 500.0)], 502.0, 1),
         ([(1, FailureKind.EXITED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
         ([(1, FailureKind.REFUSED, 0.0)], 20.0, 1),
-        ([(1, FailureKind.REFUSED_EARLY, 0.0)], 0.5, 1),
+        ([(1, FailureKind.REFUSED_EARLY, 0.0)], 2.0, 1),
         ([(1, FailureKind.REFUSED, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 1.0, 1),
         ([(1, FailureKind.ASKED_TO_END, 0.0), (0, FailureKind.LOST_CONTACT, 0.1)], 3.0, 1),
     ],
@@ -70,6 +70,18 @@ def test_ranks_that_have_not_joined_are_waited_for() -> None:
     assert given.culprit(29.0, joined=(0, 1), late=()) is None
     culprit = given.culprit(31.0, joined=(0, 1), late=())
     assert culprit is not None and culprit.rank == 1
+
+
+def test_a_rank_that_joins_last_is_heard_before_any_is_blamed() -> None:
+    """A plan that is bad on every node, by a name of each node's own."""
+    given = root_cause((0, FailureKind.REFUSED_EARLY, 0.0), ended=(0, 1))
+    given.note(Report(rank=1, kind=FailureKind.REFUSED_EARLY, reason="another name"), 1.0)
+    given.met_s = 5.0
+    assert blamed(given, 6.9) is None
+    assert blamed(given, 7.1) == 0
+    given.note(Report(rank=2, kind=FailureKind.REFUSED_EARLY, reason="a third name"), 5.1)
+    given.ended.add(2)
+    assert blamed(given, 7.1) is None
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ class Hub:
                 return
             rank = self._members[member] = int(message["rank"])
             self.hosts[rank] = str(message["host"])
+            if len(self.hosts) == self.root_cause.world_size:
+                self.root_cause.met_s = now_s
             self._choose_speaker(member, rank)
         self.last_heard_s[rank] = now_s
         if "kind" in message:

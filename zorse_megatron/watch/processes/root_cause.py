@@ -35,8 +35,10 @@ class FailureKind(enum.Enum):
     LEFT = ("left", 2, 0.5)
     """It ended without a word, by a status of its own."""
     FAILED = ("failed", 2, 0.5)
-    REFUSED_EARLY = ("refused early", 2, 0.5)
-    """Who has come further has found the input to be right: files may differ by node."""
+    REFUSED_EARLY = ("refused early", 2, 2.0)
+    """Who has come further has found the input to be right: files may differ by node. A rank that
+    comes to the same error, of a file by another name, is known to by its status, once it has
+    ended."""
     ABORTED = ("aborted", 3, 2.0)
     """By SIGABRT, as NCCL's watchdog does to those that wait for a rank in vain."""
     EXITED = ("exited", 4, 10.0)
@@ -115,6 +117,8 @@ class RootCause:
         self.limits = limits
         self.reports: dict[int, tuple[Report, float]] = {}
         self.ended: set[int] = set()
+        self.met_s = 0.0
+        """When the last rank joined: what it has seen arrives only then."""
 
     def note(self, report: Report, now_s: float) -> None:
         """Take a report; of several about a rank the one that blames it most, and when it began."""
@@ -142,7 +146,9 @@ class RootCause:
             return FailureKind.EXITED_WELL.blame if is_vain else report.kind.blame
 
         worst, _ = min(faults, key=lambda fault: (blame(*fault), fault[1]))
-        due_s = min(at_s + self._patience_s(report) for report, at_s in faults)
+        due_s = min(
+            self._since_s(report, at_s) + self._patience_s(report) for report, at_s in faults
+        )
         if late and worst.kind.blame >= FailureKind.ABORTED.blame:
             return None  # that one may be the reason
         if len(self.ended) == self.world_size:
@@ -151,6 +157,10 @@ class RootCause:
             first_s = min(at_s for _, at_s in faults)
             due_s = max(due_s, first_s + self.limits.joining_s)
         return worst if now_s >= due_s else None
+
+    def _since_s(self, report: Report, at_s: float) -> float:
+        """From when on others could explain it."""
+        return max(at_s, self.met_s) if report.kind is FailureKind.REFUSED_EARLY else at_s
 
     def _patience_s(self, report: Report) -> float:
         if report.kind is FailureKind.LOST_CONTACT:
