@@ -51,6 +51,7 @@ NAMES_OF_OTHERS = {
     ),
     # Transformer Engine, and cuBLAS in torch
     *("NVTE_MASKED_SOFTMAX_FUSION", "get_attention_backend", "get_cublas_workspace_size_bytes"),
+    "WeightGradStore",
     "parseChosenWorkspaceSize",
     # Megatron-LM's files that are not in the package
     *("SPIKY_LOSS_FACTOR", "gpt_builders"),

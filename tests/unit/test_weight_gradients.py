@@ -13,11 +13,13 @@ from tests.unit.simulation import run
 from zorse_megatron.costs.activations import delayed_elements
 from zorse_megatron.costs.analytic_compute import AnalyticCompute
 from zorse_megatron.costs.efficiency import shares_of
+from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
 from zorse_megatron.flags.flags_against_split import split_backward_problems
 from zorse_megatron.schedules.actions import Kind, parse_action_lists
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.model.computing import USUAL
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import (
     Chunk,
@@ -183,15 +185,31 @@ def test_inputs_and_output_gradients_of_four_matrices_are_kept():
     assert delayed_elements(model) == 10 * 64 * 16
     # In a set of 2 what is whole stays: 2 inputs and 2 output gradients of width h.
     assert delayed_elements(model, tensor_parallel=2) == 10 * 64 * (4 + 6)
-    assert delayed_elements(model, tensor_parallel=2, sequence_parallel=True) == 10 * 64 * (3 + 6)
+    assert delayed_elements(model, tensor_parallel=2, splits_inputs=True) == 10 * 64 * (3 + 6)
+
+
+@pytest.mark.parametrize(("is_local", "inputs"), [(True, 1), (False, 2)])
+def test_layers_of_transformer_engine_keep_the_inputs_that_they_have_gathered(is_local, inputs):
+    model = MODELS["llama-7b"]
+    memory = TransformerMemory(
+        model=model,
+        dtype="bfloat16",
+        precision=precision_of("bfloat16"),
+        computing=replace(USUAL, is_local=is_local),
+        tensor_parallel=2,
+        sequence_parallel=True,
+    )
+    parts = 2 * 4096 + inputs * 4096 + (4096 + 11008 + 3 * 4096 + 2 * 11008) // 2
+    assert memory.delayed_bytes(3) == 3 * 2 * model.seq_length * parts
 
 
 def test_layers_whose_weight_gradients_cannot_wait_are_refused():
     plan = equal_stages(2, 2)
     one = replace(plan, groups=(unsplit(plan).groups[0], plan.groups[1]))
     engine = Namespace(transformer_impl="transformer_engine", gradient_accumulation_fusion=True)
+    fused = Namespace(transformer_impl="local", gradient_accumulation_fusion=True)
     local = Namespace(transformer_impl="local", gradient_accumulation_fusion=False)
-    found = split_backward_problems(engine, one)
-    assert len(found) == 2 and all("groups[1].split_backward" in each.found for each in found)
-    assert not split_backward_problems(local, one)
-    assert not split_backward_problems(engine, unsplit(plan))
+    (found,) = split_backward_problems(fused, one)
+    assert "groups[1].split_backward" in found.found
+    assert not split_backward_problems(local, one) and not split_backward_problems(engine, one)
+    assert not split_backward_problems(fused, unsplit(plan))

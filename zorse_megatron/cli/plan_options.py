@@ -46,7 +46,7 @@ SplitBackward = Annotated[
     typer.Option(
         "--split-backward",
         help="Let groups compute weight gradients apart from backwards where that is faster and "
-        "fits. Needs --transformer-impl local in training.",
+        "fits. Needs Transformer Engine 2.3, or --no-gradient-accumulation-fusion.",
     ),
 ]
 HostActivations = Annotated[

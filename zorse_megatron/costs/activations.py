@@ -146,16 +146,17 @@ class LayerActivations:
 
 
 def delayed_elements(
-    model: ModelShape, *, tensor_parallel: int = 1, sequence_parallel: bool = False
+    model: ModelShape, *, tensor_parallel: int = 1, splits_inputs: bool = False
 ) -> int:
     """Return what gradients of a layer's four matrices are computed from, for one sample.
 
-    That is the inputs of the matrices, and the gradients of their outputs. With sequence
-    parallelism the inputs of the first of each block are a part of the sequence; the gradients
-    of the outputs of the second are whole on every rank.
+    That is the inputs of the matrices, and the gradients of their outputs. `splits_inputs`: with
+    sequence parallelism Megatron's own layers keep their part of the sequence of the inputs of the
+    first matrix of each block; Transformer Engine's keep what they have gathered. The gradients of
+    the outputs of the second are whole on every rank.
     """
     hidden = model.hidden_size
-    ranks = tensor_parallel if sequence_parallel else 1
+    ranks = tensor_parallel if splits_inputs else 1
     split = model.query_width + model.ffn_hidden_size  # inputs of the second matrices
     split += model.query_width + model.key_value_width + model.ffn_input_width
     per_token = 2 * hidden + -(-2 * hidden // ranks) + -(-split // tensor_parallel)

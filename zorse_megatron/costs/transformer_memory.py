@@ -169,7 +169,7 @@ class TransformerMemory(BytesByPrecision):
         elements = delayed_elements(
             self.model,
             tensor_parallel=self.tensor_parallel,
-            sequence_parallel=self.sequence_parallel,
+            splits_inputs=self.sequence_parallel and self.computing.is_local,
         )
         return micro_batch_size * elements * element_bytes(self.dtype)
 

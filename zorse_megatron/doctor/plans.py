@@ -90,6 +90,12 @@ def _in_host(group: Group) -> Group:
     return dataclasses.replace(group, recompute=Recompute(mode="full"), offload=everything)
 
 
+def with_split(plan: Plan) -> Plan:
+    """With weight gradients apart from backwards in all groups."""
+    groups = tuple(dataclasses.replace(group, split_backward=True) for group in plan.groups)
+    return dataclasses.replace(plan, groups=groups)
+
+
 BREADTH_FIRST = dataclasses.replace(
     INTERLEAVED,
     groups=tuple(map(_in_host, INTERLEAVED.groups)),

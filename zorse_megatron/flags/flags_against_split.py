@@ -13,22 +13,13 @@ def split_backward_problems(args: Namespace, plan: Plan) -> list[Problem]:
         return []
     where = f"groups[{numbers[0]}].split_backward"
     problems = []
-    found = getattr(args, "transformer_impl", None)
-    if found not in (None, "local"):
-        problems.append(
-            Problem(
-                where=f"--transformer-impl {found}",
-                found=f"with {where} in the plan",
-                expected="--transformer-impl local, whose weight gradients can wait",
-                remedy="Add the flag, or remove split_backward from the plan.",
-            )
-        )
-    if getattr(args, "gradient_accumulation_fusion", False):
+    is_local = getattr(args, "transformer_impl", None) == "local"
+    if is_local and getattr(args, "gradient_accumulation_fusion", False):
         problems.append(
             Problem(
                 where="gradient_accumulation_fusion",
-                found=f"on, with {where} in the plan",
-                expected="--no-gradient-accumulation-fusion",
+                found=f"on, with --transformer-impl local and {where} in the plan",
+                expected="--no-gradient-accumulation-fusion, or layers of Transformer Engine",
                 remedy="Add the flag, or remove split_backward from the plan.",
             )
         )

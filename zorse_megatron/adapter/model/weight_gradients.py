@@ -6,15 +6,14 @@ layer's input and the gradient of its output. `compute` multiplies them later an
 to autograd, which accumulates it as it would have. Per weight the order of micro-batches stays that
 of the backwards, and each product is the same one, so gradients are equal to the bit.
 
-Megatron's `--delay-wgrad-compute` does the same in layers of Transformer Engine, between layers of
-two micro-batches that overlap, not between actions.
+Layers of Transformer Engine leave the same to a store: see `engine_weight_gradients`.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,14 +21,25 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
+from zorse_megatron.adapter.model.engine_weight_gradients import EngineProduct, delay_in_engine
 
 _NUM_INPUTS = 10
 """Of stock's autograd function: each gets a gradient, or None."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Product:
+class _Product(Protocol):
     """What one weight's gradient is made of."""
+
+    def start(self) -> Callable[[], torch.Tensor] | None:
+        """Start to gather the inputs of a set with sequence parallelism; None: they are whole."""
+
+    def accumulate(self, gathered: Callable[[], torch.Tensor] | None) -> None:
+        """Compute the gradient and accumulate it; `gathered`: waits for the inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinearProduct:
+    """What one weight's gradient is made of, in a linear layer of Megatron's own."""
 
     weight: torch.nn.Parameter
     inputs: torch.Tensor
@@ -39,6 +49,21 @@ class _Product:
     group: dist.ProcessGroup | None
     """Over which the inputs are to be gathered."""
 
+    def start(self) -> Callable[[], torch.Tensor] | None:
+        """See `_Product`."""
+        if self.group is None:
+            return None
+        part = self.inputs
+        whole = part.new_empty((part.shape[0] * self.group.size(), *part.shape[1:]))
+        work = dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)
+        return lambda: _after(work, whole)
+
+    def accumulate(self, gathered: Callable[[], torch.Tensor] | None) -> None:
+        """See `_Product`."""
+        inputs = self.inputs if gathered is None else gathered()
+        gradient = self.output_gradients.t().matmul(_flat(inputs))
+        torch.autograd.backward(self.weight, gradient)
+
 
 class WeightGradients:
     """What one rank's backwards have left, by (chunk, micro-batch)."""
@@ -47,17 +72,25 @@ class WeightGradients:
         self.kept: KeptActivations | None = None
         """Counts what waits, if asked to."""
         self._weights: set[int] = set()
+        """Of Megatron's own linear layers, by identity."""
+        self._has_any = False
         self._waiting: dict[tuple[int, int], list[_Product]] = {}
         self._products: list[_Product] | None = None
         """Of the backward that runs."""
 
     def watch(self, chunk: torch.nn.Module) -> None:
-        """Delay the matrices of a chunk's layers; embedding and output layer stay as they are."""
+        """Delay the matrices of a chunk's layers; embedding and output layer stay as they are.
+
+        Raises FlagError for layers of Transformer Engine whose weight gradients cannot wait.
+        """
+        layers = unwrap_model(chunk).decoder.layers
+        in_engine = delay_in_engine(layers, self._leave)
         self._weights |= {
             id(module.weight)
-            for module in unwrap_model(chunk).decoder.layers.modules()
+            for module in layers.modules()
             if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        }
+        } - in_engine
+        self._has_any |= bool(self._weights or in_engine)
 
     @contextmanager
     def delaying(self, key: tuple[int, int]) -> Iterator[None]:
@@ -71,15 +104,13 @@ class WeightGradients:
     def compute(self, key: tuple[int, int]) -> None:
         """Compute what a backward has left, and accumulate it."""
         products = self._waiting.pop(key)
-        assert products or not self._weights, "the backward has computed weight gradients itself"
+        assert products or not self._has_any, "the backward has computed weight gradients itself"
         products.reverse()
-        following = _start_gather(products[-1]) if products else None
+        following = products[-1].start() if products else None
         while products:
             product, gathered = products.pop(), following
-            following = _start_gather(products[-1]) if products else None  # beside this product
-            inputs = product.inputs if gathered is None else gathered()
-            gradient = product.output_gradients.t().matmul(_flat(inputs))
-            torch.autograd.backward(product.weight, gradient)
+            following = products[-1].start() if products else None  # beside this product
+            product.accumulate(gathered)
 
     def takes(self, ctx: Any) -> bool:
         """Whether an autograd function's weight gradient is to wait."""
@@ -92,19 +123,28 @@ class WeightGradients:
         self, ctx: Any, weight: Any, inputs: torch.Tensor, output_gradients: torch.Tensor
     ) -> None:
         """Note a product of the backward that runs."""
-        assert self._products is not None
         inputs, output_gradients = inputs.detach(), output_gradients.detach()
-        if self.kept is not None:
-            self.kept.hold(inputs)
-            self.kept.hold(output_gradients)
-        self._products.append(
-            _Product(
-                weight=weight,
-                inputs=inputs,
-                output_gradients=output_gradients,
-                group=ctx.tp_group if ctx.sequence_parallel else None,
-            )
+        product = _LinearProduct(
+            weight=weight,
+            inputs=inputs,
+            output_gradients=output_gradients,
+            group=ctx.tp_group if ctx.sequence_parallel else None,
         )
+        self._keep(product, (inputs, output_gradients))
+
+    def _leave(self, product: EngineProduct) -> None:
+        """The same, of a layer of Transformer Engine, which leaves all its products."""
+        if self._products is None:
+            product.accumulate(None)  # in a backward that has no action of its own to follow
+        else:
+            self._keep(product, product.tensors)
+
+    def _keep(self, product: _Product, tensors: Sequence[torch.Tensor]) -> None:
+        assert self._products is not None
+        if self.kept is not None:
+            for tensor in tensors:
+                self.kept.hold(tensor)
+        self._products.append(product)
 
 
 def delaying_weights(
@@ -143,16 +183,6 @@ def _start_sums(ctx: Any, grad_input: torch.Tensor) -> Callable[[], torch.Tensor
         work = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
         return lambda: _after(work, grad_input)
     return lambda: grad_input
-
-
-def _start_gather(product: _Product) -> Callable[[], torch.Tensor] | None:
-    """Start to gather the inputs of a set with sequence parallelism; None: they are whole."""
-    if product.group is None:
-        return None
-    part = product.inputs
-    whole = part.new_empty((part.shape[0] * product.group.size(), *part.shape[1:]))
-    work = dist.all_gather_into_tensor(whole, part, group=product.group, async_op=True)
-    return lambda: _after(work, whole)
 
 
 def _after(work: Any, result: torch.Tensor) -> torch.Tensor:
