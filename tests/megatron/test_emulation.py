@@ -399,6 +399,7 @@ def test_the_commands(tmp_path, monkeypatch):
     assert stock["iteration_s_median"] > stock["predicted_iteration_s"]
     assert ours["speedup_vs_stock"] > 1
     _run(("plan", *common[:4], "--global-batch-size", "6", "--out", "plan.json"))
+    slow = (*slow, "--slow-link", "new/nic0:out=50")
     answer = json.loads(_run(("emulate", "plan.json", *common, *slow)))
     assert answer["valid"] is True
     assert len(answer["losses"]) == len(answer["iterations_s"]) == 2

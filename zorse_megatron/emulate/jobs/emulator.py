@@ -104,7 +104,7 @@ class Emulator:
         self.tell(f"{system.name}: training {self.training.iterations} iterations")
         if self.dilation is None:  # then nothing but the GPUs can change what comes of it
             self._tests[system.gpus] = test
-        with self._job(system) as job:
+        with self._job(system, self.perturbation) as job:
             metrics = job.directory / "metrics.jsonl"
             flags = [*self._flags(system, job), "--zorse-metrics", str(metrics)]
             with _beside(ended_by, job.directory):
@@ -126,8 +126,12 @@ class Emulator:
             )
 
     def self_test(self, gpus: Sequence[int]) -> SelfTest:
-        """Let the ranks run a schedule whose duration is known. Raises RankFailure."""
-        with self._job(System(name="self-test", gpus=tuple(gpus))) as job:
+        """Let the ranks run a schedule whose duration is known, on the cluster as it is said to be.
+
+        Raises RankFailure.
+        """
+        system = System(name="self-test", gpus=tuple(gpus))
+        with self._job(system, NO_PERTURBATION) as job:
             ended = self._start(job, [], entry="zorse_megatron.emulate.on_ranks.self_test_main")
             if not ended.succeeded:
                 raise ended.failure()
@@ -174,10 +178,10 @@ class Emulator:
         self.data = [*self.data, *load]
 
     @contextlib.contextmanager
-    def _job(self, system: System) -> Iterator[EmulatedJob]:
+    def _job(self, system: System, perturbation: Perturbation) -> Iterator[EmulatedJob]:
         gpus, plan = system.gpus, system.plan
         layout, kinds = plan or system.stock_layout, tuple(self.inputs.kinds[gpu] for gpu in gpus)
-        factors = self.perturbation.link_factors
+        factors = perturbation.link_factors
         with conducted(LinkModel(self.inputs.comm, gpus, link_factors=factors)) as address:
             self._number += 1
             directory = self.directory / f"job_{self._number}"
@@ -189,7 +193,7 @@ class Emulator:
                 capacities_bytes=self._tensor_bytes(gpus, plan),
                 host_bytes_per_s=tuple(map(self.inputs.comm.host_link_bytes_per_s, gpus)),
                 costs=costs_of_ranks(self.inputs, layout, len(gpus)),
-                perturbation=self.perturbation,
+                perturbation=perturbation,
                 sequence_length=self.training.shape.sequence_length,
                 hidden_size=HIDDEN_SIZE,
                 sets=None if layout is None else sets_of_job(self.inputs, layout, kinds),
