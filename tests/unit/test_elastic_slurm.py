@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.cli_samples import FLAGS, runner_in
+from zorse_megatron.errors import LaunchError
 from zorse_megatron.launch.elastic.back_in_queue import RESTARTS, back_in_queue, requeues_of
 from zorse_megatron.launch.elastic.slurm_nodes import SlurmNodes, allocated, nodes_up
 from zorse_megatron.launch.rank_environment import launched_rank
@@ -80,6 +82,48 @@ def test_nodes_that_fail_or_do_not_answer_in_time_are_lost(slurm: Path) -> None:
     assert machines(answer_s=0.3).answering() == {"gpu02"}
     for call in calls(slurm):
         assert "--overlap" in call and "--ntasks=1" in call
+
+
+def test_nodes_that_srun_cannot_ask_are_lost_and_why_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nonesuch")
+    nobody = machines()
+    assert nobody.answering() == frozenset()
+    assert capsys.readouterr().out.count("srun cannot be run") == 1
+    nobody.ask_to_save()
+    assert "could not be asked to save" in capsys.readouterr().out
+
+
+def files_for(path: Path, *names: str) -> Any:
+    nodes = (f"  - {{name: {name}, gpus: 1 x L4, nics: 10 Gb/s}}\n" for name in names)
+    path.write_text("nodes:\n" + "".join(nodes))
+    return type("F", (), {"cluster": path, "plan": Path("plan.json")})
+
+
+def test_ranks_are_not_started_on_nodes_of_other_jobs(slurm: Path, tmp_path: Path) -> None:
+    files = files_for(tmp_path / "left.yaml", "gpu02", "new")
+    with pytest.raises(LaunchError, match="nodes that this job does not have: new; expected those"):
+        machines().start(files, 0)
+    assert not (slurm / "calls").exists()
+
+
+def test_a_step_that_cannot_be_started_ends_those_before_it(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm / "srun.does").write_text("exec sleep 9\n")
+    real, begun = subprocess.Popen, []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if begun:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        begun.append(real(*args, **kwargs))
+        return begun[0]
+
+    monkeypatch.setattr(subprocess, "Popen", once)
+    with pytest.raises(LaunchError, match="for node old: found Resource temporarily unavailable"):
+        machines().start(files_for(tmp_path / "left.yaml", "gpu02", "old"), 0)
+    assert begun[0].wait(5) == -signal.SIGTERM
 
 
 def test_every_node_gets_a_step_whose_tasks_have_the_ranks_of_the_file(

@@ -88,6 +88,13 @@ def test_nodes_that_are_not_as_in_the_cluster_file_are_told_at_once() -> None:
     assert "2. a: found 1 processes; expected 3" in told
 
 
+def test_two_machines_of_one_name_are_told() -> None:
+    """Each with a part of the node's GPUs: the count of processes is right."""
+    first, second = arrivals_of(["b"])
+    answers = answers_for(CLUSTER, PLANNED, [first, replace(second, local_rank=0)])
+    assert "b: found 2 processes with local ranks [0]" in str(answers[0]["error"])
+
+
 def test_what_cannot_be_planned_is_told_to_all() -> None:
     class Fails(Replanner):
         def files_for(self, present: object) -> JobFiles:
@@ -151,7 +158,38 @@ def test_a_first_process_that_fails_ends_the_others() -> None:
     assert all("the first process has ended" in str(each) for each in found[1:])
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n", b"[1]\n", b"{}\n", b""])
+def test_an_answer_that_is_cut_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        point = MeetingPoint(
+            number=1, size=2, address="127.0.0.1", port=int(first.getsockname()[1])
+        )
+
+        def dies() -> None:
+            connection, _ = first.accept()
+            connection.makefile("rb").readline()
+            connection.sendall(b'{"plan": "p')
+            connection.close()
+
+        thread = threading.Thread(target=dies)
+        thread.start()
+        with pytest.raises(LaunchError, match="the first process has ended"):
+            meet(point, Arrival(node="n", local_rank=0, free_port=1), list, arrive_s=9, decide_s=9)
+        thread.join()
+        # The first process itself, where another program has its port.
+        with pytest.raises(LaunchError, match="a port that cannot be used"):
+            meet(
+                replace(point, number=0),
+                Arrival(node="n", local_rank=0, free_port=1),
+                list,
+                arrive_s=9,
+                decide_s=9,
+            )
+
+
+_ANOTHER = b'{"number": 7, "node": "n", "local_rank": 0, "free_port": 1}\n'
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n", b"[1]\n", b"{}\n", b"", _ANOTHER])
 def test_somebody_else_at_the_port_is_no_process_of_the_job(said: bytes) -> None:
     port = free_port()
     found: list[object] = []

@@ -106,6 +106,30 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert list(here.copies()) == [copy(1)]
 
 
+def test_two_ranks_of_a_node_may_clear_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = folder(tmp_path)
+    here.write(copy(1), content(1))
+
+    def after_another_rank(self: MirrorFolder) -> bool:
+        monkeypatch.undo()
+        folder(tmp_path).clear()
+        return True
+
+    monkeypatch.setattr(MirrorFolder, "_is_own", after_another_rank)
+    here.clear()
+    assert not here.path.exists()
+
+
+def test_what_is_no_copy_is_passed_over(tmp_path: Path) -> None:
+    here = folder(tmp_path)
+    here.write(copy(1), content(1))
+    (here.path / "iter-directory").mkdir()
+    (here.path / "iter-cut").write_bytes(b'zorse-mirror 1\n{"iteration": 9, ')
+    assert list(here.copies()) == [copy(1)]
+
+
 def assert_refused(found: MirrorFolder) -> None:
     assert not list(found.copies())
     assert found.read(copy(1)) is None

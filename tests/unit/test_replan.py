@@ -83,7 +83,7 @@ def test_a_plan_for_what_is_left_is_searched_once(tmp_path: Path) -> None:
         {"options": ("--max-tp", "1")},
     ]
     for other in others:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(LaunchError, match="/nowhere: found No such file"):
             replanner(tmp_path, python="/nowhere", **other).files_for({"a-1", "b"})
 
 

@@ -14,6 +14,7 @@ from tests.unit.checkpoint_folders import save
 from tests.unit.cli_samples import FLAGS
 from tests.unit.test_migration_request import plan_of
 from zorse_megatron.checkpoints.folder import Checkpoint, set_tracker
+from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.launch.elastic import attempt
 from zorse_megatron.launch.elastic.attempt import Ended, run_attempt
 from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
@@ -222,6 +223,51 @@ def test_saves_and_ends_for_nodes_that_have_come(lab: Lab, only_after_save: bool
     outcome, machines = lab.run(runs_on, wishes=wishes)
     assert outcome == Outcome(status=0, wish=Wish.GROW, has_saved=True)
     assert machines.told == ["save"] and asked == [("a", "b", "c")]
+
+
+def test_the_time_limit_comes_before_more_nodes(lab: Lab) -> None:
+    """A signal may come while Slurm is asked for nodes, which takes up to a minute."""
+    wishes = Wishes(look_every_s=0)
+
+    def looks(files: JobFiles) -> bool:
+        wishes.must_stop = True
+        return True
+
+    wishes.looks_for_nodes = looks
+    assert lab.run(dies("a", "b", "c"), wishes=wishes)[0].wish is Wish.STOP
+
+
+def test_no_ranks_are_started_once_the_time_limit_is_near(lab: Lab) -> None:
+    wishes = Wishes()
+
+    def plans(self: Replanner, cluster: Path, plan: Path, saved: int | None) -> None:
+        wishes.must_stop = bool(plan.write_text(KEPT))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replanner, "_search", plans)
+        outcome, machines = lab.run(dies("b", saved=20), ends(), wishes=wishes)
+    assert outcome == Outcome(status=1, wish=Wish.STOP, has_saved=True)
+    assert len(machines.started) == 1
+
+
+def test_ranks_that_cannot_be_started_are_a_failure_like_others(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, calls = FakeMachines.start, []
+
+    def fails_first(self: FakeMachines, files: JobFiles, number: int) -> Sequence[FakeRun]:
+        calls.append(number)
+        if number < 2:
+            problem = Problem(where="srun", found="no", expected="a step", remedy="Look.")
+            raise LaunchError("the ranks cannot be started", [problem])
+        return start(self, files, number - 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeMachines, "start", fails_first)
+        outcome, _ = lab.run(ends())
+        assert (outcome.status, calls) == (0, [0, 1, 2])
+        assert "error: the ranks cannot be started" in capsys.readouterr().out
+        assert lab.run(limits=Limits(max_failures=1))[0].status == 1
 
 
 def test_waits_for_a_save_before_it_asks(lab: Lab) -> None:

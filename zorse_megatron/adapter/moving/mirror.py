@@ -58,6 +58,8 @@ class Mirror:
         self.taken: Whole | None = None
         """What this start goes on from."""
         self._takers: tuple[int, ...] | None = None
+        self._has_older = True
+        """Whether copies of the start before may be there: until one of this start is whole."""
 
     def gathered(self, mine: Any) -> list[Any]:
         """What every rank has, by rank."""
@@ -100,11 +102,10 @@ class Mirror:
                 f"state is mirrored every {self.every} iterations: {sum(sizes):,} bytes, of which "
                 f"each node keeps its own and others': {_listed(self.nodes, sizes, keepers)}"
             )
-            is_first = True
-        else:
-            is_first = False
-        if self._all_could(iteration, self._exchange(payload, sizes, iteration)) and is_first:
+        could = self._all_could(iteration, self._exchange(payload, sizes, iteration))
+        if could and self._has_older:
             self.folder.keep_only(self.start)
+            self._has_older = False
 
     def _payload(
         self, models: Sequence[Any], scheduler: Any, iteration: int, num_flops: float

@@ -144,10 +144,10 @@ class _Supervised:
                 outcome = supervisor.run()
                 if outcome.wish is not Wish.GROW or not self._have_grown():
                     break
-                self.wishes.wish = None
+                self.wishes.should_grow = False
+            return self._after(outcome)
         except _EndedBySlurm:
             return self._go_on_elsewhere()
-        return self._after(outcome)
 
     def _go_on_elsewhere(self) -> int:
         """Where Slurm has requeued the job because of a node, submit one without that node.
@@ -178,7 +178,7 @@ class _Supervised:
         )
 
     def _stop(self, number: int, frame: object) -> None:
-        self.wishes.wish = Wish.STOP
+        self.wishes.must_stop = True
 
     def _more_nodes(self, files: JobFiles) -> bool:
         if self.job.elastic.grow == "restart" or not files.left.lost:

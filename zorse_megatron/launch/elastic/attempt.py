@@ -31,7 +31,10 @@ class Machines(Protocol):
         """Names, as in the cluster file, of nodes that could start ranks now."""
 
     def start(self, files: JobFiles, number: int) -> Sequence[NodeRun]:
-        """Start all ranks; `number`: of this attempt, from 0."""
+        """Start all ranks; `number`: of this attempt, from 0.
+
+        Raises ZorseError where not all can be started: then none is left.
+        """
 
     def ask_to_save(self) -> None:
         """Tell all ranks to save and end."""

@@ -62,13 +62,13 @@ def meet(
         return _host(point, me, decide, arrive_s)
     with _connection(point, arrive_s) as connection:
         hello = json.dumps({"number": point.number, **asdict(me)})
-        connection.sendall(hello.encode(_ENCODING) + b"\n")
         connection.settimeout(arrive_s + decide_s)
         try:
+            connection.sendall(hello.encode(_ENCODING) + b"\n")
             line = connection.makefile("r", encoding=_ENCODING).readline()
         except OSError as error:
             raise _no_meeting(point, f"no answer ({error})") from error
-    if not line:
+    if not line.endswith("\n"):
         raise _no_meeting(point, "no answer: the first process has ended")
     return dict(json.loads(line))
 
@@ -88,7 +88,11 @@ def _host(
 ) -> Mapping[str, object]:
     deadline_s = time.monotonic() + arrive_s
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("", point.port), backlog=point.size))
+        try:
+            listener = socket.create_server(("", point.port), backlog=point.size)
+        except OSError as error:
+            raise _no_meeting(point, f"a port that cannot be used ({error})") from error
+        stack.enter_context(listener)
         arrived = {0: replace(me, address=point.address)}
         connections: dict[int, socket.socket] = {}
         while len(arrived) < point.size:
@@ -102,7 +106,7 @@ def _host(
                 raise _no_meeting(
                     point, f"{absent} processes not there after {arrive_s:g} s"
                 ) from error
-            if found is None:
+            if found is None or not 0 < found[0] < point.size:
                 continue  # it ended as soon as it came, or is somebody else
             number, arrival = found
             address = point.address if arrival.node == me.node else host

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,9 +94,8 @@ class Replanner:
         for part in (__version__, cluster_text, *self.training, "--", *self.options):
             key.update(f"{len(part)}:{part}".encode("utf-8", "surrogateescape"))
         for option in self.options:
-            path = Path(option.partition("=")[2] or option)
-            if path.is_file():
-                key.update(path.read_bytes())
+            with suppress(OSError):  # not a file's name; or the search says that it cannot read it
+                key.update(Path(option.partition("=")[2] or option).read_bytes())
         return f"left-{key.hexdigest()[:16]}"
 
     def _search(self, cluster: Path, plan: Path, saved: int | None) -> None:
@@ -117,13 +117,21 @@ class Replanner:
                 "fewer possibilities, such as --max-tp 1.",
             )
             raise LaunchError("no plan for the nodes that are left", [problem]) from None
+        except OSError as error:
+            problem = Problem(
+                where=self.python,
+                found=error.strerror or str(error),
+                expected="a Python that can run zorse plan here",
+                remedy=f"{what_is_saved(saved)} Look at --python, and at the limits of this node.",
+            )
+            raise LaunchError("no plan for the nodes that are left", [problem]) from error
         if done.returncode:
             found = _problems(done.stdout, cluster, done.returncode)
             raise LaunchError(f"no plan for the nodes that are left. {what_is_saved(saved)}", found)
         try:
             refuse_unsupported(load_plan(plan), str(plan))
         except PlanError:
-            plan.unlink()
+            plan.unlink(missing_ok=True)
             raise
 
 

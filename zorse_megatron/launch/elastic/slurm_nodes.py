@@ -5,10 +5,11 @@ its end nor needs to be named by anybody.
 """
 
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.launch.cluster_ranks import node_called
 from zorse_megatron.launch.elastic.attempt import NodeRun
 from zorse_megatron.launch.elastic.replan import JobFiles
@@ -19,6 +20,7 @@ from zorse_megatron.launch.rank_environment import (
     port_of_step,
 )
 from zorse_megatron.launch.training_command import MODULE, training_of
+from zorse_megatron.log import say
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 
@@ -85,20 +87,28 @@ class SlurmNodes:
         nodes = list(allocated(self.cluster, self.environment))
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             answers = list(pool.map(self._answers, nodes))
+        errors = {answer for answer in answers if isinstance(answer, str)}
+        if errors:
+            say(f"error: srun cannot be run, so nodes seem lost: {', '.join(sorted(errors))}")
         return frozenset(
-            each.node.name for each, answers_now in zip(nodes, answers, strict=True) if answers_now
+            each.node.name for each, answer in zip(nodes, answers, strict=True) if answer is True
         )
 
     def start(self, files: JobFiles, number: int) -> Sequence[NodeRun]:
-        """Start a step on each node."""
+        """Start a step on each node.
+
+        Raises LaunchError where a node is none of the job's, or srun cannot be run: then no step is
+        left. Raises ClusterError for a cluster file that has been damaged meanwhile.
+        """
+        self._steps = []
         cluster = load_cluster(files.cluster)
         words = training_of(self.training, plan=str(files.plan), cluster=str(files.cluster)).words
         there = {each.node.name: each for each in allocated(self.cluster, self.environment)}
+        _refuse_others(files, [node.name for node in cluster.nodes], there)
         first = there[cluster.nodes[0].name]
         # Probes are steps, too, but nobody meets in them.
         port = self.environment.get("MASTER_PORT") or str(port_of_step(int(self.job), number))
         address = self.environment.get("MASTER_ADDR") or first.host
-        self._steps = []
         for node in cluster.nodes:
             variables = {
                 FIRST_RANK: str(node.first_rank),
@@ -109,15 +119,33 @@ class SlurmNodes:
             }
             command = [*self._srun(there[node.name], len(node.gpu_kinds)), *self.srun_options]
             command += ["--kill-on-bad-exit=0", self.python, "-m", MODULE, *words]
+            self._steps.append(self._step(node.name, command, variables))
+        return tuple(self._steps)
+
+    def _step(self, node: str, command: Sequence[str], variables: Mapping[str, str]) -> _Step:
+        try:
             process = subprocess.Popen(
                 command, env=self._variables(variables), stdin=subprocess.DEVNULL
             )
-            self._steps.append(_Step(node=node.name, process=process))
-        return tuple(self._steps)
+        except OSError as error:
+            for step in self._steps:  # their ranks would wait for those that never come
+                step.process.terminate()
+            problem = Problem(
+                where=f"srun, for node {node}",
+                found=error.strerror or str(error),
+                expected="a step of the job",
+                remedy="Look at the limits of the job's first node (processes, memory), and its "
+                "PATH.",
+            )
+            raise LaunchError("the ranks cannot be started", [problem]) from error
+        return _Step(node=node, process=process)
 
     def ask_to_save(self) -> None:
-        """Send TERM to all ranks."""
-        subprocess.run(["scancel", "--signal=TERM", self.job], check=False, timeout=60)
+        """Send TERM to all ranks, of which some have not heard where that fails, as is said."""
+        try:
+            subprocess.run(["scancel", "--signal=TERM", self.job], check=True, timeout=60)
+        except (OSError, subprocess.SubprocessError) as error:
+            say(f"error: ranks could not be asked to save: {error}")
 
     def kill(self) -> None:
         """End the steps that are left: TERM has srun abort its own."""
@@ -125,16 +153,20 @@ class SlurmNodes:
             if step.poll() is None:
                 step.process.terminate()
 
-    def _answers(self, node: SlurmNode) -> bool:
+    def _answers(self, node: SlurmNode) -> bool | str:
+        """Whether it does; words: why it cannot be asked."""
         command = self._srun(node, 1)
         command += ["--overlap", "--quiet", "bash", "-c", _HAS_GPUS, str(len(node.node.gpu_kinds))]
-        process = subprocess.Popen(
-            command,
-            env=self._variables({}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                env=self._variables({}),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            return error.strerror or str(error)
         try:
             return process.wait(self.answer_s) == 0
         except subprocess.TimeoutExpired:
@@ -153,6 +185,20 @@ class SlurmNodes:
     def _variables(self, more: Mapping[str, str]) -> dict[str, str]:
         left = {name: value for name, value in self.environment.items() if name not in _OF_THE_JOB}
         return {**left, **more}
+
+
+def _refuse_others(files: JobFiles, names: Sequence[str], there: Collection[str]) -> None:
+    """Raise LaunchError where nodes are to start ranks that the job does not have."""
+    others = [name for name in names if name not in there]
+    if not others:
+        return
+    problem = Problem(
+        where=str(files.cluster),
+        found=f"nodes that this job does not have: {', '.join(others)}",
+        expected=f"those it has ({', '.join(there) or 'none'}), as when the job began",
+        remedy="Leave the cluster file as it was as long as the job runs.",
+    )
+    raise LaunchError("the ranks cannot be started", [problem])
 
 
 def allocated(cluster: Cluster, environment: Mapping[str, str]) -> Iterator[SlurmNode]:

@@ -16,6 +16,7 @@ from zorse_megatron.log import say
 
 BAD_INPUT = 2
 _NO_PLAN = 1
+_NOT_STARTED = 1
 
 
 class Wish(Enum):
@@ -31,12 +32,21 @@ class Wish(Enum):
 class Wishes:
     """What others ask of the attempt that runs."""
 
-    wish: Wish | None = None
+    must_stop: bool = False
+    """The time limit is near: a signal may say so at any time, whatever else is wished."""
+    should_grow: bool = False
     looks_for_nodes: Callable[[JobFiles], bool] = lambda files: False
     """Whether nodes that are not in these files could take part now."""
     look_every_s: float = 60.0
     only_after_save: bool = False
     """Whether to ask for more nodes only once something was saved in this attempt."""
+
+    @property
+    def wish(self) -> Wish | None:
+        """What comes first."""
+        if self.must_stop:
+            return Wish.STOP
+        return Wish.GROW if self.should_grow else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +88,17 @@ class Supervisor:
         started = latest_named(self.replanner.save)
         while True:
             asked_s = time.time()
-            present = self.machines.answering()
-            seen_s = time.time()
             try:
+                present = self.machines.answering()
+                seen_s = time.time()
                 files = self.replanner.files_for(present)
             except ZorseError as error:
                 say(f"error: {error}")
                 return Outcome(status=_NO_PLAN, needs_nodes=True)
             planned_s = time.time()
+            if self.wishes.wish is not None:  # ranks would only be started to be ended
+                has_saved = latest_named(self.replanner.save) != started
+                return Outcome(status=_NO_PLAN, wish=self.wishes.wish, has_saved=has_saved)
             self._tell_start(files, seen_s - asked_s, planned_s - seen_s)
             before = latest_named(self.replanner.save)
             ended = self._attempt(files, number)
@@ -113,17 +126,21 @@ class Supervisor:
                 looked_s = time.monotonic()
                 may = not wishes.only_after_save or latest_named(self.replanner.save) != before
                 if may and wishes.looks_for_nodes(files):
-                    wishes.wish = Wish.GROW
+                    wishes.should_grow = True
                     say("more nodes are there: the ranks save, and start again with them")
             return wishes.wish is not None
 
-        return run_attempt(
-            self.machines,
-            files,
-            number,
-            grace_s=self.limits.grace_s,
-            should_stop=should_stop,
-        )
+        try:
+            return run_attempt(
+                self.machines,
+                files,
+                number,
+                grace_s=self.limits.grace_s,
+                should_stop=should_stop,
+            )
+        except ZorseError as error:  # a node may have gone since it answered: one failure more
+            say(f"error: {error}")
+            return Ended(status=_NOT_STARTED, first_end=time.time(), silent=())
 
     def _is_final(self, ended: Ended, present: frozenset[str], failures: int) -> bool:
         if failures > self.limits.max_failures:

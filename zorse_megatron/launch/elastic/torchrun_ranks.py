@@ -64,6 +64,9 @@ def _refuse(cluster: Cluster, arrivals: Sequence[Arrival]) -> None:
 
 def _problems(cluster: Cluster, arrivals: Sequence[Arrival]) -> Iterator[Problem]:
     gpus = {node.name: len(node.gpu_kinds) for node in cluster.nodes}
+    numbers: dict[str, set[int]] = {}
+    for arrival in arrivals:
+        numbers.setdefault(arrival.node, set()).add(arrival.local_rank)
     for node, count in Counter(arrival.node for arrival in arrivals).items():
         if node not in gpus:
             yield Problem(
@@ -79,6 +82,13 @@ def _problems(cluster: Cluster, arrivals: Sequence[Arrival]) -> Iterator[Problem
                 expected=f"{gpus[node]}, one for each of its GPUs in the cluster file",
                 remedy="Start torchrun once on each node, with the command that zorse launch "
                 "prints for it.",
+            )
+        elif numbers[node] != set(range(count)):
+            yield Problem(
+                where=node,
+                found=f"{count} processes with local ranks {sorted(numbers[node])}",
+                expected=f"each of 0 to {count - 1} once: those of one machine",
+                remedy="Give each machine a ZORSE_NODE_NAME of its own.",
             )
 
 

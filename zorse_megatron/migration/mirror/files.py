@@ -92,9 +92,9 @@ class MirrorFolder:
         """Delete everything, also what killed ranks had begun."""
         if not self._is_own():
             return
-        for path in self.path.iterdir():
-            path.unlink(missing_ok=True)
         with suppress(OSError):  # another rank of the node has begun anew, or has done it
+            for path in self.path.iterdir():
+                path.unlink(missing_ok=True)
             self.path.rmdir()
 
     def clear_unfinished(self) -> None:
@@ -127,7 +127,7 @@ class MirrorFolder:
                 if file.readline() != _MAGIC:
                     return None
                 return Copy(**json.loads(file.readline()), node=self.node)
-        except (FileNotFoundError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             return None
 
 
