@@ -76,7 +76,7 @@ class RunCosts:
         """The same cluster at other speeds; writes its files."""
         directory = self.search.directory
         directory.mkdir(parents=True, exist_ok=True)
-        number = sum(1 for _ in directory.glob("cluster-*.yaml"))
+        number = _free_number(directory)
         profile = self._profile()
         found = with_own_speeds(
             self.cluster_data, profile, speeds, origin="As zorse follow has found it in a run."
@@ -146,6 +146,18 @@ class CorrectedCosts:
     def _costs(self, plan: Plan) -> WorkloadCosts:
         base = self.base
         return costs_on(plan, self.cluster, base.workload, self.profiles, margin=base.margin)
+
+
+def _free_number(directory: Path) -> int:
+    """Of files that nobody has, not even somebody else who follows the same run."""
+    number = sum(1 for _ in directory.glob("cluster-*.yaml"))
+    while True:
+        try:
+            (directory / f"cluster-{number}.yaml").touch(exist_ok=False)
+        except FileExistsError:
+            number += 1
+        else:
+            return number
 
 
 def _why(answer: bytes) -> str:

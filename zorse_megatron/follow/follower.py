@@ -8,7 +8,8 @@ from zorse_megatron.costs.own_speeds import GpuSpeed
 from zorse_megatron.follow.lasting import Lasting
 from zorse_megatron.follow.move_costs import MoveCost
 from zorse_megatron.follow.observed import Observed, observed
-from zorse_megatron.follow.promise import Promise
+from zorse_megatron.follow.promise import Promise, measured_before
+from zorse_megatron.follow.told import stood_still_s, told_speeds
 from zorse_megatron.follow.weighed import Weighed
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint
@@ -88,6 +89,8 @@ class _Asked:
     """What was decided on before: a refusal brings it back."""
     promise: Promise | None = None
     """What it is to bring."""
+    looked: int | None = None
+    """Iteration at the first look since: searches take long, and iterations go on meanwhile."""
 
 
 class Follower:
@@ -109,17 +112,15 @@ class Follower:
         self._last: Status | None = None
         self._stood_still_s: float | None = None
         """What the last move took; None: there was none."""
-        self._iteration = -1
 
     def look(self, status: Status, plan: Plan) -> Decision | None:
         """Decide by the run's status and the plan that it is under; None: nothing has happened."""
-        if status.iteration < self._iteration:
-            self.lasting.restarted(status.iteration)
-            self._asked = None
-        elif status.iteration == self._iteration:
+        before = self._last
+        if before is not None and status.iteration == before.iteration:
             return None
-        self._iteration = status.iteration
-        before, self._last = self._last, status
+        if before is not None:
+            self._notice_others(before, status)
+        self._last = status
         self.plans.setdefault(status.plan, plan)
         if self._asked is not None:
             return self._answer(self._asked, status, before)
@@ -130,16 +131,28 @@ class Follower:
         seen = observed(status, plan, self._modelled[1])
         changed = self.lasting.changed(seen)
         if not changed:
-            return self._judge(status)
+            return self._judge(status, seen)
         self._promise = None  # of other speeds
         return self._decide(status, seen, changed)
 
-    def _judge(self, status: Status) -> Decision | None:
+    def _notice_others(self, before: Status, status: Status) -> None:
+        """The run has been started again, or somebody else has moved it: decide anew."""
+        asked = None if self._asked is None else self._asked.plan
+        if status.iteration < before.iteration:
+            self.lasting.restarted(status.iteration)
+        elif status.plan not in (before.plan, asked):
+            self.lasting.moved(status.iteration)
+        else:
+            return
+        self.lasting.decided(())
+        self._asked = self._promise = None
+
+    def _judge(self, status: Status, seen: Observed) -> Decision | None:
         """Whether the last move has brought anything, once that can be told."""
         promise, measured_s = self._promise, status.iteration_s
         if promise is None or promise.plan != status.plan or measured_s is None:
             return None
-        if status.iteration - promise.iteration < self.settings.patience:
+        if not promise.can_be_told(seen, self.lasting.differing(seen), self.settings.patience):
             return None
         self._promise = None
         facts = {"plan": promise.plan, "measured_s": measured_s, "before_s": promise.left_s}
@@ -160,7 +173,7 @@ class Follower:
         self.lasting.decided(seen.speeds)
         present_s = truth.iteration_s(seen.plan)
         found = truth.search()
-        told = _told(seen, changed)
+        told = told_speeds(seen, changed)
         facts: dict[str, object] = {
             "ranks": list(changed),
             "factors": [round(each, 3) for each in truth.factors],
@@ -191,12 +204,12 @@ class Follower:
         if best.gain <= self.settings.gain:
             line = f"{told}: the run stays"
             return Decision(iteration=seen.iteration, what="stays", line=line, facts=facts)
-        promise = None
-        if status.iteration_s is not None:
+        promise, left_s = None, measured_before(status, seen, changed)
+        if left_s is not None:
             promise = Promise(
                 plan=name,
                 left=status.plan,
-                left_s=status.iteration_s,
+                left_s=left_s,
                 simulated_s=best.next_s,
                 iteration=seen.iteration,
             )
@@ -236,7 +249,7 @@ class Follower:
             self.lasting.moved(status.iteration)
             line = f"the run is under plan {asked.plan}"
             if before is not None:
-                self._stood_still_s = _stood_still_s(before, status)
+                self._stood_still_s = stood_still_s(before, status)
                 facts["stood_still_s"] = self._stood_still_s
                 line += f"; it has stood still for about {self._stood_still_s:.0f} s"
             return Decision(iteration=status.iteration, what="moved", line=line, facts=facts)
@@ -244,7 +257,9 @@ class Follower:
             why = answers[-1].refused
             line = f"the run has refused plan {asked.plan}: {why}"
             return self._no(status, "refused", line, facts | {"why": why})
-        if status.iteration - asked.iteration > _ANSWERED_AFTER:
+        if asked.looked is None:
+            self._asked = replace(asked, looked=status.iteration)
+        elif status.iteration - asked.looked > _ANSWERED_AFTER:
             self.run.take_back()
             line = f"the run has not answered for {_ANSWERED_AFTER} iterations: taken back"
             return self._no(status, "unanswered", line, facts)
@@ -258,22 +273,3 @@ class Follower:
         self._refused_in_a_row += 1
         self.lasting.refused(status.iteration, self._refused_in_a_row)
         return Decision(iteration=status.iteration, what=what, line=line, facts=facts)
-
-
-def _stood_still_s(before: Status, after: Status) -> float:
-    """What has passed between two statuses beyond the iterations that lie between them."""
-    slowest_s = max(before.iteration_s or 0.0, after.iteration_s or 0.0)
-    ran_s = (after.iteration - before.iteration) * slowest_s
-    return max(0.0, after.written_s - before.written_s - ran_s)
-
-
-def _told(seen: Observed, changed: Sequence[int]) -> str:
-    kinds = seen.plan.cluster.gpu_kinds if seen.plan.cluster else None
-    each = [
-        f"rank {rank}{f' ({kinds[rank]})' if kinds else ''} takes {speed.factor:.2f} times as long "
-        f"as the profile says"
-        for rank in changed[:4]
-        if (speed := seen.speeds[rank]) is not None
-    ]
-    more = f", and {len(changed) - 4} others" if len(changed) > 4 else ""
-    return ", ".join(each) + more

@@ -36,12 +36,7 @@ class Lasting:
 
     def changed(self, seen: Observed) -> tuple[int, ...]:
         """Ranks whose speed is another one for good; empty as long as any may still be passing."""
-        known = self.known or (GpuSpeed(factor=1.0, noise=0.0),) * len(seen.speeds)
-        ranks = [
-            rank
-            for rank, (now, before) in enumerate(zip(seen.speeds, known, strict=True))
-            if _differ(now, before)
-        ]
+        ranks = self.differing(seen)
         for rank, speed in enumerate(seen.speeds):
             if speed is not None and rank not in ranks:
                 self._as_known[rank] = seen.iteration
@@ -50,7 +45,16 @@ class Lasting:
         settling = seen.counts_since and seen.iteration - seen.counts_since < _COUNTS_TAKE
         if may_pass or settling or seen.iteration < self.not_before:
             return ()
-        return tuple(ranks)
+        return ranks
+
+    def differing(self, seen: Observed) -> tuple[int, ...]:
+        """Ranks whose speed is another one now, for good or not."""
+        known = self.known or (GpuSpeed(factor=1.0, noise=0.0),) * len(seen.speeds)
+        return tuple(
+            rank
+            for rank, (now, before) in enumerate(zip(seen.speeds, known, strict=True))
+            if _differ(now, before)
+        )
 
     def needed(self, iteration: int) -> int:
         """How many iterations a speed has to have lasted by now."""

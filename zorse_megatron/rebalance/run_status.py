@@ -45,6 +45,8 @@ class RunStatus:
     _recent: deque[tuple[IterationTimes, ...]] = field(
         default_factory=lambda: deque(maxlen=MOST_STEPS)
     )
+    _last: int = 0
+    """Number of the last iteration that was taken."""
     _slow: set[int] = field(default_factory=set)
     _first_s: dict[int, float] = field(default_factory=dict)
 
@@ -56,6 +58,7 @@ class RunStatus:
         if ranks[0].number == 0:
             return
         self._recent.append(tuple(ranks))
+        self._last = ranks[0].number
         for rank, each in enumerate(ranks):
             if each.micro_batch_s:
                 speed = self.speeds.setdefault(rank, Speed(since=each.number))
@@ -114,11 +117,10 @@ class RunStatus:
         """What the file has."""
         predictions = self.plan.predictions
         iteration_s = _median([max(e.iteration_s for e in each) for each in self._recent]) or None
-        last = self._recent[-1][0].number if self._recent else 0
         return Status(
             schema_version=1,
             plan=fingerprint(self.plan),
-            iteration=self._iteration(last),
+            iteration=self._iteration(self._last),
             written_s=written_s,
             iteration_s=iteration_s,
             tokens_per_s=self.tokens_per_iteration / iteration_s if iteration_s else None,
