@@ -16,7 +16,8 @@ held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-damaged-checkpoint skip` resumes from an older checkpoint if the latest is damaged.
 `--zorse-rebalance on` lets the counts of micro-batches follow what the ranks take for them.
 `--zorse-status DIR` keeps a file there for `zorse status`: who is slow, since when, tokens/s.
-`--zorse-mirror EVERY` keeps copies of all state in the memory of other nodes.
+`--zorse-mirror EVERY` keeps copies of all state in the memory of other nodes; with
+`--zorse-mirror-overlap on` the training goes on while they are sent.
 `--zorse-metrics FILE` appends a line of JSON per iteration, in full precision; it needs no plan.
 
 Under a plan, the process that is started forks the rank and watches it: a rank that dies is named,

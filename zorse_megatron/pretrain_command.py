@@ -22,11 +22,14 @@ _NEED_PLAN = (
     "--zorse-rebalance",
     "--zorse-status",
     "--zorse-mirror",
+    "--zorse-mirror-overlap",
 )
 _OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
 _STOP, _SKIP = "stop", "skip"
 _ON, _OFF = "on", "off"
+_REBALANCED = f"{_ON}: replicas that are slower than planned get fewer micro-batches."
+_OVERLAPPED = f"{_ON}: the training goes on while copies are sent and written."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,8 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     )
     update = _update(ours["--zorse-update"], problems)
     skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
-    rebalances = _rebalances(ours["--zorse-rebalance"], problems)
-    mirror = _mirror(ours["--zorse-mirror"], (*([name] if name else []), *megatron), problems)
+    rebalances = _is_on("--zorse-rebalance", ours, _REBALANCED, problems)
+    mirror = _mirror(ours, (*([name] if name else []), *megatron), problems)
     limits = _limits(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
@@ -161,28 +164,35 @@ def _skips(text: str | None, problems: list[Problem]) -> bool:
     return text == _SKIP
 
 
-def _rebalances(text: str | None, problems: list[Problem]) -> bool:
-    """Read whether counts of micro-batches may change; notes a problem with anything else."""
+def _is_on(flag: str, ours: Mapping[str, str | None], what: str, problems: list[Problem]) -> bool:
+    """Read whether a flag turns something on; notes a problem with anything else."""
+    text = ours[flag]
     if text not in (None, _ON, _OFF):
         problems.append(
-            Problem(
-                where="--zorse-rebalance",
-                found=f"{text!r}",
-                expected=f"{_ON} or {_OFF}",
-                remedy=f"{_ON}: replicas that are slower than planned get fewer micro-batches.",
-            )
+            Problem(where=flag, found=f"{text!r}", expected=f"{_ON} or {_OFF}", remedy=what)
         )
     return text == _ON
 
 
 def _mirror(
-    text: str | None, training: tuple[str, ...], problems: list[Problem]
+    ours: Mapping[str, str | None], training: tuple[str, ...], problems: list[Problem]
 ) -> MirrorRequest | None:
     """Read after how many iterations state is mirrored; notes a problem with anything else."""
+    text, overlap = ours["--zorse-mirror"], "--zorse-mirror-overlap"
+    overlaps = _is_on(overlap, ours, _OVERLAPPED, problems)
     if text is None:
+        if ours[overlap] is not None:
+            problems.append(
+                Problem(
+                    where=overlap,
+                    found="no --zorse-mirror",
+                    expected="it with --zorse-mirror EVERY",
+                    remedy="Add --zorse-mirror, or remove the flag.",
+                )
+            )
         return None
     if text.isdecimal() and 0 < int(text) < 10**9:
-        return MirrorRequest(every=int(text), training=training)
+        return MirrorRequest(every=int(text), overlaps=overlaps, training=training)
     problems.append(
         Problem(
             where="--zorse-mirror",

@@ -48,7 +48,7 @@ class Lost:
     def save(self) -> Path:
         return self.directory / "checkpoints"
 
-    def go_on(self, plan: Plan, nodes: str, *alive: str) -> Recorded:
+    def go_on(self, plan: Plan, nodes: str, *alive: str, more: tuple[str, ...] = ()) -> Recorded:
         """Start again, with the shared memory of these nodes, and without the last checkpoint."""
         shutil.rmtree(self.save / f"iter_{MIRRORED:07}", ignore_errors=True)
         shutil.rmtree(self.save / f"iter_{STEPS:07}", ignore_errors=True)
@@ -57,7 +57,7 @@ class Lost:
         for node in alive:
             shutil.copytree(self.directory / "shm" / node, shm / node)
         env = {"ZORSE_TEST_NODES": nodes, "ZORSE_TEST_SHM": str(shm)}
-        found = plan_run(plan, self.flags, entry=ENTRY, env=env)
+        found = plan_run(plan, (*self.flags, *more), entry=ENTRY, env=env)
         assert not list(shm.glob("*/*"))  # it has come to its end
         return found
 
@@ -95,7 +95,7 @@ def lost(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Lost:
 
 @pytest.mark.slow
 def test_goes_on_from_the_copies_as_from_a_checkpoint(lost: Lost, corpus: Path) -> None:
-    found = lost.go_on(B, "a b", "a", "b")
+    found = lost.go_on(B, "a b", "a", "b", more=("--zorse-mirror-overlap", "on"))
     assert f"goes on from the state of iteration {MIRRORED} that 4 ranks" in found.outputs[0]
     aside = ("--load", str(lost.directory / "aside"), "--ckpt-step", str(MIRRORED))
     resumed = plan_run(B, [*Saved(corpus).flags("--train-iters", str(STEPS)), *aside])

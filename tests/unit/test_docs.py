@@ -131,6 +131,7 @@ def our_flags():
         "--zorse-rebalance",
         "--zorse-status",
         "--zorse-mirror",
+        "--zorse-mirror-overlap",
     }
 
 

@@ -1,17 +1,20 @@
 """Copies of all ranks' state in the memory of other nodes: written after iterations, and dropped.
 
-All is done by all ranks together, between two iterations. No rank writes a version before all have
-the one before it, so that of the two that are kept one is whole whenever ranks die.
+All is done by all ranks together, between two iterations; with `--zorse-mirror-overlap` what
+follows the copy of a rank's own state is done beside the next iterations. No rank writes a version
+before all have the one before it, so that of the two that are kept one is whole whenever ranks die.
 """
 
 import shutil
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from zorse_megatron.adapter.moving.beside import Beside
 from zorse_megatron.adapter.moving.mirror_identity import identity_and_start
 from zorse_megatron.adapter.moving.mirrored_state import MirroredState, packed
 from zorse_megatron.adapter.moving.next_plan import frozen_problems
@@ -37,7 +40,7 @@ class Mirror:
     def __init__(self, run: PlanRun, session: "PlanSession") -> None:
         """Raises MirrorError where a run begins on one node, FlagError for what does not fit."""
         assert run.mirror is not None
-        self.every = run.mirror.every
+        self.every, self.overlaps = run.mirror.every, run.mirror.overlaps
         self.run, self.session = run, session
         self.group: Any = dist.new_group(backend="gloo", timeout=session.timeout)
         told = self.gathered((run.node, shutil.disk_usage(files.SHARED_MEMORY).free))
@@ -57,6 +60,7 @@ class Mirror:
         self.folder = MirrorFolder((*training, run.node), node=run.node, root=files.SHARED_MEMORY)
         self.taken: Whole | None = None
         """What this start goes on from."""
+        self.beside = Beside()
         self._takers: tuple[int, ...] | None = None
         self._has_older = True
         """Whether copies of the start before may be there: until one of this start is whole."""
@@ -86,11 +90,23 @@ class Mirror:
         if self.is_alone:
             return
         self.run.enter(f"in the mirroring of iteration {iteration}")
+        self.beside.wait()
         payload, problem = memoryview(b""), None
         try:
             payload = self._payload(models, scheduler, iteration, num_flops)
-            self.folder.write(self._copy(self.session.rank, iteration), [payload])
         except Exception as error:  # whatever it is, the training is whole
+            problem = _told(error)
+        if self.overlaps:
+            self.beside.start(partial(self._spread, payload, problem, iteration))
+        else:
+            self._spread(payload, problem, iteration)
+
+    def _spread(self, payload: memoryview, problem: str | None, iteration: int) -> None:
+        """Write and send the copy of this rank's state."""
+        try:
+            if problem is None:
+                self.folder.write(self._copy(self.session.rank, iteration), [payload])
+        except Exception as error:
             problem = _told(error)
         if not self._all_could(iteration, problem):
             return
