@@ -150,3 +150,19 @@ def test_a_status_of_another_plan_is_not_mixed_up(run: RunDirectory) -> None:
     (run.directory / RUNNING_PLAN_NAME).write_text(other)
     (problem,) = run.follow(code=1)["problems"]
     assert "the run is about to change its plan" in problem["remedy"]
+
+
+def test_all_that_it_will_need_is_asked_for_before_it_waits(run: RunDirectory) -> None:
+    """Without a profile that can be read, hours might pass until the first search."""
+    profile = run.directory / "profile.json"
+    profile.write_text("{")
+    options = ("--profile", str(profile), "--files", str(run.cluster), "--plan-options", "'")
+    found = run.follow(*options, code=1)["problems"]
+    assert [each["where"] for each in found][:2] == ["--plan-options", f"--files {run.cluster}"]
+    assert found[2]["where"].startswith(str(profile)) and len(found) == 3
+
+
+@pytest.mark.parametrize("option", ["--every", "--rebuild", "--plan-limit"])
+def test_no_time_is_endless(run: RunDirectory, option: str) -> None:
+    words = ["follow", str(run.directory), "--cluster", str(run.cluster), option, "inf"]
+    assert CliRunner().invoke(app, [*words, "--", *FLAGS]).exit_code == 2

@@ -40,9 +40,11 @@ PlanOptions = Annotated[
         "--plan-options '--profile profile.json --max-tp 1'.",
     ),
 ]
+WEEK_S = 604_800
+"""Longer than anybody waits; what sleeps and waits is given as seconds has to end somewhere."""
 PlanLimit = Annotated[
     float,
-    typer.Option(metavar="SECONDS", min=1, help="How long planning again may take."),
+    typer.Option(metavar="SECONDS", min=1, max=WEEK_S, help="How long planning again may take."),
 ]
 DEFAULT_PLANS = Path("plans-for-fewer-nodes")
 DEFAULT_PLAN_LIMIT_S = DEFAULT_LIMIT_S

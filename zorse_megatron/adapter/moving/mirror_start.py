@@ -16,16 +16,14 @@ from zorse_megatron.adapter.moving.mirrored_state import joined, unpacked
 from zorse_megatron.adapter.moving.plan_left import PlanLeft
 from zorse_megatron.adapter.moving.state import SetAside
 from zorse_megatron.adapter.plan_run import PlanRun
-from zorse_megatron.checkpoints.choice import Chooser, Load
+from zorse_megatron.checkpoints.choice import Load
 from zorse_megatron.checkpoints.folder import Checkpoint
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.checkpoints.position import NONE, position_at_a_look
 from zorse_megatron.log import say
 from zorse_megatron.migration.mirror.choice import Copy, Whole, newest_whole, what_is_missing
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.session import PlanSession
-
-_UNKNOWN = float("inf")
 
 
 @contextmanager
@@ -142,24 +140,16 @@ def _newest(mirror: Mirror) -> Whole | None:
 
 def _at_a_look(load: Load | None) -> float:
     """The iteration of the newest checkpoint, by names and sizes; one is read where it is taken."""
-    if load is None:
-        return -1
-
-    def look() -> float:
-        try:
-            found = Chooser(Load(root=load.root)).choose()
-        except (ZorseError, OSError):
-            return _UNKNOWN
-        return _position(None if found is None else found.checkpoint, load)
-
-    position: float = on_rank_0(look)
+    if load is None or load.root is None:
+        return NONE
+    position: float = on_rank_0(partial(position_at_a_look, load.root))
     return position
 
 
 def _position(chosen: Checkpoint | None, load: Load | None) -> float:
     """Where the run was; what it began with, such as `--pretrained-checkpoint`, is before that."""
     if chosen is None or load is None or chosen.is_release or chosen.root != load.root:
-        return -1
+        return NONE
     return chosen.iteration
 
 

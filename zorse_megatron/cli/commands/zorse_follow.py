@@ -1,6 +1,6 @@
 """`zorse follow`: move a run to another plan when what its GPUs take has changed for good."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +8,12 @@ import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import CommandError, reported_errors
-from zorse_megatron.cli.elastic_options import PlanOptions, plan_options_of, plan_options_problems
+from zorse_megatron.cli.elastic_options import (
+    WEEK_S,
+    PlanOptions,
+    plan_options_of,
+    plan_options_problems,
+)
 from zorse_megatron.cli.follow_loop import FollowLoop
 from zorse_megatron.cli.following import FollowedRun, RunCosts, Search
 from zorse_megatron.cli.options import (
@@ -19,15 +24,18 @@ from zorse_megatron.cli.options import (
     checked_share,
 )
 from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.errors import Problem
+from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.flags.scan import last_values
 from zorse_megatron.follow.follower import Follower, Settings
 from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.profile.profile_json import load_profile
 from zorse_megatron.schema.text.strict import read_file
 
 Gain = Annotated[float, typer.Option(help="Move for more than this share of an iteration's time.")]
 Every = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0.1, help="How often to look at the status.")
+    float,
+    typer.Option(metavar="SECONDS", min=0.1, max=WEEK_S, help="How often to look at the status."),
 ]
 Patience = Annotated[
     int, typer.Option(min=3, help="Iterations for which a GPU's new speed has to have lasted.")
@@ -40,10 +48,13 @@ Horizon = Annotated[
 ]
 Rebuild = Annotated[
     float,
-    typer.Option(metavar="SECONDS", min=0, help="How long a run takes to build another plan."),
+    typer.Option(
+        metavar="SECONDS", min=0, max=WEEK_S, help="How long a run takes to build another plan."
+    ),
 ]
 SearchLimit = Annotated[
-    float, typer.Option("--plan-limit", metavar="SECONDS", min=1, help="Longest search.")
+    float,
+    typer.Option("--plan-limit", metavar="SECONDS", min=1, max=WEEK_S, help="Longest search."),
 ]
 Nice = Annotated[int, typer.Option(min=0, max=19, help="Priority of the search, as in nice -n.")]
 Files = Annotated[
@@ -78,10 +89,11 @@ def follow(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         gain = checked_share(gain, "--gain")
         given = training_flags(context) or ()
+        kept = files or directory / "follow"
         problems = [*_option_problems(plan_options), *_problems(given)]
+        problems += [*folder_problems("--files", kept), *_profile_problems(profile or ())]
         if problems:
             raise CommandError("the command cannot be run", problems)
-        kept = files or directory / "follow"
         data = read_file(cluster, CLUSTER_FILE)
         there = parse_cluster(data, source=str(cluster))
         costs = RunCosts(
@@ -130,6 +142,15 @@ def _option_problems(text: str) -> Iterator[Problem]:
             expected="zorse follow to give the search its corrected one",
             remedy="Give the profile as an option of zorse follow.",
         )
+
+
+def _profile_problems(paths: Iterable[Path]) -> Iterator[Problem]:
+    """What the first search would find, hours later."""
+    for path in paths:
+        try:
+            load_profile(path)
+        except ZorseError as error:
+            yield from error.problems
 
 
 def _problems(given: tuple[str, ...]) -> list[Problem]:

@@ -90,7 +90,7 @@ def _host(
     with contextlib.ExitStack() as stack:
         try:
             listener = socket.create_server(("", point.port), backlog=point.size)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise _no_meeting(point, f"a port that cannot be used ({error})") from error
         stack.enter_context(listener)
         arrived = {0: replace(me, address=point.address)}
