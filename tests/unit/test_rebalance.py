@@ -138,7 +138,7 @@ def test_noise_alone_changes_nothing(plan: Plan, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("start", [0, 40])
+@pytest.mark.parametrize("start", [0, 2, 3, 40])
 def test_a_slow_replica_is_found_soon(start: int, seed: int) -> None:
     """Of 16 micro-batches each, one and a half times as slow: at most one more change than needed.
 

@@ -50,12 +50,14 @@ class Speed:
 
     def _has_changed(self) -> bool:
         before, recent = self.values[:-FEWEST_STEPS], self.values[-FEWEST_STEPS:]
-        if len(before) < FEWEST_STEPS:
+        if not before or len(recent) < FEWEST_STEPS:
             return False
         seen = [seconds for _, seconds, _ in before]
         mean = statistics.fmean(seen)
         single = max(USUAL_JITTER / math.sqrt(recent[-1][2]), _spread(seen))
         bound = max(_LEAST_CHANGE, 2 * single)
+        if len(before) < FEWEST_STEPS:  # less sure; but what is forgotten is little
+            bound *= 2
         off = [seconds / mean - 1 for _, seconds, _ in recent]
         return min(off) > bound or max(off) < -bound
 
