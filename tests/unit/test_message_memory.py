@@ -104,17 +104,26 @@ class Passes:
     def _nothing(self, *_: int | MicroBatch) -> None:
         pass
 
-    weight_gradient = reduce = tie = scale = norm = step = gather = release = fetch = _nothing
+    begin = weight_gradient = reduce = tie = scale = norm = step = gather = release = fetch = (
+        _nothing
+    )
     offload = offload_gradients = _nothing
 
 
 def held_by_a_host_that_is_ahead(plan: Plan, rank: int) -> int:
     """The most bytes of messages that the runtime holds on a rank."""
-    actions = lower_plan(plan).ranks[rank]
+    allocator = Allocator()
+    executor, spec = executor_of(plan, rank, allocator)
+    executor.run_until_step(lower_plan(plan).ranks[rank], Passes(spec, len(plan.chunks) - 1))
+    assert allocator.now == 0
+    return allocator.most
+
+
+def executor_of(plan: Plan, rank: int, allocator: Allocator) -> tuple[Executor, CountedSpec]:
+    """One rank's, whose messages never arrive."""
     group = plan.group_of_rank(rank)
     chunks = plan.chunks_of_group(group)
     replica = next(n for n, each in enumerate(plan.groups[group].replicas) if rank in each.ranks)
-    allocator = Allocator()
     spec = CountedSpec(
         sequence_length=2,
         hidden_size=3,
@@ -133,9 +142,19 @@ def held_by_a_host_that_is_ahead(plan: Plan, rank: int) -> int:
         ),
         trace=Trace(num_steps=0),
     )
-    executor.run_until_step(actions, Passes(spec, len(plan.chunks) - 1))
-    assert allocator.now == 0
-    return allocator.most
+    return executor, spec
+
+
+def test_computations_begin_before_what_they_receive_is_waited_for() -> None:
+    """So copies that begin then do not wait for other ranks; the simulator's do not either."""
+    plan = even_plan(3, 1, 2)
+    executor, spec = executor_of(plan, 1, Allocator())
+    runner, events = Passes(spec, 2), []
+    take = executor.mailbox.take
+    runner.begin = lambda: events.append("begin")  # type: ignore[method-assign]
+    executor.mailbox.take = lambda **what: (events.append("wait"), take(**what))[1]  # type: ignore
+    executor.run_until_step(lower_plan(plan).ranks[1], runner)
+    assert events == ["begin", "wait"] * 4
 
 
 def simulated(plan: Plan, bytes_per_s: float) -> list[int]:

@@ -152,24 +152,28 @@ def test_offloaded_activations_leave_the_gpu():
 
 
 def test_slow_copies_are_waited_for():
-    """The first of three stages, three micro-batches; each copy takes 10 s: out until 11, 21, 31.
+    """The first of four stages, four micro-batches; each copy takes 10 s.
 
-    Each comes back once it has left: from 11 to 21, from 21 to 31 and from 31 to 41.
+    After the second forward the rank waits until the first one's has left, at 11 s, and so on: the
+    last forward begins at 21 s, and with it the first copy back.
     """
-    plan = even_plan(3, 1, 3)
+    plan = even_plan(4, 1, 4)
     first = dataclasses.replace(plan.groups[0], offload=Offload(activations=True))
     plan = dataclasses.replace(plan, groups=(first, *plan.groups[1:]))
     result = run(plan, comm=FakeComm(host_bytes_per_s=100.0))
     ends = {span.action: span.end_s for span in result.spans(0)}
-    assert [ends[name] for name in ("0B0", "0B1", "0B2")] == [21 + 2, 31 + 2, 41 + 2]
+    assert [ends[f"0B{n}"] for n in range(4)] == [31 + 2, 41 + 2, 51 + 2, 61 + 2]
 
 
 def test_what_would_come_back_at_once_stays():
-    """Two micro-batches in flight: while one is away, only what needs it next would be computed."""
-    plan = even_plan(2, 1, 2)
+    """Three micro-batches in flight: nothing would be computed while one is neither leaving nor
+    coming."""
+    plan = even_plan(3, 1, 3)
     slow = FakeComm(host_bytes_per_s=100.0)
     away = run(with_groups(plan, offload=Offload(activations=True)), comm=slow)
-    assert away.iteration_s == run(plan, comm=slow).iteration_s
+    here = run(plan, comm=slow)
+    assert away.iteration_s == here.iteration_s
+    assert away.memory == here.memory
 
 
 def test_offloaded_state_passes_through_the_gpu_in_the_step():

@@ -112,8 +112,8 @@ def test_parameters_that_are_only_dropped_do_not_queue_behind_copies():
 
     After 0F1 the rank waits for them, after 0F2 for those of 0F1; 0F2's own leave from then on.
     """
-    words = "0FETCH 0F0 0F1 0F2 0OFFLOAD 0FETCH 0B0 0B1 0B2 0REDUCE SCALE 0STEP 0OFFLOAD"
-    plan = one_group((1, 3), offload=Offload(parameters=True, activations=True))
+    words = "0FETCH 0F0 0F1 0F2 0OFFLOAD 0FETCH 0F3 0B0 0B1 0B2 0B3 0REDUCE SCALE 0STEP 0OFFLOAD"
+    plan = one_group((1, 4), offload=Offload(parameters=True, activations=True))
     comm = FakeComm(host_bytes_per_s=1280 / 5)
     result = run(plan, lists=parse_action_lists(f"rank 0: {words}"), comm=comm)
     ends = {span.action: span.end_s for span in reversed(result.spans(0))}

@@ -24,6 +24,9 @@ from zorse_megatron.trace import Trace
 class ChunkRunner(Protocol):
     """What the actions mean for a real model."""
 
+    def begin(self) -> None:
+        """A forward or a backward is next; what it receives has not been waited for yet."""
+
     def forward(
         self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -204,6 +207,7 @@ class Executor:
 
     def _forward(self, action: Action, runner: ChunkRunner) -> None:
         chunk, micro_batch = self._operands(action)
+        runner.begin()
         activation = None
         if chunk != 0:
             activation = self._take(chunk, chunk - 1, micro_batch, activation=True)
@@ -214,6 +218,7 @@ class Executor:
 
     def _backward(self, action: Action, runner: ChunkRunner) -> None:
         chunk, micro_batch = self._operands(action)
+        runner.begin()
         gradient = None
         if chunk != self.last_chunk:
             gradient = self._take(chunk, chunk + 1, micro_batch, activation=False)

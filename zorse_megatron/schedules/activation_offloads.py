@@ -1,7 +1,8 @@
 """Which forwards' activations wait in the host.
 
-They come back beside the computation before their backward, so they must be there when it starts.
-Where that is their forward, or follows it, nothing is computed while they are away: they stay.
+They leave beside the computation after their forward, and come back beside the one before their
+backward. Where that is the same one, or the next one, nothing is computed while they are away: they
+stay.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def leaving_activations(computations: Sequence[Action]) -> frozenset[Pass]:
         _pass(action)
         for at, action in enumerate(computations)
         if action.kind is Kind.FORWARD
-        and _pass(action) not in map(_pass, computations[at + 1 : at + 3])
+        and _pass(action) not in map(_pass, computations[at + 1 : at + 4])
     )
 
 

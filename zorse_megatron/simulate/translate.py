@@ -45,7 +45,7 @@ yet, those that its word in `schedules.actions` promises:
   for the chunk's GATHER.
 - With `offload.activations`, what a forward keeps is copied to the host after it, when what the
   forward before it kept has left, and back one computation before the backward, as a receive would
-  be started; not where the backward is one of the next two computations.
+  be started; not where the backward is one of the next three computations.
 
 Computation and communication do not slow each other down here: on a GPU, NCCL's kernels take some
 of its processors.

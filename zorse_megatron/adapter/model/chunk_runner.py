@@ -78,6 +78,19 @@ class MegatronChunkRunner:
         self.leaving_activations = leaving_activations(self.computations)
         """Forwards, if activations are offloaded."""
 
+    def begin(self) -> None:
+        """See `runtime.executor.ChunkRunner`; brings back what the computation after it needs.
+
+        Copies come after all that the stream waits for so far, so not after what is received.
+        """
+        if self.activations is None or self.inputs.forward_only:
+            return
+        self.num_computed += 1
+        self.activations.let_go()
+        following = next(iter(self.computations[self.num_computed :][:1]), None)
+        if following is not None and following.kind is Kind.BACKWARD:
+            self.activations.start_back(_key(following))
+
     def forward(
         self, chunk: int, micro_batch: MicroBatch, activation: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -140,7 +153,6 @@ class MegatronChunkRunner:
             shards.open_gradients()
             shards.wait_until_unsharded()
         if self.activations is not None:
-            self._bring_next_back()
             self.activations.wait_until_back((chunk, micro_batch.index))
         # Counts what is computed again.
         counting = contextlib.nullcontext() if self.kept is None else self.kept.counting()
@@ -258,24 +270,12 @@ class MegatronChunkRunner:
         if self.inputs.forward_only:
             return contextlib.nullcontext()
         mine = (chunk, micro_batch.index)
-        leaves = False
-        if self.activations is not None:
-            self._bring_next_back()
-            leaves = mine in self.leaving_activations
+        leaves = self.activations is not None and mine in self.leaving_activations
         if self.kept is not None:
             return self.kept.counting(mine if leaves else None)
         if leaves and self.activations is not None:
             return self.activations.keeping(mine)
         return contextlib.nullcontext()
-
-    def _bring_next_back(self) -> None:
-        """Before a computation: start to bring back what the one after it needs."""
-        assert self.activations is not None
-        self.num_computed += 1
-        self.activations.let_go()
-        following = next(iter(self.computations[self.num_computed :][:1]), None)
-        if following is not None and following.kind is Kind.BACKWARD:
-            self.activations.start_back(_key(following))
 
     def _finish_reductions(self) -> None:
         reducing, self.reducing = self.reducing, []
