@@ -56,6 +56,10 @@ MINISTAGES = chunked_plan(
     [(replica(0, 2, 3, 3.0), replica(1, 1, 2, 1.0)), (replica(2, 1, 8),)],
     [(0, 1), (1, 1), (0, 1), (1, 1)],
 )
+# The second rank computes nothing, but owns half of the first group's state.
+IDLE = chunked_plan(
+    [(replica(0, 2, 4), replica(1, 1, 0)), (replica(2, 1, 8),)], [(0, 1), (1, 2), (1, 1)]
+)
 GPUS = (2, 3, 4)
 
 
@@ -230,6 +234,9 @@ def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
             changed(MINISTAGES, FULL, parameters=True, optimizer_state=True, activations=True),
             0.02,
             id="all in the host",
+        ),
+        pytest.param(
+            changed(IDLE, FULL, parameters=True, gradients=True), 0.002, id="idle replica"
         ),
     ],
 )

@@ -121,6 +121,7 @@ class EmulatedGroup(dist.ProcessGroup):
         """
         if not self.clock.is_running or self.size() == 1:
             return start()
+        self.sizes.on_operation()
         if self.is_set:  # what has arrived in parts is gathered
             part_bytes = [self.sizes.activation_bytes(part.numel()) for part in parts]
         else:
@@ -151,6 +152,7 @@ class EmulatedGroup(dist.ProcessGroup):
         """
         if not self.clock.is_running or self.size() == 1:
             return None
+        self.sizes.on_operation()
         num_bytes = self.sizes.buffer_bytes(whole)
 
         def to_bytes(count: int) -> int:

@@ -57,9 +57,10 @@ class MemoryCap:
     def check(self) -> None:
         """Between passes. Raises torch.OutOfMemoryError if more is held than there is."""
         self._leave()
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Within a pass, or where there are none. Raises as `check` does."""
         away_bytes = self.host.activation_bytes if self.host is not None else 0
         total = self.state_bytes() + self.kept_bytes - away_bytes
         self.peak_bytes = max(self.peak_bytes, total)
@@ -93,7 +94,7 @@ class MemoryCap:
         """Hold activations. Raises torch.OutOfMemoryError."""
         self._leave()
         self.kept_bytes += num_bytes
-        self._look()
+        self.look()
 
     def drop(self, num_bytes: int) -> None:
         """Let activations go with the next change: until then their backward runs.
@@ -101,7 +102,7 @@ class MemoryCap:
         Raises torch.OutOfMemoryError, as there are gradients now.
         """
         self._leave()
-        self._look()
+        self.look()
         self._leaving_bytes = num_bytes
 
     def keep_layer(self, size: int, how: RecomputeMode) -> None:

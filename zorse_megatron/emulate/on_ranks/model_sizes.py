@@ -60,6 +60,8 @@ class ModelSizes:
         """`sequence_length`, `hidden_size`: of the tiny model. `sets`: where the plan has some."""
         self.memory = memory
         self.sets = sets
+        self.on_operation: Callable[[], None] = lambda: None
+        """Called when gradients are about to be summed or parameters gathered."""
         self._boundary = sequence_length, hidden_size
         self._scales: dict[int, _Scale] = {}
         """By storage, which stays the same object while its memory comes and goes."""

@@ -66,6 +66,7 @@ class Pacer:
         self.chunks: list[ChunkView] = []
         self.host = HostCopies(clock, sizes, self.chunks, bytes_per_s=host_bytes_per_s)
         cap.chunks, cap.host = self.chunks, self.host
+        sizes.on_operation = cap.look  # a replica without micro-batches does nothing else
         if sizes.sets is not None:
             sizes.sets.on_exchange = cap.check
         self.forward_bytes = 0

@@ -20,6 +20,9 @@ class TensorSizes(Protocol):
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
         """Size of each rank's part of a tensor that a collective works on."""
 
+    def on_operation(self) -> None:
+        """Told that gradients are about to be summed, or parameters gathered."""
+
     def is_set(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are this rank's tensor-parallel set, of several."""
 
@@ -44,6 +47,9 @@ class AsTheyAre:
 
     def part_bytes(self, parts: Sequence[torch.Tensor]) -> list[int]:
         return [part.nbytes for part in parts]
+
+    def on_operation(self) -> None:
+        pass
 
     def is_set(self, ranks: Sequence[int]) -> bool:
         return False
