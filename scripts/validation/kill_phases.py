@@ -52,7 +52,12 @@ class Phase:
     """Whole iterations."""
     skips: int = 0
     moves: bool = False
-    mirrors: bool = False
+    mirror: tuple[str, ...] = ()
+    """Flags."""
+
+
+MIRROR = ("--zorse-mirror", "1")
+OVERLAP = (*MIRROR, "--zorse-mirror-overlap", "on")
 
 
 def action(kind: str) -> str:
@@ -77,9 +82,11 @@ PHASES: dict[str, Phase] = {
     ),
     # After iterations that save nothing.
     "mirror": Phase(
-        pattern="in the mirroring", occurrences=2, longest_s=0.05, may_lose=1, mirrors=True
+        pattern="in the mirroring", occurrences=2, longest_s=0.05, may_lose=1, mirror=MIRROR
     ),
-    "backward, mirrored": Phase(pattern=action("B"), occurrences=6, may_lose=1, mirrors=True),
+    "backward, mirrored": Phase(pattern=action("B"), occurrences=6, may_lose=1, mirror=MIRROR),
+    # Also while the copy of the iteration before is on its way.
+    "forward, mirrored beside": Phase(pattern=action("F"), occurrences=6, mirror=OVERLAP),
 }
 
 
@@ -131,7 +138,7 @@ class Trial:
         plan = self.directory / "plan.json"
         save_plan(PLAN, plan)
         flags = flags_of(self.directory, "--zorse-plan", str(plan), *self._flags(), *more)
-        if self.phase.mirrors:
+        if self.phase.mirror:
             env["ZORSE_TEST_SHM"] = str(self.directory / "shm")
         found = run_ranks(
             flags,
@@ -145,7 +152,7 @@ class Trial:
 
     def _flags(self) -> tuple[str, ...]:
         status = ("--zorse-status", str(self.directory / "status")) if self.phase.moves else ()
-        return (*status, *(("--zorse-mirror", "1") if self.phase.mirrors else ()))
+        return (*status, *self.phase.mirror)
 
     def kill(self) -> tuple[tuple[int, ...], tuple[str, ...], Mapping[str, float | str]]:
         """Start the job with the kill in it."""
