@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +15,8 @@ from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron.cli.commands import zorse_join
 from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.launch.elastic.meeting import (
-    Answers,
     Arrival,
-    MeetingPoint,
     free_port,
-    meet,
 )
 from zorse_megatron.launch.elastic.nodes_left import nodes_left
 from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
@@ -54,7 +49,7 @@ PLANNED = Planned(plan=None, cluster=Path("c.yaml"), directory=Path("d"), traini
 
 def arrivals_of(nodes: Sequence[str]) -> list[Arrival]:
     return [
-        Arrival(node=node, local_rank=rank, free_port=1000 + rank, address=f"host-{node}")
+        Arrival(node=node, local_rank=rank, free_port=ord(node) * 10 + rank, address=f"host-{node}")
         for node in nodes
         for rank in range(SIZES[node])
     ]
@@ -74,7 +69,7 @@ def test_ranks_follow_the_cluster_file(order: list[str], count: int) -> None:
     assert [int(found[key]["RANK"]) for key in there] == list(range(len(there)))
     first = there[0][0]
     assert {v["MASTER_ADDR"] for v in found.values()} == {f"host-{first}"}
-    assert {v["MASTER_PORT"] for v in found.values()} == {"1000"}
+    assert {v["MASTER_PORT"] for v in found.values()} == {str(ord(first) * 10)}
     assert {v["WORLD_SIZE"] for v in found.values()} == {str(len(there))}
     assert {answer["plan"] for answer in answers} == {
         "-".join(name for name in SIZES if name in nodes) + ".json"
@@ -95,6 +90,17 @@ def test_two_machines_of_one_name_are_told() -> None:
     assert "b: found 2 processes with local ranks [0]" in str(answers[0]["error"])
 
 
+def test_nodes_that_are_cut_off_are_told() -> None:
+    class CutOff(Planned):
+        def files_for(self, present: object) -> JobFiles:
+            files = super().files_for({"b"})
+            return replace(files, left=replace(files.left, cut_off=("a",), lost=("c",)))
+
+    cut_off = CutOff(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
+    answers = answers_for(CLUSTER, cut_off, arrivals_of(["b", "a"]))
+    assert all("a: found no link to b, with c lost" in str(answer["error"]) for answer in answers)
+
+
 def test_what_cannot_be_planned_is_told_to_all() -> None:
     class Fails(Replanner):
         def files_for(self, present: object) -> JobFiles:
@@ -105,113 +111,6 @@ def test_what_cannot_be_planned_is_told_to_all() -> None:
     answers = answers_for(CLUSTER, fails, arrivals_of(["b"]))
     assert len(answers) == 2
     assert all("too few GPUs" in str(answer["error"]) for answer in answers)
-
-
-def met(size: int, decide: object, *, absent: int = 0, arrive_s: float = 20.0) -> list[object]:
-    """What each process of a meeting got; exceptions too."""
-    port, found = free_port(), [None] * size
-
-    def come(number: int) -> None:
-        point = MeetingPoint(number=number, size=size, address="127.0.0.1", port=port)
-        me = Arrival(node=f"n{number % 2}", local_rank=number // 2, free_port=number)
-        try:
-            found[number] = meet(point, me, decide, arrive_s=arrive_s, decide_s=5.0)  # type: ignore
-        except (LaunchError, ZeroDivisionError) as error:
-            found[number] = error  # type: ignore[call-overload]
-
-    numbers = [*range(1, size - absent), 0]  # the first one comes last
-    threads = [threading.Thread(target=come, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return list(found)
-
-
-def test_all_who_meet_hear_what_is_decided_for_them() -> None:
-    seen: list[Arrival] = []
-
-    def decide(arrivals: Sequence[Arrival]) -> Answers:
-        seen.extend(arrivals)
-        return [{"number": each.free_port} for each in arrivals]
-
-    assert met(5, decide) == [{"number": number} for number in range(5)]
-    assert [(each.node, each.local_rank) for each in seen] == [
-        ("n0", 0),
-        ("n1", 0),
-        ("n0", 1),
-        ("n1", 1),
-        ("n0", 2),
-    ]
-    assert {each.address for each in seen} == {"127.0.0.1"}
-
-
-def test_a_process_that_does_not_come_ends_the_others() -> None:
-    found = met(3, lambda arrivals: [{}] * 3, absent=1, arrive_s=0.5)
-    assert "1 processes not there after 0.5 s" in str(found[0])
-    assert "the first process has ended" in str(found[1])
-
-
-def test_a_first_process_that_fails_ends_the_others() -> None:
-    found = met(3, lambda arrivals: 1 / 0)
-    assert isinstance(found[0], ZeroDivisionError)
-    assert all("the first process has ended" in str(each) for each in found[1:])
-
-
-def test_an_answer_that_is_cut_is_none() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        point = MeetingPoint(
-            number=1, size=2, address="127.0.0.1", port=int(first.getsockname()[1])
-        )
-
-        def dies() -> None:
-            connection, _ = first.accept()
-            connection.makefile("rb").readline()
-            connection.sendall(b'{"plan": "p')
-            connection.close()
-
-        thread = threading.Thread(target=dies)
-        thread.start()
-        with pytest.raises(LaunchError, match="the first process has ended"):
-            meet(point, Arrival(node="n", local_rank=0, free_port=1), list, arrive_s=9, decide_s=9)
-        thread.join()
-        # The first process itself, where another program has its port.
-        with pytest.raises(LaunchError, match="a port that cannot be used"):
-            meet(
-                replace(point, number=0),
-                Arrival(node="n", local_rank=0, free_port=1),
-                list,
-                arrive_s=9,
-                decide_s=9,
-            )
-
-
-_ANOTHER = b'{"number": 7, "node": "n", "local_rank": 0, "free_port": 1}\n'
-
-
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\n", b"[1]\n", b"{}\n", b"", _ANOTHER])
-def test_somebody_else_at_the_port_is_no_process_of_the_job(said: bytes) -> None:
-    port = free_port()
-    found: list[object] = []
-    point = MeetingPoint(number=0, size=2, address="127.0.0.1", port=port)
-    me = Arrival(node="n", local_rank=0, free_port=1)
-
-    def host() -> None:
-        answers = [{"number": 0}, {"number": 1}]
-        found.append(meet(point, me, lambda arrivals: answers, arrive_s=20, decide_s=5))
-
-    thread = threading.Thread(target=host)
-    thread.start()
-    while True:
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as other:
-                other.sendall(said)
-            break
-        except ConnectionRefusedError:
-            continue
-    second = meet(replace(point, number=1), me, lambda arrivals: [], arrive_s=20, decide_s=5)
-    thread.join()
-    assert (second, found) == ({"number": 1}, [{"number": 0}])
 
 
 @pytest.mark.parametrize(("min_gpus", "fewest"), [(1, 1), (3, 1), (4, 2), (5, 2), (6, 3)])

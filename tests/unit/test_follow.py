@@ -266,7 +266,7 @@ def test_a_gpu_that_comes_and_goes_moves_the_run_less_and_less(half: int) -> Non
 
 def test_a_run_that_refuses_is_asked_less_and_less_and_then_no_more() -> None:
     run = Run(factors=slow(0, 1.6, 20), seed=1, refuses=True)
-    run.train(160)
+    run.train(300)
     assert len(run.asked_at) == 3
     first, second, third = run.asked_at
     assert second - first >= 20 and third - second >= 40
@@ -277,7 +277,10 @@ def test_a_run_that_refuses_is_asked_less_and_less_and_then_no_more() -> None:
 def test_a_run_that_does_not_answer_is_let_be() -> None:
     run = Run(factors=slow(0, 1.6, 20), seed=1)
     run.ask = lambda plan: run.asked_at.append(run.iteration)  # type: ignore[method-assign]
+    taken_back: list[int] = []
+    run.take_back = lambda: taken_back.append(run.iteration)  # type: ignore[method-assign]
     run.train(70)
+    assert len(taken_back) == 1 and taken_back[0] > run.asked_at[0] + 20
     assert [each.what for each in run.decisions][:2] == ["moves", "unanswered"]
 
 

@@ -7,6 +7,9 @@ import pytest
 from tests.unit.test_follow import Run, Truth, iteration_s, slow
 from zorse_megatron.costs.own_speeds import GpuSpeed
 from zorse_megatron.follow.follower import Settings
+from zorse_megatron.follow.lasting import Lasting
+from zorse_megatron.follow.observed import Observed
+from zorse_megatron.follow.weighed import Weighed
 from zorse_megatron.rebalance.iteration_times import IterationTimes
 from zorse_megatron.rebalance.run_status import RunStatus
 from zorse_megatron.schema.plan.plan import Plan
@@ -94,3 +97,41 @@ def test_the_last_status_keeps_its_iteration_where_counts_have_just_changed() ->
         status.take((one,) * 4)
     status.change(5, status.counts)
     assert status.now(written_s=1.0).iteration == 105
+
+
+def seen(iteration: int, factor: float, *, counts_since: int = 0) -> Observed:
+    """One rank, whose level began with iteration 5 by the mean of its last iterations."""
+    return Observed(
+        iteration=iteration,
+        plan=Run(factors=SLOW, seed=1).plan,
+        speeds=(GpuSpeed(factor=factor, noise=0.01),),
+        since=(5,),
+        counts_since=counts_since,
+    )
+
+
+def test_a_speed_has_lasted_only_since_it_was_last_as_known() -> None:
+    lasting = Lasting(patience=10, memory=1000)
+    looks = {18: 1.5, 20: 1.02, 24: 1.5, 29: 1.5, 30: 1.5}
+    found = [lasting.changed(seen(iteration, factor)) for iteration, factor in looks.items()]
+    assert found == [(0,), (), (), (), (0,)]
+
+
+def test_counts_have_to_have_been_in_force_for_a_while() -> None:
+    lasting = Lasting(patience=10, memory=1000)
+    assert lasting.changed(seen(30, 1.5, counts_since=27)) == ()
+    assert lasting.changed(seen(31, 1.5, counts_since=27)) == (0,)
+
+
+def test_nothing_pays_after_the_last_iteration() -> None:
+    assert Weighed(present_s=2.0, next_s=1.0, move_s=5.0, iterations=0).gain < 0
+
+
+def test_a_plan_that_was_left_is_gone_back_to_without_a_search() -> None:
+    run = Run(factors=slow(0, 1.6, 20, 60), seed=1)
+    first = run.plan
+    run.train(60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Truth, "search", lambda self: "none after 600 s")
+        run.train(60)
+    assert run.plan == first and len(run.asked_at) == 2

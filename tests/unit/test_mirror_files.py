@@ -130,6 +130,18 @@ def test_what_is_no_copy_is_passed_over(tmp_path: Path) -> None:
     assert list(here.copies()) == [copy(1)]
 
 
+def test_one_copy_is_let_go_and_others_cannot_be_read_by_others(tmp_path: Path) -> None:
+    here = folder(tmp_path)
+    kept, path = copy(1, rank=1), here.write(copy(1), content(1))
+    assert here.write(kept, content(1)).stat().st_mode & 0o777 == 0o600
+    # A file of the right name, but of another version.
+    path.write_bytes(path.read_bytes().replace(b'"iteration": 1', b'"iteration": 2'))
+    assert here.read(copy(1)) is None
+    path.write_bytes(path.read_bytes().replace(b'"iteration": 2', b'"iteration": 1'))
+    here.drop(copy(1))
+    assert list(here.copies()) == [kept]
+
+
 def assert_refused(found: MirrorFolder) -> None:
     assert not list(found.copies())
     assert found.read(copy(1)) is None

@@ -87,6 +87,16 @@ def test_a_plan_for_what_is_left_is_searched_once(tmp_path: Path) -> None:
             replanner(tmp_path, python="/nowhere", **other).files_for({"a-1", "b"})
 
 
+def test_another_profile_is_another_search(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    names = set()
+    for text in ("1", "2", "2"):
+        profile.write_text(text)
+        for options in (("--profile", str(profile)), (f"--profile={profile}",)):
+            names.add(replanner(tmp_path, options=options)._name("cluster"))
+    assert len(names) == 2 * 2
+
+
 def test_the_given_plan_is_that_for_all_nodes(tmp_path: Path) -> None:
     files = replanner(tmp_path, plan=tmp_path / "plan.json").files_for({"a-0", "a-1", "b"})
     assert (files.plan, files.cluster) == (tmp_path / "plan.json", tmp_path / "cluster.yaml")

@@ -275,7 +275,7 @@ def test_waits_for_a_save_before_it_asks(lab: Lab) -> None:
     wishes = Wishes(
         looks_for_nodes=lambda files: bool(looked.append("x")), look_every_s=0, only_after_save=True
     )
-    outcome, _ = lab.run(dies(), ends(), wishes=wishes)
+    outcome, _ = lab.run(dies("b"), ends(), wishes=wishes)  # b's ranks are waited for
     assert (outcome.status, looked) == (0, [])
 
 
