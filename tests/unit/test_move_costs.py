@@ -66,4 +66,5 @@ def test_what_new_owners_lack_is_sent(plans: list[Plan]) -> None:
     assert cost.sent_bytes == cost.between_nodes_bytes == 12 * sum(lacking)
     copied = max(map(len, old)) + max(map(len, new))  # to the host, and up again
     copied_s = 12 * copied / cluster.nodes[0].host_link_bytes_per_s
-    assert cost.seconds >= 7.0 + 12 * max(lacking) / 10e9 + copied_s
+    # Of equal terms, which are summed in another order.
+    assert cost.seconds > (7.0 + 12 * max(lacking) / 10e9 + copied_s) * (1 - 1e-12)
