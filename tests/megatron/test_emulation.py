@@ -236,7 +236,9 @@ def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
             id="all in the host",
         ),
         pytest.param(
-            changed(IDLE, FULL, parameters=True, gradients=True), 0.002, id="idle replica"
+            changed(IDLE, parameters=True, gradients=True, activations=True),
+            0.002,
+            id="an idle replica, activations in the host",
         ),
     ],
 )

@@ -28,13 +28,13 @@ def need(rank, node, available, **by_category):
     ("text", "expected"),
     [
         ("0F0 0F1 0B0 0B1", 0),  # each would come back beside what follows
-        ("0F0 0F1 0F2 0B0 0B1 0B2", 0),  # or has just left
-        ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", 40),
+        ("0F0 0F1 0F2 0B0 0B1 0B2", 0),  # or when the next one has been computed
+        ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", 30),
         ("0F0 0F1 0F2 0B2 0B1 0B0", 10),
         ("0F0 0B0 0F1 0B1", 0),  # each backward comes next
         ("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 20),
         ("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", 20),
-        ("0F0 1F0 0F1 1F1 0B0 1B0 0B1 1B1", 26),
+        ("0F0 1F0 0F1 1F1 0B0 1B0 0B1 1B1", 23),
         ("0REDUCE 0STEP", 0),
     ],
 )

@@ -117,16 +117,20 @@ class ActivationOffload:
 
     def _send(self, key: tuple[int, int], memories: list[HostBacked]) -> None:
         self.link.expect_activations(memories)
-        # What the forward before this one kept has had this one's time to leave.
-        self.let_go(wait=True)
+        self.let_go()
         for memory in memories:
             memory.send()
         self._leaving += memories
         self.away[key] = memories
 
-    def let_go(self, *, wait: bool = False) -> None:
-        """Free the device's memory of what has left."""
-        self._leaving = [m for m in self._leaving if not m.let_go(wait=wait)]
+    def let_go(self) -> None:
+        """Behind each forward: free the device's memory of what the one before it kept.
+
+        Only here, so that what is held does not hang on how far the host is ahead.
+        """
+        for memory in self._leaving:
+            memory.let_go(wait=True)
+        self._leaving = []
 
     def start_back(self, key: tuple[int, int]) -> None:
         """Start to bring back what the forward of `key` kept."""

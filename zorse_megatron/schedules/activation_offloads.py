@@ -1,8 +1,8 @@
 """Which forwards' activations wait in the host.
 
-They leave beside the computation after their forward, and come back beside the one before their
-backward. Where that is the same one, or the next one, nothing is computed while they are away: they
-stay.
+They leave beside the next forward, at whose end the rank waits until they have left, and come back
+beside the computation before their backward. Where no computation is between the two, they stay. So
+what is on the GPU follows from the list, not from how far the host is ahead.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,17 @@ def leaving_activations(computations: Sequence[Action]) -> frozenset[Pass]:
 
     `computations`: the forwards and backwards of its list, in order.
     """
-    return frozenset(
-        _pass(action)
-        for at, action in enumerate(computations)
-        if action.kind is Kind.FORWARD
-        and _pass(action) not in map(_pass, computations[at + 1 : at + 4])
-    )
+    backward_at = {
+        _pass(action): at for at, action in enumerate(computations) if action.kind is Kind.BACKWARD
+    }
+    leaving: set[Pass] = set()
+    next_forward = len(computations)
+    for at, action in reversed(list(enumerate(computations))):
+        if action.kind is Kind.FORWARD:
+            if next_forward + 2 < backward_at.get(_pass(action), 0):
+                leaving.add(_pass(action))
+            next_forward = at
+    return frozenset(leaving)
 
 
 def _pass(action: Action) -> Pass:

@@ -33,6 +33,8 @@ class HostCopyTasks:
         """The last GATHER, OFFLOAD and FETCH of each chunk, for the copies after it."""
         self.last_out = self.shard_out = NOTHING
         """The last copies of activations and of a shard of gradients to the host."""
+        self.last_sent = 0
+        """Position of the forward whose activations left last."""
         self.away: dict[Pass, int] = {}
         """Forward -> the copy of its activations to the host."""
         computations = [(at, a) for at, a in enumerate(self.track.actions) if a.kind in COMPUTE]
@@ -83,12 +85,16 @@ class HostCopyTasks:
         return ()
 
     def send_activations(self, position: int, action: Action) -> None:
-        """What a forward keeps leaves, when what the one before it kept has left."""
+        """What a forward keeps may leave, when what the one before it kept has left."""
         assert action.chunk is not None
         streams = self.streams
-        seconds_s = self.costs.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
         if self.last_out != NOTHING:
-            streams.run(position, Role.COPY, 0.0, self.last_out)
+            left = streams.run(position, Role.COPY, 0.0, self.last_out)
+            self.track.left[self.last_sent], self.last_out = left, NOTHING
+        if (action.chunk, action.micro_batch) not in self.offloaded:
+            return
+        self.last_sent = position
+        seconds_s = self.costs.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
         owner = self.rank, position
         streams.to_host = self.last_out = self.graph.add(
             owner, Role.COPY, seconds_s, streams.main, streams.to_host

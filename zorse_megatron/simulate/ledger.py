@@ -199,7 +199,7 @@ class _Ledger:
             self._note(start_s, Category.ACTIVATIONS, of_chunk.kept, position)
             self._note(start_s, Category.LOGITS, of_chunk.head, position)
             if position in self.track.copies:
-                gone_s = self.end_s[self.track.copies[position]]
+                gone_s = self.end_s[self.track.left[position]]
                 self._note(gone_s, Category.ACTIVATIONS, -of_chunk.kept, position)
         if (Kind.SEND_ACTIVATION, chunk, action.micro_batch) in self.sends_left:
             self._note(start_s, Category.BUFFERS, of_chunk.held, position)

@@ -165,7 +165,7 @@ class RankTranslator:
             consumer = self.rank, forward, action.chunk, action.micro_batch
             self.transfers.consumers[consumer] = task, position
         self.streams.on_main(task)
-        if forward and (action.chunk, action.micro_batch) in self.copies.offloaded:
+        if forward:
             self.copies.send_activations(position, action)
         return task
 

@@ -102,6 +102,9 @@ class Track:
     """Position of a forward (backward) -> copy of its activations to (from) the host; of a STEP
     -> copies of gradients from the host for their norm."""
 
+    left: dict[int, int] = field(default_factory=dict)
+    """Position of a forward -> the task at whose end its activations are off the GPU."""
+
     def closing_task(self, send: int) -> int:
         """The task that waits until a send has left, or NOTHING."""
         at = self.closings.get(send, len(self.actions))

@@ -43,9 +43,9 @@ yet, those that its word in `schedules.actions` promises:
   chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
   chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
   for the chunk's GATHER.
-- With `offload.activations`, what a forward keeps is copied to the host after it, when what the
-  forward before it kept has left, and back one computation before the backward, as a receive would
-  be started; not where the backward is one of the next three computations.
+- With `offload.activations`, what a forward keeps is copied to the host after it, and back one
+  computation before the backward, as a receive would be started. At the end of the next forward the
+  main stream waits until it has left. See `schedules.activation_offloads` for what stays.
 
 Computation and communication do not slow each other down here: on a GPU, NCCL's kernels take some
 of its processors.

@@ -86,7 +86,6 @@ class MegatronChunkRunner:
         if self.activations is None or self.inputs.forward_only:
             return
         self.num_computed += 1
-        self.activations.let_go()
         following = next(iter(self.computations[self.num_computed :][:1]), None)
         if following is not None and following.kind is Kind.BACKWARD:
             self.activations.start_back(_key(following))
@@ -265,17 +264,21 @@ class MegatronChunkRunner:
             return contextlib.nullcontext()
         return presented(get_args(), "micro_batch_size", micro_batch.size)
 
-    def _offloading(self, chunk: int, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _offloading(self, chunk: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Send what this forward keeps to the host, if it is to wait there."""
-        if self.inputs.forward_only:
-            return contextlib.nullcontext()
-        mine = (chunk, micro_batch.index)
-        leaves = self.activations is not None and mine in self.leaving_activations
-        if self.kept is not None:
-            return self.kept.counting(mine if leaves else None)
-        if leaves and self.activations is not None:
-            return self.activations.keeping(mine)
-        return contextlib.nullcontext()
+        away = None if self.inputs.forward_only else self.activations
+        key = chunk, micro_batch.index
+        leaves = away is not None and key in self.leaving_activations
+        keeping: AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.kept is not None and not self.inputs.forward_only:
+            keeping = self.kept.counting(key if leaves else None)
+        elif away is not None and leaves:
+            keeping = away.keeping(key)
+        with keeping:
+            yield
+        if away is not None and not leaves:
+            away.let_go()
 
     def _finish_reductions(self) -> None:
         reducing, self.reducing = self.reducing, []
