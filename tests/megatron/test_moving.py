@@ -6,7 +6,7 @@ four a rank fails before all have agreed: the training goes on as it was. After 
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -26,7 +26,16 @@ MOVED, STEPS = 6, 8
 STATE_BYTES = 3 * 4
 """Of an element: main parameter and two moments."""
 # Chunks of which a rank keeps shards, with all that may be in the host; then a set of two ranks.
-A = in_the_host(TWO_BY_TWO)
+# The shards end within rows, so a rank has several blocks of a parameter.
+PAIR = tuple(
+    replace(each, shard_weight=weight)
+    for each, weight in zip(TWO_BY_TWO.groups[0].replicas, (1.0, 2.7), strict=True)
+)
+A = in_the_host(
+    replace(
+        TWO_BY_TWO, groups=(replace(TWO_BY_TWO.groups[0], replicas=PAIR), *TWO_BY_TWO.groups[1:])
+    )
+)
 B = plan_of(((set_of((0, 2), 4, 2),), 3), ((replica(1, 4, 2),), 1))
 
 OTHER_BATCH = plan_of(((replica(0, 4, 1),), 1), ((replica(1, 4, 1), replica(2, 4, 0)), 3))
