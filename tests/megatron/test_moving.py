@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tests.megatron.checkpoint_jobs import read_checkpoint
-from tests.megatron.comparison import Recorded, plan_of, plan_run, replica
+from tests.megatron.comparison import Recorded, chunked_plan, plan_of, plan_run, replica
 from tests.megatron.ministages import TWO_BY_TWO, in_the_host
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.set_plans import set_of
@@ -25,7 +25,7 @@ from zorse_megatron.schema.plan.plan_json import save_plan
 MOVED, STEPS = 6, 8
 STATE_BYTES = 3 * 4
 """Of an element: main parameter and two moments."""
-# Chunks of which a rank keeps shards, with all that may be in the host; then a set of two ranks.
+# Chunks of which a rank keeps shards, with all that may be in the host; then with a set of ranks.
 # The shards end within rows, so a rank has several blocks of a parameter.
 PAIR = tuple(
     replace(each, shard_weight=weight)
@@ -36,7 +36,9 @@ A = in_the_host(
         TWO_BY_TWO, groups=(replace(TWO_BY_TWO.groups[0], replicas=PAIR), *TWO_BY_TWO.groups[1:])
     )
 )
-B = plan_of(((set_of((0, 2), 4, 2),), 3), ((replica(1, 4, 2),), 1))
+B = in_the_host(
+    chunked_plan([(set_of((0, 2), 4, 2),), (replica(1, 4, 2),)], [(0, 1), (1, 1), (0, 1), (1, 1)])
+)
 
 OTHER_BATCH = plan_of(((replica(0, 4, 1),), 1), ((replica(1, 4, 1), replica(2, 4, 0)), 3))
 
