@@ -1,17 +1,20 @@
 """Two-level sums and gathers over real gloo ranks: exact, repeatable, in any order of waiting."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
+from zorse_megatron.runtime import hierarchical_collectives
 from zorse_megatron.runtime.hierarchical_collectives import (
     RegionGroups,
     all_gather_hierarchical,
     reduce_scatter_hierarchical,
 )
+from zorse_megatron.runtime.staged_operation import start_stages
 from zorse_megatron.schedules.region_shards import RegionShards
 from zorse_megatron.schedules.shards import Interval, shard_bounds
 
@@ -62,6 +65,45 @@ def _reduce_then_gather(regions: tuple[Interval, ...]) -> None:
             assert work.buffer_bytes == shards.gather_buffer(rank) * dtype.itemsize
             work.wait()
         assert torch.equal(gathered, expected)
+
+    if regions == THREE_REGIONS:
+        _in_order(groups, rank)
+    if regions == TWO_AND_THREE:
+        _stages(groups)
+
+
+def _stages(groups: RegionGroups) -> None:
+    """What each stage waits for, which on hosts is everything before it anyway."""
+    found: list[tuple[str, int | None]] = []
+
+    def noting(stages: Any, *rest: Any) -> Any:
+        found[:] = [(stage.kind, stage.after) for stage in stages]
+        return start_stages(stages, *rest)
+
+    bounds = shard_bounds(960, [1.0] * 5, align=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hierarchical_collectives, "start_stages", noting)
+        reduce_scatter_hierarchical(torch.ones(960), bounds, groups)
+        sums = "reduce_scatter"
+        assert found == [(sums, None), ("exchange", 0), (sums, None)]
+        all_gather_hierarchical(torch.ones(960), bounds, groups)
+        assert found == [("exchange", None), ("all_gather", None), ("all_gather", 0)]
+
+
+def _in_order(groups: RegionGroups, rank: int) -> None:
+    """Sums of regions that are other ones in another order, or if they are rounded on the way."""
+    bounds = shard_bounds(960, [1.0] * 5, align=16)
+    # In fp32, (1e8 + 1) - 1e8 is 0; in bf16, 256 + 1 is 256.
+    for dtype, of_regions, expected in (
+        (torch.float32, (1e8, 1.0, -1e8), 0.0),
+        (torch.bfloat16, (256.0, 1.0, 1.0), 258.0),
+    ):
+        first_of = {
+            first: value for (first, _), value in zip(THREE_REGIONS, of_regions, strict=True)
+        }
+        full = torch.full((960,), first_of.get(rank, 0.0), dtype=dtype)
+        reduce_scatter_hierarchical(full, bounds, groups)
+        assert (full[slice(*bounds[rank])] == expected).all()
 
 
 @pytest.mark.parametrize("regions", [TWO_AND_THREE, ONE_AND_TWO, THREE_REGIONS])

@@ -19,9 +19,12 @@ from zorse_megatron.schedules.communicators import (
     resident_kernels,
 )
 from zorse_megatron.schedules.lower import lower_plan
+from zorse_megatron.schedules.region_shards import RegionShards
 from zorse_megatron.schema.plan.plan import Chunk, Plan, Schedule
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.simulate.hierarchical_work import Hierarchical
 from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.network_loads import NetworkLoads
 from zorse_megatron.simulate.rank_sizes import RankSizes
 
 
@@ -120,6 +123,11 @@ class TwoRegions(FakeComm):
 
     between_bytes_per_s: float
     between_s: float
+    faster: tuple[float, float] = (1.0, 1.0)
+    """How much each region's own links are."""
+
+    def reduce_scatter_s(self, ranks, shard_bytes):
+        return super().reduce_scatter_s(ranks, shard_bytes) / self.faster[ranks[0] // 2]
 
     def transfer_s(self, source, target, num_bytes):
         if source // 2 == target // 2:
@@ -132,17 +140,20 @@ class TwoRegions(FakeComm):
         return ((f"{source // 2}>{target // 2}", self.between_bytes_per_s),)
 
 
-@pytest.mark.parametrize(("schedule", "pieces"), [("breadth_first", 3), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "pieces", "faster"),
+    [("breadth_first", 3, (1, 1)), ("1f1b", 1, (1, 1)), ("1f1b", 1, (9, 1)), ("1f1b", 1, (1, 9))],
+)
 @pytest.mark.parametrize("rate", [4.0, 4096.0])
-def test_stages_of_layers_overlap(schedule, pieces, rate):
+def test_stages_of_layers_overlap(schedule, pieces, faster, rate):
     """Three layers of S bytes. In each region a ring of two sums what the other region owns, S / 2,
     and then its own; half of S crosses in each direction. All of that in turn for each layer, but
-    the region's link and the link between regions work at the same time.
+    the region's link and the link between regions work at the same time. Who is faster waits.
     """
     plan = dataclasses.replace(
         one_group((1, 1), (1, 1), (1, 1), (1, 1), layers=3), schedule=Schedule(name=schedule)
     )
-    comm = TwoRegions(bytes_per_s=64.0, between_bytes_per_s=rate, between_s=0.25)
+    comm = TwoRegions(bytes_per_s=64.0, between_bytes_per_s=rate, between_s=0.25, faster=faster)
     expected_s = 3 * (F + B)
     for num_bytes in (4, 2):
         layers_bytes = num_bytes * 3 * 640 / pieces
@@ -157,6 +168,21 @@ def test_stages_of_layers_overlap(schedule, pieces, rate):
     assert found.iteration_s == pytest.approx(expected_s)
     assert run(placed, comm=comm, merge_equal_ranks=True).iteration_s == found.iteration_s
     assert run(plan, comm=comm).iteration_s != found.iteration_s
+
+
+@pytest.mark.parametrize("faster", [(9, 1), (1, 9)])
+@pytest.mark.parametrize("between_s", [0.1, 5.0])
+def test_several_buffers_wait_for_the_slowest_region_or_for_messages(faster, between_s):
+    """In closed form: rings of two over 32 bytes of others and 32 of their own, at 64 bytes/s."""
+    comm = TwoRegions(
+        bytes_per_s=64.0, between_bytes_per_s=float("inf"), between_s=between_s, faster=faster
+    )
+    buffer = RegionShards(bounds=((0, 16), (16, 32), (32, 48), (48, 64)), regions=((0, 2), (2, 4)))
+    levels = Hierarchical(
+        ranks=range(4), to_bytes=int, loads=NetworkLoads(comm), reduces=True
+    ).times(buffer)
+    assert (levels.foreign_s, levels.own_s, levels.between_s) == (0.25, 0.25, between_s)
+    assert levels.several_s(3) == pytest.approx(max(3 * 0.5, 0.25 + 3 * between_s))
 
 
 def test_messages_are_on_their_way_while_regions_work_on_the_next_chunk():
