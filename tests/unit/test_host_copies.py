@@ -29,9 +29,8 @@ def test_copies_of_one_direction_follow_each_other():
     first, second = (host.start(bytes_of(20), to_host=True) for _ in range(2))
     back = host.start(bytes_of(30), to_host=False)
     assert (first.end_s, second.end_s, back.end_s) == (2.0, 4.0, 3.0)
-    assert not first.query()
     host.hold_back(first)
-    assert (clock.now_s, first.query(), second.query()) == (2.0, True, False)
+    assert clock.now_s == 2.0
     clock.now_s = 7.0  # the link had nothing to do since 4 s
     assert host.start(bytes_of(10), to_host=True).end_s == 8.0
     host.hold_back(second)

@@ -129,7 +129,7 @@ class ActivationOffload:
         Only here, so that what is held does not hang on how far the host is ahead.
         """
         for memory in self._leaving:
-            memory.let_go(wait=True)
+            memory.let_go()
         self._leaving = []
 
     def start_back(self, key: tuple[int, int]) -> None:

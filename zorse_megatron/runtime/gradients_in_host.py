@@ -32,7 +32,7 @@ class GradientsInHost:
     def let_go(self) -> None:
         """Free the device's memory of what has been sent, when it has left."""
         for memory in self._memories():
-            memory.let_go(wait=True)
+            memory.let_go()
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply them whenever they are back."""

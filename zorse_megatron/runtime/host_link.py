@@ -7,7 +7,7 @@ done when it has been started: the same order of events, which is what tests nee
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,11 +44,8 @@ def joined_in_host(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().reshape(-1).cpu() for tensor in tensors])
 
 
-class Copy(Protocol):
-    """A copy under way, like the CUDA event after it."""
-
-    def query(self) -> bool:
-        """Whether it is done."""
+Copy = Any
+"""A copy under way, such as the CUDA event after it; only its link knows what to do with it."""
 
 
 class HostLink:
@@ -191,20 +188,17 @@ class HostBacked:
         self._leaving = self.link.start_to_host(self._bytes(), self.host)
         self._is_leaving = True
 
-    def let_go(self, *, wait: bool) -> bool:
-        """Free the device's memory if the copy is done, or (`wait`) after it; whether it is free.
+    def let_go(self) -> None:
+        """Free the device's memory after the copy, if one is under way.
 
-        Waiting holds back the current stream, not the host.
+        That holds back the current stream, not the host.
         """
         if not self._is_leaving:
-            return self.is_away
+            return
         if self._leaving is not None and self.link is not None:
-            if not wait and not self._leaving.query():
-                return False
             self.link.hold_back(self._leaving)
         self._leaving, self._is_leaving = None, False
         self.drop()
-        return True
 
     def drop(self) -> None:
         """Free the device's memory; the host has its bytes, or they are not needed any more."""
@@ -213,7 +207,7 @@ class HostBacked:
 
     def allocate(self) -> None:
         """Have memory on the device again, with nothing in it."""
-        self.let_go(wait=True)
+        self.let_go()
         self.storage.resize_(self.num_bytes)
         self.is_away = False
 

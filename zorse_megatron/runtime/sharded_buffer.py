@@ -139,7 +139,7 @@ class ShardedBuffer:
         assert self.memory is not None and self.in_shard, "there is no shard to offload"
         if self.changed or not self.memory.is_in_host:
             self.memory.send()
-            self.memory.let_go(wait=True)
+            self.memory.let_go()
             self.changed = False
         else:
             self.memory.wait_until_back()

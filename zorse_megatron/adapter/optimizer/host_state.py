@@ -232,4 +232,4 @@ class HostState:
 
 def _let_go(memories: list[HostBacked]) -> None:
     for memory in memories:
-        memory.let_go(wait=True)
+        memory.let_go()

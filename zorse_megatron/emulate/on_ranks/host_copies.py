@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 class HostCopy:
     """A copy under way; stands in for the CUDA event after it."""
 
-    clock: RankClock
     end_s: float
-
-    def query(self) -> bool:
-        """Whether it is done by now."""
-        return self.clock.now_s >= self.end_s
 
 
 class HostCopies:
@@ -73,7 +68,7 @@ class HostCopies:
         start_s = max(self.clock.now_s, self._free_s[to_host])
         end_s = start_s + self.real_bytes(tensor) / self.bytes_per_s
         self._free_s[to_host] = end_s
-        return HostCopy(clock=self.clock, end_s=end_s)
+        return HostCopy(end_s=end_s)
 
     def hold_back(self, copy: HostCopy) -> None:
         """Stop the rank until a copy is done."""
