@@ -167,14 +167,16 @@ def train(directory: Path, jitter: float, pauses: Pauses) -> list[Part]:
     return parts
 
 
-def stock_losses(machines: Machines, directory: Path) -> list[float]:
-    """Those of one process of stock Megatron."""
+def stock_losses(
+    machines: Machines, directory: Path, *flags_beyond: str, ranks: int = 1
+) -> list[float]:
+    """Those of one process of stock Megatron, or of so many replicas."""
     metrics = directory / "stock.jsonl"
     with emulator(machines.inputs, tiny(), tell=_tell) as made:
         flags = [*training_flags(tiny(), made.data), "--micro-batch-size", "1"]
         ended = made.server.run(
-            [*flags, "--calculate-per-token-loss", "--zorse-metrics", str(metrics)],
-            world_size=1,
+            [*flags, "--calculate-per-token-loss", "--zorse-metrics", str(metrics), *flags_beyond],
+            world_size=ranks,
             job_file=directory,
             directory=directory,
             timeout_s=7200.0,
