@@ -9,6 +9,7 @@ of what the node is to keep of that iteration for others.
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ def filling(write: Callable[..., Any]) -> Callable[..., Any]:
     return write_copy
 
 
+def telling(write: Callable[..., Any]) -> Callable[..., Any]:
+    def write_copy(self: Any, copy: Any, pieces: Any) -> Any:
+        print(f"a copy is written by {threading.current_thread().name}")
+        return write(self, copy, pieces)
+
+    return write_copy
+
+
 def dying(computation: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, action: Any, runner: Any) -> Any:
         if self.step + 1 == int(WHEN):
@@ -55,6 +64,7 @@ if __name__ == "__main__":
     from zorse_megatron.adapter.moving import mirror
 
     mirror._PIECE_BYTES = 4096
+    files.MirrorFolder.write = telling(files.MirrorFolder.write)  # type: ignore[method-assign]
     if NODE == FULL:
         files.MirrorFolder.write = filling(files.MirrorFolder.write)  # type: ignore[method-assign]
     if NODE == LOST:

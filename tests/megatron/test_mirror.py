@@ -97,6 +97,8 @@ def lost(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Lost:
 def test_goes_on_from_the_copies_as_from_a_checkpoint(lost: Lost, corpus: Path) -> None:
     found = lost.go_on(B, "a b", "a", "b", more=("--zorse-mirror-overlap", "on"))
     assert f"goes on from the state of iteration {MIRRORED} that 4 ranks" in found.outputs[0]
+    assert all("written by zorse-host" in each for each in found.outputs)  # beside the training
+    assert not any("written by MainThread" in each for each in found.outputs)
     aside = ("--load", str(lost.directory / "aside"), "--ckpt-step", str(MIRRORED))
     resumed = plan_run(B, [*Saved(corpus).flags("--train-iters", str(STEPS)), *aside])
     assert [step["iteration"] for step in found.steps] == list(range(MIRRORED + 1, STEPS + 1))

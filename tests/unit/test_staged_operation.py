@@ -1,8 +1,10 @@
 """Stages on a GPU's streams: each behind what it needs, and behind nothing else."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +105,16 @@ def test_errors_of_the_host_s_thread_are_the_waiter_s() -> None:
         failing.wait()
     next_one.wait()
     assert next_one.is_completed()
+
+
+def test_what_a_task_has_worked_on_is_let_go_with_it() -> None:
+    """A copy of all state would stay in the host's memory until somebody waits."""
+    held = torch.zeros(3)
+    there = weakref.ref(held)
+    task = HostWorker().submit(partial(held.add_, 1))
+    del held
+    task.wait()
+    assert there() is None
 
 
 def assert_set(event: threading.Event) -> None:

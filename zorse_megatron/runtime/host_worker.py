@@ -9,17 +9,20 @@ class HostTask:
     """Something that the thread does; whoever waits for it gets its error."""
 
     def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
+        self._act: Callable[[], None] | None = act
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it, on the thread."""
+        """Do it, on the thread; what it has worked on is let go with it."""
+        act, self._act = self._act, None
+        assert act is not None, "found a task that has been done; expected each once"
         try:
-            self._act()
+            act()
         except BaseException as error:  # it is the waiter's
             self._error = error
         finally:
+            del act
             self._done.set()
 
     def wait(self) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zorse_megatron.adapter.moving.beside import Beside
 from zorse_megatron.adapter.moving.mirror_identity import identity_and_start
 from zorse_megatron.adapter.moving.mirrored_state import MirroredState, packed
 from zorse_megatron.adapter.moving.next_plan import frozen_problems
@@ -27,6 +26,7 @@ from zorse_megatron.migration.mirror import files
 from zorse_megatron.migration.mirror.choice import Copy, Whole
 from zorse_megatron.migration.mirror.files import MirrorFolder
 from zorse_megatron.migration.mirror.partners import MirrorError, mirror_nodes, mirror_ranks
+from zorse_megatron.runtime.host_worker import HostTask, HostWorker
 
 if TYPE_CHECKING:
     from zorse_megatron.adapter.session import PlanSession
@@ -60,7 +60,9 @@ class Mirror:
         self.folder = MirrorFolder((*training, run.node), node=run.node, root=files.SHARED_MEMORY)
         self.taken: Whole | None = None
         """What this start goes on from."""
-        self.beside = Beside()
+        self._worker = HostWorker()
+        self._under_way: HostTask | None = None
+        """What is done beside the training, if anything."""
         self._takers: tuple[int, ...] | None = None
         self._has_older = True
         """Whether copies of the start before may be there: until one of this start is whole."""
@@ -90,16 +92,23 @@ class Mirror:
         if self.is_alone:
             return
         self.run.enter(f"in the mirroring of iteration {iteration}")
-        self.beside.wait()
+        self.wait()
         payload, problem = memoryview(b""), None
         try:
             payload = self._payload(models, scheduler, iteration, num_flops)
         except Exception as error:  # whatever it is, the training is whole
             problem = _told(error)
+        spread = partial(self._spread, payload, problem, iteration)
         if self.overlaps:
-            self.beside.start(partial(self._spread, payload, problem, iteration))
+            self._under_way = self._worker.submit(spread)
         else:
-            self._spread(payload, problem, iteration)
+            spread()
+
+    def wait(self) -> None:
+        """Wait for what is done beside the training. Raises what it has raised."""
+        task, self._under_way = self._under_way, None
+        if task is not None:
+            task.wait()
 
     def _spread(self, payload: memoryview, problem: str | None, iteration: int) -> None:
         """Write and send the copy of this rank's state."""

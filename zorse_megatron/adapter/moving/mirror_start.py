@@ -36,15 +36,15 @@ def mirroring(run: PlanRun, session: "PlanSession") -> Iterator[Mirror | None]:
     try:
         yield mirror
     except PlanLeft:  # the copies are good until the next plan's first one is whole
-        mirror.beside.wait()
+        mirror.wait()
         dist.destroy_process_group(mirror.group)
         raise
     except SystemExit as end:  # how stock ends a training that it was told to end, and has saved
         if not end.code:
-            mirror.beside.wait()
+            mirror.wait()
             mirror.folder.clear()
         raise
-    mirror.beside.wait()
+    mirror.wait()
     mirror.folder.clear()
 
 
