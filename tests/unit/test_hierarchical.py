@@ -148,21 +148,28 @@ class TwoRegions(FakeComm):
 def test_stages_of_layers_overlap(schedule, pieces, faster, rate):
     """Three layers of S bytes. In each region a ring of two sums what the other region owns, S / 2,
     and then its own; half of S crosses in each direction. All of that in turn for each layer, but
-    the region's link and the link between regions work at the same time. Who is faster waits.
+    the region's link and the link between regions work at the same time. Who is faster waits. The
+    forward waits for each layer of its own.
     """
     plan = dataclasses.replace(
         one_group((1, 1), (1, 1), (1, 1), (1, 1), layers=3), schedule=Schedule(name=schedule)
     )
     comm = TwoRegions(bytes_per_s=64.0, between_bytes_per_s=rate, between_s=0.25, faster=faster)
-    expected_s = 3 * (F + B)
-    for num_bytes in (4, 2):
+
+    def stages_s(num_bytes):
         layers_bytes = num_bytes * 3 * 640 / pieces
-        in_region_s = layers_bytes / 2 / 2 / 64.0
-        between_s = 0.25 + layers_bytes / 2 / rate
-        if between_s > in_region_s:
-            expected_s += in_region_s + pieces * between_s
-        else:
-            expected_s += pieces * 2 * in_region_s
+        return layers_bytes / 2 / 2 / 64.0, 0.25 + layers_bytes / 2 / rate
+
+    in_region_s, between_s = stages_s(4)
+    reduce_s = in_region_s + pieces * between_s
+    if between_s <= in_region_s:
+        reduce_s = pieces * 2 * in_region_s
+    in_region_s, between_s = stages_s(2)
+    gathered_s = computed_s = 0.0
+    for number in range(1, pieces + 1):
+        gathered_s = max(gathered_s + in_region_s, number * between_s) + in_region_s
+        computed_s = max(computed_s, gathered_s) + 3 / pieces * F
+    expected_s = computed_s + 3 * B + reduce_s
     placed = hierarchical(plan, "eeww")
     found = run(placed, comm=comm)
     assert found.iteration_s == pytest.approx(expected_s)

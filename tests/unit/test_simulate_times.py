@@ -100,13 +100,18 @@ def test_one_micro_batch_pays_each_hop_once(stages):
 
 @pytest.mark.parametrize(("schedule", "pieces"), [("breadth_first", 3), ("1f1b", 1)])
 def test_sharded_chunks_are_gathered_and_reduced_layer_by_layer(schedule, pieces):
-    """Three layers: each has a latency of its own where the chunk is sharded."""
+    """Three layers: each has a latency of its own where the chunk is sharded.
+
+    There only the first one's gather stops the forward, as the others take no longer than a layer.
+    """
     plan = dataclasses.replace(
         one_group((1, 1), (1, 1), layers=3), schedule=Schedule(name=schedule)
     )
     comm = FakeComm(collective_latency_s=1.0, bytes_per_s=64.0)
-    both_s = 2 * pieces * 1.0 + 1 / 2 * (4 + 2) * 3 * 640 / 64
-    assert run(plan, comm=comm).iteration_s == pytest.approx(3 * (F + B) + both_s)
+    reduce_s = pieces * 1.0 + 1 / 2 * 4 * 3 * 640 / 64
+    gather_s = 1.0 + 1 / 2 * 2 * (3 // pieces) * 640 / 64
+    found = run(plan, comm=comm, compute=FakeCompute(forward_s=20.0))
+    assert found.iteration_s == pytest.approx(gather_s + 3 * (20.0 + B) + reduce_s)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "breadth_first"])

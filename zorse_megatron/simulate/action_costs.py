@@ -15,6 +15,7 @@ from zorse_megatron.costs.set_collectives import SetCollectives
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.simulate.collective_costs import CollectiveCosts
+from zorse_megatron.simulate.layer_gathers import GatherPart
 from zorse_megatron.simulate.network_loads import NetworkLoads
 from zorse_megatron.simulate.rank_sizes import RankSizes
 from zorse_megatron.simulate.residency import SteppedUnit
@@ -92,6 +93,23 @@ class ActionCosts(CollectiveCosts):
         of_layers = backward_s[:2]  # attention and MLP, or all in one
         share = weights_s / sum(of_layers) if weights_s else 0.0
         return [(1 - share) * each for each in of_layers] + backward_s[2:]
+
+    def forward_part_s(self, rank: int, chunk: int, part: GatherPart) -> Sequence[float]:
+        """What one of `gather_parts` has of each phase of a forward."""
+        phases_s = self.seconds(rank, chunk, Kind.FORWARD, splits=False)
+        own = self._set_compute(rank, chunk)
+        compute = own or self.computes[self.sizes.plan.chunks[chunk].group]
+        kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
+        ends: list[tuple[bool, float]] = []
+        if chunk == 0:
+            ends.append((part.embedding, compute.embedding(kind, size).forward_s))
+        if self.sizes.is_last(chunk):
+            ends.append((part.head, compute.head(kind, size).forward_s))
+        ends_s = [end_s if is_there else 0.0 for is_there, end_s in ends]
+        if own is not None:
+            return [part.layers * each for each in phases_s[:2]] + ends_s
+        layers_s = phases_s[0] - sum(end_s for _, end_s in ends)
+        return [part.layers * layers_s + sum(ends_s)]
 
     def _weight_gradients_s(self, rank: int, chunk: int) -> float:
         compute = self._set_compute(rank, chunk)

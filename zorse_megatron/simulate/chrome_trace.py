@@ -61,14 +61,14 @@ def _rank_events(result: SimulationResult, rank: int, shown: set[int]) -> Iterat
             start_s=timeline.times.start_s[task],
             end_s=timeline.times.end_s[task],
         )
-    tasks = dict(zip(track.actions, track.tasks, strict=True))
+    positions = {action: position for position, action in enumerate(track.actions)}
     for position, action in enumerate(track.actions):
         if action.kind in SENDS:
             assert action.peer is not None
             thread = _FIRST_PEER + peers.index(action.peer)
             yield from _transfer(result, track, position, thread, arrow=action.peer in shown)
         elif action.kind in RECEIVES and action.peer in shown:
-            yield _arrow_head(result, track, position, tasks)
+            yield _arrow_head(result, track, position, positions)
     for step in result.memory_over_time(rank):
         taken = zip(Category, step.by_category_bytes, strict=True)
         yield {
@@ -134,7 +134,7 @@ def _transfer(
 
 
 def _arrow_head(
-    result: SimulationResult, track: Track, position: int, tasks: Mapping[Action, int]
+    result: SimulationResult, track: Track, position: int, positions: Mapping[Action, int]
 ) -> Event:
     """The end of a transfer's arrow: the computation that consumes it."""
     receive = track.actions[position]
@@ -144,7 +144,7 @@ def _arrow_head(
         chunk=receive.chunk,
         micro_batch=receive.micro_batch,
     )
-    start_s = result.timeline.times.start_s[tasks[consumer]]
+    start_s = result.timeline.times.start_s[track.first_task(positions[consumer])]
     where = {"pid": track.rank, "tid": _MAIN, "ts": _us(start_s)}
     return {**_arrow(track.tasks[position]), "ph": "f", "bp": "e", **where}
 

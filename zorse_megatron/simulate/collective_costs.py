@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import islice
 
 from zorse_megatron.costs.interface import SetCosts
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.shards import Interval
 from zorse_megatron.simulate.hierarchical_work import BufferWork, Hierarchical
+from zorse_megatron.simulate.layer_gathers import GatherPart
 from zorse_megatron.simulate.network_loads import NetworkLoads, TaskWork
 from zorse_megatron.simulate.rank_sizes import RankSizes, low_precision_bytes
 
@@ -22,6 +24,7 @@ class CollectiveCosts:
         self.loads = loads
         self._sets = sets
         self._collectives: dict[tuple[Kind, int, tuple[int, ...]], TaskWork] = {}
+        self._gathers: dict[tuple[int, tuple[int, ...]], tuple[TaskWork, ...]] = {}
         self._buffers: dict[
             tuple[Kind, int, tuple[int, ...]], tuple[tuple[BufferWork, ...], tuple[Interval, ...]]
         ] = {}
@@ -42,6 +45,21 @@ class CollectiveCosts:
                 work = dataclasses.replace(work, seconds_s=work.seconds_s + sums_s)
             self._collectives[key] = work
         return self._collectives[key]
+
+    def gather_in_parts(
+        self, chunk: int, ranks: tuple[int, ...], parts: Sequence[GatherPart]
+    ) -> tuple[TaskWork, ...]:
+        """A GATHER of the chunk over `ranks`, as `gather_parts` splits it up."""
+        if len(parts) == 1:
+            return (self.collective(Kind.GATHER, chunk, ranks),)
+        key = chunk, ranks
+        if key not in self._gathers:
+            pieces = iter(self.sizes.pieces(chunk, ranks))
+            self._gathers[key] = tuple(
+                self._of_pieces(Kind.GATHER, chunk, ranks, list(islice(pieces, part.buckets)))
+                for part in parts
+            )
+        return self._gathers[key]
 
     def buffers(
         self, kind: Kind, chunk: int, ranks: tuple[int, ...]
@@ -127,17 +145,25 @@ class CollectiveCosts:
         )
 
     def _sharded_collective(self, kind: Kind, chunk: int, ranks: tuple[int, ...]) -> TaskWork:
+        if len(ranks) == 1:
+            return TaskWork(seconds_s=0.0)
+        return self._of_pieces(kind, chunk, ranks, self.sizes.pieces(chunk, ranks))
+
+    def _of_pieces(
+        self,
+        kind: Kind,
+        chunk: int,
+        ranks: tuple[int, ...],
+        shards: Sequence[Sequence[int]],
+    ) -> TaskWork:
+        """Of pieces one after the other, of each of which the ranks own `shards`."""
         memory, comm = self.sizes.memory_of(chunk), self.loads.comm
         to_bytes, time_s = memory.parameter_bytes, comm.all_gather_s
         if kind is Kind.REDUCE:
             to_bytes, time_s = memory.gradient_bytes, comm.reduce_scatter_s
             if self.sizes.reduces_in_low_precision(chunk):
                 to_bytes, time_s = low_precision_bytes, comm.exchange_s
-        if len(ranks) == 1:
-            return TaskWork(seconds_s=0.0)
-        pieces = [
-            tuple(to_bytes(count) for count in counts) for counts in self.sizes.pieces(chunk, ranks)
-        ]
+        pieces = [tuple(to_bytes(count) for count in counts) for counts in shards]
         alone_s = sum(time_s(ranks, parts) for parts in pieces)
         return self.loads.collective(ranks, sum(map(sum, pieces)), alone_s)
 

@@ -1,9 +1,10 @@
 """Collectives: one task for all ranks that take part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.action_costs import ActionCosts
+from zorse_megatron.simulate.layer_gathers import GatherPart
 from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.task_graph import NOTHING, Role, TaskGraph
@@ -30,7 +31,7 @@ class CollectiveTasks:
         self.graph = graph
         self.costs = costs
         self.ranks = lists.keys()
-        self.tasks: dict[CollectiveKey, int] = {}
+        self.tasks: dict[CollectiveKey, tuple[int, ...]] = {}
         self.joined: dict[CollectiveKey, int] = {}
         self.stages: dict[tuple[CollectiveKey, str], int] = {}
         self.stands_in = tuple(stands_in)
@@ -39,11 +40,32 @@ class CollectiveTasks:
     def join(self, key: CollectiveKey, owner: tuple[int, int], *after: int) -> int:
         """Let a rank take part in the collective."""
         if key not in self.tasks:
-            self.tasks[key] = self.graph.add_work(owner, Role.COLLECTIVE, self._work(key))
+            self._begin(key, owner, [self._work(key)])
+        return self._join(key, *after)[-1]
+
+    def join_gather(
+        self, key: CollectiveKey, owner: tuple[int, int], parts: Sequence[GatherPart], *after: int
+    ) -> tuple[int, ...]:
+        """The same of a GATHER: a task for each part, one after the other."""
+        if key not in self.tasks:
+            _, chunk, _, first = key
+            assert chunk is not None
+            peers = self.costs.sizes.peers_of(first, chunk)
+            self._begin(key, owner, self.costs.gather_in_parts(chunk, peers, parts))
+        return self._join(key, *after)
+
+    def _begin(self, key: CollectiveKey, owner: tuple[int, int], works: Iterable[TaskWork]) -> None:
+        tasks = [NOTHING]
+        for work in works:
+            tasks.append(self.graph.add_work(owner, Role.COLLECTIVE, work, tasks[-1]))
+        self.tasks[key] = tuple(tasks[1:])
+
+    def _join(self, key: CollectiveKey, *after: int) -> tuple[int, ...]:
+        tasks = self.tasks[key]
         for earlier in after:
-            self.graph.order(earlier, self.tasks[key])
+            self.graph.order(earlier, tasks[0])
         self.joined[key] = self.joined.get(key, 0) + 1
-        return self.tasks[key]
+        return tasks
 
     def join_stage(
         self, key: CollectiveKey, stage: str, owner: tuple[int, int], work: TaskWork, *after: int
@@ -58,7 +80,7 @@ class CollectiveTasks:
     def join_end(self, key: CollectiveKey, owner: tuple[int, int], *after: int) -> int:
         """Let a rank wait for the end of a collective of several stages, with the others."""
         if key not in self.tasks:
-            self.tasks[key] = self.graph.add(owner, Role.COLLECTIVE, 0.0)
+            self.tasks[key] = (self.graph.add(owner, Role.COLLECTIVE, 0.0),)
         return self.join(key, owner, *after)
 
     def tell_loss(self, owner: tuple[int, int], after: int) -> int:

@@ -18,9 +18,9 @@ class HostCopyTasks:
         streams: Streams,
         costs: ActionCosts,
         residency: Residency,
-        pending: dict[tuple[Kind, int | None], int],
+        pending: dict[int | None, int],
     ) -> None:
-        """`pending`: what the main stream has not waited for; FETCHes are added."""
+        """`pending`: chunk -> a FETCH that the main stream has not waited for; they are added."""
         self.streams = streams
         self.graph = streams.graph
         self.track = streams.track
@@ -38,7 +38,10 @@ class HostCopyTasks:
         self.away: dict[Pass, int] = {}
         """Forward -> the copy of its activations to the host."""
         computations = [(at, a) for at, a in enumerate(self.track.actions) if a.kind in COMPUTE]
-        self.previous = {later[0]: earlier[0] for earlier, later in pairwise(computations)}
+        self.following = {earlier[0]: later for earlier, later in pairwise(computations)}
+        """Position of a computation -> that of the next one, and it."""
+        self.coming: dict[Pass, int] = {}
+        """Backward -> the copy of its activations from the host."""
         offloads = self.sizes.settings[self.rank].offload.activations
         passes = [action for _, action in computations]
         self.offloaded = leaving_activations(passes) if offloads else frozenset()
@@ -59,7 +62,7 @@ class HostCopyTasks:
         task = self.graph.add((self.rank, position), Role.COPY, seconds_s, streams.main, *own)
         self.last[action.kind, action.chunk] = task
         if not out:
-            streams.from_host = self.pending[action.kind, action.chunk] = task
+            streams.from_host = self.pending[action.chunk] = task
         elif move.copied_bytes:
             streams.to_host = streams.on_main(task)
         return task
@@ -102,15 +105,19 @@ class HostCopyTasks:
         self.track.copies[position] = streams.to_host
         self.away[action.chunk, action.micro_batch] = streams.to_host
 
-    def bring_back(self, position: int, action: Action) -> int:
-        """What a backward needs comes back, from one computation before it on."""
+    def bring_back(self, position: int) -> None:
+        """As a computation begins: what the next one needs comes back, if that is a backward."""
+        at, action = self.following.get(position, (position, None))
+        if action is None or action.kind is not Kind.BACKWARD:
+            return
+        key = action.chunk, action.micro_batch
+        if key not in self.away:
+            return
         assert action.chunk is not None
-        streams = self.streams
-        out = self.away[action.chunk, action.micro_batch]
-        issued_after = self.track.before[self.previous[position]]
+        streams, out = self.streams, self.away[key]
         seconds_s = self.costs.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
-        streams.from_host = self.graph.add(
-            (self.rank, position), Role.COPY, seconds_s, issued_after, streams.from_host, out
+        streams.from_host = self.coming[key] = self.graph.add(
+            (self.rank, at), Role.COPY, seconds_s, streams.main, streams.from_host, out
         )
-        self.track.copies[position] = streams.from_host
-        return streams.from_host
+        self.track.copies[at] = streams.from_host
+        self.track.brings[position] = at

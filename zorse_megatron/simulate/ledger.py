@@ -112,6 +112,8 @@ class _Ledger:
             if position in self.leaving:
                 self._close(position)
             kind = action.kind
+            if position in self.track.brings:
+                self._bring_back(position, self.track.actions[self.track.brings[position]])
             if kind in RECEIVES:
                 continue  # it was opened
             if kind in SENDS:
@@ -207,14 +209,17 @@ class _Ledger:
             key = Kind.RECEIVE_ACTIVATION, chunk + 1, action.micro_batch
             self._hand_over(start_s, key, position)
 
+    def _bring_back(self, position: int, backward: Action) -> None:
+        """A computation begins, and with it the next one's activations come from the host."""
+        assert backward.chunk is not None
+        kept = self.bytes.of(backward.chunk).kept
+        self._note(self._reached_s(position), Category.ACTIVATIONS, kept, position)
+
     def _backward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
         chunk, of_chunk = action.chunk, self.bytes.of(action.chunk)
         start_s, end_s = self._run(position)
         received = self._take((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), position)
-        if position in self.track.copies:
-            back_s = self.start_s[self.track.copies[position]]
-            self._note(back_s, Category.ACTIVATIONS, of_chunk.kept, position)
         if chunk in self.resharded and chunk not in self.with_gradients:
             self.with_gradients.add(chunk)
             self._note(start_s, Category.GRADIENTS, self._gradient_bytes(chunk), position)
@@ -223,7 +228,8 @@ class _Ledger:
         elif chunk > 0 and self.sizes.is_local(chunk - 1):
             key = Kind.RECEIVE_GRADIENT, chunk - 1, action.micro_batch
             self._hand_over(start_s, key, position)
-        # Layers are computed again after the head's backward, when its part is freed.
+        # Layers are computed again after the head's backward, when its part is freed; not before
+        # there are gradients.
         head_ends_s = start_s if of_chunk.working else end_s
         self._note(head_ends_s, Category.LOGITS, -of_chunk.head, position)
         self._for_a_while(position, Category.ACTIVATIONS, of_chunk.working)
@@ -372,8 +378,8 @@ class _Ledger:
             self._note(end_s, category, -num_bytes, position)
 
     def _run(self, position: int) -> tuple[float, float]:
-        task = self.track.tasks[position]
-        return self.start_s[self.track.starts.get(position, task)], self.end_s[task]
+        first, last = self.track.first_task(position), self.track.tasks[position]
+        return self.start_s[first], self.end_s[last]
 
     def _gradient_bytes(self, chunk: int) -> int:
         return self.sizes.memory_of(chunk).gradient_bytes(self.sizes.held(self.rank, chunk))

@@ -17,9 +17,9 @@ When bytes come and go is what `runtime.executor`, `runtime.mailbox` and
   started; on the way to a chunk of the same group they count as if they were received. What is sent
   in pieces is copied. A message is freed when the rank starts its first send after the message
   has arrived, as `Mailbox.start_send` does.
-- Activations that wait in the host are gone from the end of the copy out to the start of the copy
-  back. What OFFLOAD, FETCH, GATHER and RELEASE move, and what passes through during STEP: see
-  `residency`.
+- Activations that wait in the host are gone from the end of the copy out until the rank begins the
+  computation before their backward, with which the copy back starts. What OFFLOAD, FETCH, GATHER
+  and RELEASE move, and what passes through during STEP: see `residency`.
 """
 
 from collections.abc import Mapping

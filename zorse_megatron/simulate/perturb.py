@@ -71,6 +71,10 @@ class Perturbation:
         """The factors of one rank's computations, in the order of its list."""
         return JitterSource(self, rank)
 
+    def pace_of(self, rank: int, kind: str) -> "Pace":
+        """Both, of the rank's computations in the order of its list."""
+        return Pace(self.rank_factor(rank, kind), self.jitter_of(rank))
+
     @property
     def treats_kinds_alike(self) -> bool:
         """Whether ranks of one kind stay equal."""
@@ -90,6 +94,17 @@ class JitterSource:
         if self._random is None:
             return 1.0
         return self._random.lognormvariate(self._mean, self._deviation)
+
+
+class Pace:
+    """How many times as long each computation of one rank takes."""
+
+    def __init__(self, factor: float, jitter: JitterSource) -> None:
+        self._factor, self._jitter = factor, jitter
+
+    def draw(self) -> float:
+        """Of the next one."""
+        return self._factor * self._jitter.draw()
 
 
 NO_PERTURBATION = Perturbation()

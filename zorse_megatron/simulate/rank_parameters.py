@@ -143,19 +143,16 @@ class RankParameters:
     def pieces(self, chunk: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """What each of `peers` owns of each part of the chunk that is gathered or reduced at once.
 
-        The runtime cuts sharded chunks into buckets of a layer each
-        (`adapter.data_parallel.ddp`), here taken as equally large.
+        The runtime cuts sharded chunks into buckets: of the embedding, of each layer and of the
+        head (`adapter.data_parallel.uneven_buckets`).
         """
         if parameters_setting(self.plan) == RESIDENT:
             return (tuple(self.shards[chunk][rank] for rank in ranks),)
-        total = self.held(ranks[0], chunk)
-        layer = self._layer_and_ends(chunk, self.part(ranks[0]))[0]
-        count = max(1, -(-total // max(1, layer)))
+        embedding, layer, head = self.sections(chunk, self.part(ranks[0]))
+        sizes = [embedding, *[layer] * self.num_layers(chunk), head]
         weights = [replica.shard_weight for replica in self._replicas(chunk)]
-        return tuple(
-            padded_shards(size, weights)
-            for size in (total * (n + 1) // count - total * n // count for n in range(count))
-        )
+        shards = {size: padded_shards(size, weights) for size in set(sizes) if size}
+        return tuple(shards[size] for size in sizes if size)
 
     def region_shards(self, chunk: int, peers: tuple[int, ...]) -> tuple[RegionShards, ...]:
         """Who sums and sends what of each of `pieces`, of a hierarchical group.
@@ -219,14 +216,19 @@ class RankParameters:
 
     def _layer_and_ends(self, chunk: int, part: RankPart) -> tuple[int, int]:
         """Parameters of one layer, and of embedding and head."""
+        embedding, layer, head = self.sections(chunk, part)
+        return layer, embedding + head
+
+    def sections(self, chunk: int, part: RankPart) -> tuple[int, int, int]:
+        """Parameters of the embedding, of one layer, and of the head, as a rank's part has them."""
         memory = self.memory if part == WHOLE else self._memory(chunk, part)
-        ends = 0
+        embedding, head = 0, 0
         if chunk == 0:
-            ends += memory.embedding_parameters()
+            embedding = memory.embedding_parameters()
         if self.is_last(chunk):
             # With several chunks the last one has a copy, as it may be whole without the first.
-            ends += memory.head_parameters(tied_on_same_rank=self.tied and chunk == 0)
-        return memory.layer_parameters(), ends
+            head = memory.head_parameters(tied_on_same_rank=self.tied and chunk == 0)
+        return embedding, memory.layer_parameters(), head
 
     def _units(self, chunk: int) -> tuple[PartedUnit, PartedUnit]:
         """A layer, and embedding and head together."""

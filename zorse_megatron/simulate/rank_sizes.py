@@ -213,35 +213,46 @@ class RankSizes(RankParameters):
     def working_beside_delayed_bytes(self, rank: int, chunk: int) -> int:
         """What a backward that leaves weight gradients needs beyond what is kept or left.
 
-        Of layers that are computed again at once, what is not left; and the gradient that arrives.
+        That is the larger of what is kept before it and what is left behind it. Beside it there is
+        the gradient that arrives.
         """
-        size, memory = self.micro_batch_size(rank), self.memory_at(rank, chunk)
-        again = 0
-        if self.recompute(rank, chunk)[1]:
-            whole = memory.activation_bytes(size, "none", self._kind(rank))
-            more = max(0, whole - memory.delayed_bytes(size))
-            again = self._layers_at_once(rank, chunk) * more
-        return again + self.held_bytes(rank, chunk)
+        kept, left = self.kept_bytes(rank, chunk), self.delayed_bytes(rank, chunk)
+        again = self._recomputing_bytes(rank, chunk, left // max(1, self.num_layers(chunk)))
+        return max(0, again - max(kept, left)) + self.held_bytes(rank, chunk)
+
+    def _recomputing_bytes(self, rank: int, chunk: int, left: int) -> int:
+        """The most that there is in a backward while layers are computed again.
+
+        `left`: of each layer behind its backward. The first layers are computed again (Megatron's
+        "block"), so the others have had their backwards.
+        """
+        size, kind = self.micro_batch_size(rank), self._kind(rank)
+        memory, (mode, recomputed) = self.memory_at(rank, chunk), self.recompute(rank, chunk)
+        if not recomputed:
+            return 0
+        whole, kept = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
+        at_once = self._layers_at_once(rank, chunk)
+        times, behind = -(-recomputed // at_once), self.num_layers(chunk) - recomputed
+        at_first = behind * left + (times - 1) * kept
+        at_last = (behind + (times - 1) * at_once) * left
+        return max(at_first, at_last) + at_once * whole
 
     def _kind(self, rank: int) -> str | None:
         return None if self._kinds is None else self._kinds[rank]
 
     def working_bytes(self, rank: int, chunk: int, *, forward_only: bool) -> int:
-        """What one layer needs for a moment beyond what is kept.
+        """What is there for a moment beyond what is kept.
 
         In a backward: what is recomputed, so many layers at a time as have one input. In an
         evaluation, which keeps nothing: a whole layer, at most.
         """
         size, kind = self.micro_batch_size(rank), self._kind(rank)
-        memory = self.memory_at(rank, chunk)
         if forward_only:
-            return memory.activation_bytes(size, "none", kind)
+            return self.memory_at(rank, chunk).activation_bytes(size, "none", kind)
         key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
         if key not in self._working:
-            mode, recomputed = self.recompute(rank, chunk)
-            whole, kept = (memory.activation_bytes(size, m, kind) for m in ("none", mode))
-            again = self._layers_at_once(rank, chunk) * whole
-            self._working[key] = max(0, again - kept) if recomputed else 0
+            again = self._recomputing_bytes(rank, chunk, 0)
+            self._working[key] = max(0, again - self.kept_bytes(rank, chunk))
         return self._working[key]
 
     def head_bytes(self, rank: int, chunk: int) -> int:

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from zorse_megatron.schedules.actions import COMPUTE, ON_LAYERS, RECEIVES, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.receive_openings import receive_openings
 from zorse_megatron.schedules.send_closings import send_closings
-from zorse_megatron.simulate.collective_tasks import CollectiveTasks
+from zorse_megatron.simulate.collective_tasks import CollectiveKey, CollectiveTasks
 from zorse_megatron.simulate.host_copy_tasks import HostCopyTasks
+from zorse_megatron.simulate.layer_gathers import EVERYTHING, GatherPart, gather_parts
+from zorse_megatron.simulate.pass_tasks import PassTasks
 from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.set_tasks import SetTasks
@@ -43,7 +45,6 @@ class RankTranslator:
         self.costs = collectives.costs
         self.sizes = self.costs.sizes
         self.transfers = transfers
-        self.sets = sets
         self.residency = Residency(self.sizes, rank, actions)
         self.track = Track(
             rank=rank,
@@ -55,25 +56,21 @@ class RankTranslator:
         framework = self.sizes.framework
         self.blocks, self.pairs = framework.blocking_transfers, framework.paired_transfers
         self.blocks_activations = framework.blocking_activations
-        self.set = self.sizes.set_of(rank)
-        self.times_s: dict[tuple[int, Kind], Sequence[float]] = {}
-        """(chunk, kind) -> what its phases take, without a perturbation."""
-        self.factor = perturbation.rank_factor(rank, self.costs.kinds[rank])
-        self.jitter = perturbation.jitter_of(rank)
-        self.is_perturbed = bool(perturbation.jitter) or self.factor != 1.0
+        self.pace = perturbation.pace_of(rank, self.costs.kinds[rank])
         self.streams = Streams(rank=rank, graph=self.graph, track=self.track)
         self.stages = StageTasks(collectives, self.streams)
+        self.passes = PassTasks(self.streams, self.costs, sets, self.pace)
         self.reduction = NOTHING
         """The last one."""
-        self.split = {a.chunk for a in actions if a.kind is Kind.WEIGHT_GRADIENT}
-        """Chunks whose weight gradients are computed apart."""
         self.stepped_s: Mapping[int, float] = {}
         """Chunk -> how long its part of the update stops the main stream."""
         self.late_gathers: dict[int | None, int] = {}
         """Chunk -> position of a gather that its first forward starts."""
         self.counts: dict[tuple[Kind, int | None], int] = {}
-        self.pending: dict[tuple[Kind, int | None], int] = {}
-        """GATHERs and FETCHes of parameters that the main stream has not waited for yet."""
+        self.arriving: dict[int | None, Sequence[tuple[GatherPart, int]]] = {}
+        """Chunk -> the parts of a GATHER that the main stream has not waited for yet."""
+        self.pending: dict[int | None, int] = {}
+        """Chunk -> a FETCH of parameters of which the same is true."""
         self.copies = HostCopyTasks(self.streams, self.costs, self.residency, self.pending)
 
     def translate(self) -> Track:
@@ -148,49 +145,36 @@ class RankTranslator:
         assert action.chunk is not None
         forward = action.kind is Kind.FORWARD
         self._gather_late(action.chunk)
-        own = self._wait_for(position, (Kind.GATHER, Kind.FETCH), action.chunk)
-        if action.kind is Kind.BACKWARD and (action.chunk, action.micro_batch) in self.copies.away:
-            own = self.track.own[position] = (*own, self.copies.bring_back(position, action))
-        owner, phases_s = (self.rank, position), self._phases_s(action.chunk, action.kind)
-        main = self.streams.main
-        if self.is_perturbed:
-            factor = self.factor * self.jitter.draw()
-            phases_s = [factor * each for each in phases_s]
-        if len(self.set) > 1:
-            inside_s = self._inside_s(action)
-            task = self.sets.join(self.set, action, owner, phases_s, inside_s, main, *own)
-        else:
-            task = self.graph.add(owner, Role.COMPUTE, sum(phases_s), main, *own)
+        parts = self._arriving(action)
+        own = live([parts[0][1], self.pending.pop(action.chunk, None)])
+        if action.kind in COMPUTE:
+            self.copies.bring_back(position)
+        if action.kind is Kind.BACKWARD:
+            own += live([self.copies.coming.pop((action.chunk, action.micro_batch), None)])
+        if own:
+            self.track.own[position] = own
+        (first, _), *others = parts
+        rest = [(part, (arrived,)) for part, arrived in others]
+        tasks = self.passes.add(position, [(first, own), *rest])
         if action.kind in COMPUTE:
             consumer = self.rank, forward, action.chunk, action.micro_batch
-            self.transfers.consumers[consumer] = task, position
-        self.streams.on_main(task)
+            self.transfers.consumers[consumer] = tasks[0], position
         if forward:
             self.copies.send_activations(position, action)
-        return task
+        return tasks[-1]
+
+    def _arriving(self, action: Action) -> Sequence[tuple[GatherPart, int]]:
+        """What a computation waits for of its chunk's GATHER; other than a forward, for all."""
+        parts = self.arriving.pop(action.chunk, ())
+        if action.kind is Kind.FORWARD and len(parts) > 1:
+            return parts
+        return [(EVERYTHING, parts[-1][1] if parts else NOTHING)]
 
     def _gather_late(self, chunk: int) -> None:
         """Start the gather that a framework has left to the chunk's first forward."""
         at = self.late_gathers.pop(chunk, None)
         if at is not None:
             self.track.tasks[at] = self._collective(at, self.track.actions[at])
-
-    def _inside_s(self, action: Action) -> float:
-        """What the set communicates in a computation; gathers for weight gradients overlap."""
-        if action.kind is Kind.WEIGHT_GRADIENT:
-            return 0.0
-        assert action.chunk is not None
-        gathers = not self.sizes.has_own_input(action)
-        inside = self.costs.set_collectives(self.set, action.chunk, gathers=gathers)
-        return float(inside.forward_s if action.kind is Kind.FORWARD else inside.backward_s)
-
-    def _phases_s(self, chunk: int, kind: Kind) -> Sequence[float]:
-        """See `ActionCosts.seconds`."""
-        found = self.times_s.get((chunk, kind))
-        if found is None:
-            found = self.costs.seconds(self.rank, chunk, kind, splits=chunk in self.split)
-            self.times_s[chunk, kind] = found
-        return found
 
     def _collective(self, position: int, action: Action) -> int:
         staged = self.stages.are_made(action)
@@ -199,24 +183,29 @@ class RankTranslator:
         if action.kind is Kind.REDUCE:
             self._wait_for_reduction(position, action.chunk)
         else:
-            fetched = live([self.pending.pop((Kind.FETCH, action.chunk), None)])
+            fetched = live([self.pending.pop(action.chunk, None)])
             if fetched:
                 self.streams.run(position, Role.COPY, 0.0, *fetched)
         own = self.track.own[position] = own + fetched
-        if staged:
-            task = self.stages.join(position, action, *fetched)
-        else:
-            task = self._join(position, action.kind, action.chunk, self.streams.main, *own)
-        self.streams.collective = task
         assert action.chunk is not None
-        if self.sizes.parted[action.chunk] is not None:
-            self.streams.on_main(task)
-        if action.kind is Kind.REDUCE:
-            self.reduction = task
+        parts: Sequence[GatherPart] = (EVERYTHING,)
+        if action.kind is Kind.GATHER:
+            parts = gather_parts(self.sizes, self.rank, action.chunk)
+        if staged:
+            tasks = self.stages.join(position, action, parts, *fetched)
+        elif len(parts) > 1:
+            tasks = self._join_gather(position, action, parts, self.streams.main, *own)
         else:
-            self.pending[action.kind, action.chunk] = task
-            self.copies.last[action.kind, action.chunk] = task
-        return task
+            tasks = (self._join(position, action.kind, action.chunk, self.streams.main, *own),)
+        self.streams.collective = tasks[-1]
+        if self.sizes.parted[action.chunk] is not None:
+            self.streams.on_main(tasks[-1])
+        if action.kind is Kind.REDUCE:
+            self.reduction = tasks[-1]
+        else:
+            self.arriving[action.chunk] = list(zip(parts, tasks, strict=True))
+            self.copies.last[action.kind, action.chunk] = tasks[-1]
+        return tasks[-1]
 
     def _wait_for_reduction(self, position: int, chunk: int | None) -> None:
         """Before a reduction that needs memory of its own, the one before must have ended."""
@@ -228,7 +217,9 @@ class RankTranslator:
     def _blocking(self, position: int, action: Action) -> int:
         streams = self.streams
         if action.kind is Kind.RELEASE:
-            own = self._wait_for(position, (Kind.GATHER,), action.chunk)
+            own = live([self._arriving(action)[0][1]])
+            if own:
+                self.track.own[position] = own
             return streams.run(position, Role.COMPUTE, 0.0, *own)
         leaving = self.copies.shard_out if action.kind is Kind.SCALE else NOTHING
         own = self.track.own[position] = live([streams.collective, streams.from_host, leaving])
@@ -242,20 +233,21 @@ class RankTranslator:
         """The chunk's part of the update; what passes through the GPU is on its way before."""
         assert action.chunk is not None
         if not self.stepped_s:
-            whole_s = self.costs.step_s(self.rank) * self.factor * self.jitter.draw()
+            whole_s = self.costs.step_s(self.rank) * self.pace.draw()
             self.stepped_s = self.costs.stepped_s(self.rank, self.residency.stepped, whole_s)
         seconds_s = self.stepped_s[action.chunk]
         return self.streams.run(position, Role.COMPUTE, seconds_s)
 
     def _report(self) -> None:
-        """Behind the update. Where only the loss is summed, the last group waits for its gathers,
-        which run on the same communicator."""
+        """Behind the update. Where only the loss is summed, the last group waits for its gathers if
+        they run on the same communicator, as those of a hierarchical group do not."""
         at, plan = len(self.track.actions), self.sizes.plan
         last = plan.chunks[-1].group
         if self.sizes.framework.sums_after_step:
             self.streams.on_main(self._join(at, Kind.STEP, None, self.streams.main))
         elif self.sizes.group_and_replica[self.rank][0] == last:
-            gathered = live([self.streams.collective])
+            is_hierarchical = self.sizes.is_hierarchical(len(plan.chunks) - 1)
+            gathered = () if is_hierarchical else live([self.streams.collective])
             task = self._join(at, Kind.STEP, len(plan.chunks) - 1, self.streams.main, *gathered)
             self.streams.collective = self.streams.on_main(task)
         self.streams.main = self.collectives.tell_loss((self.rank, at), self.streams.main)
@@ -274,21 +266,22 @@ class RankTranslator:
             )
         return end
 
-    def _wait_for(
-        self, position: int, kinds: tuple[Kind, ...], chunk: int | None
-    ) -> tuple[int, ...]:
-        """The chunk's tasks of these kinds that the main stream has not waited for yet."""
-        if not self.pending:
-            return ()
-        own = live([self.pending.pop((kind, chunk), None) for kind in kinds])
-        if own:
-            self.track.own[position] = own
-        return own
-
     def _join(self, position: int, kind: Kind, chunk: int | None, *after: int) -> int:
+        task = self.collectives.join(self._key(kind, chunk), (self.rank, position), *after)
+        self.track.communication.append(task)
+        return task
+
+    def _join_gather(
+        self, position: int, action: Action, parts: Sequence[GatherPart], *after: int
+    ) -> tuple[int, ...]:
+        key, owner = self._key(action.kind, action.chunk), (self.rank, position)
+        tasks = self.collectives.join_gather(key, owner, parts, *after)
+        self.track.communication.extend(tasks)
+        self.track.starts[position] = tasks[0]
+        return tasks
+
+    def _key(self, kind: Kind, chunk: int | None) -> CollectiveKey:
         number = self.counts.get((kind, chunk), 0)
         self.counts[kind, chunk] = number + 1
         first = 0 if chunk is None else self.sizes.peers_of(self.rank, chunk)[0]
-        task = self.collectives.join((kind, chunk, number, first), (self.rank, position), *after)
-        self.track.communication.append(task)
-        return task
+        return kind, chunk, number, first

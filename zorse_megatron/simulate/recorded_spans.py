@@ -44,7 +44,7 @@ def _span(timeline: Timeline, track: Track, position: int, *, step: int) -> Span
         task = track.tasks[position]
         end_s = times.end_s[task]
         gates = track.gates.get(position)
-        gate = max(gates, key=times.end_of) if gates else task
+        gate = max(gates, key=times.end_of) if gates else track.first_task(position)
         waited_s = max(0.0, times.start_s[gate] - start_s)
     return Span(step=step, action=str(action), start_s=start_s, end_s=end_s, waited_s=waited_s)
 

@@ -17,8 +17,8 @@ class SetTasks:
 
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
-        self._tasks: dict[tuple[tuple[int, ...], Action], int] = {}
-        self._joined: dict[tuple[tuple[int, ...], Action], int] = {}
+        self._tasks: dict[tuple[tuple[int, ...], Action, int], int] = {}
+        self._joined: dict[tuple[tuple[int, ...], Action, int], int] = {}
         self._slowest_s: dict[int, list[float]] = {}
         """By task: of each phase."""
 
@@ -30,12 +30,13 @@ class SetTasks:
         phases_s: Sequence[float],
         inside_s: float,
         *after: int,
+        part: int = 0,
     ) -> int:
-        """Let a rank of a set take part in a computation.
+        """Let a rank of a set take part in a computation, or in one of its parts.
 
         `phases_s`: what it computes between collectives; `inside_s`: what these take.
         """
-        key = ranks, action
+        key = ranks, action, part
         if key not in self._tasks:
             self._tasks[key] = self.graph.add(owner, Role.COMPUTE, 0.0)
         task = self._tasks[key]
@@ -49,7 +50,7 @@ class SetTasks:
 
     def check(self) -> None:
         """Raise SimulationError where a rank that others wait for does not take part."""
-        for (ranks, action), joined in self._joined.items():
+        for (ranks, action, _), joined in self._joined.items():
             if joined != len(ranks):
                 raise SimulationError(
                     f"found {action} in the lists of {joined} ranks; expected it on all of "

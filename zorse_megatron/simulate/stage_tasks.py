@@ -5,12 +5,15 @@ their way while the regions work on the next one.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.simulate.collective_tasks import CollectiveTasks
+from zorse_megatron.simulate.layer_gathers import GatherPart
 from zorse_megatron.simulate.network_loads import TaskWork
 from zorse_megatron.simulate.streams import Streams
-from zorse_megatron.simulate.task_graph import live
+from zorse_megatron.simulate.task_graph import Role, live
 
 
 class StageTasks:
@@ -36,10 +39,13 @@ class StageTasks:
         """The last ones."""
         return live([self.streams.inside, self.streams.between])
 
-    def join(self, position: int, action: Action, *after: int) -> int:
-        """Take part in all stages, which begin when the main stream gets there; returns the end.
+    def join(
+        self, position: int, action: Action, parts: Sequence[GatherPart], *after: int
+    ) -> tuple[int, ...]:
+        """Take part in all stages, which begin when the main stream gets there.
 
-        Each region has stages of its own, messages are one stage of all.
+        Each region has stages of its own, messages are one stage of all. Returns for each part
+        what ends it on this rank; the last one ends on all ranks.
         """
         kind, chunk, streams = action.kind, action.chunk, self.streams
         assert chunk is not None
@@ -60,7 +66,11 @@ class StageTasks:
 
         if kind is Kind.REDUCE:
             ready = (stage(f"sums of {region}", costs.sums_in_sets(chunk), *ready),)
+        last_buffers = list(accumulate(part.buckets for part in parts[:-1]))
+        ends: list[int] = []
         for number, buffer in enumerate(buffers):
+            if number in last_buffers:
+                ends.append(self._end_here(owner))
             foreign = f"{number} in {region} of others", buffer.foreign[region]
             own = f"{number} in {region}", buffer.own[region]
             between = f"{number}", buffer.between
@@ -72,4 +82,9 @@ class StageTasks:
                 streams.between = stage(*between, streams.between, *ready)
                 streams.inside = stage(*own, streams.inside, *ready)
                 streams.inside = stage(*foreign, streams.inside, streams.between)
-        return self.collectives.join_end(key, owner, streams.inside, streams.between)
+        return (*ends, self.collectives.join_end(key, owner, streams.inside, streams.between))
+
+    def _end_here(self, owner: tuple[int, int]) -> int:
+        streams = self.streams
+        last = live([streams.inside, streams.between])
+        return streams.graph.add(owner, Role.COLLECTIVE, 0.0, *last)

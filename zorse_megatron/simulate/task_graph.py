@@ -102,8 +102,14 @@ class Track:
     """Position of a forward (backward) -> copy of its activations to (from) the host; of a STEP
     -> copies of gradients from the host for their norm."""
 
+    brings: dict[int, int] = field(default_factory=dict)
+    """Position of a computation -> that of the backward after it, whose copy begins with it."""
     left: dict[int, int] = field(default_factory=dict)
     """Position of a forward -> the task at whose end its activations are off the GPU."""
+
+    def first_task(self, position: int) -> int:
+        """The task that an action begins with."""
+        return self.starts.get(position, self.tasks[position])
 
     def closing_task(self, send: int) -> int:
         """The task that waits until a send has left, or NOTHING."""
