@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -79,3 +80,48 @@ def test_a_gather_that_has_begun_lets_the_rank_go_on() -> None:
 def test_a_module_computes_with_the_parameters_that_are_gathered() -> None:
     first, second = run_megatron_ranks(2, _compute_while_gathering, LAYERS)
     assert first == second and len(first) > 4
+
+
+def _sections(setup: Setup) -> list[set[str]]:
+    """What the buckets of a sharded chunk have, in the order of gathers."""
+    from zorse_megatron.adapter.data_parallel.uneven_buckets import bucket_per_layer
+
+    tiny_gpt.start()
+    collection = tiny_gpt.groups_of([[0, 1]], setup)
+    model = tiny_gpt.build_gpt(setup, collection)
+    chunk = tiny_gpt.wrap(model, setup, collection, (3, 1), overlap_param_gather=False)
+    name_of = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
+    layouts = bucket_per_layer(chunk.module, chunk.ddp_config, collection).layouts.values()
+    buckets: list[set[str]] = []
+    for layout in layouts:
+        found: list[set[str]] = [set() for _ in layout.bucket_indices]
+        taken = [0] * len(found)
+        for parameter, (start, stop, number) in layout.param_index_map.items():
+            first, end = layout.bucket_indices[number]
+            assert first <= start < stop <= end and stop - start == parameter.numel()
+            found[number].add(name_of[id(parameter)])
+            taken[number] = max(taken[number], stop - first)
+        assert taken == layout.per_bucket_numel_unpadded
+        edges = [edge for bounds in layout.bucket_indices for edge in bounds]
+        assert edges == sorted(edges) and edges[1:-1:2] == edges[2::2]
+        assert sorted(layout.param_indices) == list(range(len(layout.param_index_map)))
+        buckets += reversed(found)
+    return buckets
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_buckets_of_sharded_chunks_end_where_layers_do(tied: bool) -> None:
+    """The head is smaller than a layer; a final norm goes with the last one where it is alone."""
+    buckets, others = run_megatron_ranks(2, _sections, Setup(tied=tied))
+    assert buckets == others
+    norm = {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"}
+    sections = [{_section(name) for name in bucket - norm} for bucket in buckets]
+    ends = [] if tied else [{"output_layer"}]
+    assert sections[-2 - len(ends) :] == [{"layers.0"}, {"layers.1"}, *ends]
+    assert all(section == {"embedding"} for section in sections[: -2 - len(ends)])
+    assert norm <= buckets[-1]
+
+
+def _section(name: str) -> str:
+    first, *others = name.split(".")
+    return ".".join(others[:2]) if first == "decoder" else first

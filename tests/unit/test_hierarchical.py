@@ -211,6 +211,22 @@ def test_messages_are_on_their_way_while_regions_work_on_the_next_chunk():
     assert found.iteration_s == pytest.approx(2 * gathers_s + 4 * reductions_s)
 
 
+@pytest.mark.parametrize("in_two_levels", [True, False])
+def test_the_loss_is_summed_beside_gathers_in_two_levels(in_two_levels):
+    """Behind the update, over the last group: on a communicator that rings share with it."""
+    plan = dataclasses.replace(
+        one_group((1, 1), (1, 1), (1, 1), (1, 1), layers=4),
+        chunks=(Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 4))),
+        schedule=Schedule(name="interleaved"),
+    )
+    comm = TwoRegions(bytes_per_s=64.0, between_bytes_per_s=16.0, between_s=0.0)
+    found = run(hierarchical(plan, "eeww") if in_two_levels else plan, comm=comm)
+    spans = {span.action: span for span in found.spans(0)}
+    waited_for = spans["0GATHER" if in_two_levels else "1GATHER"]
+    assert spans["0F0"].end_s == pytest.approx(waited_for.end_s + F)
+    assert spans["0GATHER"].end_s + F < spans["1GATHER"].end_s
+
+
 def test_arriving_sums_are_counted_beside_the_gradients():
     """Between two regions sums arrive in as much as the rank owns; among three they are packed."""
     memory, weights = FakeMemory(layer_count=768), [1.0, 0.0, 3.0, 2.0]

@@ -15,8 +15,10 @@ from zorse_megatron.schedules import shards
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.steady import from_norm
+from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
 from zorse_megatron.simulate.ledger import Category
+from zorse_megatron.simulate.micro_batch_bytes import MicroBatchSizes
 from zorse_megatron.simulate.rank_sizes import RankSizes
 
 
@@ -82,6 +84,41 @@ def test_recomputation_keeps_less_and_works_on_one_layer(recompute, kept, workin
     peak = result.memory[0].by_category[Category.ACTIVATIONS]
     assert peak.num_bytes == kept + working
     assert peak.action == ("0B0" if working else "0F0")
+
+
+def peak_of_backward(layers, recomputed, at_once, bytes_of):
+    """Layer by layer, from the last to the first; those that are recomputed are the first ones."""
+    whole, kept, left = bytes_of
+    held = [whole] * (layers - recomputed) + [kept] * (recomputed // at_once)
+    peaks = [sum(held)]
+    for at, each in enumerate(held):
+        count = 1 if each == whole else at_once
+        held[at] = count * whole
+        peaks.append(sum(held))
+        held[at] = count * left
+    return max(*peaks, sum(held))
+
+
+@given(
+    others=st.integers(0, 5),
+    groups=st.integers(0, 4),
+    at_once=st.integers(1, 3),
+    kept=st.integers(1, 999),
+    left=st.integers(0, 1500),
+)
+def test_backwards_recompute_layer_by_layer(others, groups, at_once, kept, left):
+    """Also where weight gradients come apart, for which each layer leaves something."""
+    layers = max(1, others + groups * at_once)
+    recompute = JobRecompute(mode="full", num_layers=groups * at_once, layers_at_once=at_once)
+    memory = FakeMemory(kept={"none": 1000, "full": kept}, delayed=left)
+    for splits in (False, True):
+        plan = with_groups(one_group((1, 1), layers=layers), split_backward=splits)
+        sizes = RankSizes(plan, memory, recompute=recompute if groups else None)
+        bytes_of = MicroBatchSizes(sizes, 0, forward_only=False).of(0)
+        expected = peak_of_backward(
+            layers, groups * at_once, at_once, (1000, kept, left if splits else 0)
+        )
+        assert max(bytes_of.kept, bytes_of.delayed) + bytes_of.working == expected
 
 
 def test_the_peak_says_when_and_by_what():
@@ -165,6 +202,50 @@ def test_slow_copies_are_waited_for():
     result = run(plan, comm=FakeComm(host_bytes_per_s=100.0))
     ends = {span.action: span.end_s for span in result.spans(0)}
     assert [ends[f"0B{n}"] for n in range(4)] == [31 + 2, 41 + 2, 51 + 2, 53 + 2]
+
+
+def test_logits_gradients_and_what_comes_back_are_there_at_once():
+    """One rank, two chunks, two micro-batches. With the last chunk's last backward the activations
+    of the first chunk begin to come back, while there are logits and gradients already.
+    """
+    chunks = (Chunk(group=0, layers=(0, 1)), Chunk(group=0, layers=(1, 2)))
+    plan = dataclasses.replace(
+        one_group((1, 2), layers=2, offload=Offload(activations=True)),
+        chunks=chunks,
+        schedule=Schedule(name="breadth_first"),
+    )
+    memory = FakeMemory(layer_count=10, head=10_000)
+    result = run(plan, memory=memory, comm=FakeComm(host_bytes_per_s=1e6))
+    at_peak = result.memory[0].at_peak_bytes
+    assert result.memory[0].total.action == "1B1"
+    assert at_peak[Category.LOGITS] == 10_000
+    assert at_peak[Category.GRADIENTS] == 4 * 10
+    assert at_peak[Category.ACTIVATIONS] == 2 * 1000
+
+
+def test_activations_come_back_before_parameters_that_are_asked_for_later():
+    """A FETCH in the list between two backwards is asked for after the second one's activations,
+    which the first backward has asked for as it began.
+    """
+    plan = dataclasses.replace(
+        one_group((1, 4), layers=3, offload=Offload(activations=True, parameters=True)),
+        chunks=tuple(Chunk(group=0, layers=(first, first + 1)) for first in range(3)),
+        schedule=Schedule(name="breadth_first", parameters={"parameters": "per_micro_batch"}),
+    )
+    result = run(plan, comm=FakeComm(host_bytes_per_s=1e3))
+    track, start_s = result.timeline.program.tracks[0], result.timeline.times.start_s
+    fetches = {
+        at: start_s[track.tasks[at]]
+        for at, action in enumerate(track.actions)
+        if action.kind is Kind.FETCH
+    }
+    pairs = [
+        (start_s[track.copies[back]], fetches[position])
+        for at, back in track.brings.items()
+        for position in range(at + 1, back)
+        if position in fetches
+    ]
+    assert pairs and all(activations_s < fetch_s for activations_s, fetch_s in pairs)
 
 
 def test_what_would_come_back_at_once_stays():
