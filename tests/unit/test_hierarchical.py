@@ -211,6 +211,19 @@ def test_messages_are_on_their_way_while_regions_work_on_the_next_chunk():
     assert found.iteration_s == pytest.approx(2 * gathers_s + 4 * reductions_s)
 
 
+def test_a_region_goes_on_while_another_one_still_gathers():
+    """Rank 2 is alone in its region: when the messages are there, it has all parameters."""
+    plan = one_group((1, 1), (1, 1), (1, 1), layers=4)
+    comm = TwoRegions(bytes_per_s=1.0, between_bytes_per_s=64.0, between_s=0.0)
+    spans = [
+        {span.action: span for span in run(hierarchical(plan, "eew"), comm=comm).spans(rank)}
+        for rank in range(3)
+    ]
+    ends_s = [found["0F0"].end_s for found in spans]
+    assert ends_s[0] == ends_s[1] > ends_s[2] + 100
+    assert spans[2]["0F0"].end_s == spans[2]["0GATHER"].end_s + 4 * F
+
+
 @pytest.mark.parametrize("in_two_levels", [True, False])
 def test_the_loss_is_summed_beside_gathers_in_two_levels(in_two_levels):
     """Behind the update, over the last group: on a communicator that rings share with it."""

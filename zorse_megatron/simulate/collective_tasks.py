@@ -77,11 +77,9 @@ class CollectiveTasks:
             self.graph.order(earlier, self.stages[key, stage])
         return self.stages[key, stage]
 
-    def join_end(self, key: CollectiveKey, owner: tuple[int, int], *after: int) -> int:
-        """Let a rank wait for the end of a collective of several stages, with the others."""
-        if key not in self.tasks:
-            self.tasks[key] = (self.graph.add(owner, Role.COLLECTIVE, 0.0),)
-        return self.join(key, owner, *after)
+    def note_stages(self, key: CollectiveKey) -> None:
+        """A rank has joined all stages of a collective that are its own."""
+        self.joined[key] = self.joined.get(key, 0) + 1
 
     def tell_loss(self, owner: tuple[int, int], after: int) -> int:
         """Send the loss to the job's last rank, or wait for it; returns what a rank waits for."""

@@ -45,7 +45,7 @@ class StageTasks:
         """Take part in all stages, which begin when the main stream gets there.
 
         Each region has stages of its own, messages are one stage of all. Returns for each part
-        what ends it on this rank; the last one ends on all ranks.
+        what ends it on this rank, which does not wait for the stages of other regions.
         """
         kind, chunk, streams = action.kind, action.chunk, self.streams
         assert chunk is not None
@@ -82,7 +82,8 @@ class StageTasks:
                 streams.between = stage(*between, streams.between, *ready)
                 streams.inside = stage(*own, streams.inside, *ready)
                 streams.inside = stage(*foreign, streams.inside, streams.between)
-        return (*ends, self.collectives.join_end(key, owner, streams.inside, streams.between))
+        self.collectives.note_stages(key)
+        return (*ends, self._end_here(owner))
 
     def _end_here(self, owner: tuple[int, int]) -> int:
         streams = self.streams

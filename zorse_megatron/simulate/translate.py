@@ -7,7 +7,8 @@ yet, those that its word in `schedules.actions` promises:
   stream, a copy stream to the host and one from the host, and one stream for each direction of
   each pair of ranks. On each stream things run one at a time, in list order.
 - A forward or backward runs on the main stream, when the receives that it consumes have arrived
-  and the GATHER and the FETCH of its chunk that precede it in the list are done.
+  and the GATHER and the FETCH of its chunk that precede it in the list are done. Of a sharded
+  chunk each layer of a forward waits for its own parameters (`layer_gathers`).
 - A weight gradient takes its part of the backward, which where it stands apart takes the rest.
 - A computation of a tensor-parallel set is one task of all its ranks: it starts when all are ready,
   and between collectives takes as long as on the slowest. Collectives inside layers take idle
@@ -22,10 +23,11 @@ yet, those that its word in `schedules.actions` promises:
 - A send must have left before the computation at which it is closed (`schedules.send_closings`), or
   before NORM: the main stream waits there.
 - REDUCE and GATHER run on the collective stream, after everything that precedes them in the list:
-  they start when all ranks of the group are there, and end on all at once. The main stream goes
-  on; so they overlap with computation, unless what follows waits for them. A REDUCE of a chunk that
-  is released, or in 16 bits, stops the main stream until the REDUCE before it is done, as each of
-  them needs memory of its own.
+  they start when all ranks of the group are there, and end on all at once; in a hierarchical group
+  each rank waits for its own stages (`stage_tasks`). The main stream goes on; so they overlap with
+  computation, unless what follows waits for them. A REDUCE of a chunk that is released, or in 16
+  bits, stops the main stream until the REDUCE before it is done, as each of them needs memory of
+  its own.
 - TIE, SCALE and NORM run on the main stream, after the rank's collectives and FETCHes. TIE swaps
   gradients between owners of the same elements, and ends with the rank's last swap. SCALE is sums
   of one number over all ranks (`Framework`), NORM such a sum.
@@ -39,12 +41,14 @@ yet, those that its word in `schedules.actions` promises:
   SCALE waits for the last one. NORM begins with copies of all of them from the host.
 - Behind the update the loss is summed over the last group, whose ranks wait for that, and sent to
   the job's last rank, which waits for it; where a `Framework` sums more over all ranks, all wait.
+  The sum comes behind the group's GATHERs, unless it is hierarchical: these have communicators of
+  their own.
 - OFFLOAD and FETCH run on the copy streams, which overlap with all else. An OFFLOAD waits for the
   chunk's GATHER and FETCH, a FETCH for its OFFLOAD. A GATHER stops the main stream until the
   chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
   for the chunk's GATHER.
-- With `offload.activations`, what a forward keeps is copied to the host after it, and back one
-  computation before the backward, as a receive would be started. At the end of the next forward the
+- With `offload.activations`, what a forward keeps is copied to the host after it. The copy back is
+  asked for as the computation before the backward begins, before what follows in the list. At the end of the next forward the
   main stream waits until it has left. See `schedules.activation_offloads` for what stays.
 
 Computation and communication do not slow each other down here: on a GPU, NCCL's kernels take some
