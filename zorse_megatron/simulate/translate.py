@@ -48,8 +48,9 @@ yet, those that its word in `schedules.actions` promises:
   chunk's FETCH is done, and an OFFLOAD that copies until it has. RELEASE takes no time and waits
   for the chunk's GATHER.
 - With `offload.activations`, what a forward keeps is copied to the host after it. The copy back is
-  asked for as the computation before the backward begins, before what follows in the list. At the end of the next forward the
-  main stream waits until it has left. See `schedules.activation_offloads` for what stays.
+  asked for as the computation before the backward begins, before what follows in the list. At the
+  end of the next forward the main stream waits until it has left. See
+  `schedules.activation_offloads` for what stays.
 
 Computation and communication do not slow each other down here: on a GPU, NCCL's kernels take some
 of its processors.
