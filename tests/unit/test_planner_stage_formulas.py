@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.unit.planner_cases import random_case
+from tests.unit.test_simulate_memory import peak_of_backward
 from zorse_megatron.planner.closed_form import stage_formulas
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
@@ -77,3 +78,27 @@ def test_arrays_hold_what_single_numbers_give(values, limit):
         assert kept[at] == stage_formulas.activation_bytes(
             count, number, kept=90, spared=40, recomputed=time_s
         )
+
+
+@pytest.mark.parametrize("recomputed", [0, 1, 3, 4])
+def test_recomputed_layers_need_what_their_backwards_need_one_by_one(recomputed):
+    """A stage of four layers, from its last one's backward to its first one's."""
+    inputs = random_case(3, most_gpus=5, most_layers=6)
+    model, groups = Estimator(inputs).cost_model, DeviceGroups(inputs)
+    position = StagePosition(is_first=False, is_last=False, in_flight_limit=3.0)
+    stage = Stage(groups.of((0,)), 4, (2,), position)
+    kind, memory = stage.device_group.gpu_classes[0].kind, model.memory
+
+    def local_bytes(number):
+        chosen = MemorySettings(mode="full" if number else "none", recomputed=number)
+        return memory.local_bytes(stage, chosen, 2, 8.0, kind)
+
+    whole, spared = memory.kept(kind), memory.spared(kind, "full")
+    kept = whole - spared
+    in_flight = memory.limit(position, 8.0)
+    assert spared > 0 and in_flight > 1
+    per_sample = (in_flight - 1) * (4 * whole - recomputed * spared) + peak_of_backward(
+        4, recomputed, 1, (whole, kept, 0)
+    )
+    added = local_bytes(recomputed) - local_bytes(0)
+    assert added == pytest.approx(2 * (per_sample - in_flight * 4 * whole))

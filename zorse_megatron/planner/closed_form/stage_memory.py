@@ -161,7 +161,8 @@ class StageMemory:
         alone = position.is_first and position.is_last and stage.num_chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary_on(kind)
         head = again = 0.0
-        if settings.recomputed:  # after the head's backward, when its part is freed
+        if settings.recomputed and not _has_kept_layers(stage, settings):
+            # After the head's backward, when its part is freed.
             again = max(0, spared - self.head) if position.is_last else spared
         if position.is_last:
             in_flight = layers * stage.num_chunks / stage.num_layers
@@ -238,3 +239,10 @@ class StageMemory:
             free += len(gpu_class.ranks) * one
         # All classes keep parameters and optimizer state in the same place.
         return least if least < 0 else free - self.shared_bytes(stage, settings[0])
+
+
+def _has_kept_layers(stage: Stage, settings: MemorySettings) -> bool:
+    """Whether each chunk has layers that are not recomputed: what the last one keeps is gone when
+    the first one is recomputed, and is as much."""
+    in_chunk = -(-settings.recomputed // stage.num_chunks)
+    return settings.mode == "full" and in_chunk < stage.num_layers // stage.num_chunks
