@@ -216,7 +216,7 @@ def row_of(emulated: Emulator, inputs: Inputs, name: str, plan: Plan, *, splits:
 
 def rows(only: str) -> Iterator[Row]:
     """All of them, or those whose names have `only` in them."""
-    training = TinyTraining(model=MODEL, global_batch_size=SAMPLES, iterations=2)
+    training = TinyTraining(model=MODEL, global_batch_size=SAMPLES, iterations=3)
     with tempfile.TemporaryDirectory() as scratch:
         first = inputs_on(Path(scratch), CLUSTER, sequence_parallel=False)
         with emulator(first, training) as emulated:

@@ -148,10 +148,16 @@ class Sets:
         return {"kv_groups": MODEL.attention_parameters, "mlp_columns": MODEL.mlp_parameters}
 
 
-def test_peaks_of_a_set_beside_a_rank(corpus: Path, tmp_path: Path) -> None:
-    run(UNLIKE, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_peaks_of_a_set_beside_a_rank(in_chunks: bool, corpus: Path, tmp_path: Path) -> None:
+    """Also where gradients of one chunk have gone when those of the next one are made."""
+    plan = UNLIKE
+    if in_chunks:
+        chunks = tuple(Chunk(group=0, layers=(first, first + 1)) for first in range(4))
+        plan = replace(plan, chunks=chunks, schedule=Schedule(name="breadth_first"))
+    run(plan, corpus, tmp_path, "--zorse-memory", str(tmp_path)).check()
     predicted = simulate(
-        UNLIKE,
+        plan,
         SplitCompute(),
         MEMORY,
         FakeComm(),

@@ -8,6 +8,7 @@ import torch
 from megatron.training import get_args
 
 from zorse_megatron.adapter.arguments.compute_dtype import torch_dtype
+from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards
 from zorse_megatron.adapter.groups.plan_communicator import PlanCommunicator
 from zorse_megatron.adapter.groups.process_groups import PlanGroups
 from zorse_megatron.adapter.memory.session_memory import make_ledger
@@ -53,6 +54,9 @@ def make_executor(session: "PlanSession", config: Any, models: Mapping[int, Any]
         watches=session.watches_memory,
         limit_bytes=session.memory_limit_bytes,
     )
+    for model in models.values():
+        if isinstance(model.shards, PartedShards):
+            model.shards.on_summed = executor.sample_memory
     return executor
 
 

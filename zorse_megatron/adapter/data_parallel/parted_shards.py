@@ -12,7 +12,7 @@ list never releases them; the packed buffer is beside them then.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,8 @@ class PartedShards:
         """And of its gradient, once it has been reduced."""
         self.parameters: list[ShardedBuffer] = []
         """Those that may wait in the host: none."""
+        self.on_summed: Callable[[], None] = _nothing
+        """Called within a reduction, when there are gradients and all sums of them."""
         self._reduced = False
         self._close_gradients()
 
@@ -167,7 +169,11 @@ class PartedShards:
 
     @torch.no_grad()
     def start_reduction(self) -> None:
-        """Sum the gradients into what their owners have; zeros where no backward was."""
+        """Sum the gradients into what their owners have, and let them go.
+
+        Zeros where no backward was. The stream waits for the sums, so the memory is free behind
+        them, as the simulator has it.
+        """
         self.open_gradients()
         for group in self.bucket_groups:
             group.prepare_gradients()
@@ -181,12 +187,13 @@ class PartedShards:
                 [self.sums[p] for p in unit],
                 self.group,
             )
+        self.on_summed()
+        for buffer in self.gradients:
+            buffer.free()
         self._reduced = True
 
     def finish_reduction(self) -> None:
-        """Let go of what was summed."""
-        for buffer in self.gradients if self._reduced else ():
-            buffer.free()
+        """Nothing is under way."""
 
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
         """Multiply what this rank owns of the gradients."""
@@ -206,6 +213,10 @@ class PartedShards:
         self.sums = {}
         for buffer in self.gradients:
             buffer.free()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _units(
