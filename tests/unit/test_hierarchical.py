@@ -145,7 +145,8 @@ class TwoRegions(FakeComm):
     [("breadth_first", 3, (1, 1)), ("1f1b", 1, (1, 1)), ("1f1b", 1, (9, 1)), ("1f1b", 1, (1, 9))],
 )
 @pytest.mark.parametrize("rate", [4.0, 4096.0])
-def test_stages_of_layers_overlap(schedule, pieces, faster, rate):
+@pytest.mark.parametrize("forward_s", [F, 500.0])
+def test_stages_of_layers_overlap(schedule, pieces, faster, rate, forward_s):
     """Three layers of S bytes. In each region a ring of two sums what the other region owns, S / 2,
     and then its own; half of S crosses in each direction. All of that in turn for each layer, but
     the region's link and the link between regions work at the same time. Who is faster waits. The
@@ -168,13 +169,14 @@ def test_stages_of_layers_overlap(schedule, pieces, faster, rate):
     gathered_s = computed_s = 0.0
     for number in range(1, pieces + 1):
         gathered_s = max(gathered_s + in_region_s, number * between_s) + in_region_s
-        computed_s = max(computed_s, gathered_s) + 3 / pieces * F
+        computed_s = max(computed_s, gathered_s) + 3 / pieces * forward_s
     expected_s = computed_s + 3 * B + reduce_s
-    placed = hierarchical(plan, "eeww")
-    found = run(placed, comm=comm)
+    placed, costs = hierarchical(plan, "eeww"), {"comm": comm}
+    costs["compute"] = FakeCompute(forward_s=forward_s)
+    found = run(placed, **costs)
     assert found.iteration_s == pytest.approx(expected_s)
-    assert run(placed, comm=comm, merge_equal_ranks=True).iteration_s == found.iteration_s
-    assert run(plan, comm=comm).iteration_s != found.iteration_s
+    assert run(placed, **costs, merge_equal_ranks=True).iteration_s == found.iteration_s
+    assert run(plan, **costs).iteration_s != found.iteration_s
 
 
 @pytest.mark.parametrize("faster", [(9, 1), (1, 9)])

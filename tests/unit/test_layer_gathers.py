@@ -65,6 +65,8 @@ def test_a_backward_waits_for_all():
     assert len(gathers) == 2
     assert spans["0B0"].end_s - 2 * BACKWARD_S >= gathers[1].end_s
     assert spans["0F0"].end_s - 2 * 1.0 < gathers[0].end_s
+    assert spans["0F0"].start_s == gathers[0].end_s / 2  # with the first of two layers
+    assert (gathers[0].waited_s, spans["0F0"].waited_s) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

@@ -106,6 +106,26 @@ def test_times_measured_in_a_set_have_its_collectives_in_them():
     assert simulated(plan, sets, comm=comm).iteration_s == pytest.approx(4 * 2 * 3.0 / 2)
 
 
+def test_a_forward_in_parts_is_the_whole_forward():
+    """Two sets share a sharded chunk of next to no parameters, so layers wait for nothing; four
+    layers, embedding and head, and what the sets communicate in them.
+    """
+
+    class WithEnds(FakeSets):
+        def compute(self, degree, index=0):
+            costs = super().compute(degree, index)
+            costs.embedding_s, costs.head_s = 0.25, 0.5
+            return costs
+
+    sets = WithEnds(boundary=32, whole=2, cut=0, positions=2)
+    plan, comm = plan_of([(0, 1), (2, 3)]), RingComm(bytes_per_s=1e4)
+    whole = simulated(plan, sets, comm=comm)
+    schedule = dataclasses.replace(plan.schedule, name="breadth_first")
+    parts = simulated(dataclasses.replace(plan, schedule=schedule), sets, comm=comm)
+    assert len(parts.timeline.program.tracks[0].main) > len(whole.timeline.program.tracks[0].main)
+    assert parts.usage[0].busy_s == pytest.approx(whole.usage[0].busy_s, rel=1e-9)
+
+
 def test_a_set_is_as_fast_as_its_slowest_rank():
     sets = FakeSets(factors={"slow": 3.0})
     found = simulated(plan_of([(0, 1)]), sets, kinds=["x", "slow"])

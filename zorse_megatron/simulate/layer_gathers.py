@@ -9,7 +9,7 @@ embedding before it, the other layers, and the head. All layers but one run afte
 last layer after the second, the head after the third.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.simulate.rank_sizes import RankSizes
@@ -45,13 +45,13 @@ def gather_parts(sizes: RankSizes, rank: int, chunk: int) -> tuple[GatherPart, .
         return (EVERYTHING,)
     layers = sizes.num_layers(chunk)
     embedding, layer, head = sizes.sections(chunk, sizes.part(rank))
-    if not layer:
+    if not (layer and layers):
         return (EVERYTHING,)
     last = 1 / layers if layers > 1 else 0.0
     parts = (
-        GatherPart(buckets=bool(embedding) + min(1, layers), layers=1.0 - last, embedding=True),
-        GatherPart(buckets=max(0, layers - 1), layers=last),
-        GatherPart(buckets=int(bool(head)), layers=0.0, head=True),
+        GatherPart(buckets=bool(embedding) + 1, layers=1.0 - last, embedding=True),
+        GatherPart(buckets=layers - 1, layers=last),
+        GatherPart(buckets=int(bool(head)), layers=0.0),
     )
-    found = tuple(part for part in parts if part.buckets)
-    return found if len(found) > 1 else (EVERYTHING,)
+    *found, last_part = (part for part in parts if part.buckets)
+    return (*found, replace(last_part, head=True)) if found else (EVERYTHING,)
