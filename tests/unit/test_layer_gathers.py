@@ -6,8 +6,9 @@ import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
 from tests.unit.simulation import run
+from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import one_group
-from zorse_megatron.schema.plan.plan import Chunk, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Schedule
 
 RATE = 64.0
 BACKWARD_S = 2.0
@@ -67,6 +68,30 @@ def test_a_backward_waits_for_all():
     assert spans["0F0"].end_s - 2 * 1.0 < gathers[0].end_s
     assert spans["0F0"].start_s == gathers[0].end_s / 2  # with the first of two layers
     assert (gathers[0].waited_s, spans["0F0"].waited_s) == (0.0, 0.0)
+    assert spans["0F0"].end_s == gathers[0].end_s + 1.0
+    # The next chunk's gather comes behind all of the first one's.
+    assert spans["1GATHER"].end_s == gathers[0].end_s + (gathers[0].end_s - gathers[0].start_s)
+
+
+def test_no_layer_starts_before_the_input_has_arrived():
+    """Of the second of two groups, whose parameters are there long before."""
+    plan = dataclasses.replace(
+        even_plan(2, 2, 2),
+        schedule=Schedule(name="breadth_first"),
+        model=ModelFingerprint(num_layers=8),
+    )
+    chunks = tuple(Chunk(group=number, layers=(4 * number, 4 * number + 4)) for number in range(2))
+    found = run(
+        dataclasses.replace(plan, chunks=chunks),
+        memory=FakeMemory(boundary=64),
+        comm=FakeComm(bytes_per_s=RATE, latency_s=50.0),
+    )
+    arrived_s = {
+        each.target: each.end_s for each in reversed(found.transfers()) if "SA0" in each.action
+    }
+    for rank in (2, 3):
+        span = next(each for each in found.spans(rank) if each.action == "1F0")
+        assert span.end_s == arrived_s[rank] + 4 * 1.0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
