@@ -153,6 +153,7 @@ class PlanSession:
         self.idle_losses = IdleReplicaLosses.of(self.plan, self.rank, self.groups.group)
         self.executor: Executor | None = None
         self.runner: MegatronChunkRunner | None = None
+        """Of a training step, from its first forward to its optimizer step."""
 
     @property
     def num_chunks(self) -> int:
@@ -223,13 +224,15 @@ class PlanSession:
         lists = self.evaluation if forward_only else self.training
         micro_batches = self.micro_batches if forward_only else self.course.at(self.num_done)
         executor.micro_batches = micro_batches
-        self.runner = self._new_runner(inputs, micro_batches)
+        runner = self._new_runner(inputs, micro_batches)
+        if not forward_only:
+            self.runner = runner
         executor.during = phase_of(forward_only=forward_only)
         with timed(config):
-            executor.run_until_step(lists.ranks[self.rank], self.runner)
+            executor.run_until_step(lists.ranks[self.rank], runner)
         if not self.holds_last_chunk or collect_non_loss_data:
-            return self.runner.losses
-        losses = self.idle_losses.complete(self.runner.losses)
+            return runner.losses
+        losses = self.idle_losses.complete(runner.losses)
         if self.place is not None and self.place.index and not self._has_twins:
             losses = [_without_weight(each) for each in losses]
         if forward_only and self.samples.means_are_averaged:
