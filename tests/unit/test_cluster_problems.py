@@ -325,6 +325,8 @@ def test_a_model_of_several_kinds_is_asked_for(name, kinds):
     [
         ("MI300X", "AMD"),
         ("AMD Instinct MI250X", "AMD"),
+        ("MI100", "AMD"),
+        ("MI355X", "AMD"),
         ("Radeon RX 7900 XTX", "AMD"),
         ("W6800", "AMD"),
         ("Gaudi3", "Intel"),
@@ -338,6 +340,23 @@ def test_what_is_not_nvidias_is_refused_by_name(name, whose, form):
     assert name in problem.found and whose in problem.found
     assert problem.expected == "GPUs of NVIDIA"
     assert "CUDA" in problem.remedy
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["RTX 4070 Laptop", "NVIDIA GeForce RTX 3080 Laptop GPU", "RTX A5000 Mobile", "RTX 2080 Max-Q"],
+)
+@pytest.mark.parametrize("form", ["nodes: [{{gpus: 4 x {}}}]", LIKE])
+def test_a_laptops_gpu_is_not_taken_for_a_desktop_card(name, form):
+    (problem,) = problems(form.format(name))
+    assert problem.found == f'"{name}", a GPU of a laptop'
+    assert "Did you mean" not in problem.remedy and "discover" in problem.remedy
+
+
+def test_cards_of_one_name_are_told_apart_by_their_memory():
+    (problem,) = problems("nodes: [{gpus: 4 x RTX 4060 Ti}]")
+    assert "does not say which one" in problem.found
+    assert "RTX4060Ti-16 (16 GB" in problem.expected and "RTX4060Ti-8 (8 GB" in problem.expected
 
 
 def test_what_is_described_may_have_any_name():

@@ -35,7 +35,8 @@ PRINTED = {
 
 # Streaming multiprocessors, clock of the 16-bit rate in MHz, and their operations a cycle: two for
 # each multiply-add of the cores (float32) and of the tensor cores (16 bits, with sums in float32).
-# NVIDIA's white papers on Volta, Ampere, Ada, Hopper and Blackwell.
+# NVIDIA's white papers on Volta, Turing, Ampere, Ada, Hopper and Blackwell, and its boost clocks.
+# Cards that `PRINTED` lacks were compared with this alone: no copy of their sheets was at hand.
 UNITS = {
     "H200": (132, 1830, 256, 4096),
     "H100-PCIE-80": (114, 1620, 256, 4096),
@@ -49,6 +50,37 @@ UNITS = {
     "RTX6000-Ada": (142, 2505, 256, 1024),
     "RTX5090": (170, 2407, 256, 512),
     "RTX4090": (128, 2520, 256, 512),
+    "RTX5080": (84, 2617, 256, 512),
+    "RTX5070Ti": (70, 2452, 256, 512),
+    "RTX5070": (48, 2512, 256, 512),
+    "RTX4080Super": (80, 2550, 256, 512),
+    "RTX4080": (76, 2505, 256, 512),
+    "RTX4070TiSuper": (66, 2610, 256, 512),
+    "RTX4070Ti": (60, 2610, 256, 512),
+    "RTX4070Super": (56, 2475, 256, 512),
+    "RTX4070": (46, 2475, 256, 512),
+    "RTX4060Ti-16": (34, 2535, 256, 512),
+    "RTX4060Ti-8": (34, 2535, 256, 512),
+    "RTX4060": (24, 2460, 256, 512),
+    "RTX3090": (82, 1695, 256, 512),
+    "RTX3080Ti": (80, 1665, 256, 512),
+    "RTX3080": (68, 1710, 256, 512),
+    "RTX3070Ti": (48, 1770, 256, 512),
+    "RTX3070": (46, 1725, 256, 512),
+    "RTX3060Ti": (38, 1665, 256, 512),
+    "RTX3060": (28, 1777, 256, 512),
+    "RTX2080Ti": (68, 1545, 128, 512),
+    "A6000": (84, 1800, 256, 1024),
+    "A5000": (64, 1695, 256, 1024),
+    "A4500": (56, 1650, 256, 1024),
+    "A4000": (48, 1560, 256, 1024),
+    "A2000-12": (26, 1200, 256, 1024),
+    "A2000-6": (26, 1200, 256, 1024),
+    "RTX5000-Ada": (100, 2550, 256, 1024),
+    "RTX4500-Ada": (60, 2580, 256, 1024),
+    "RTX4000-Ada": (48, 2175, 256, 1024),
+    "RTX2000-Ada": (22, 2130, 256, 1024),
+    "T4": (40, 1590, 128, 1024),
 }
 
 
@@ -71,6 +103,7 @@ def test_figures_are_as_printed(name):
 def test_rates_are_what_the_units_can_do(name):
     multiprocessors, mhz, float32, sixteen_bit = UNITS[name]
     cycles_per_s, peak = multiprocessors * mhz * 1e6, GPU_KINDS[name].peak
+    assert GPU_KINDS[name].multiprocessors == multiprocessors
     assert peak.of("float16") == pytest.approx(cycles_per_s * sixteen_bit, rel=0.012)
     # Hopper's cores run faster than its tensor cores; what runs at one clock has one ratio.
     rel = 0.085 if name.startswith("H") else 0.015
@@ -82,6 +115,45 @@ def test_tf32_is_half_of_sixteen_bits():
     assert len(tensor) > 10
     for kind in tensor:
         assert kind.peak.of("tf32") == pytest.approx(kind.peak.of("float16") / 2, rel=0.012)
+
+
+# Transfers a second of each pin of the memory, in GT/s, and pins: NVIDIA's pages of the cards.
+MEMORY = {
+    "RTX5080": (30, 256),
+    "RTX5070Ti": (28, 256),
+    "RTX5070": (28, 192),
+    "RTX4080Super": (23, 256),
+    "RTX4080": (22.4, 256),
+    "RTX4070TiSuper": (21, 256),
+    "RTX4070Ti": (21, 192),
+    "RTX4070Super": (21, 192),
+    "RTX4070": (21, 192),
+    "RTX4060Ti-16": (18, 128),
+    "RTX4060Ti-8": (18, 128),
+    "RTX4060": (17, 128),
+    "RTX3080Ti": (19, 384),
+    "RTX3070Ti": (19, 256),
+    "RTX3070": (14, 256),
+    "RTX3060Ti": (14, 256),
+    "RTX3060": (15, 192),
+    "RTX2080Ti": (14, 352),
+    "A5000": (16, 384),
+    "A4500": (16, 320),
+    "A4000": (14, 256),
+    "A2000-12": (12, 192),
+    "A2000-6": (12, 192),
+    "RTX5000-Ada": (18, 256),
+    "RTX4500-Ada": (18, 192),
+    "RTX4000-Ada": (18, 160),
+    "RTX2000-Ada": (14, 128),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_bandwidth_is_what_the_pins_can_do(name):
+    transfers, pins = MEMORY[name]
+    expected = transfers * 1e9 * pins / 8
+    assert GPU_KINDS[name].memory_bytes_per_s == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("board", ["A100-80", "A100-40"])

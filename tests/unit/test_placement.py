@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zorse_megatron.measure.machine.devices import SeenDevice
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.cluster.rank_placement import (
     RankLocation,
@@ -54,6 +55,31 @@ NAMES = {
     "Tesla P100-PCIE-16GB": "P100",
     "Tesla P40": "P40",
     "AMD Radeon PRO W6800": "W6800",
+    "NVIDIA RTX 5000 Ada Generation": "RTX5000-Ada",
+    "NVIDIA RTX 4500 Ada Generation": "RTX4500-Ada",
+    "NVIDIA RTX 4000 Ada Generation": "RTX4000-Ada",
+    "NVIDIA RTX 2000 Ada Generation": "RTX2000-Ada",
+    "NVIDIA RTX A5000": "A5000",
+    "NVIDIA RTX A4500": "A4500",
+    "NVIDIA RTX A4000": "A4000",
+    "NVIDIA RTX A2000 12GB": "A2000-12",
+    "NVIDIA RTX A2000": "A2000-6",
+    "NVIDIA GeForce RTX 5080": "RTX5080",
+    "NVIDIA GeForce RTX 5070 Ti": "RTX5070Ti",
+    "NVIDIA GeForce RTX 5070": "RTX5070",
+    "NVIDIA GeForce RTX 4080 SUPER": "RTX4080Super",
+    "NVIDIA GeForce RTX 4080": "RTX4080",
+    "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX4070TiSuper",
+    "NVIDIA GeForce RTX 4070 Ti": "RTX4070Ti",
+    "NVIDIA GeForce RTX 4070 SUPER": "RTX4070Super",
+    "NVIDIA GeForce RTX 4070": "RTX4070",
+    "NVIDIA GeForce RTX 4060": "RTX4060",
+    "NVIDIA GeForce RTX 3080 Ti": "RTX3080Ti",
+    "NVIDIA GeForce RTX 3070 Ti": "RTX3070Ti",
+    "NVIDIA GeForce RTX 3070": "RTX3070",
+    "NVIDIA GeForce RTX 3060 Ti": "RTX3060Ti",
+    "NVIDIA GeForce RTX 3060": "RTX3060",
+    "NVIDIA GeForce RTX 2080 Ti": "RTX2080Ti",
 }
 OTHERS = [
     "NVIDIA B300",
@@ -62,6 +88,10 @@ OTHERS = [
     "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
     "NVIDIA GeForce RTX 5090 D",
     "NVIDIA RTX 6000",
+    "NVIDIA GeForce RTX 4060 Ti",
+    "NVIDIA GeForce RTX 4070 Laptop GPU",
+    "NVIDIA RTX A2000 Laptop GPU",
+    "NVIDIA RTX 5000 Ada Generation Laptop GPU",
     "",
 ]
 
@@ -83,8 +113,17 @@ def test_a_card_is_not_taken_to_sit_on_a_board_of_nvlink(name: str) -> None:
     assert node.link.type == "pcie"
 
 
+# What CUDA gives a program of cards of 16 and of 8 GiB.
+@pytest.mark.parametrize(("gib", "kind"), [(15.6, "RTX4060Ti-16"), (7.62, "RTX4060Ti-8")])
+def test_memory_tells_cards_of_one_name_apart(gib: float, kind: str) -> None:
+    name = "NVIDIA GeForce RTX 4060 Ti"
+    assert kind_of_device(name, int(gib * 2**30)) == kind
+    device = SeenDevice(name=name, memory_bytes=int(gib * 2**30), link_type="pcie", is_gpu=True)
+    assert device.kind == kind
+
+
 def test_every_well_known_kind_has_a_drivers_name() -> None:
-    assert set(NAMES.values()) == set(GPU_KINDS)
+    assert {*NAMES.values(), "RTX4060Ti-16", "RTX4060Ti-8"} == set(GPU_KINDS)
 
 
 @pytest.mark.parametrize("name", OTHERS)

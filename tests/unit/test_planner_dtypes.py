@@ -58,6 +58,7 @@ def types_of(plan: Plan, inputs: Inputs) -> dict[frozenset[str], str | None]:
 def test_kinds_have_the_units_of_their_generation():
     """NVIDIA has bfloat16 from Ampere on; all of these have float16."""
     before = {"V100-32", "V100-16", "V100-PCIE-16", "V100-PCIE-32", "T4", "P100", "P40", "W6800"}
+    before |= {"RTX2080Ti"}
     assert {name for name, kind in GPU_KINDS.items() if not kind.computes_in("bf16")} == before
     assert all(kind.computes_in("fp16") and kind.computes_in("fp32") for kind in GPU_KINDS.values())
     assert common_dtype([GPU_KINDS["H100-80"], GPU_KINDS["L4"]]) == "bf16"

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from zorse_megatron.schema.gpus.compute_capability import BF16_FROM, CAPABILITIES
-from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.gpus.compute_capability import BF16_FROM
+from zorse_megatron.schema.gpus.gpu_presets import CAPABILITIES, GPU_KINDS
 from zorse_megatron.software.found_lines import found_lines
 from zorse_megatron.software.gpu_flags import EXTENSIONS, told, with_gpu_flags
 from zorse_megatron.software.rank_software import RankSoftware, SeenGpu

@@ -45,4 +45,5 @@ def _found(node: str) -> RankLocation:
         return RankLocation(node=node, gpu_kind=canonical_kind(declared), is_declared=True)
     if not torch.cuda.is_available():  # as in CPU mode
         return RankLocation(node=node, gpu_kind=None)
-    return RankLocation(node=node, gpu_kind=kind_of_device(torch.cuda.get_device_name()))
+    gpu = torch.cuda.get_device_properties()
+    return RankLocation(node=node, gpu_kind=kind_of_device(gpu.name, gpu.total_memory))

@@ -78,6 +78,9 @@ _SAME_FAMILY = {
     "RTX6000-Ada": "L40S",
     "RTX3090": "A6000",
     "RTX3080": "A6000",
+    "RTX3080Ti": "A6000",
+    "A5000": "A6000",
+    "A4500": "A6000",
 }
 # Where nothing was fitted: about the median of the table.
 _USUAL = Shares(forward=0.70, backward=0.65)

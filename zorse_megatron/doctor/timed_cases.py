@@ -128,7 +128,7 @@ def cluster_of(gpu: Gpu) -> str:
 
     Of a kind that is not well known, all but the memory is another one's; times are measured.
     """
-    kind = kind_of_device(gpu.name)
+    kind = kind_of_device(gpu.name, gpu.total_bytes)
     if kind in GPU_KINDS:
         return f"nodes:\n  - gpus: 1 x {kind}\n"
     like = "A100-40" if gpu.capability >= BF16_FROM else "T4"

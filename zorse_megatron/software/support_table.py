@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from zorse_megatron.schema.gpus.compute_capability import (
     BF16_FROM,
-    CAPABILITIES,
     FLASH_FROM,
     TRITON_FROM,
     Capability,
     spell,
 )
+from zorse_megatron.schema.gpus.gpu_presets import CAPABILITIES
 from zorse_megatron.software.torch_builds import BUILDS, runs_on
 
 _HEADINGS = (

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from zorse_megatron.schema.gpus.compute_capability import CAPABILITIES, Capability, spell
+from zorse_megatron.schema.gpus.compute_capability import Capability, spell
+from zorse_megatron.schema.gpus.gpu_presets import CAPABILITIES
 
 _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 _INDEX = "https://download.pytorch.org/whl"

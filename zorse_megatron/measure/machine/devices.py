@@ -32,7 +32,7 @@ class SeenDevice:
     @property
     def kind(self) -> str:
         """The well-known kind of GPU that it is, or its own name."""
-        return kind_of_device(self.name)
+        return kind_of_device(self.name, self.memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from zorse_megatron.schema.text.suggest import did_you_mean
 
 # What a name may have after the model's that does not say which memory: "A100 SXM4", "V100 PCIe".
 _FORM = re.compile(r"(sxm\d?|pcie|nvlink)$")
+# Chips, clocks and memory of their own, under the numbers of desktop cards.
+_LAPTOP = re.compile(r"\b(laptop|mobile|notebook|max-?q)\b", re.IGNORECASE)
 # What others call their accelerators -> whose they are, and what runs there in place of CUDA.
 _OTHERS = tuple(
     (re.compile(pattern, re.IGNORECASE), what, platform)
@@ -71,6 +73,14 @@ def unknown_kind(name: str, where: str, known: Iterable[str], *, expected: str) 
                 remedy="Plans are trained over CUDA and NCCL; nothing here was run on "
                 f"{platform}. Leave it out; or, only to plan, describe it under gpu_kinds.",
             )
+    if _LAPTOP.search(name):
+        return Problem(
+            where=where,
+            found=f'"{name}", a GPU of a laptop',
+            expected=expected,
+            remedy="Laptops have other chips than the desktop cards of the same number: let zorse "
+            "discover measure it there, or describe it under gpu_kinds.",
+        )
     several = variants(name)
     if several:
         return Problem(
