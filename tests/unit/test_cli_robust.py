@@ -112,7 +112,7 @@ MODELS = {
     "flags, no vocabulary": (
         {},
         (*PLAN_FOR_FLAGS, *without(FLAGS, "--vocab-size")),
-        ["--vocab-size: found no such flag", "the tokenizer's files are not read"],
+        ["--vocab-size: found no such flag", "and no tokenizer", "--padded-vocab-size"],
     ),
     "flags, absurd": (
         {},

@@ -50,7 +50,7 @@ def workload_in_flags(
 ) -> tuple[Workload, bool]:
     """Read a training command to compare it with a plan, and whether it says the vocabulary.
 
-    Where it does not (the tokenizer's files are not read here), that of the plan is taken. `kinds`:
+    Where it does not (its tokenizer is not here), that of the plan is taken. `kinds`:
     figures of GPUs that only the cluster file has. Raises FlagError for flags that the plan does
     not go with, ModelError for an inconsistent model.
     """

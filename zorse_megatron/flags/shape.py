@@ -4,12 +4,15 @@ Only flags that the shape depends on are read; all others are left to Megatron, 
 again. Names and defaults are those of megatron-core 0.19 (`megatron/training/arguments.py`).
 """
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.scan import last_values
 from zorse_megatron.flags.table import by_spelling
+from zorse_megatron.flags.tokenizers import NotReadable, tokens_of
 from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.model.model_shape import (
     Activation,
@@ -46,6 +49,8 @@ class _Flags:
     """The flags of a command, and what is wrong with those that were asked for."""
 
     values: Mapping[str, str | None]
+    args: Namespace
+    """The same as Megatron's parser has them, with its defaults."""
     problems: list[Problem] = field(default_factory=list)
 
     def has(self, flag: str) -> bool:
@@ -77,7 +82,7 @@ class _Flags:
 
 def shape_from_flags(arguments: Sequence[str], *, tensor_parallel: int = 1) -> ModelShape:
     """Return the model that a Megatron command trains. Raises ModelError with every problem."""
-    flags = _Flags(values=last_values(arguments, by_spelling()))
+    flags = _flags(arguments)
     shape = _shape(flags, tensor_parallel)
     for flag in _UNSUPPORTED:
         if flags.has(flag):
@@ -103,13 +108,18 @@ def batch_size_from_flags(arguments: Sequence[str]) -> int | None:
 
     Raises ModelError where it is no positive integer.
     """
-    flags = _Flags(values=last_values(arguments, by_spelling()))
+    flags = _flags(arguments)
     if not flags.has("--global-batch-size"):
         return None
     size = flags.integer("--global-batch-size")
     if flags.problems:
         raise ModelError("the batch of these Megatron flags cannot be planned", flags.problems)
     return size
+
+
+def _flags(arguments: Sequence[str]) -> _Flags:
+    args = read_command(arguments).args
+    return _Flags(values=last_values(arguments, by_spelling()), args=args)
 
 
 def _shape(flags: _Flags, tensor_parallel: int) -> ModelShape:
@@ -163,11 +173,17 @@ def _position(flags: _Flags) -> PositionEmbedding:
 def _vocab_size(flags: _Flags, tensor_parallel: int) -> int:
     if flags.has("--padded-vocab-size"):
         return flags.integer("--padded-vocab-size")
-    if not flags.has("--vocab-size"):
-        remedy = "Add --vocab-size: the tokenizer's files are not read here."
-        flags.add("--vocab-size", "no such flag", "the number of tokens", remedy)
+    try:
+        size, reason = tokens_of(flags.args), "no tokenizer"
+    except NotReadable as error:
+        size, reason = None, str(error)
+    if size is None and not flags.has("--vocab-size"):
+        found = f"no such flag, and {reason}"
+        remedy = "Add it, or --padded-vocab-size, or a tokenizer whose files are here."
+        flags.add("--vocab-size", found, "the number of tokens", remedy)
         return 1
-    divisible_by = flags.integer("--make-vocab-size-divisible-by", 128)
     return padded_vocab_size(
-        flags.integer("--vocab-size"), divisible_by=divisible_by, tensor_parallel=tensor_parallel
+        size or flags.integer("--vocab-size"),
+        divisible_by=flags.integer("--make-vocab-size-divisible-by", 128),
+        tensor_parallel=tensor_parallel,
     )
