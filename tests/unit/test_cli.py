@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tests.unit.plan_samples import good, load
@@ -141,3 +142,31 @@ print(sorted({"torch", "megatron"} & set(sys.modules)))
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.stdout == "[]\n[]\n", result.stderr
+
+
+# What a plan is made from is asked for by the same options wherever it counts.
+WORKLOAD = {
+    *("--cluster", "--model", "--profile", "--global-batch-size", "--seq-length", "--dtype"),
+    "--margin",
+}
+WITH_A_WORKLOAD = {
+    **{
+        name: WORKLOAD
+        for name in ("plan", "explain", "check", "simulate", "compare", "compare-plans")
+    },
+    # Its GPUs have all of their memory.
+    "emulate": WORKLOAD - {"--margin"},
+    # These take the training command alone, or no model.
+    **{name: {"--cluster"} for name in ("launch", "replan", "join", "supervise")},
+    "follow": {"--cluster", "--profile"},
+    "discover": {"--profile"},
+}
+
+
+def test_options_of_a_workload_are_in_all_commands_that_have_one():
+    commands = typer.main.get_command(app).commands
+    found = {
+        name: WORKLOAD & {option for each in command.params for option in each.opts}
+        for name, command in commands.items()
+    }
+    assert {name: options for name, options in found.items() if options} == WITH_A_WORKLOAD

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, FLAGS_IN_ONE_TEXT, lab_plan, runner_in
 
 
 @pytest.fixture
@@ -191,3 +191,89 @@ def test_flags_without_a_plan(run):
     result = run("check", "cluster.yaml", "--", *FLAGS)
     assert result.exit_code == 1
     assert "found training flags without a plan" in result.stdout
+
+
+PHI = {
+    "model_type": "phi",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 8,
+    "vocab_size": 32000,
+}
+
+
+def lines_of(result):
+    assert result.exit_code == 0, result.output
+    return [line for line in result.stdout.splitlines() if ": OK, " in line]
+
+
+@pytest.mark.parametrize("model", ["model.yaml", "phi", "phi/config.json", FLAGS_IN_ONE_TEXT])
+def test_models_are_taken_as_plan_takes_them(run, tmp_path, model):
+    (tmp_path / "phi").mkdir()
+    (tmp_path / "phi" / "config.json").write_text(json.dumps(PHI))
+    lines = lines_of(run("check", "plan.json", "cluster.yaml", "--model", model))
+    assert lines[-1].startswith("memory of plan.json on cluster.yaml with ")
+
+
+def test_a_model_of_hugging_faces_is_a_file_like_others(run, tmp_path):
+    (tmp_path / "other-name.json").write_text(json.dumps(PHI))
+    result = run("check", "plan.json", "other-name.json", "cluster.yaml")
+    assert "note: planning only: training refuses attention and feed-forward" in result.stdout
+    lines = lines_of(result)
+    # As long as the plan says: its file has a limit.
+    assert "plan.json for other-name.json: OK, the same model" in lines
+    answer = json.loads(run("check", "--json", "other-name.json").stdout)
+    assert answer["files"][0]["kind"] == "model" and answer["files"][0]["seq_length"] == 2048
+
+
+def test_a_well_known_model(run):
+    assert lines_of(run("check", "--model", "llama-7b"))[0].startswith(
+        "llama-7b: OK, model llama-7b: 6.74 billion parameters, 32 layers"
+    )
+    other = run("check", "plan.json", "--model", "llama-7b")
+    assert other.exit_code == 1
+    assert "model.hidden_size: found 1024, while the model has 4096" in other.stdout
+    assert "seq_length" not in other.stdout
+    unknown = run("check", "plan.json", "--model", "llama-8b")
+    assert unknown.exit_code == 1 and "neither a file nor a well-known model" in unknown.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "found"),
+    [
+        ("--global-batch-size", "17", "global_batch_size: found 16, while the training command"),
+        ("--seq-length", "256", "model.seq_length: found 512, while the model has 256"),
+        ("--margin", "0.99", "the memory of A6000 without 99 %"),
+        ("--margin", "1.5", "--margin: found 1.5"),
+    ],
+)
+def test_options_are_those_of_plan(run, option, value, found):
+    options = ("--cluster", "cluster.yaml", "--profile", "profile.json", "--model", "model.yaml")
+    assert run("check", "plan.json", *options).exit_code == 0
+    result = run("check", "plan.json", *options, option, value)
+    assert result.exit_code == 1
+    assert found in result.stdout
+
+
+def test_nothing_to_check(run):
+    result = run("check")
+    assert result.exit_code == 1 and "FILE: found no file" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("--model", "model"), ("--cluster", "cluster"), ("--profile", "profile"), ("", "plan")],
+)
+def test_broken_json_is_called_so(run, tmp_path, option, kind):
+    (tmp_path / "broken.json").write_text('{"a": 1,\n "b": 2,}')
+    given = {"--cluster": "cluster.yaml", "--model": "model.yaml"} | {option: "broken.json"}
+    plan = given.pop("", "plan.json")
+    result = run("simulate", plan, *(word for pair in given.items() for word in pair))
+    assert result.exit_code == 1
+    assert f"broken.json is not a {kind} (1 problem):" in result.output
+    assert "broken.json: line 2 column 9: found text that is not JSON (trailing comma)" in (
+        result.output
+    )
+    assert "YAML" not in result.output

@@ -1,13 +1,15 @@
 """A config.json of Hugging Face gives the shape of its model, or is refused by its key."""
 
+import dataclasses
 import json
 
 import pytest
 
 from tests.unit.cli_samples import runner_in
+from zorse_megatron.cli.workload import named_model
 from zorse_megatron.errors import ModelError
 from zorse_megatron.flags.shape import shape_from_flags
-from zorse_megatron.schema.model.hugging_face import parse_config
+from zorse_megatron.schema.model.hugging_face import _FAMILIES, parse_config
 from zorse_megatron.schema.model.model_presets import MODELS
 
 # As published, without what the shape does not depend on.
@@ -79,8 +81,115 @@ GEMMA_2B = {
     "rms_norm_eps": 1e-06,
     "vocab_size": 256000,
 }
-# Parameters as their model cards or safetensors indices count them; rows that pad a vocabulary to
-# 128 are beside them (none here but for Qwen3's, whose 151,936 are a multiple already).
+GPT_2 = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": None,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+PHI_2 = {
+    "hidden_act": "gelu_new",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "phi",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.4,
+    "qk_layernorm": False,
+    "tie_word_embeddings": False,
+    "vocab_size": 51200,
+}
+PHI_3_MINI = LLAMA_3_8B | {
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "sliding_window": 2047,
+    "vocab_size": 32064,
+}
+GEMMA_2_2B = GEMMA_2B | {
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+FALCON_7B = {
+    "alibi": False,
+    "bias": False,
+    "hidden_size": 4544,
+    "model_type": "falcon",
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "parallel_attn": True,
+    "vocab_size": 65024,
+}
+BLOOM_560M = {
+    "model_type": "bloom",
+    "hidden_size": 1024,
+    "n_head": 16,
+    "n_layer": 24,
+    "seq_length": 2048,
+    "vocab_size": 250880,
+}
+OPT_125M = {
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+    "ffn_dim": 3072,
+    "hidden_size": 768,
+    "max_position_embeddings": 2048,
+    "model_type": "opt",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+}
+PYTHIA_160M = {
+    "hidden_act": "gelu",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 2048,
+    "model_type": "gpt_neox",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "rotary_pct": 0.25,
+    "tie_word_embeddings": False,
+    "use_parallel_residual": True,
+    "vocab_size": 50304,
+}
+STARCODER_2_3B = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 16384,
+    "model_type": "starcoder2",
+    "norm_epsilon": 1e-05,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 2,
+    "rope_theta": 999999.4420358813,
+    "sliding_window": 4096,
+    "use_bias": True,
+    "vocab_size": 49152,
+}
+# Parameters as their model cards or safetensors indices count them.
 COUNTS = {
     "Llama 3 8B": (LLAMA_3_8B, 8_030_261_248),
     "Llama 3.2 1B": (LLAMA_3_2_1B, 1_235_814_400),
@@ -88,11 +197,30 @@ COUNTS = {
     "Qwen3 0.6B": (QWEN_3_0_6B, 596_049_920),
     "Mistral Nemo": (MISTRAL_NEMO, 12_247_782_400),
     "Gemma 2B": (GEMMA_2B, 2_506_172_416),
+    "GPT-2": (GPT_2, 124_439_808),
+    "Phi-2": (PHI_2, 2_779_683_840),
+    "Phi-3 mini": (PHI_3_MINI, 3_821_079_552),
+    "Gemma 2 2B": (GEMMA_2_2B, 2_614_341_888),
+    "Falcon 7B": (FALCON_7B, 6_921_720_704),
+    "BLOOM 560M": (BLOOM_560M, 559_214_592),
+    "OPT 125M": (OPT_125M, 125_239_296),
+    "Pythia 160M": (PYTHIA_160M, 162_322_944),
+    "StarCoder2 3B": (STARCODER_2_3B, 3_030_371_328),
 }
+BUILT_BY_MEGATRON = [
+    *("Llama 3 8B", "Llama 3.2 1B", "Qwen2.5 7B", "Qwen3 0.6B", "Mistral Nemo"),
+    *("GPT-2", "Phi-3 mini", "StarCoder2 3B"),
+]
 
 
 def parsed(config):
     return parse_config(json.dumps(config).encode())
+
+
+def unpadded(config):
+    """Parameters without the rows that pad a vocabulary to a multiple of 128."""
+    shape = parsed(config).shape
+    return dataclasses.replace(shape, vocab_size=config["vocab_size"]).num_parameters
 
 
 def problems(config):
@@ -103,7 +231,7 @@ def problems(config):
 
 @pytest.mark.parametrize(("config", "count"), COUNTS.values(), ids=COUNTS)
 def test_parameters_are_those_of_the_published_model(config, count):
-    assert parsed(config).shape.num_parameters == count
+    assert unpadded(config) == count
 
 
 def test_llama_is_the_well_known_one():
@@ -112,7 +240,7 @@ def test_llama_is_the_well_known_one():
     assert shape.num_parameters == known.num_parameters
 
 
-@pytest.mark.parametrize("name", [name for name in COUNTS if name != "Gemma 2B"])
+@pytest.mark.parametrize("name", BUILT_BY_MEGATRON)
 def test_megatrons_flags_give_the_same_shape(name):
     model = parsed(COUNTS[name][0])
     length = str(model.shape.seq_length)
@@ -120,11 +248,42 @@ def test_megatrons_flags_give_the_same_shape(name):
     assert vars(again) | {"name": ""} == vars(model.shape) | {"name": ""}
 
 
-def test_what_flags_cannot_build_is_said():
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("Gemma 2B", ["GELU with a gate"]),
+        ("Gemma 2 2B", ["norms after attention and feed-forward", "capped logits"]),
+        ("Phi-2", ["attention and feed-forward side by side", "a bias of the output layer"]),
+        ("Falcon 7B", ["attention and feed-forward side by side"]),
+        ("BLOOM 560M", ["ALiBi"]),
+        ("OPT 125M", ["ReLU"]),
+        ("Pythia 160M", ["attention and feed-forward side by side"]),
+    ],
+)
+def test_what_training_refuses_is_one_line(name, lacks):
+    model = parsed(COUNTS[name][0])
+    assert not model.flags
+    (line,) = [note for note in model.notes if note.startswith("planning only: training refuses ")]
+    assert all(each in line for each in lacks)
+
+
+def test_other_layers_are_counted_on_every_rank_of_a_set():
+    """By hand, of Phi-2: matrices and the biases of their columns are split, one norm is whole."""
+    shape = parsed(PHI_2).shape
+    split = 2560 * (4 * 2560 + 2 * 10240) + 3 * 2560 + 10240
+    assert shape.layer_parameters(2) == split // 2 + 2 * 2560 + 2 * 2560
+    assert shape.head_parameters(2) == 2 * 2560 + 51200 * 2560 // 2 + 51200
+
+
+def test_rotated_shares_of_heads_are_a_flag():
+    flags = parsed(PHI_3_MINI | {"partial_rotary_factor": 0.75}).flags
+    assert flags[flags.index("--rotary-percent") + 1] == "0.75"
+    assert "--rotary-percent" not in parsed(PHI_3_MINI).flags
+
+
+def test_what_flags_cannot_say_is_said():
     gemma = parsed(GEMMA_2B)
     assert gemma.shape.activation == "geglu" and gemma.shape.tied_embeddings
-    assert not gemma.flags
-    assert "cannot build" in gemma.notes[0]
     windowed = parsed(MISTRAL_NEMO | {"sliding_window": 4096})
     assert "4096" in windowed.notes[0]
     assert not parsed(QWEN_2_5_7B).notes
@@ -137,14 +296,15 @@ def test_what_flags_cannot_build_is_said():
     ("change", "key", "found"),
     [
         ({"model_type": "mixtral", "num_local_experts": 8}, "model_type", "experts"),
-        ({"model_type": "gemma2"}, "model_type", "capped logits"),
+        ({"model_type": "gemma3"}, "model_type", "images"),
         ({"model_type": "qwen3_moe"}, "model_type", "experts"),
         ({"num_local_experts": 8}, "model_type", "num_local_experts"),
         ({"model_type": "bert"}, "model_type", "'bert'"),
         ({"model_type": None}, "model_type", "no such key"),
         ({"model_type": ["llama"]}, "model_type", "['llama']"),
-        ({"attention_bias": True}, "attention_bias", "true"),
-        ({"hidden_act": "gelu"}, "hidden_act", "'gelu'"),
+        ({"qk_layernorm": True}, "qk_layernorm", "true"),
+        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim", "512"),
+        ({"hidden_act": "mish"}, "hidden_act", "'mish'"),
         ({"hidden_size": "4096"}, "hidden_size", "'4096'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers", "1000000000"),
         ({"vocab_size": None}, "vocab_size", "no such key"),
@@ -162,6 +322,60 @@ def test_others_are_refused_by_key(change, key, found):
 def test_all_problems_at_once():
     assert len(problems({"model_type": "llama"})) == 6
     assert len(problems([1])) == 1
+
+
+@pytest.mark.parametrize("name", ["phi-2/config.json", "phi-2", "phi2.json"])
+def test_it_is_known_by_its_keys_or_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "phi-2").mkdir()
+    for path in ("phi-2/config.json", "phi2.json"):
+        (tmp_path / path).write_text(json.dumps(PHI_2))
+    workload = named_model(name)
+    assert workload.model.num_parameters == 2_779_683_840 and workload.lacks_seq_length
+
+
+# Of each family its defaults, and what its keys change; sizes that keep the test small.
+VARIANTS = [
+    *((family, {}) for family in _FAMILIES if family != "nemotron"),
+    ("nemotron", {"head_dim": 64}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"hidden_act": "gelu", "num_key_value_heads": 2, "head_dim": 24}),
+    ("gpt2", {"n_inner": 96, "tie_word_embeddings": False}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("starcoder2", {"use_bias": False}),
+    ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 4, "bias": True}),
+    ("falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    ("falcon", {"parallel_attn": False, "multi_query": False, "alibi": True, "bias": True}),
+]
+SMALL = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2),
+    **dict.fromkeys(("hidden_size", "n_embd"), 128),
+    **dict.fromkeys(("num_attention_heads", "n_head"), 8),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), 320),
+    **{"vocab_size": 512, "word_embed_proj_dim": 128, "rotary_dim": 8, "pad_token_id": 0},
+    **{"num_key_value_heads": 8, "max_position_embeddings": 256, "n_positions": 256},
+}
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+def test_parameters_are_those_that_transformers_builds():
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    for family, changes in VARIANTS:
+        known = transformers.AutoConfig.for_model(family).to_dict()
+        sizes = {key: size for key, size in SMALL.items() if key in known}
+        config = transformers.AutoConfig.for_model(family, **(sizes | changes))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        whole = json.loads(config.to_json_string(use_diff=False))
+        # Files have the sizes, and of the rest what differs from the class's defaults.
+        short = json.loads(config.to_json_string()) | {key: whole[key] for key in sizes}
+        short |= {"model_type": family}
+        for each in (whole, short):
+            assert unpadded(each) == model.num_parameters(), (family, changes)
 
 
 @pytest.mark.slow

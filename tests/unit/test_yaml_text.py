@@ -111,3 +111,17 @@ def test_any_text_gives_a_value_or_one_problem(text):
         read_yaml(text.encode("utf-8", "surrogatepass"), "c.yaml", CLUSTER_FILE)
     except ClusterError as error:
         assert len(error.problems) == 1
+
+
+def test_what_is_called_json_is_json():
+    read_json = {"a": [1, {"b": 2.5}]}
+    value, lines, problems = read_yaml(b'{\n "a": [1, {"b": 2.5}]\n}', "c.json", CLUSTER_FILE)
+    assert (value, lines["a"], problems) == (read_json, 2, [])
+    with_tabs, _, problems = read_yaml(b'{\n\t"a": [1, {"b": 2.5}]\n}', "c.json", CLUSTER_FILE)
+    assert (with_tabs, problems) == (read_json, [])
+    for text, where in ((b'{"a": 1,}', "line 1 column 9"), (b"a: 1", "line 1 column 1")):
+        with pytest.raises(ClusterError) as caught:
+            read_yaml(text, "C.JSON", CLUSTER_FILE)
+        (problem,) = caught.value.problems
+        assert problem.where == f"C.JSON: {where}"
+        assert "not JSON" in problem.found and problem.expected == "a cluster in JSON, in UTF-8"

@@ -11,14 +11,15 @@ from typing import Any
 
 from zorse_megatron.cli.commands.zorse_profile import counts_of
 from zorse_megatron.cli.plan_table import plan_line, plan_summary
+from zorse_megatron.cli.workload import Workload, model_in, named_model
 from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.model.model_yaml import MODEL_FILE, parse_model
+from zorse_megatron.schema.model.hugging_face import config_path, is_config
+from zorse_megatron.schema.model.model_yaml import MODEL_FILE
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import PLAN_FILE, parse_plan
 from zorse_megatron.schema.profile.profile import Profile
@@ -29,18 +30,18 @@ from zorse_megatron.schema.text.strict import read_file
 from zorse_megatron.schema.text.yaml_text import read_yaml
 from zorse_megatron.software.torch_builds import build_notes
 
-Content = Plan | Cluster | ModelShape | Profile
+Content = Plan | Cluster | Workload | Profile
 
 # Of equally likely kinds the first one is taken.
 _KINDS = (PLAN_FILE, CLUSTER_FILE, MODEL_FILE, PROFILE_FILE)
 _ANY_KIND = "a plan, cluster, model or profile"
 _MAX_KEY = 40  # longer than any key of ours
-_JSON_KINDS = (PLAN_FILE, PROFILE_FILE)
 _YAML_KINDS = (CLUSTER_FILE, MODEL_FILE)
+_OF_HUGGING_FACE = "config.json"
 _PARSERS: dict[str, Callable[..., Content]] = {
     "plan": parse_plan,
     "cluster": parse_cluster,
-    "model": parse_model,
+    "model": model_in,
     "profile": parse_profile,
 }
 
@@ -66,8 +67,22 @@ class CheckedFile:
         return _summary(self.content)
 
 
+def check_model(name: str) -> CheckedFile:
+    """Take a model as other commands do, but for flags: a file, a folder, or a well-known one."""
+    path = Path(name)
+    try:
+        workload = named_model(name)
+    except ZorseError as error:
+        return CheckedFile(path=path, kind="model", content=None, error=error)
+    # A well-known one is as long as a plan says.
+    is_known = not config_path(name).is_file()
+    workload = dataclasses.replace(workload, lacks_seq_length=workload.lacks_seq_length or is_known)
+    return CheckedFile(path=path, kind="model", content=workload, error=None)
+
+
 def check_file(path: Path) -> CheckedFile:
-    """Read a file of any kind."""
+    """Read a file of any kind; of a folder its config.json."""
+    path = config_path(path)
     try:
         data = read_file(path, _kind_of_name(path), article=_ANY_KIND)
     except ZorseError as error:
@@ -85,6 +100,8 @@ def check_file(path: Path) -> CheckedFile:
 def _kind_of(data: bytes, path: Path) -> FileKind:
     """The kind whose keys are at the top level; where none is, what the name suggests."""
     keys = _top_level_keys(data)
+    if "model_type" in keys or is_config(data, str(path)):
+        return MODEL_FILE
     fields = {kind.name: {f.name for f in dataclasses.fields(kind.root)} for kind in _KINDS}
     # Keys that several kinds have, such as `name`, say nothing.
     counts = Counter(field for names in fields.values() for field in names)
@@ -115,7 +132,9 @@ def _top_level_keys(data: bytes) -> set[str]:
 
 
 def _kind_of_name(path: Path) -> FileKind:
-    kinds = _YAML_KINDS if path.suffix.lower() in (".yaml", ".yml") else _JSON_KINDS
+    kinds = _YAML_KINDS if path.suffix.lower() in (".yaml", ".yml") else _KINDS
+    if path.name.lower().endswith(_OF_HUGGING_FACE):
+        return MODEL_FILE
     return next((kind for kind in kinds if kind.name in path.name.lower()), kinds[0])
 
 
@@ -129,11 +148,12 @@ def _line(content: Content | None) -> str:
             name = f" {content.name}" if content.name else ""
             notes = [f"\n  note: {each}" for each in build_notes(list(content.kinds))]
             return f"cluster{name}: {gpus} on {nodes}: {_gpus(content)}{''.join(notes)}"
-        case ModelShape():
+        case Workload(model=model):
+            notes = [f"\n  note: {each}" for each in content.notes]
             return (
-                f"model {content.name}: {content.num_parameters / 1e9:.2f} billion parameters, "
-                f"{number_of(content.num_layers, 'layer')}, hidden size {content.hidden_size}, "
-                f"sequence length {content.seq_length}"
+                f"model {model.name}: {model.num_parameters / 1e9:.2f} billion parameters, "
+                f"{number_of(model.num_layers, 'layer')}, hidden size {model.hidden_size}, "
+                f"sequence length {model.seq_length}{''.join(notes)}"
             )
         case Profile():
             unlikely = [f"\n  unlikely: {each}" for each in unlikely_times(content, GPU_KINDS)]
@@ -158,11 +178,12 @@ def _summary(content: Content | None) -> dict[str, Any]:
                 "gpu_kinds": dict(Counter(content.gpu_kinds)),
                 "notes": build_notes(list(content.kinds)),
             }
-        case ModelShape():
+        case Workload(model=model):
             return {
-                "name": content.name,
-                "num_parameters": content.num_parameters,
-                **vars(content.fingerprint()),
+                "name": model.name,
+                "num_parameters": model.num_parameters,
+                **vars(model.fingerprint()),
+                "notes": list(content.notes),
             }
         case Profile():
             return {

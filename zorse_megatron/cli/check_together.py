@@ -1,7 +1,7 @@
 """Validate files and training flags against each other: plan, cluster, model, memory."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +15,12 @@ from zorse_megatron.cli.simulated import (
     simulated,
     types_of,
 )
-from zorse_megatron.cli.workload import Workload
+from zorse_megatron.cli.workload import Workload, at_seq_length
 from zorse_megatron.cli.workload_costs import costs_on
 from zorse_megatron.errors import FlagError, PlanError, Problem, ZorseError
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.rank_placement import cluster_problems
 from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
-from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.profile.profile import Profile
 
@@ -36,15 +35,26 @@ class Checked:
     error: ZorseError | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """What the command line says beside files and flags; None: nothing."""
+
+    dtype: Dtype | None = None
+    global_batch_size: int | None = None
+    seq_length: int | None = None
+    margin: float = 0.0
+    """Share of each GPU's memory that is to stay free."""
+
+
 def checks_of(
-    files: Sequence[CheckedFile], flags: Sequence[str] | None, dtype: Dtype | None
+    files: Sequence[CheckedFile], flags: Sequence[str] | None, options: CheckOptions
 ) -> list[Checked]:
     """Compare every plan with every cluster and model among the valid files, and with the flags."""
     plans = [(file.path, file.content) for file in files if isinstance(file.content, Plan)]
     if flags is not None and not plans:
         found = _flags_alone()
         return [found] if all(file.error is None for file in files) else []
-    return [check for path, plan in plans for check in _of_plan(path, plan, files, flags, dtype)]
+    return [check for path, plan in plans for check in _of_plan(path, plan, files, flags, options)]
 
 
 def _of_plan(
@@ -52,7 +62,7 @@ def _of_plan(
     plan: Plan,
     files: Sequence[CheckedFile],
     flags: Sequence[str] | None,
-    dtype: Dtype | None,
+    options: CheckOptions,
 ) -> list[Checked]:
     source = str(path)
     checks: list[Checked] = []
@@ -63,35 +73,52 @@ def _of_plan(
             problems = list(cluster_problems(plan, file.content, source))
             clusters += [] if problems else [(file.path, file.content)]
             checks.append(_checked(f"{path} on {file.path}", "every rank has its GPU", problems))
-        elif isinstance(file.content, ModelShape):
-            workload = Workload(model=file.content, dtype=dtype, global_batch_size=None)
+        elif isinstance(file.content, Workload):
+            workload = _of_this_plan(file.content, plan, options)
             problems = list(workload_problems(plan, workload, source))
             workloads += [] if problems else [(str(file.path), workload)]
             checks.append(_checked(f"{path} for {file.path}", "the same model", problems))
     if flags is not None:
         kinds = {name: gpu for _, each in clusters for name, gpu in each.kinds.items()}
-        check, in_flags = _flags(path, plan, flags, dtype, kinds)
+        check, in_flags = _flags(path, plan, flags, options, kinds)
         checks.append(check)
         workloads += [("the training command", in_flags)] if in_flags else []
     profiles = [file.path for file in files if isinstance(file.content, Profile)]
     for cluster_path, cluster in clusters:
         for name, workload in workloads:
             what = f"memory of {path} on {cluster_path} with {name}"
-            check_memory = partial(_memory, plan, cluster, workload, profiles, source)
+            check_memory = partial(
+                _memory, plan, cluster, workload, profiles, source, options.margin
+            )
             checks.append(_attempt(what, check_memory))
     return checks
+
+
+def _of_this_plan(model: Workload, plan: Plan, options: CheckOptions) -> Workload:
+    """What options and plan say of a model's training."""
+    length = options.seq_length or (plan.model.seq_length if model.lacks_seq_length else None)
+    workload = model if length is None else at_seq_length(model, length)
+    batch = options.global_batch_size
+    return replace(workload, dtype=options.dtype, global_batch_size=batch)
 
 
 def _flags(
     path: Path,
     plan: Plan,
     flags: Sequence[str],
-    dtype: Dtype | None,
+    options: CheckOptions,
     kinds: Mapping[str, GpuKind],
 ) -> tuple[Checked, Workload | None]:
     what = f"{path} with the training command"
     try:
-        workload, has_vocabulary = workload_in_flags(flags, plan, dtype, kinds)
+        workload, has_vocabulary = workload_in_flags(
+            flags,
+            plan,
+            kinds,
+            dtype=options.dtype,
+            global_batch_size=options.global_batch_size,
+            seq_length=options.seq_length,
+        )
     except ZorseError as error:
         return Checked(what=what, found="", error=error), None
     problems = list(workload_problems(plan, workload, str(path)))
@@ -117,8 +144,13 @@ def _flags_alone() -> Checked:
     return Checked(what="training command", found="", error=error)
 
 
-def _memory(
-    plan: Plan, cluster: Cluster, workload: Workload, profiles: Sequence[Path], source: str
+def _memory(  # noqa: PLR0917
+    plan: Plan,
+    cluster: Cluster,
+    workload: Workload,
+    profiles: Sequence[Path],
+    source: str,
+    margin: float,
 ) -> str:
     """Say how full the fullest GPU gets. Raises PlanError where one overflows."""
     from zorse_megatron.planner.evaluate.node_host_memory import (
@@ -131,7 +163,7 @@ def _memory(
     result = simulated(plan, costs, source=source)
     needs = host_needs(costs.inputs, result)
     problems = [
-        *memory_problems(plan, result, cluster, source),
+        *memory_problems(plan, result, cluster, source, margin=margin),
         *host_problems(needs, "as the plan's offload settings say"),
     ]
     if problems:

@@ -6,11 +6,12 @@ derives); this is the part that needs neither torch nor Megatron.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import ModelError, Problem
 from zorse_megatron.flags.scan import last_values
-from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
+from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import ModelFingerprint, Plan
 
 _VOCABULARY = "--vocab-size"
@@ -45,22 +46,22 @@ def fingerprint_problems(plan: Plan, model: ModelFingerprint, source: str) -> It
 def workload_in_flags(
     flags: Sequence[str],
     plan: Plan,
-    dtype: Dtype | None,
     kinds: Mapping[str, GpuKind] | None = None,
+    **options: Any,
 ) -> tuple[Workload, bool]:
     """Read a training command to compare it with a plan, and whether it says the vocabulary.
 
     Where it does not (its tokenizer is not here), that of the plan is taken. `kinds`:
-    figures of GPUs that only the cluster file has. Raises FlagError for flags that the plan does
-    not go with, ModelError for an inconsistent model.
+    figures of GPUs that only the cluster file has; `options`: as of `workload_of`. Raises FlagError
+    for flags that the plan does not go with, ModelError for an inconsistent model.
     """
+    options |= {"model": None, "plan": plan, "kinds": kinds}
     try:
-        return workload_of(model=None, flags=flags, dtype=dtype, plan=plan, kinds=kinds), True
+        return workload_of(flags=flags, **options), True
     except ModelError as error:
         if [problem.where for problem in error.problems] != [_VOCABULARY]:
             raise
         if _VOCABULARY in last_values(flags, [_VOCABULARY]):
             raise
     with_size = [*flags, "--padded-vocab-size", str(plan.model.vocab_size or 1)]
-    found = workload_of(model=None, flags=with_size, dtype=dtype, plan=plan, kinds=kinds)
-    return found, False
+    return workload_of(flags=with_size, **options), False

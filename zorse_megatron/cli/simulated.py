@@ -64,28 +64,32 @@ def refuse_too_many_micro_batches(plan: Plan, source: str) -> None:
     raise CommandError(f"{source} is too large to simulate", [problem])
 
 
-def capacities_bytes(cluster: Cluster) -> tuple[int, ...]:
-    """What each rank's GPU has."""
-    return tuple(cluster.kinds[kind].memory_bytes for kind in cluster.gpu_kinds)
+def capacities_bytes(cluster: Cluster, margin: float = 0.0) -> tuple[int, ...]:
+    """What each rank's GPU has, but for a share of it."""
+    return tuple(int((1 - margin) * cluster.kinds[k].memory_bytes) for k in cluster.gpu_kinds)
 
 
 def memory_problems(
-    plan: Plan, result: "SimulationResult", cluster: Cluster, source: str
+    plan: Plan, result: "SimulationResult", cluster: Cluster, source: str, *, margin: float = 0.0
 ) -> Iterator[Problem]:
-    """Yield which ranks need more memory than their GPUs have; equal ranks together."""
+    """Yield which ranks need more memory than their GPUs have; equal ranks together.
+
+    `margin`: share of each GPU's memory that is to stay free.
+    """
     too_much: dict[tuple[int, str, int], list[int]] = defaultdict(list)
-    capacities = capacities_bytes(cluster)
+    capacities = capacities_bytes(cluster, margin)
     for rank, peak_bytes in enumerate(result.peak_memory_bytes):
         if peak_bytes > capacities[rank]:
             key = plan.group_of_rank(rank), cluster.gpu_kinds[rank], peak_bytes
             too_much[key].append(rank)
     for (group, kind, peak_bytes), ranks in too_much.items():
-        capacity = cluster.kinds[kind].memory_bytes
+        capacity = capacities[ranks[0]]
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spell(spans_of(ranks))}"
         yield Problem(
             where=f"{source}: groups[{group}], {named}",
             found=f"{gib(peak_bytes)} at the peak",
-            expected=f"at most {gib(capacity)}, the memory of {kind}",
+            expected=f"at most {gib(capacity)}, the memory of {kind}"
+            + f" without {100 * margin:g} %" * (margin > 0),
             remedy=f"{gib(peak_bytes - capacity)} too much: give the group fewer layers, "
             "these ranks smaller micro-batches or a smaller shard.",
         )

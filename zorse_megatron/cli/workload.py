@@ -20,11 +20,12 @@ from zorse_megatron.flags.shape import (
 )
 from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind
 from zorse_megatron.schema.model.computing import USUAL, Computing
-from zorse_megatron.schema.model.hugging_face import config_path, load_config
+from zorse_megatron.schema.model.hugging_face import config_path, is_config, parse_config
 from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.model.model_yaml import load_model
+from zorse_megatron.schema.model.model_yaml import MODEL_FILE, parse_model
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.text.strict import read_file
 from zorse_megatron.schema.text.suggest import did_you_mean
 
 # As in model files: a number with digits too many is reported, not computed with.
@@ -73,10 +74,7 @@ def workload_of(
     CommandError where options and flags contradict each other, FlagError for flags that do not go
     with a plan, ModelError for an inconsistent model.
     """
-    if model is not None and flags is not None:
-        raise _one_problem(
-            "--model", f"{model!r}, and flags after --", "one of the two", "Leave one out."
-        )
+    model, flags = model_or_flags(model, flags)
     if model is None and flags is None:
         raise _one_problem(
             "--model",
@@ -84,8 +82,6 @@ def workload_of(
             "--model with a file or a well-known model, or the training command's flags after --",
             "Such as --model llama-7b, or: -- pretrain_gpt.py --num-layers 32 ...",
         )
-    if model is not None and "--" in model and not _exists(model):
-        flags, model = _split(model), None
     is_auto = dtype_may_be_auto and dtype == "auto"
     chosen = None if is_auto else dtype_named(dtype)
     if flags is not None:
@@ -97,16 +93,27 @@ def workload_of(
         # What a plan says of its groups takes precedence over what the command says of the job.
         return dataclasses.replace(found, dtype="auto") if is_auto else found
     assert model is not None
-    kind: DtypeChoice | None = "auto" if is_auto else chosen
-    config = config_path(model)
-    if config is not None:
-        return _from_config(config, global_batch_size, seq_length, kind)
-    shape = _shape_named(model)
+    workload = named_model(model)
     if seq_length is None and plan is not None and not _is_file_name(model):
         seq_length = plan.model.seq_length  # a well-known model has no length of the user's
     if seq_length is not None:
-        shape = _with_seq_length(shape, seq_length)
-    return Workload(model=shape, dtype=kind, global_batch_size=global_batch_size)
+        workload = at_seq_length(workload, seq_length)
+    return dataclasses.replace(
+        workload, dtype="auto" if is_auto else chosen, global_batch_size=global_batch_size
+    )
+
+
+def model_or_flags(
+    model: str | None, flags: Sequence[str] | None
+) -> tuple[str | None, Sequence[str] | None]:
+    """Tell the two apart: --model may be the flags in quotes. Raises CommandError for both."""
+    if model is not None and flags is not None:
+        raise _one_problem(
+            "--model", f"{model!r}, and flags after --", "one of the two", "Leave one out."
+        )
+    if model is not None and "--" in model and not _exists(model):
+        return None, _split(model)
+    return model, flags
 
 
 def dtype_named(name: str | None) -> Dtype | None:
@@ -172,31 +179,49 @@ def _from_flags(
     return found
 
 
-def _from_config(
-    path: Path, batch: int | None, seq_length: int | None, dtype: DtypeChoice | None
-) -> Workload:
-    """A model of Hugging Face's; its file says how long a sample may be, not how long yours are."""
-    found = load_config(path)
-    notes = list(found.notes)
-    if found.flags:
-        notes.append(f"Megatron's flags for {path}: {' '.join(found.flags)}")
-    longest = found.shape.seq_length
-    if seq_length is not None and seq_length > longest:
-        notes.append(f"{path} is for samples of at most {longest} tokens")
-    workload = Workload(
+def named_model(name: str) -> Workload:
+    """A model of which nothing else is said: that of a file or folder, or a well-known one.
+
+    Raises ModelError for a file that cannot be used, CommandError for any other name.
+    """
+    if _is_file_name(name):
+        path = config_path(name)
+        return model_in(read_file(path, MODEL_FILE), source=str(path))
+    known = MODELS.get(canonical_model(name))
+    if known is None:
+        raise _one_problem(
+            "--model",
+            f'"{name}", which is neither a file nor a well-known model',
+            "a model file, a well-known model or the flags of a training command",
+            did_you_mean(name, MODELS),
+        )
+    return Workload(model=known, dtype=None, global_batch_size=None)
+
+
+def model_in(data: bytes, source: str) -> Workload:
+    """The model in a file of ours, or in a config.json. Raises ModelError with every problem."""
+    if not is_config(data, source):
+        return Workload(model=parse_model(data, source=source), dtype=None, global_batch_size=None)
+    found = parse_config(data, source=source)
+    flags = [f"Megatron's flags for {source}: {' '.join(found.flags)}"] if found.flags else []
+    return Workload(
         model=found.shape,
-        dtype=dtype,
-        global_batch_size=batch,
+        dtype=None,
+        global_batch_size=None,
         lacks_seq_length=True,
-        notes=tuple(notes),
+        notes=(*found.notes, *flags),
     )
-    return workload if seq_length is None else at_seq_length(workload, seq_length)
 
 
 def at_seq_length(workload: Workload, seq_length: int) -> Workload:
-    """The same with samples of this many tokens."""
-    model = _with_seq_length(workload.model, seq_length)
-    return dataclasses.replace(workload, model=model, lacks_seq_length=False)
+    """The same with samples of this many tokens; learned positions reach as far at least."""
+    shape, notes = workload.model, workload.notes
+    if workload.lacks_seq_length and seq_length > shape.seq_length:
+        notes = (*notes, f"{shape.name} is for samples of at most {shape.seq_length} tokens")
+    learned = shape.position_embedding == "learned"
+    positions = max(shape.max_positions, seq_length) if learned else shape.max_positions
+    model = dataclasses.replace(shape, seq_length=seq_length, max_positions=positions)
+    return dataclasses.replace(workload, model=model, lacks_seq_length=False, notes=notes)
 
 
 def _exists(name: str) -> bool:
@@ -220,29 +245,8 @@ def _split(text: str) -> list[str]:
 
 
 def _is_file_name(name: str) -> bool:
-    return Path(name).is_file() or "/" in name or Path(name).suffix in (".yaml", ".yml", ".json")
-
-
-def _shape_named(name: str) -> ModelShape:
-    """A well-known model, or the one in a file."""
-    if _is_file_name(name):
-        return load_model(name)
-    known = MODELS.get(canonical_model(name))
-    if known is None:
-        raise _one_problem(
-            "--model",
-            f'"{name}", which is neither a file nor a well-known model',
-            "a model file, a well-known model or the flags of a training command",
-            did_you_mean(name, MODELS),
-        )
-    return known
-
-
-def _with_seq_length(shape: ModelShape, seq_length: int) -> ModelShape:
-    """The model at another sequence length; learned positions reach as far at least."""
-    learned = shape.position_embedding == "learned"
-    positions = max(shape.max_positions, seq_length) if learned else shape.max_positions
-    return dataclasses.replace(shape, seq_length=seq_length, max_positions=positions)
+    is_there = config_path(name).is_file()
+    return is_there or "/" in name or Path(name).suffix in (".yaml", ".yml", ".json")
 
 
 def _refuse_absurd(shape: ModelShape) -> None:

@@ -7,28 +7,55 @@ from typing import Annotated, Any
 import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
-from zorse_megatron.cli.check_files import CheckedFile, check_file
-from zorse_megatron.cli.check_together import Checked, checks_of
+from zorse_megatron.cli.check_files import CheckedFile, check_file, check_model
+from zorse_megatron.cli.check_together import Checked, CheckOptions, checks_of
 from zorse_megatron.cli.console import (
+    CommandError,
     plain_problems,
     print_json,
     print_plain,
     reported_errors,
 )
-from zorse_megatron.cli.options import AsJson, DtypeName
+from zorse_megatron.cli.options import (
+    AsJson,
+    DtypeName,
+    GlobalBatchSize,
+    Margin,
+    Model,
+    Profiles,
+    SeqLength,
+    checked_share,
+)
 from zorse_megatron.cli.plan_table import print_plan
-from zorse_megatron.cli.workload import dtype_named
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.cli.workload import dtype_named, model_or_flags
+from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schema.plan.plan import Plan
 
+_NOTHING = Problem(
+    where="FILE",
+    found="no file",
+    expected="a plan, cluster, model or profile, or --model",
+    remedy="Such as: zorse check plan.json cluster.yaml --model llama-7b",
+)
 
-def check(
+
+def check(  # noqa: PLR0917
     context: typer.Context,
     paths: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="Plans, clusters, models, profiles, in any order."),
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE]...", help="Plans, clusters, models, profiles, in any order."
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", metavar="YAML", help="A cluster file, as FILE.")
+    ] = None,
+    model: Model = None,
+    profile: Profiles = None,
+    global_batch_size: GlobalBatchSize = None,
+    seq_length: SeqLength = None,
     dtype: DtypeName = None,
+    margin: Margin = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Validate files, alone and together: summarize them, or list every problem (exit code 1).
@@ -37,9 +64,18 @@ def check(
     is checked too.
     """
     with reported_errors(to_stderr=False, as_json=as_json):
-        wanted = dtype_named(dtype)
-        files = [check_file(path) for path in paths]
-        together = checks_of(files, training_flags(context), wanted)
+        options = CheckOptions(
+            dtype=dtype_named(dtype),
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            margin=checked_share(margin, "--margin"),
+        )
+        name, flags = model_or_flags(model, training_flags(context))
+        named = [*(paths or ()), *([cluster] if cluster else ()), *(profile or ())]
+        files = [*map(check_file, named), *map(check_model, [name] if name else ())]
+        if not files:
+            raise CommandError("the command cannot be run", [_NOTHING])
+        together = checks_of(files, flags, options)
     errors = [file.error for file in files] + [each.error for each in together]
     found = [error for error in errors if error is not None]
     if as_json:

@@ -1,6 +1,5 @@
 """`zorse compare`: train stock Megatron, the baselines and ours on one emulated cluster."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,11 +19,13 @@ from zorse_megatron.cli.console import (
     reported_errors,
 )
 from zorse_megatron.cli.options import (
+    DEFAULT_MARGIN,
     AsJson,
     ClusterFile,
     DtypeName,
     GlobalBatchSize,
     Iterations,
+    Margin,
     Model,
     Profiles,
     SeqLength,
@@ -32,15 +33,17 @@ from zorse_megatron.cli.options import (
 from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, perturbation_of
 from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.workload import Workload, workload_of
-from zorse_megatron.cli.workload_costs import needed_batch_size, usual_dtype
+from zorse_megatron.cli.workload_costs import (
+    WorkloadCosts,
+    costs_of_workload,
+    needed_batch_size,
+)
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
 if TYPE_CHECKING:
     from zorse_megatron.emulate.compare.compared_systems import ComparedSystem
@@ -61,6 +64,7 @@ def compare(  # noqa: PLR0917
     global_batch_size: GlobalBatchSize = None,
     seq_length: SeqLength = None,
     dtype: DtypeName = None,
+    margin: Margin = DEFAULT_MARGIN,
     iterations: Iterations = 4,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only stock on all GPUs and the zorse plan.")
@@ -83,15 +87,14 @@ def compare(  # noqa: PLR0917
         )
         batch, machines = needed_batch_size(workload), load_cluster(cluster)
         _refuse(machines, out)
+        costs = costs_of_workload(
+            machines, workload, profile or [], global_batch_size=batch, margin=margin
+        )
         perturbation = perturbation_of(
             machines, jitter=jitter, seed=seed, slow_rank=slow_rank, slow_kind=slow_kind
         )
-        known = joined([load_profile(path) for path in profile]) if profile else None
-        workload = dataclasses.replace(
-            workload, global_batch_size=batch, dtype=workload.dtype or usual_dtype(machines)
-        )
         with waiting("planning", wanted=not as_json) as tell:
-            report = _compared(machines, workload, known, perturbation, iterations, quick, tell)
+            report = _compared(costs, perturbation, iterations, quick, tell)
         written, lost = _saved(report, out)
     if as_json:
         from zorse_megatron.emulate.compare.comparison import as_json as plain
@@ -114,10 +117,8 @@ def _saved(report: "ComparisonReport", out: Path) -> tuple[Sequence[Path], NotWr
         return [], error
 
 
-def _compared(  # noqa: PLR0917
-    cluster: Cluster,
-    workload: Workload,
-    profile: Profile | None,
+def _compared(
+    costs: WorkloadCosts,
     perturbation: "Perturbation",
     iterations: int,
     quick: bool,
@@ -125,24 +126,15 @@ def _compared(  # noqa: PLR0917
 ) -> "ComparisonReport":
     from zorse_megatron.emulate.compare.compared_systems import compared_systems
     from zorse_megatron.emulate.compare.comparison_report import ComparisonReport
-    from zorse_megatron.planner.inputs.search_inputs import make_inputs
 
-    assert workload.dtype is not None and workload.global_batch_size is not None
-    inputs = make_inputs(
-        cluster,
-        workload.model,
-        profile,
-        global_batch_size=workload.global_batch_size,
-        dtype=workload.dtype,
-        computing=workload.computing,
-    )
+    inputs, workload = costs.inputs, costs.workload
     found = compared_systems(inputs, quick=quick)
     results = _trained(found, inputs, workload, perturbation, iterations, tell)
     title = (
-        f"{workload.model.name} on {cluster.name or 'the cluster'}: {inputs.world_size} emulated "
-        f"GPUs, {inputs.global_batch_size} samples of {inputs.sequence_length} tokens"
+        f"{workload.model.name} on {costs.cluster.name or 'the cluster'}: {inputs.world_size} "
+        f"emulated GPUs, {inputs.global_batch_size} samples of {inputs.sequence_length} tokens"
     )
-    notes = (NOTE.removeprefix("note: "), *inputs.notes, *workload.notes)
+    notes = (NOTE.removeprefix("note: "), *costs.notes)
     return ComparisonReport.of(results, inputs, title=title, notes=notes)
 
 

@@ -21,10 +21,12 @@ from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
     DtypeName,
+    GlobalBatchSize,
     Iterations,
     Model,
     PlanFile,
     Profiles,
+    SeqLength,
 )
 from zorse_megatron.cli.perturbed import (
     Jitter,
@@ -63,6 +65,8 @@ def emulate(  # noqa: PLR0917
     cluster: ClusterFile,
     model: Model = None,
     profile: Profiles = None,
+    global_batch_size: GlobalBatchSize = None,
+    seq_length: SeqLength = None,
     dtype: DtypeName = None,
     iterations: Iterations = 4,
     jitter: Jitter = 0.0,
@@ -94,7 +98,14 @@ def emulate(  # noqa: PLR0917
         refuse_without("train", what="zorse emulate")
         plan = load_plan(path)
         refuse_unsupported(plan, str(path))
-        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
+        workload = workload_of(
+            model=model,
+            flags=training_flags(context),
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            dtype=dtype,
+            plan=plan,
+        )
         costs = costs_for_plan(plan, cluster, workload, profile or [], source=str(path))
         _refuse(plan, dilation, str(path))
         perturbation = perturbation_of(

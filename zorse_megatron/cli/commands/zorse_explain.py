@@ -14,10 +14,12 @@ from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
     DtypeName,
+    GlobalBatchSize,
     Margin,
     Model,
     PlanFile,
     Profiles,
+    SeqLength,
 )
 from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
@@ -39,6 +41,8 @@ def explain(  # noqa: PLR0917
     cluster: ClusterFile,
     model: Model = None,
     profile: Profiles = None,
+    global_batch_size: GlobalBatchSize = None,
+    seq_length: SeqLength = None,
     dtype: DtypeName = None,
     margin: Margin = DEFAULT_MARGIN,
     no_replan: Annotated[
@@ -56,7 +60,14 @@ def explain(  # noqa: PLR0917
 
         plan = load_plan(path)
         refuse_too_many_micro_batches(plan, str(path))
-        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
+        workload = workload_of(
+            model=model,
+            flags=training_flags(context),
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            dtype=dtype,
+            plan=plan,
+        )
         costs = costs_for_plan(
             plan, cluster, workload, profile or [], source=str(path), margin=margin
         )

@@ -235,7 +235,7 @@ def _refuse_other_training(
     plan: Plan, given: Sequence[str], path: Path, cluster: Cluster
 ) -> tuple[str, ...]:
     """Raise FlagError for a command that the plan is not for; return notes on it."""
-    workload, _ = workload_in_flags(given, plan, None, cluster.kinds)
+    workload, _ = workload_in_flags(given, plan, cluster.kinds)
     problems = list(workload_problems(plan, workload, str(path)))
     if problems:
         raise FlagError(f"the training command does not fit {path}", problems)

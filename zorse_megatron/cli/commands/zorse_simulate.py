@@ -17,9 +17,12 @@ from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
     DtypeName,
+    GlobalBatchSize,
+    Margin,
     Model,
     PlanFile,
     Profiles,
+    SeqLength,
 )
 from zorse_megatron.cli.perturbed import (
     Jitter,
@@ -56,7 +59,10 @@ def simulate(  # noqa: PLR0917
     cluster: ClusterFile,
     model: Model = None,
     profile: Profiles = None,
+    global_batch_size: GlobalBatchSize = None,
+    seq_length: SeqLength = None,
     dtype: DtypeName = None,
+    margin: Margin = 0.0,
     timeline: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw each rank's timeline.")
     ] = None,
@@ -84,8 +90,17 @@ def simulate(  # noqa: PLR0917
         inputs = [path, cluster, model, *(profile or ())]
         refuse_unwritable(pictures.by_option(), inputs=inputs)
         plan = load_plan(path)
-        workload = workload_of(model=model, flags=training_flags(context), dtype=dtype, plan=plan)
-        costs = costs_for_plan(plan, cluster, workload, profile or [], source=str(path))
+        workload = workload_of(
+            model=model,
+            flags=training_flags(context),
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            dtype=dtype,
+            plan=plan,
+        )
+        costs = costs_for_plan(
+            plan, cluster, workload, profile or [], source=str(path), margin=margin
+        )
         perturbation = perturbation_of(
             costs.cluster,
             jitter=jitter,
@@ -100,7 +115,7 @@ def simulate(  # noqa: PLR0917
             result = simulated(plan, costs, source=str(path), perturbation=perturbation)
             tell("drawing")
             written = save_pictures(pictures, plan, costs, result, title=_title(path, result))
-    problems = list(memory_problems(plan, result, costs.cluster, str(path)))
+    problems = list(memory_problems(plan, result, costs.cluster, str(path), margin=margin))
     if as_json:
         answer = _as_json(plan, costs, result)
         paths = [str(each) for each in written]

@@ -7,13 +7,14 @@ one) are not strings. Keys given twice, anchors and tags are refused.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schema.text.file_kind import FileKind
-from zorse_megatron.schema.text.json_text import read_text, unreadable
+from zorse_megatron.schema.text.json_text import read_json, read_text, unreadable
 
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -50,8 +51,12 @@ def read_yaml(
 ) -> tuple[Any, dict[str, int], list[Problem]]:
     """Parse UTF-8 YAML: the value, the line of each path, a Problem for each repeated key.
 
-    Raises the kind's error when there is no value to return.
+    A file that is called .json has to be JSON, which is YAML but for its tabs. Raises the kind's
+    error when there is no value to return.
     """
+    as_json = None
+    if source.lower().endswith(".json"):
+        as_json = read_json(data, source, replace(kind, syntax="JSON"))
     text = read_text(data, source, kind)
     reader = _Reader(source, _events(text))
     try:
@@ -60,6 +65,8 @@ def read_yaml(
         remedy = f"Write the {kind.name} again."
         raise unreadable(source, source, "comments only", remedy, kind) from error
     except yaml.YAMLError as error:
+        if as_json is not None:
+            return as_json[0], {}, as_json[1]
         raise _syntax_error(error, source, kind) from error
     except _Unreadable as error:
         where = f"{source}: line {error.line}"
