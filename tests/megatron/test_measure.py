@@ -163,6 +163,26 @@ def test_ranks_that_are_not_the_cluster_are_told(work: Path, tmp_path: Path) -> 
     assert not (tmp_path / "profile.json").exists()
 
 
+def test_an_unknown_card_is_measured_alone_and_planned_with(tmp_path: Path) -> None:
+    """Without a cluster file: what it can do is told, and a plan for four of them rests on it."""
+    profile = tmp_path / "profile.json"
+    words = ("profile", "measure", "--out", str(profile), "--max-micro-batch", "2", "--json")
+    env = {"ZORSE_TEST_NODES": "1"}
+    entry = "tests.megatron.measure_entry"
+    result = run_ranks([*words, "--", *TRAINING], 1, entry=entry, timeout_s=120, env=env)
+    found = said(result)
+    assert (found["measured_kinds"], found["measured"]) == (["cpu-0"], 3 * 2 + 1)
+    (kind,) = found["gpu_kinds"]
+    assert kind["name"] == "cpu-0" and {"memory", "memory_bandwidth", "peak"} < set(kind)
+    nodes = [{"gpus": [{"kind": "cpu-0", "count": 2}], "nics": "10 Gb/s", "count": 2}]
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(json.dumps({"gpu_kinds": [kind], "nodes": nodes}))
+    files = ("--cluster", str(cluster), "--profile", str(profile))
+    planned = CliRunner().invoke(app, ["plan", *files, "--", *TRAINING])
+    assert planned.exit_code == 0, planned.output
+    assert "note: cpu-0: measured" in planned.output
+
+
 def test_what_megatron_itself_refuses_is_told_in_its_words(tmp_path: Path) -> None:
     """Our table takes the flag; Megatron wants two others with it."""
     refused = ("--weight-decay-incr-style", "linear")

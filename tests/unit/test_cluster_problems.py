@@ -350,7 +350,7 @@ def test_what_is_not_nvidias_is_refused_by_name(name, whose, form):
 def test_a_laptops_gpu_is_not_taken_for_a_desktop_card(name, form):
     (problem,) = problems(form.format(name))
     assert problem.found == f'"{name}", a GPU of a laptop'
-    assert "Did you mean" not in problem.remedy and "discover" in problem.remedy
+    assert "Did you mean" not in problem.remedy and "zorse profile measure" in problem.remedy
 
 
 def test_cards_of_one_name_are_told_apart_by_their_memory():

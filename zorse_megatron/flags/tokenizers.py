@@ -152,7 +152,7 @@ def _content(token: Any) -> str:
 def _pieces(path: Path) -> Iterator[str]:
     """Yield the pieces of a sentencepiece model: field 1 of its protobuf, text in field 1 of each.
 
-    `sentencepiece_model.proto`: ModelProto.pieces, SentencePiece.piece.
+    As sentencepiece's own definition has it: ModelProto.pieces, SentencePiece.piece.
     """
     for number, piece in _fields(read_input(path)):
         if number == 1 and isinstance(piece, bytes):

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+import yaml
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import CommandError, print_json, print_plain, reported_errors
 from zorse_megatron.cli.measuring import Again, as_ranks
-from zorse_megatron.cli.options import AsJson, ClusterFile
+from zorse_megatron.cli.options import AsJson
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.files.writable import refuse_unwritable
@@ -21,12 +22,21 @@ if TYPE_CHECKING:
     from zorse_megatron.measure.on_ranks.profile_run import Profiled
 
 _LARGEST_SIZE = 64
-_TIME_LIMIT_S = 20.0
+# Passes are timed nine times, of micro-batches that double: two minutes on a GPU.
+_TIME_LIMIT_S = 1.0
 
 
 def measure_profile(  # noqa: PLR0917
     context: typer.Context,
-    cluster: ClusterFile,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster",
+            metavar="YAML",
+            help="The cluster file, whose GPUs the ranks must have. Without it any GPUs are "
+            "measured, and of those that are not well known what a cluster file has to say.",
+        ),
+    ] = None,
     output: Annotated[
         Path,
         typer.Option("--out", metavar="JSON", help="Write the profile here, or add to it."),
@@ -43,11 +53,14 @@ def measure_profile(  # noqa: PLR0917
 ) -> None:
     """Time the layers of a training command: forward, backward and optimizer step.
 
-    Start it with srun or torchrun, one rank per GPU of the cluster file. One rank measures for each
-    kind of GPU, doubling the micro-batch until it reaches the memory or a limit.
+    On one GPU start it as it is; on a cluster with srun or torchrun, one rank per GPU of the
+    cluster file. One rank measures for each kind of GPU, doubling the micro-batch until it reaches
+    the memory or a limit.
     """
     with reported_errors(as_json=as_json):
-        refuse_unwritable({"--out": output}, inputs=[cluster], may_be_stream=False)
+        refuse_unwritable(
+            {"--out": output}, inputs=[cluster] if cluster else [], may_be_stream=False
+        )
         workload, (script, flags) = _workload(context)
     with as_ranks("profile", messages_on_gpu=False, as_json=as_json) as (launched, show):
         from zorse_megatron.measure.on_ranks.profile_run import ProfileRun
@@ -79,7 +92,7 @@ def _workload(
             where="--",
             found="no training command",
             expected="a training command's flags after --",
-            remedy="Such as: zorse profile measure --cluster cluster.yaml -- --num-layers 32 ...",
+            remedy="Such as: zorse profile measure -- --num-layers 32 ...",
         )
         raise CommandError("the command cannot be run", [problem])
     name, flags = split_script(command)
@@ -102,6 +115,9 @@ def _workload(
 
 
 def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
+    from zorse_megatron.measure.results.cluster_text import kind_entry
+
+    entries = [kind_entry(kind, rates) for kind, rates in found.rates.items()]
     if as_json:
         print_json(
             {
@@ -110,6 +126,7 @@ def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
                 "measured": found.num_measured,
                 "measured_kinds": list(found.measured_kinds),
                 "known_kinds": list(found.known_kinds),
+                "gpu_kinds": entries,
             }
         )
         return
@@ -118,3 +135,7 @@ def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
         print_plain(f"  {kind}: measured")
     for kind in found.known_kinds:
         print_plain(f"  {kind}: measured already; --again repeats it")
+    if entries:
+        print_plain(f"not well known, so for the cluster file: {', '.join(found.rates)}")
+        text = yaml.safe_dump({"gpu_kinds": entries}, sort_keys=False, allow_unicode=True)
+        print_plain(text.rstrip())

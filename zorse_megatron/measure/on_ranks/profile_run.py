@@ -1,6 +1,6 @@
 """Measures the layers of a model on each kind of GPU of a cluster, and writes the profile."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,12 @@ import torch
 from zorse_megatron.adapter.found_software import gpu_of
 from zorse_megatron.errors import MeasureError, Problem
 from zorse_megatron.launch.rank_environment import LaunchedRank
+from zorse_megatron.measure.machine.devices import SeenDevice
 from zorse_megatron.measure.machine.nodes import SeenNode, kinds_of_gpu, nodes_of
+from zorse_megatron.measure.on_ranks.device_probe import measured_kind
 from zorse_megatron.measure.on_ranks.device_ranks import seen_ranks
 from zorse_megatron.measure.on_ranks.measuring_job import from_rank, on_first_rank
+from zorse_megatron.measure.results.cluster_text import MeasuredKind
 from zorse_megatron.measure.results.profile_parts import (
     MeasuredSeries,
     first_sizes,
@@ -30,6 +33,7 @@ from zorse_megatron.measure.tasks.progress import OnProgress, Progress
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpus.gpu import Dtype
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Profile, Source
 from zorse_megatron.schema.profile.profile_json import save_profile
@@ -39,7 +43,8 @@ from zorse_megatron.schema.profile.profile_json import save_profile
 class ProfileRun:
     """What to measure."""
 
-    cluster: Path
+    cluster: Path | None
+    """None: the GPUs of the ranks, whatever they are."""
     output: Path
     script: Path | None
     """The user's own, which builds the layers; None: ours."""
@@ -63,6 +68,8 @@ class Profiled:
     known_kinds: tuple[str, ...]
     num_measured: int
     """Micro-batches and steps of this run."""
+    rates: Mapping[str, MeasuredKind]
+    """Of kinds that are not well known, where no cluster file says what they can do."""
 
 
 def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress) -> Profiled:
@@ -71,15 +78,27 @@ def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress
     Collective. Rank 0 writes the profile after each micro-batch, so that a run that is cut short
     loses nothing. Raises a ZorseError for files, ranks or flags that cannot be used.
     """
-    nodes = nodes_of(seen_ranks(launched))
+    ranks = seen_ranks(launched)
+    nodes = nodes_of(ranks)
     profile: Profile = on_first_rank(lambda: _start(wanted, nodes))
     representatives = kinds_of_gpu(nodes)
     all_series = {kind: _series(wanted, kind) for kind in representatives}
     missing = [kind for kind, each in all_series.items() if not is_complete(profile, each)]
     count = 0
+    rates: dict[str, MeasuredKind] = {}
+    device = ranks[launched.rank].device
+    for kind, source in representatives.items():
+        if wanted.cluster is None and kind not in GPU_KINDS:
+            show(Progress(phase=f"{kind}: its rates", done=count, total=None))
+            found = measured_kind(device) if launched.rank == source else None
+            rates[kind] = from_rank(found, source)
     for kind in missing:
         series, source = all_series[kind], representatives[kind]
-        mine = _measured(launched, wanted, profile, series) if launched.rank == source else iter(())
+        mine = (
+            _measured(launched, wanted, profile, series, device)
+            if launched.rank == source
+            else iter(())
+        )
         show(Progress(phase=f"{kind}: starting", done=count, total=None))
         while (answer := from_rank(next(mine, None), source)) is not None:
             count += 1
@@ -92,6 +111,7 @@ def measure_profile(launched: LaunchedRank, wanted: ProfileRun, show: OnProgress
         measured_kinds=tuple(missing),
         known_kinds=tuple(kind for kind in all_series if kind not in missing),
         num_measured=count,
+        rates=rates,
     )
 
 
@@ -101,7 +121,8 @@ def _series(wanted: ProfileRun, kind: str) -> MeasuredSeries:
 
 def _start(wanted: ProfileRun, nodes: Sequence[SeenNode]) -> Profile:
     """Return the profile to go on with, once it is clear that this is the cluster of the file."""
-    _check_cluster(wanted, load_cluster(wanted.cluster), nodes)
+    if wanted.cluster is not None:
+        _check_cluster(wanted, load_cluster(wanted.cluster), nodes)
     kinds = list(kinds_of_gpu(nodes))
     series = [_series(wanted, kind) for kind in kinds]
     origin = f"one layer of Megatron's, torch {torch.__version__}"
@@ -140,10 +161,16 @@ def _check_cluster(wanted: ProfileRun, cluster: Cluster, nodes: Sequence[SeenNod
 
 
 def _measured(
-    launched: LaunchedRank, wanted: ProfileRun, profile: Profile, series: MeasuredSeries
+    launched: LaunchedRank,
+    wanted: ProfileRun,
+    profile: Profile,
+    series: MeasuredSeries,
+    device: SeenDevice,
 ) -> Iterator[Answer]:
     on_gpu = torch.cuda.is_available()
-    memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(launched.rank).memory_bytes
+    memory_bytes = device.memory_bytes
+    if wanted.cluster is not None:
+        memory_bytes = load_cluster(wanted.cluster).gpu_of_rank(launched.rank).memory_bytes
     request = LayerRequest(
         first_sizes=first_sizes(profile, series),
         largest_size=wanted.largest_size,

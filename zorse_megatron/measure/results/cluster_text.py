@@ -65,7 +65,7 @@ def cluster_text(
     name: str | None = None,
 ) -> str:
     """Return the text of `cluster.yaml`. Raises ClusterError if it could not be read back."""
-    own = [_kind(kind, found) for kind, found in kinds.items() if not found.is_well_known]
+    own = [kind_entry(kind, found) for kind, found in kinds.items() if not found.is_well_known]
     content = {
         **({"name": name} if name else {}),
         **({"gpu_kinds": own} if own else {}),
@@ -76,7 +76,8 @@ def cluster_text(
     return text
 
 
-def _kind(name: str, found: MeasuredKind) -> dict[str, Any]:
+def kind_entry(name: str, found: MeasuredKind) -> dict[str, Any]:
+    """Return what a cluster file says of a kind under `gpu_kinds`."""
     return {
         "name": name,
         "memory": found.memory_bytes,

@@ -78,8 +78,8 @@ def unknown_kind(name: str, where: str, known: Iterable[str], *, expected: str) 
             where=where,
             found=f'"{name}", a GPU of a laptop',
             expected=expected,
-            remedy="Laptops have other chips than the desktop cards of the same number: let zorse "
-            "discover measure it there, or describe it under gpu_kinds.",
+            remedy="Laptops have other chips than the desktop cards of the same number: run zorse "
+            "profile measure there, which says what to write under gpu_kinds.",
         )
     several = variants(name)
     if several:
