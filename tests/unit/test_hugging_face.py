@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -332,6 +334,16 @@ def test_it_is_known_by_its_keys_or_its_name(name, tmp_path, monkeypatch):
         (tmp_path / path).write_text(json.dumps(PHI_2))
     workload = named_model(name)
     assert workload.model.num_parameters == 2_779_683_840 and workload.lacks_seq_length
+
+
+def test_the_document_lists_each_type_where_it_belongs():
+    document = (Path(__file__).parents[2] / "docs" / "model-file.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| Planned; a note .*\|$", document, re.MULTILINE)
+    trained, planned = (re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows)
+    assert {*trained, *planned} == set(_FAMILIES)
+    of_type = {config["model_type"]: parsed(config) for config, _ in COUNTS.values()}
+    for kind, model in of_type.items():
+        assert bool(model.flags) == (kind in trained), kind
 
 
 # Of each family its defaults, and what its keys change; sizes that keep the test small.
