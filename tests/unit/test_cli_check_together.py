@@ -277,3 +277,22 @@ def test_broken_json_is_called_so(run, tmp_path, option, kind):
         result.output
     )
     assert "YAML" not in result.output
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("explain", "--no-replan")])
+def test_options_that_made_a_plan_go_with_it(run, command):
+    given = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--margin", "0.1")
+    same = run(*command, "plan.json", *given, "--global-batch-size", "16", "--seq-length", "512")
+    assert same.exit_code == 0, same.output
+    other = run(*command, "plan.json", *given, "--global-batch-size", "8", "--seq-length", "256")
+    assert other.exit_code == 1
+    assert "global_batch_size: found 16, while the training command says 8" in other.output
+    assert "model.seq_length: found 512, while the model has 256" in other.output
+
+
+def test_a_margin_counts_where_memory_is_simulated(run):
+    given = ("plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+    assert "does not fit" not in run("simulate", *given).stdout
+    tight = run("simulate", *given, "--margin", "0.99")
+    assert "does not fit: plan.json: groups[0]" in tight.stdout
+    assert "the memory of A6000 without 99 %" in tight.stdout
