@@ -16,8 +16,6 @@ held, by category. `--zorse-memory-limit GB` stops a rank that holds more, and
 `--zorse-damaged-checkpoint skip` resumes from an older checkpoint if the latest is damaged.
 `--zorse-rebalance on` lets the counts of micro-batches follow what the ranks take for them.
 `--zorse-status DIR` keeps a file there for `zorse status`: who is slow, since when, tokens/s.
-`--zorse-mirror EVERY` keeps copies of all state in the memory of other nodes; with
-`--zorse-mirror-overlap on` the training goes on while they are sent.
 `--zorse-metrics FILE` appends a line of JSON per iteration, in full precision; it needs no plan.
 
 Under a plan, the process that is started forks the rank and watches it: a rank that dies is named,
@@ -252,7 +250,6 @@ def _plan_run(
         make_host_link=None if setup is None else setup.make_host_link,
         clock=None if setup is None else setup.clock,
         rebalances=command.rebalances,
-        mirror=command.mirror,
         status_directory=command.status,
         check_next=None
         if setup is not None

@@ -7,7 +7,6 @@ from typing import Literal
 
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.flags.scan import split_ours, split_script
-from zorse_megatron.migration.mirror.request import MirrorRequest
 from zorse_megatron.watch.processes.root_cause import LEAST_SILENCE_S, Limits
 
 _NEED_PLAN = (
@@ -21,15 +20,14 @@ _NEED_PLAN = (
     "--zorse-silence-limit",
     "--zorse-rebalance",
     "--zorse-status",
-    "--zorse-mirror",
-    "--zorse-mirror-overlap",
 )
 _OURS = ("--zorse-plan", "--zorse-metrics", *_NEED_PLAN)
 _UPDATES: tuple[Literal["auto", "stock", "fused"], ...] = ("auto", "stock", "fused")
 _STOP, _SKIP = "stop", "skip"
 _ON, _OFF = "on", "off"
 _REBALANCED = f"{_ON}: replicas that are slower than planned get fewer micro-batches."
-_OVERLAPPED = f"{_ON}: the training goes on while copies are sent and written."
+_NO_MIRROR = "Save more often instead: a smaller --save-interval, on GPUs with --async-save."
+_REMOVED = {"--zorse-mirror": _NO_MIRROR, "--zorse-mirror-overlap": _NO_MIRROR}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,6 @@ class PretrainCommand:
     update: Literal["auto", "stock", "fused"]
     skips_damaged: bool
     rebalances: bool
-    mirror: MirrorRequest | None
     limits: Limits
     megatron: tuple[str, ...]
 
@@ -70,7 +67,6 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
     update = _update(ours["--zorse-update"], problems)
     skips_damaged = _skips(ours["--zorse-damaged-checkpoint"], problems)
     rebalances = _is_on("--zorse-rebalance", ours, _REBALANCED, problems)
-    mirror = _mirror(ours, (*([name] if name else []), *megatron), problems)
     limits = _limits(ours["--zorse-silence-limit"], problems)
     if problems:
         raise FlagError("The command cannot be used", problems)
@@ -88,7 +84,6 @@ def split_command(argv: Sequence[str]) -> PretrainCommand:
         update=update,
         skips_damaged=skips_damaged,
         rebalances=rebalances,
-        mirror=mirror,
         limits=limits,
         megatron=megatron,
     )
@@ -101,7 +96,9 @@ def _ours(
     found, megatron = split_ours(words)
     ours: dict[str, str | None] = dict.fromkeys(_OURS)
     for given in found:
-        if given.flag not in ours:
+        if given.flag in _REMOVED:
+            problems.append(_removed_flag(given.flag))
+        elif given.flag not in ours:
             problems.append(_unknown_flag(given.flag))
         elif not given.values:
             problems.append(_no_value(given.flag))
@@ -174,36 +171,6 @@ def _is_on(flag: str, ours: Mapping[str, str | None], what: str, problems: list[
     return text == _ON
 
 
-def _mirror(
-    ours: Mapping[str, str | None], training: tuple[str, ...], problems: list[Problem]
-) -> MirrorRequest | None:
-    """Read after how many iterations state is mirrored; notes a problem with anything else."""
-    text, overlap = ours["--zorse-mirror"], "--zorse-mirror-overlap"
-    overlaps = _is_on(overlap, ours, _OVERLAPPED, problems)
-    if text is None:
-        if ours[overlap] is not None:
-            problems.append(
-                Problem(
-                    where=overlap,
-                    found="no --zorse-mirror",
-                    expected="it with --zorse-mirror EVERY",
-                    remedy="Add --zorse-mirror, or remove the flag.",
-                )
-            )
-        return None
-    if text.isdecimal() and 0 < int(text) < 10**9:
-        return MirrorRequest(every=int(text), overlaps=overlaps, training=training)
-    problems.append(
-        Problem(
-            where="--zorse-mirror",
-            found=f"{text!r}",
-            expected="a whole number of iterations, 1 or more",
-            remedy="--zorse-mirror 10 copies the state of all ranks after each tenth iteration.",
-        )
-    )
-    return None
-
-
 def _limits(text: str | None, problems: list[Problem]) -> Limits:
     """Read a number of seconds; notes a problem with anything else."""
     if text is None:
@@ -231,6 +198,15 @@ def _unknown_flag(flag: str) -> Problem:
         found="an unknown flag",
         expected=f"one of {', '.join(_OURS)}",
         remedy="Check the spelling.",
+    )
+
+
+def _removed_flag(flag: str) -> Problem:
+    return Problem(
+        where=flag,
+        found="a flag that was removed",
+        expected=f"one of {', '.join(_OURS)}",
+        remedy=_REMOVED[flag],
     )
 
 

@@ -48,16 +48,8 @@ class Phase:
     """One of the first so many, at random."""
     longest_s: float = 0.01
     """The kill comes at most so long after the phase's begin, at random, and not after its end."""
-    may_lose: int = SAVED_EVERY
-    """Whole iterations."""
     skips: int = 0
     moves: bool = False
-    mirror: tuple[str, ...] = ()
-    """Flags."""
-
-
-MIRROR = ("--zorse-mirror", "1")
-OVERLAP = (*MIRROR, "--zorse-mirror-overlap", "on")
 
 
 def action(kind: str) -> str:
@@ -80,13 +72,6 @@ PHASES: dict[str, Phase] = {
     "move, the new plan": Phase(
         pattern="while it sets up", occurrences=1, skips=1, longest_s=1.0, moves=True
     ),
-    # After iterations that save nothing.
-    "mirror": Phase(
-        pattern="in the mirroring", occurrences=2, longest_s=0.05, may_lose=1, mirror=MIRROR
-    ),
-    "backward, mirrored": Phase(pattern=action("B"), occurrences=6, may_lose=1, mirror=MIRROR),
-    # Also while the copy of the iteration before is on its way.
-    "forward, mirrored beside": Phase(pattern=action("F"), occurrences=6, mirror=OVERLAP),
 }
 
 
@@ -138,8 +123,6 @@ class Trial:
         plan = self.directory / "plan.json"
         save_plan(PLAN, plan)
         flags = flags_of(self.directory, "--zorse-plan", str(plan), *self._flags(), *more)
-        if self.phase.mirror:
-            env["ZORSE_TEST_SHM"] = str(self.directory / "shm")
         found = run_ranks(
             flags,
             PLAN.world_size,
@@ -151,8 +134,7 @@ class Trial:
         return found.returncodes, found.outputs
 
     def _flags(self) -> tuple[str, ...]:
-        status = ("--zorse-status", str(self.directory / "status")) if self.phase.moves else ()
-        return (*status, *self.phase.mirror)
+        return ("--zorse-status", str(self.directory / "status")) if self.phase.moves else ()
 
     def kill(self) -> tuple[tuple[int, ...], tuple[str, ...], Mapping[str, float | str]]:
         """Start the job with the kill in it."""
@@ -194,7 +176,7 @@ class Trial:
         lost = max((step for step, _ in reached), default=BEFORE) + 1 - resumed_at
         if ended_s > GRACE_S:
             problems.append("ranks hung")
-        if lost > self.phase.may_lose:
+        if lost > SAVED_EVERY:
             problems.append(f"{lost} iterations were lost")
         worst = max(differences)
         if not worst <= MAX_DIFFERENCE:

@@ -3,8 +3,7 @@
 `ZORSE_TEST_KILL` is JSON: `rank`; `phase`, a regular expression of what a rank says that it does;
 `occurrence`, from 1 on; `after_s`, or at the phase's end if that comes first; and `report`, the
 file that gets the instant and the phase. `ZORSE_TEST_REQUEST`: a plan to move to, asked for at the
-start, and the directory of the run's status. `ZORSE_TEST_SHM`: a directory that stands for the
-shared memory of nodes, of which each rank is one.
+start, and the directory of the run's status.
 """
 
 import json
@@ -17,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zorse_megatron.launch.rank_environment import NODE_NAME
-from zorse_megatron.migration.mirror import files
 from zorse_megatron.migration.request import REQUEST_NAME
 from zorse_megatron.pretrain import main
 from zorse_megatron.watch.processes.watched_rank import WatchedRank
@@ -77,8 +74,4 @@ if __name__ == "__main__":
         RunWatch.begin = asking(  # type: ignore[method-assign]
             RunWatch.begin, *os.environ["ZORSE_TEST_REQUEST"].split(os.pathsep)
         )
-    if "ZORSE_TEST_SHM" in os.environ:
-        os.environ[NODE_NAME] = f"node{RANK}"
-        files.SHARED_MEMORY = Path(os.environ["ZORSE_TEST_SHM"], os.environ[NODE_NAME])
-        files.SHARED_MEMORY.mkdir(parents=True, exist_ok=True)
     main()

@@ -131,6 +131,7 @@ BAD_FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "evaluation alone": (("--skip-train",), ("--skip-train", "without --zorse-plan")),
     "unknown flag of ours": (("--zorse-plam", "x"), ("--zorse-plam", "--zorse-plan")),
+    "removed flag": (("--zorse-mirror", "1"), ("--zorse-mirror: found", "--save-interval")),
 }
 
 

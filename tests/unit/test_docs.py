@@ -130,8 +130,6 @@ def our_flags():
         "--zorse-silence-limit",
         "--zorse-rebalance",
         "--zorse-status",
-        "--zorse-mirror",
-        "--zorse-mirror-overlap",
     }
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from zorse_megatron.migration.mirror.request import MirrorRequest
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
 from zorse_megatron.schema.status.status import Move
@@ -48,8 +47,6 @@ class PlanRun:
     """By which a rank knows what its actions take; None: its device's."""
     rebalances: bool = False
     """Whether counts of micro-batches follow what ranks take."""
-    mirror: MirrorRequest | None = None
-    """None: no copies are kept in the memory of other nodes."""
     status_directory: Path | None = None
     check_next: Callable[[Plan], Sequence[ComputeDtype]] | None = None
     """Compares another plan with the command; returns what each rank computes in. Raises

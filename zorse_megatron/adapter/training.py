@@ -14,6 +14,7 @@ from zorse_megatron.adapter.arguments.recompute import set_recompute
 from zorse_megatron.adapter.build_chunks import build_one_by_one, wrap_chunk
 from zorse_megatron.adapter.checkpoint.check_before_load import (
     LOAD_HOOKS,
+    check_before_load,
     load_of,
 )
 from zorse_megatron.adapter.checkpoint.chosen_iteration import same_on_all
@@ -34,7 +35,6 @@ from zorse_megatron.adapter.model.local_sizes import LocalSizes, size_hooks
 from zorse_megatron.adapter.model.split_norms import with_sequence_parallelism
 from zorse_megatron.adapter.model.weight_gradients import delaying_weights
 from zorse_megatron.adapter.moving.entering import moving_hooks
-from zorse_megatron.adapter.moving.mirror_start import mirroring, starting_point
 from zorse_megatron.adapter.parameters.tied_embeddings import saved_once
 from zorse_megatron.adapter.patches import checkpoints, under_plan
 from zorse_megatron.adapter.patches.rebind import Make, Rebinding, Replacements
@@ -80,24 +80,19 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     global_groups.fill(groups, rank=args.rank)
     session = _session(run, args, groups, channels)
     _configure(cfg, session)
-    is_first = run.moved is None
-    load = load_of(args, skips_damaged=run.skips_damaged) if is_first else None
+    load = load_of(args, skips_damaged=run.skips_damaged) if run.moved is None else None
     run.enter("while it sets up the model and the data")
     try:
-        with mirroring(run, session) as mirror:
-            run, load, chosen = starting_point(run, load, mirror)
-            moves = moving_hooks(run, session, mirror, is_first=is_first)
-            with (
-                REGISTRY.applied({**_hooks(session, cfg.model), **moves}),
-                REGISTRY.applied(same_on_all(args, load, chosen)),
-            ):
-                result = stock_pretrain(
-                    pg_collection=session.collection, skip_model_parallel_init=True
-                )
-                # While what runs the plan is there: the last messages may be on their way.
-                session.wait_for_parameters()
-                dist.barrier()  # a rank that ends before the others would seem to be gone
-                return result
+        chosen = None if load is None else check_before_load(load)
+        with (
+            REGISTRY.applied({**_hooks(session, cfg.model), **moving_hooks(run, session)}),
+            REGISTRY.applied(same_on_all(args, load, chosen)),
+        ):
+            result = stock_pretrain(pg_collection=session.collection, skip_model_parallel_init=True)
+            # While what runs the plan is there: the last messages may be on their way.
+            session.wait_for_parameters()
+            dist.barrier()  # a rank that ends before the others would seem to be gone
+            return result
     finally:
         _save_records(session, training_ended=sys.exception() is None)
 

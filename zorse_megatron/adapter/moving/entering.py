@@ -8,8 +8,6 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.moving.leaving import leaving_when_asked
-from zorse_megatron.adapter.moving.mirror import Mirror
-from zorse_megatron.adapter.moving.mirror_start import mirror_hooks
 from zorse_megatron.adapter.moving.state import take_over
 from zorse_megatron.adapter.patches import moving
 from zorse_megatron.adapter.patches.rebind import Replacements
@@ -19,30 +17,14 @@ if TYPE_CHECKING:
     from zorse_megatron.adapter.session import PlanSession
 
 
-def moving_hooks(
-    run: PlanRun, session: "PlanSession", mirror: Mirror | None = None, *, is_first: bool = True
-) -> Replacements:
-    """What is rebound in a run that may be asked to move, that has moved, or that is mirrored.
-
-    `is_first`: no plan was left for this one in these processes.
-    """
+def moving_hooks(run: PlanRun, session: "PlanSession") -> Replacements:
+    """What is rebound in a run that may be asked to move, or that has moved."""
     hooks: dict[Any, Any] = {}
     if session.may_move:
         hooks[moving.DECIDE_EXIT] = partial(leaving_when_asked, run, session)
     if run.moved is not None:
         hooks[moving.SETUP_FROM_MEMORY] = partial(_setup_from_memory, run, session)
-    if mirror is not None:
-        set_up, decide = mirror_hooks(mirror, is_first=is_first)
-        hooks[moving.SETUP_FROM_MEMORY] = _then(hooks.get(moving.SETUP_FROM_MEMORY), set_up)
-        hooks[moving.DECIDE_EXIT] = _then(decide, hooks.get(moving.DECIDE_EXIT))
     return hooks
-
-
-def _then(first: Any, second: Any) -> Any:
-    """One replacement around another; None: there is none."""
-    if first is None or second is None:
-        return first or second
-    return lambda stock: second(first(stock))
 
 
 def _setup_from_memory(

@@ -57,11 +57,10 @@ def _problems(plan: Plan, session: "PlanSession", args: Any) -> Iterator[Problem
                 expected="a command without it, for a run that goes on under another plan",
                 remedy="Save a checkpoint, and start the next plan from it.",
             )
-    remedy = "Save a checkpoint, and start the next plan from it."
-    yield from frozen_problems(session, remedy)
+    yield from _frozen_problems(session)
 
 
-def frozen_problems(session: "PlanSession", remedy: str) -> Iterator[Problem]:
+def _frozen_problems(session: "PlanSession") -> Iterator[Problem]:
     """The first parameter of this rank that has no optimizer state, which is what moves."""
     frozen = [
         name
@@ -75,7 +74,7 @@ def frozen_problems(session: "PlanSession", remedy: str) -> Iterator[Problem]:
             where=f"parameter {frozen[0]}",
             found="one that is not trained",
             expected="trained ones only: others have no optimizer state, which is what moves",
-            remedy=remedy,
+            remedy="Save a checkpoint, and start the next plan from it.",
         )
 
 
