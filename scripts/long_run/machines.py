@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zorse_megatron.cli.workload import workload_of
+from zorse_megatron.costs.own_speeds import GpuSpeed, with_own_speeds
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.cluster.fewer_gpus import nodes_without, text_with_gpus
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import load_profile
 from zorse_megatron.simulate.perturb import Perturbation
 
@@ -46,18 +48,31 @@ class Machines:
         data = path.read_bytes()
         left = nodes_without(parse_cluster(data), names, source=str(path))
         cluster = text_with_gpus(data, left).encode()
-        inputs = make_inputs(
-            parse_cluster(cluster),
-            WORKLOAD.model,
-            load_profile(PROFILE),
-            global_batch_size=SAMPLES,
-            dtype="float16",
-            computing=WORKLOAD.computing,
-        )
+        inputs = _inputs(cluster, load_profile(PROFILE))
         found = find_plan(inputs)
         return cls(cluster=cluster, inputs=inputs, plan=found.plan, planned_in_s=found.plan_time_s)
+
+    def best_plan(self, slow_ranks: dict[int, float]) -> Plan:
+        """The plan of somebody who knows how slow these ranks are."""
+        speeds = [
+            GpuSpeed(factor=slow_ranks.get(rank, 1.0), noise=0.0)
+            for rank in range(self.plan.world_size)
+        ]
+        slower = with_own_speeds(self.cluster, load_profile(PROFILE), speeds, origin="known")
+        return find_plan(_inputs(slower.cluster.encode(), slower.profile)).plan
 
     def iteration_s(self, plan: Plan, slow_ranks: dict[int, float]) -> float:
         """Simulated, with the counts of the plan."""
         perturbation = Perturbation(rank_factors=slow_ranks)
         return simulate_plan(self.inputs, plan, perturbation=perturbation).iteration_s
+
+
+def _inputs(cluster: bytes, profile: Profile | None) -> Inputs:
+    return make_inputs(
+        parse_cluster(cluster),
+        WORKLOAD.model,
+        profile,
+        global_batch_size=SAMPLES,
+        dtype="float16",
+        computing=WORKLOAD.computing,
+    )

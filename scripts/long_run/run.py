@@ -3,12 +3,12 @@
     python -m scripts.long_run.run --out DIR
 
 On mini-b without its T4 node (llama-3b, 128 samples of 1024 tokens, float16): an A10G slows down
-and recovers, with `--zorse-rebalance on` and what `zorse follow` decides; both ranks of the L4 node
-are killed in an iteration; the rest goes on from the newest checkpoint under a new plan; then the
-T4 node comes. All of it is trained through Megatron's loop, saves and loads included, on the
-emulated clock. A move is emulated as a save and a load, which have the same bits. Pauses between
-two starts are not emulated: that of a move is what `zorse follow` says, those of a failure and of a
-start are options.
+and recovers, with `--zorse-rebalance on` and the moves that `zorse plan --from-status` proposes;
+both ranks of the L4 node are killed in an iteration; the rest goes on from the newest checkpoint
+under a new plan; then the T4 node comes. All of it is trained through Megatron's loop, saves and
+loads included, on the emulated clock. A move is emulated as a save and a load, which have the same
+bits. Pauses between two starts are not emulated: that of a move is what `zorse plan --from-status`
+says, those of a failure and of a start are options.
 
 Writes `long-run.json` and `long-run.png`, and prints what is in them.
 """
@@ -19,9 +19,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.long_run.following import Following
 from scripts.long_run.killing import Killing
 from scripts.long_run.machines import SAMPLES, WORKLOAD, Machines
+from scripts.long_run.next_plan import next_plan
 from scripts.long_run.parts import Part, all_losses, spans
 from scripts.long_run.picture import draw
 from zorse_megatron.emulate.jobs.emulator import System, emulator
@@ -34,7 +34,7 @@ SAVE_INTERVAL = 20
 SLOW_RANK, FACTOR = 2, 1.5
 SLOW_FROM, SLOW_TO = 31, 100
 LOOKS = (60, 130)
-"""`zorse follow` looks after these iterations."""
+"""Iterations after which it is planned again."""
 DEATH = 163
 """In the iteration after it."""
 ARRIVAL = 220
@@ -48,7 +48,6 @@ class Pauses:
     failure_s: float
     """From a death to the next step, without the search."""
     start_s: float
-    rebuild_s: float
 
 
 @dataclass(kw_only=True)
@@ -118,13 +117,7 @@ class Training:
 
     def first_machines(self, machines: Machines) -> list[Part]:
         """Until the node dies."""
-        following = Following(
-            machines=machines,
-            directory=self.directory / "follow",
-            iterations=ITERATIONS,
-            rebuild_s=self.pauses.rebuild_s,
-        )
-        knowing = following.oracle({SLOW_RANK: FACTOR})
+        knowing = machines.best_plan({SLOW_RANK: FACTOR})
         self.oracle_s = {
             False: machines.iteration_s(machines.plan, {}),
             True: machines.iteration_s(knowing, {SLOW_RANK: FACTOR}),
@@ -132,7 +125,9 @@ class Training:
         plan, parts, pause_s, label = machines.plan, [], 0.0, "A100, A10G, L4"
         for last in LOOKS:
             parts.append(self.part(machines, plan, label, pause_s=pause_s, last=last))
-            answer = following.look(self.status, plan)
+            answer = next_plan(
+                machines, self.directory / "next", self.status, plan, iterations=ITERATIONS
+            )
             _tell(answer.said)
             label = "the same, moved" if answer.pause_s else label
             plan, pause_s = answer.plan, answer.pause_s
@@ -191,11 +186,7 @@ def main() -> None:
     """Train, compare, draw."""
     arguments = _arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    pauses = Pauses(
-        failure_s=arguments.failure_pause,
-        start_s=arguments.start_pause,
-        rebuild_s=arguments.rebuild,
-    )
+    pauses = Pauses(failure_s=arguments.failure_pause, start_s=arguments.start_pause)
     with tempfile.TemporaryDirectory(prefix="long-run-") as directory:
         parts = train(Path(directory), arguments.jitter, pauses)
         if arguments.stock is None:
@@ -220,9 +211,6 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--start-pause", type=float, default=21.4, help="seconds of a start (docs/elastic.md)"
-    )
-    parser.add_argument(
-        "--rebuild", type=float, default=60.0, help="seconds in which a move builds its plan"
     )
     parser.add_argument(
         "--stock", type=Path, help="a long-run.json with the losses of stock, not trained again"

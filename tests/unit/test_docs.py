@@ -31,7 +31,7 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md"))
 )
 # Files of other projects, and those that a user or the demo makes.
-NOT_OURS = {"plan.json", "profile.json", "trace.json", "pretrain_gpt.py", "demo.json"}
+NOT_OURS = {"plan.json", "next.json", "profile.json", "trace.json", "pretrain_gpt.py", "demo.json"}
 NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
 NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}

@@ -40,12 +40,10 @@ NOT_RUN = {
     "zorse compare ": "minutes; tests/megatron/test_emulation.py compares less",
     "zorse emulate ": "a minute; tests/megatron/test_emulation.py emulates less",
     "zorse plan --cluster examples/two-sites.yaml": "a minute; tests/unit/test_selection.py",
-    "zorse follow ": "a run with --zorse-status; tests/unit/test_cli_follow.py",
+    "zorse plan --from-status": "a run with --zorse-status; tests/unit/test_from_status.py",
     "zorse move ": "a run with --zorse-status; tests/unit/test_migration_request.py",
     "zorse launch plan.json --cluster cluster.yaml --slurm train.sh --elastic": "a plan for two "
     "nodes; tests/unit/test_elastic_slurm.py",
-    "zorse launch plan.json --cluster cluster.yaml --slurm train.sh --follow": "a plan for two "
-    "GPUs; tests/unit/test_launch_follow.py",
     "zorse launch plan.json --cluster cluster.yaml --torchrun --elastic": "the same; "
     "tests/unit/test_elastic_torchrun.py",
     "zorse profile correct ": "a run with --zorse-status; tests/unit/test_run_status.py",

@@ -5,7 +5,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from zorse_megatron.cli.console import print_json
+from zorse_megatron.cli.console import CommandError, print_json, reported_errors
+from zorse_megatron.errors import Problem
 from zorse_megatron.files.stdout import one_line_if_not_printed
 
 _WANTS_JSON = "zorse_megatron.wants_json"
@@ -14,6 +15,12 @@ USAGE = 2
 # The base of typer's errors is click's UsageError, of click itself or of the copy that typer has.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _OTHER_NAMES = {"output": "out"}
+_FROM_STATUS = (
+    "Run zorse plan --from-status DIR: it plans at the speeds of the run's GPUs, says what a move "
+    "would gain, and prints the zorse move command."
+)
+_REMOVED = {"follow": _FROM_STATUS, "launch --follow": _FROM_STATUS}
+"""Command or option that was removed -> what to do now."""
 
 SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
@@ -31,11 +38,17 @@ class AnswersInJson(TyperGroup):
         ctx.meta[_WANTS_JSON] = "--json" in ours
         return super().parse_args(ctx, args)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that is named first."""
+        _refuse_removed(ctx, args[0])
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
         except _UsageError as error:
+            _refuse_removed(getattr(error, "ctx", None), getattr(error, "option_name", ""))
             if not ctx.meta.get(_WANTS_JSON):
                 raise
             print_json({"ok": False, "problems": [_problem(error)]})
@@ -52,6 +65,25 @@ class Commands(typer.Typer):
         """Run the command that the arguments name."""
         with one_line_if_not_printed():
             return super().__call__(*args, **kwargs)
+
+
+def _refuse_removed(ctx: Any, word: str) -> None:
+    """End with what to do in place of a command or an option that there was once."""
+    words, each = [word], ctx
+    while each is not None and each.parent is not None:
+        words.insert(0, each.info_name)
+        each = each.parent
+    name = " ".join(words)
+    if name not in _REMOVED:
+        return
+    problem = Problem(
+        where=f"zorse {name}",
+        found=f"{'an option' if word.startswith('-') else 'a command'} that was removed",
+        expected="one that is there",
+        remedy=_REMOVED[name],
+    )
+    with reported_errors(as_json=ctx.meta.get(_WANTS_JSON, False), status=USAGE):
+        raise CommandError("the command cannot be run", [problem])
 
 
 def _problem(error: Any) -> dict[str, str]:

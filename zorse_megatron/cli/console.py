@@ -84,8 +84,10 @@ def failure_as_json(error: ZorseError | None) -> dict[str, Any]:
 
 
 @contextmanager
-def reported_errors(*, to_stderr: bool = True, as_json: bool = False) -> Iterator[None]:
-    """Turn a ZorseError into its list of problems and exit code 1."""
+def reported_errors(
+    *, to_stderr: bool = True, as_json: bool = False, status: int = 1
+) -> Iterator[None]:
+    """Turn a ZorseError into its list of problems and an exit status."""
     try:
         try:
             yield
@@ -97,4 +99,4 @@ def reported_errors(*, to_stderr: bool = True, as_json: bool = False) -> Iterato
             print_json(failure_as_json(error))
         else:
             print_plain(str(error), to_stderr=to_stderr)
-        raise typer.Exit(1) from error
+        raise typer.Exit(status) from error

@@ -49,7 +49,16 @@ PlanLimit = Annotated[
 DEFAULT_PLANS = Path("plans-for-fewer-nodes")
 DEFAULT_PLAN_LIMIT_S = DEFAULT_LIMIT_S
 
-_NOT_AGAIN = ("--cluster", "--out", "--output", "--json", "--model", "--html", "--")
+_NOT_AGAIN = (
+    "--cluster",
+    "--out",
+    "--output",
+    "--json",
+    "--model",
+    "--html",
+    "--from-status",
+    "--",
+)
 
 
 def plan_options_of(text: str) -> tuple[str, ...]:

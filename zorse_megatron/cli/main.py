@@ -19,7 +19,6 @@ from zorse_megatron.cli.commands.zorse_discover import discover
 from zorse_megatron.cli.commands.zorse_doctor import doctor
 from zorse_megatron.cli.commands.zorse_emulate import emulate
 from zorse_megatron.cli.commands.zorse_explain import explain
-from zorse_megatron.cli.commands.zorse_follow import follow
 from zorse_megatron.cli.commands.zorse_join import join
 from zorse_megatron.cli.commands.zorse_launch import launch
 from zorse_megatron.cli.commands.zorse_move import move
@@ -47,7 +46,6 @@ app.command(cls=TakesTrainingFlags)(replan)
 app.command(cls=TakesTrainingFlags)(supervise)
 app.command(cls=TakesTrainingFlags)(join)
 app.command()(status)
-app.command(cls=TakesTrainingFlags)(follow)
 app.command()(move)
 app.command()(actions)
 app.command()(schema)

@@ -74,7 +74,7 @@ class SetOptions:
 def costs_of_workload(
     cluster: Cluster,
     workload: Workload,
-    profiles: Sequence[Path],
+    profiles: Sequence[Path | Profile],
     *,
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
@@ -85,13 +85,15 @@ def costs_of_workload(
 ) -> WorkloadCosts:
     """Return what a workload costs on a cluster. Raises a ZorseError with every problem.
 
-    `sets`: which a plan that is to be made may have; None: no plan is made.
+    `profiles`: files, or what has been read. `sets`: which a plan that is to be made may have;
+    None: no plan is made.
     """
     # Here and not above: other commands start faster without these imports.
     from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 
     margin = checked_share(margin, "--margin")
-    profile = joined([load_profile(path) for path in profiles]) if profiles else None
+    loaded = [each if isinstance(each, Profile) else load_profile(each) for each in profiles]
+    profile = joined(loaded) if loaded else None
     dtype = workload.dtype or usual_dtype(cluster)
     inputs = make_inputs(
         cluster,
@@ -158,7 +160,7 @@ def costs_on(
     plan: Plan,
     cluster: Cluster,
     workload: Workload,
-    profiles: Sequence[Path],
+    profiles: Sequence[Path | Profile],
     *,
     margin: float = DEFAULT_MARGIN,
 ) -> WorkloadCosts:

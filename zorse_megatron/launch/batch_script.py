@@ -34,12 +34,6 @@ _SIGNALS = """\
 stopped=
 trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 """
-_FOLLOW = """\
-# Beside the training: moves it to another plan when a GPU has become slower, or faster again.
-nice -n 19 "$PYTHON" -m zorse_megatron {words} &
-follow_pid=$!
-trap 'kill "$follow_pid" 2>/dev/null' EXIT
-"""
 _REQUEUE = """\
 srun_pid=$!
 while kill -0 "$srun_pid" 2>/dev/null; do
@@ -112,8 +106,6 @@ class BatchOptions:
     """Let the job keep the nodes that are left when one of them fails."""
     signal_s: int = 120
     """How long before its end the job is told to save, in seconds."""
-    follow: tuple[str, ...] = ()
-    """What follows `python -m zorse_megatron` beside the training; empty: nothing is to run."""
     more: tuple[str, ...] = ()
     """Further options of sbatch without their dashes, for every component: `time=24:00:00`."""
 
@@ -138,14 +130,9 @@ def batch_script(
         *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
         _RANKS,
         *([_SIGNALS] if training.resumes else []),
-        *([_FOLLOW.format(words=_in_lines(options.follow))] if options.follow else []),
         _srun(components, training, options),
     ]
     return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
-
-
-def _in_lines(words: Sequence[str]) -> str:
-    return " \\\n    ".join(TrainingCommand(words=tuple(words), resumes=False).lines())
 
 
 def _tracker(training: TrainingCommand) -> str:
@@ -209,7 +196,7 @@ def _srun(
     ]
     if len(components) > 1:
         asked.append(f"--het-group={','.join(map(str, range(len(components))))}")
-    flags = _in_lines(training.words)
+    flags = " \\\n    ".join(training.lines())
     return (
         f"{' '.join(['srun', *asked])} --mpi=none --distribution=block --kill-on-bad-exit=0 "
         '--wait="$GRACE_S" \\\n'

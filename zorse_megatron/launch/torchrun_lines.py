@@ -36,31 +36,17 @@ def torchrun_lines(
     *,
     master_address: str | None,
     master_port: int,
-    follow: Sequence[str] = (),
 ) -> str:
     """Return a comment and a command for each node; `master_address`: of the first one.
-
-    `follow`: what follows `python -m zorse_megatron` beside the first node's ranks, if anything.
 
     Left out it is the first node's name, and `localhost` where there is no other node to find it:
     then the name in the cluster file may be anybody's invention.
     """
     address = _address(cluster, master_address)
     return "\n".join(
-        f"{_comment(node)}\n"
-        f"{_beside(follow if number == 0 else ())}"
-        f"{_line(cluster, number, training, address, master_port)}"
-        f"{')' if follow and number == 0 else ''}\n"
+        f"{_comment(node)}\n{_line(cluster, number, training, address, master_port)}\n"
         for number, node in enumerate(cluster.nodes)
     )
-
-
-def _beside(follow: Sequence[str]) -> str:
-    """The beginning of a line in which another process runs beside what is after it."""
-    if not follow:
-        return ""
-    command = shlex.join(["nice", "-n", "19", "python", "-m", "zorse_megatron", *follow])
-    return f'({command} & trap "kill $!" EXIT; '
 
 
 def elastic_torchrun_lines(

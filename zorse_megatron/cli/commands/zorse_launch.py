@@ -23,7 +23,6 @@ from zorse_megatron.cli.elastic_options import (
     refuse_odd_elastic,
     refuse_without_save,
 )
-from zorse_megatron.cli.follow_launch import Follow, follow_words
 from zorse_megatron.cli.launch_options import (
     Force,
     MasterAddr,
@@ -80,7 +79,6 @@ def launch(  # noqa: PLR0917
     plan_options: PlanOptions = "",
     plan_limit: PlanLimit = DEFAULT_PLAN_LIMIT_S,
     grow: Grow = "restart",
-    follow: Follow = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the Slurm job or torchrun commands that start a plan's ranks on the right GPUs."""
@@ -102,7 +100,6 @@ def launch(  # noqa: PLR0917
         )
         refuse_odd_elastic(context, when_lost, is_elastic=elastic, torchrun=torchrun)
         job = _job_of(context, path, cluster, names_nodes=node_names or elastic)
-        beside = follow_words(follow, training_flags(context) or (), cluster, is_elastic=elastic)
         if slurm is None and elastic:
             refuse_without_save(job.training)
             lines = elastic_torchrun_lines(
@@ -118,7 +115,6 @@ def launch(  # noqa: PLR0917
                 job.training,
                 master_address=master_addr,
                 master_port=master_port,
-                follow=beside,
             )
         elif elastic:
             lines = _write_elastic(
@@ -139,7 +135,6 @@ def launch(  # noqa: PLR0917
             options = BatchOptions(
                 python=python,
                 names_nodes=node_names,
-                follow=beside,
                 more=sbatch_options_of(sbatch or []),
             )
             lines = _write_script(slurm, job, options, partition or [], force=force)

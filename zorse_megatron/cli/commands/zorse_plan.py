@@ -14,6 +14,7 @@ from zorse_megatron.cli.console import (
     print_plain,
     reported_errors,
 )
+from zorse_megatron.cli.from_status import FromStatus, ObservedRun, observed_run, refuse_selection
 from zorse_megatron.cli.gpu_selection import Selected, select_gpus
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
@@ -90,6 +91,7 @@ def plan(  # noqa: PLR0917
     may_leave_out: MayLeaveOut = False,
     objective: ObjectiveName = None,
     budget: Budget = None,
+    from_status: FromStatus = None,
     margin: Margin = DEFAULT_MARGIN,
     out: PlanToWrite = None,
     used_cluster: UsedCluster = None,
@@ -118,6 +120,7 @@ def plan(  # noqa: PLR0917
             )
         )
         data = told.gather(lambda: read_file(cluster, CLUSTER_FILE))
+        told.gather(lambda: refuse_selection(from_status, selects=selects))
         told.raise_all()
         costs_of = partial(
             costs_of_workload,
@@ -134,17 +137,22 @@ def plan(  # noqa: PLR0917
             split_backward=split_backward,
             offload_activations=offload_activations,
         )
-        costs = costs_of(parse_cluster(data, source=str(cluster)))
-        selected = None
+        costs, selected, run = costs_of(parse_cluster(data, source=str(cluster))), None, None
+        if from_status is not None:
+            run = observed_run(
+                from_status, data, workload, profile or [], margin=margin, source=str(cluster)
+            )
+            costs = costs_of(run.costs.cluster, profiles=run.profiles)
         if best is None:
             outcome = _found(costs, wanted, shows_progress=not as_json)
         else:
             with progress_bar(wanted=not as_json) as on_progress:
                 selected = select_gpus(data, costs, costs_of, best, wanted, on_progress)
             costs, outcome = selected.costs, selected.outcome
+        outcome = outcome if run is None else run.named(outcome)
         sentences = _reasons(costs, outcome.plan)
         lost = outputs.not_saved(outcome.plan, selected)
-    _tell(costs, outcome, sentences, selected, out=out, lost=lost, as_json=as_json)
+        _tell(costs, outcome, sentences, selected, run, out=out, lost=lost, as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
         outputs.draw(costs, outcome, selected, is_silent=as_json)
 
@@ -154,6 +162,7 @@ def _tell(
     outcome: "Outcome",
     sentences: tuple[str, ...],
     selected: Selected | None,
+    run: ObservedRun | None,
     *,
     out: Path | None,
     lost: NotWritten | None,
@@ -161,13 +170,16 @@ def _tell(
 ) -> None:
     """Show the plan. Ends with status 1 where its file could not be written."""
     written = out if lost is None else lost.kept
+    move = {} if run is None else {"run": run.move_to(outcome, written)}
     if as_json:
-        answer = answer_as_json(costs, outcome, sentences, written) | failure_as_json(lost)
+        answer = answer_as_json(costs, outcome, sentences, written) | move | failure_as_json(lost)
         print_json(answer if selected is None else answer | selection_as_json(selected))
     else:
         if selected is not None:
             print_selection(selected)
         print_answer(costs, outcome, sentences, written)
+        for line in run.told(move["run"]) if run is not None else ():
+            print_plain(line)
     if lost is None:
         return
     if not as_json:

@@ -1,6 +1,6 @@
 """`recording_entry` on GPUs that are sleeping threads: a layer takes so long for each sample.
 
-`$ZORSE_TEST_FOLLOWED`: the status directory. Rank 2 takes ten times as long as the others. Rank 0
+`$ZORSE_TEST_STATUS`: the status directory. Rank 2 takes ten times as long as the others. Rank 0
 waits once, after iteration `WAITS_AFTER`, for a request to move, and keeps the status that is there
 then in `before-move.json`. Rank 1's clock is ahead, and what it receives arrives late.
 """
@@ -67,7 +67,7 @@ if __name__ == "__main__":
         TransformerLayer.forward, LAYER_S * (FACTOR if is_slow else 1)
     )
     if os.environ["RANK"] == "0":
-        directory = Path(os.environ["ZORSE_TEST_FOLLOWED"])
+        directory = Path(os.environ["ZORSE_TEST_STATUS"])
         PlanRequests.code = waiting(PlanRequests.code, directory / REQUEST_NAME)  # type: ignore[method-assign]
         status._EVERY_S = 0.0
     if os.environ["RANK"] == str(LATE):

@@ -1,17 +1,21 @@
-"""A training that moves by itself: beside it runs `zorse follow`, and one of its ranks is slow."""
+"""A training with a slow rank moves to the plan that `zorse plan --from-status` finds for it."""
 
 import json
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.megatron.comparison import NUM_LAYERS, plan_of, plan_run, replica, stock_run
-from tests.megatron.following_entry import AHEAD_S, LATE_S, LAYER_S, SLOW
 from tests.megatron.launch import REPOSITORY
+from tests.megatron.slow_rank_entry import AHEAD_S, LATE_S, LAYER_S, SLOW, WAITS_AFTER
 from tests.megatron.test_exactness import assert_equal_runs, flags_for
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
 from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
@@ -19,7 +23,7 @@ from zorse_megatron.schema.profile.profile_json import save_profile
 from zorse_megatron.schema.status.status import LinkStatus
 from zorse_megatron.schema.status.status_json import load_status
 
-STEPS = 15
+STEPS, SEEN = 15, WAITS_AFTER - 2
 CLUSTER = b"nodes: [{name: here, gpus: 3 x T4}]\n"
 PLAN = replace(
     plan_of(((replica(0, 1, 8),), 1), ((replica(1, 1, 8),), 1), ((replica(2, 1, 8),), 2)),
@@ -60,36 +64,29 @@ def profile() -> Profile:
     )
 
 
-@contextmanager
-def followed(directory: Path, flags: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
-    """`zorse follow` beside what happens in the block; it has begun when that does."""
+def zorse(directory: Path, *words: str) -> str:
+    """What a command prints."""
+    command = [sys.executable, "-m", "zorse_megatron", *words]
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        command, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+def plan_and_move(directory: Path, flags: tuple[str, ...]) -> dict[str, Any]:
+    """As somebody does who finds a run slow; it goes on meanwhile. Returns what was said."""
     (directory / "cluster.yaml").write_bytes(CLUSTER)
     save_profile(profile(), directory / "profile.json")
-    options = ["--cluster", "cluster.yaml", "--profile", "profile.json", "--every", "0.2"]
-    options += [
-        "--patience",
-        "3",
-        "--rebuild",
-        "0.1",
-        "--nice",
-        "0",
-        "--plan-options",
-        "--max-tp 1",
-    ]
-    command = [sys.executable, "-m", "zorse_megatron", "follow", "status", *options]
-    with subprocess.Popen(
-        [*command, "--", "pretrain_gpt.py", *flags],
-        cwd=directory,
-        env={"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            assert "follows the run" in process.stdout.readline()
-            yield process
-        finally:
-            process.kill()
+    for _ in range(2400):
+        with suppress(ZorseError):  # nothing has been written yet
+            if load_status(directory / "status").iteration >= SEEN:
+                break
+        time.sleep(0.05)
+    words = ("--from-status", "status", "--cluster", "cluster.yaml", "--profile", "profile.json")
+    more = ("--out", "next.json", "--max-tp", "1", "--json")
+    answer: dict[str, Any] = json.loads(zorse(directory, "plan", *words, *more, "--", *flags))
+    zorse(directory, *shlex.split(answer["run"]["command"])[1:])
+    return answer
 
 
 def assert_links(links: tuple[LinkStatus, ...]) -> None:
@@ -100,30 +97,28 @@ def assert_links(links: tuple[LinkStatus, ...]) -> None:
         assert LATE_S / 2 < each.seconds < AHEAD_S / 100
 
 
-def test_moves_by_itself_and_stays_exact(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_moves_to_the_plan_for_its_speeds_and_stays_exact(
+    corpus: Path, tmp_path: Path
+) -> None:
     # Ranks wait for a search, which may have to wait for other tests.
     flags = flags_for(corpus, "--distributed-timeout-minutes", "5", steps=STEPS)
     status = tmp_path / "status"
-    with followed(tmp_path, flags) as process:
+    with ThreadPoolExecutor() as pool:
+        beside = pool.submit(plan_and_move, tmp_path, flags)
         run = plan_run(
             PLAN,
             (*flags, "--zorse-status", str(status)),
-            entry="tests.megatron.following_entry",
-            env={"ZORSE_TEST_FOLLOWED": str(status)},
+            entry="tests.megatron.slow_rank_entry",
+            env={"ZORSE_TEST_STATUS": str(status)},
             timeout_s=300,
         )
-        assert process.wait(120) == 0  # the training has ended, so it has, too
+        factors = beside.result()["run"]["factors"]
     assert_equal_runs(run, stock_run(flags))
-    lines = (status / "follow" / "decisions.jsonl").read_text().splitlines()
-    asks, *later = map(json.loads, lines)  # the training may end before the next look
-    for moved in later[:1]:
-        assert (asks["decision"], moved["decision"]) == ("moves", "moved")
-    assert asks["factors"][SLOW] > 1.5 * max(asks["factors"][:SLOW])
-    found = load_status(status)
+    assert factors[SLOW] > 1.5 * max(factors[:SLOW])
+    found, plan = load_status(status), load_plan(tmp_path / "next.json")
     (move,) = found.moves
-    assert move.refused is None and move.plan == found.plan == asks["plan"] and found.ended
-    plan = load_plan(status / "running-plan.json")
-    assert fingerprint(plan) == found.plan and plan.cluster == PLAN.cluster
+    assert move.refused is None and move.plan == found.plan == fingerprint(plan) and found.ended
+    assert plan.cluster == PLAN.cluster
     assert f"the training runs under plan {found.plan}" in run.outputs[0]
     assert_links(load_status(status / "before-move.json").links)
     # What the slow rank computes of the model has become less.

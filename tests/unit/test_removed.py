@@ -1,0 +1,34 @@
+"""Commands and options that were removed: the error says what to do now."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from zorse_megatron.cli.main import app
+
+LAUNCH = ["launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.sh"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "way"),
+    [
+        (["follow", "status", "--cluster", "c.yaml"], "zorse follow", "zorse plan --from-status"),
+        (["follow", "--help"], "zorse follow", "zorse plan --from-status"),
+        ([*LAUNCH, "--follow", "--gain 0.1"], "zorse launch --follow", "zorse plan --from-status"),
+    ],
+)
+def test_the_way_now_is_named(words: list[str], name: str, way: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert f"{name}: found" in said and "was removed" in said and way in said
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 2
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert problem["where"] == name and way in problem["remedy"]
+
+
+def test_other_words_are_unknown_as_before() -> None:
+    assert "No such command 'folow'" in CliRunner().invoke(app, ["folow"]).stderr
+    assert "No such option" in CliRunner().invoke(app, ["move", "--follow", "x"]).stderr

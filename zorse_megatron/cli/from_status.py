@@ -1,0 +1,193 @@
+"""`zorse plan --from-status`: a plan at the speeds of a run's GPUs, and what a move to it gains."""
+
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.plan_against_workload import workload_problems
+from zorse_megatron.cli.simulated import simulated
+from zorse_megatron.cli.workload import Workload
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_on
+from zorse_megatron.costs.own_speeds import GpuSpeed, OwnSpeeds, with_own_speeds
+from zorse_megatron.errors import Problem
+from zorse_megatron.migration.move_costs import move_cost
+from zorse_megatron.rebalance.balancer import with_counts
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.rank_placement import cluster_problems
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
+from zorse_megatron.schema.plan.spans import spans_of, spell
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, Status
+from zorse_megatron.schema.status.status_json import load_status
+
+if TYPE_CHECKING:
+    from zorse_megatron.planner.outcome import Outcome
+
+FromStatus = Annotated[
+    Path | None,
+    typer.Option(
+        "--from-status",
+        metavar="DIR",
+        help="Plan at the speeds that GPUs have in the run with --zorse-status DIR, and say what "
+        "a move to the plan would gain.",
+    ),
+]
+# To build groups, model and data of another plan; nobody has measured it on GPUs.
+_REBUILD_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedRun:
+    """A run, and the cluster at the speeds that its GPUs were found to have."""
+
+    directory: Path
+    status: Status
+    plan: Plan
+    """With the counts of micro-batches that are in force."""
+    cluster: Cluster
+    """As its file has it."""
+    speeds: OwnSpeeds
+    costs: WorkloadCosts
+    """Of the run's plan, at these speeds."""
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        """Of GPUs at these speeds."""
+        return () if self.speeds.profile is None else (self.speeds.profile,)
+
+    def named(self, outcome: "Outcome") -> "Outcome":
+        """The same with GPUs named by the kinds that they are, which ranks compare with theirs."""
+        return replace(outcome, plan=replace(outcome.plan, cluster=self.cluster.fingerprint()))
+
+    def move_to(self, outcome: "Outcome", written: Path | None) -> dict[str, Any]:
+        """What a move to a plan gains. `written`: the file of the plan; None: there is none."""
+        model = self.costs.workload.model
+        move = move_cost(self.plan, outcome.plan, model, self.cluster, rebuild_s=_REBUILD_S)
+        present_s = simulated(self.plan, self.costs, source="the run's plan").iteration_s
+        gain_s = present_s - outcome.iteration_s
+        moves = gain_s > 0 and written is not None and not self.status.ended
+        words = ["zorse", "move", str(self.directory), str(written)]
+        return {
+            "iteration": self.status.iteration,
+            "ended": self.status.ended,
+            "factors": [self.speeds.factors.get(each, ("", 1.0))[1] for each in self.speeds.kinds],
+            "present_s": present_s,
+            "next_s": outcome.iteration_s,
+            "move_s": move.seconds,
+            "pays_after_iterations": math.ceil(move.seconds / gain_s) if gain_s > 0 else None,
+            "command": shlex.join(words) if moves else None,
+        }
+
+    def told(self, move: dict[str, Any]) -> Iterator[str]:
+        """Yield lines for people."""
+        said = ", ".join(self._slower_ranks()) or "all GPUs compute as fast as expected"
+        yield f"iteration {self.status.iteration} of the run in {self.directory}: {said}"
+        present_s, next_s, after = move["present_s"], move["next_s"], move["pays_after_iterations"]
+        if after is None:
+            yield f"at these speeds the run's plan takes {present_s:.4g} s: a move gains nothing"
+            return
+        yield (
+            f"at these speeds the run's plan takes {present_s:.4g} s, this one {next_s:.4g} s: "
+            f"{100 * (1 - next_s / present_s):.1f} % less"
+        )
+        yield (
+            f"a move takes {move['move_s']:.3g} s, {_REBUILD_S:g} s of them assumed for building "
+            f"the plan, and pays after {after} iterations"
+        )
+        if self.status.ended:
+            yield "the run has ended: start the next job under this plan"
+        else:
+            yield f"to move: {move['command'] or 'write the plan with --out'}"
+
+    def _slower_ranks(self) -> Iterator[str]:
+        for name, (kind, factor) in self.speeds.factors.items():
+            ranks = [rank for rank, each in enumerate(self.speeds.kinds) if each == name]
+            who = f"ranks {spell(spans_of(ranks))} ({kind}) take"
+            who = who if len(ranks) > 1 else f"rank {ranks[0]} ({kind}) takes"
+            yield f"{who} {factor:g} times as long as expected"
+
+
+def refuse_selection(directory: Path | None, *, selects: bool) -> None:
+    """Raise CommandError for a plan of a run's GPUs that may leave some out."""
+    if directory is not None and selects:
+        problem = Problem(
+            where="--from-status",
+            found="it with an option that may leave GPUs out",
+            expected="a plan of all ranks of the run",
+            remedy="Leave out --may-leave-out, --objective and --budget.",
+        )
+        raise CommandError("the command cannot be run", [problem])
+
+
+def observed_run(
+    directory: Path,
+    cluster_data: bytes,
+    workload: Workload,
+    profiles: Sequence[Path],
+    *,
+    margin: float,
+    source: str,
+) -> ObservedRun:
+    """Compare a run with its cluster file (`source`) and profiles. Raises ZorseError."""
+    from zorse_megatron.planner.evaluate.simulate_plan import planned_micro_batch_times
+
+    cluster = parse_cluster(cluster_data, source=source)
+    status, plan = _read(directory)
+    name = str(directory / RUNNING_PLAN_NAME)
+    problems = [*cluster_problems(plan, cluster, name), *workload_problems(plan, workload, name)]
+    if problems:
+        raise CommandError(f"the run in {directory} is of something else", problems)
+    costs = costs_on(plan, cluster, workload, profiles, margin=margin)
+    # Not the times that the plan predicts: those may be of corrected speeds already.
+    expected_s = planned_micro_batch_times(costs.inputs, plan)
+    speeds = with_own_speeds(
+        cluster_data,
+        costs.profile,
+        [
+            GpuSpeed(factor=each.micro_batch_s / expected, noise=each.noise or 0.0)
+            if each.micro_batch_s and expected
+            else None
+            for each, expected in zip(status.ranks, expected_s, strict=True)
+        ],
+        origin=f"Scaled by iteration {status.iteration} of a run of plan {status.plan}.",
+        source=source,
+    )
+    corrected = parse_cluster(speeds.cluster.encode(), source=source)
+    known = () if speeds.profile is None else (speeds.profile,)
+    return ObservedRun(
+        directory=directory,
+        status=status,
+        plan=plan,
+        cluster=cluster,
+        speeds=speeds,
+        costs=costs_on(plan, corrected, workload, known, margin=margin),
+    )
+
+
+def _read(directory: Path) -> tuple[Status, Plan]:
+    """The status, and the plan that it is of with its present counts. Raises ZorseError."""
+    status, plan = load_status(directory), load_plan(directory / RUNNING_PLAN_NAME)
+    ranks = [(rank, *plan.replica_of_rank(rank)) for rank in range(plan.world_size)]
+    if fingerprint(plan) != status.plan or ranks != [
+        (each.rank, each.group, each.replica) for each in status.ranks
+    ]:
+        problem = Problem(
+            where=str(directory),
+            found=f"plan {fingerprint(plan)} of {plan.world_size} ranks, beside the status of plan "
+            f"{status.plan} with {len(status.ranks)}",
+            expected="both of one plan",
+            remedy="Try again: the run is about to change its plan.",
+        )
+        raise CommandError("the run's speeds cannot be read", [problem])
+    counts = [[0] * len(group.replicas) for group in plan.groups]
+    for each in status.ranks:
+        counts[each.group][each.replica] = each.num_microbatches
+    return status, with_counts(plan, tuple(map(tuple, counts)))

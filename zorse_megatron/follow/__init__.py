@@ -1,1 +1,0 @@
-"""A run that follows its cluster: when what its GPUs take has changed, to which plan it moves."""
