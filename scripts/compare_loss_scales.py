@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from zorse_megatron.demo.jobs import DemoJob, run_job
-from zorse_megatron.demo.quiet import quiet_imports
+from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
+from zorse_megatron.emulate.forks.fork_client import output_of
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schema.plan.plan_json import save_plan
@@ -131,8 +131,8 @@ def name_of(iterations: int, batch: int, precision: str, contestant: str) -> str
 def run_all(results: Results, options: argparse.Namespace, batch: int, work: Path) -> None:
     """Run what the results lack of one size."""
     iterations = options.iterations
-    with quiet_imports():
-        from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
+    from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
+    from zorse_megatron.adapter.data.library_corpus import write_corpus
 
     corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
     save_plan(plan_of(batch), work / "plan.json")
@@ -142,19 +142,20 @@ def run_all(results: Results, options: argparse.Namespace, batch: int, work: Pat
             if name in results.found:
                 continue
             planned = ("--zorse-plan", str(work / "plan.json")) if contestant == "plan" else ()
-            job = DemoJob(
+            job = RankJob(
                 name=f"job-{len(results.found)}",
-                num_ranks=CONTESTANTS[contestant],
+                world_size=CONTESTANTS[contestant],
                 arguments=(
                     *flags_of(corpus.prefix, tokenizer_flags(), iterations, batch, contestant),
                     *PRECISIONS[precision],
                     *planned,
                 ),
                 directory=work,
-                time_limit_s=TIME_LIMIT_S,
+                limit_s=TIME_LIMIT_S,
             )
-            run_job(job, lambda _: None)
-            results.add(name, outcome_of(job.log.read_text(encoding="utf-8", errors="replace")))
+            with runner_here(has_gpu=False) as runner:
+                runner.run(job)
+            results.add(name, outcome_of(output_of(work, job.world_size - 1)))  # the last one logs
             print(name, file=sys.stderr, flush=True)
 
 
@@ -164,7 +165,8 @@ def table(found: Mapping[str, Any], options: argparse.Namespace, batch: int) -> 
     lines = [
         f"{iterations} steps of {batch * SEQ_LENGTH:,} tokens:",
         "",
-        "| Type | Job | Skipped steps | Loss scale at the end | Final loss | Largest distance |",
+        "| Type | Job, on CPU | Skipped steps | Loss scale at the end | Final loss | "
+        "Largest distance |",
         "|---|---|---|---|---|---|",
     ]
     for precision in options.precision:

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
-from zorse_megatron.demo.quiet import quiet_imports
+from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
+from zorse_megatron.doctor.workshop import read_metrics
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schema.plan.plan_json import save_plan
@@ -98,19 +98,18 @@ def final_loss(name: str, number: int, flags: list[str], work: Path) -> float:
         path = work / f"plan-{number}.json"
         save_plan(plan, path)
         own += ["--zorse-plan", str(path)]
-    job = DemoJob(
+    metrics = work / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    job = RankJob(
         name=f"job-{number}",
-        num_ranks=1 if plan is None else plan.world_size,
-        arguments=(*flags, *own),
+        arguments=(*flags, *own, "--zorse-metrics", str(metrics)),
+        world_size=1 if plan is None else plan.world_size,
         directory=work,
-        time_limit_s=TIME_LIMIT_S,
+        limit_s=TIME_LIMIT_S,
     )
-    losses: dict[int, float] = {}
-
-    def note(progress: DemoProgress) -> None:
-        losses[progress.iteration] = progress.loss
-
-    run_job(job, note)
+    with runner_here(has_gpu=False) as runner:
+        runner.run(job)
+    losses = read_metrics(metrics).losses
     last = sorted(losses)[-max(1, len(losses) // 10) :]
     return mean(losses[iteration] for iteration in last)
 
@@ -151,8 +150,8 @@ class Results:
 
 def run_all(results: Results, num_seeds: int, work: Path) -> None:
     """Run what the results lack."""
-    with quiet_imports():
-        from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
+    from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
+    from zorse_megatron.adapter.data.library_corpus import write_corpus
 
     corpus = write_corpus(work / "corpus" / "text", max_bytes=CORPUS_BYTES)
     for seed in range(1, num_seeds + 1):
@@ -170,7 +169,7 @@ def table(found: dict[str, dict[str, float]], num_seeds: int) -> str:
     stock = [found[STOCK][seed] for seed in seeds]
     headings = "".join(f" seed {seed} |" for seed in seeds)
     lines = [
-        f"| job |{headings} mean | largest distance |",
+        f"| job, on CPU |{headings} mean | largest distance |",
         "|---|" + "---|" * (num_seeds + 2),
     ]
     for name, by_seed in found.items():

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
-from zorse_megatron.demo.jobs import DemoJob, run_job
-from zorse_megatron.demo.quiet import quiet_imports
+from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
 from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
@@ -167,10 +166,15 @@ def measure(plan: Plan, work: Path, corpus: Path, tokenizer: list[str]) -> list[
     }
     words = [str(word) for pair in flags.items() for word in pair]
     words += ["--untie-embeddings-and-output-weights", *tokenizer]
-    run_job(
-        DemoJob(name="ledger", num_ranks=plan.world_size, arguments=tuple(words), directory=work),
-        lambda _progress: None,
+    job = RankJob(
+        name="ledger",
+        arguments=tuple(words),
+        world_size=plan.world_size,
+        directory=work,
+        limit_s=420.0,
     )
+    with runner_here(has_gpu=False) as runner:
+        runner.run(job)
     ledgers = [work / f"memory-rank{rank}.json" for rank in range(plan.world_size)]
     peaks = [json.loads(path.read_text())["peaks"] for path in ledgers]
     return [peak["parameters and gradients"]["num_bytes"] for peak in peaks]
@@ -215,8 +219,9 @@ def all_rows(options: argparse.Namespace, work: Path) -> list[Row]:
     )
     corpus, tokenizer = None, []
     if options.measure:
-        with quiet_imports():
-            from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
+        from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
+        from zorse_megatron.adapter.data.library_corpus import write_corpus
+
         corpus = write_corpus(work / "corpus" / "text", max_bytes=400_000).prefix
         tokenizer = tokenizer_flags()
     rows = []

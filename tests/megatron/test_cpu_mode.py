@@ -1,6 +1,6 @@
 """CPU mode: what it replaces, what it leaves alone, and when it refuses.
 
-That of several ranks only rank 0 says so is seen in `test_demo`.
+That of several ranks only rank 0 says so is seen in `test_tutorial`.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
 """Stock Megatron trains on a CPU: every precision, layouts, saving and resuming.
 
-`test_demo` trains it under a real torchrun.
+`test_tutorial` trains under a real torchrun.
 """
 
 import functools

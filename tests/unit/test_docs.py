@@ -19,7 +19,7 @@ from zorse_megatron.adapter.cpu.cpu_flags import _REFUSED
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.doctor.small_gpt import uneven_plan
 from zorse_megatron.pretrain_command import split_command
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
@@ -31,7 +31,7 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md"))
 )
 # Files of other projects, and those that a user or the demo makes.
-NOT_OURS = {"plan.json", "next.json", "profile.json", "trace.json", "pretrain_gpt.py", "demo.json"}
+NOT_OURS = {"plan.json", "next.json", "profile.json", "trace.json", "pretrain_gpt.py"}
 NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
 NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
@@ -288,8 +288,8 @@ def test_links_are_named_as_shown():
     assert listed == set(names.split())
 
 
-def test_the_actions_of_the_demo_are_as_shown():
-    assert f"```\n{lower_plan(demo_plan())}\n```" in text_of("docs/how-it-works.md")
+def test_the_actions_of_a_plan_are_as_shown():
+    assert f"```\n{lower_plan(uneven_plan())}\n```" in text_of("docs/how-it-works.md")
 
 
 def test_messages_are_those_of_the_code():

@@ -18,7 +18,7 @@ from tests.unit.checkpoint_folders import save
 from tests.unit.test_docs import DOCUMENTS, ROOT, commands_in
 from tests.unit.test_hugging_face import LLAMA_3_2_1B
 from tests.unit.test_profile_import import LAYERS
-from zorse_megatron.demo.model import demo_plan
+from zorse_megatron.doctor.small_gpt import uneven_plan
 from zorse_megatron.schema.plan.plan_json import dump_plan
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def run_in(directory: Path, document: str) -> Iterator[str]:
     (directory / "model.yaml").write_text("preset: llama-3b\nseq_length: 512\n")
     (directory / "layers.csv").write_text(LAYERS)
     (directory / "config.json").write_text(json.dumps(LLAMA_3_2_1B))
-    (directory / "plan.json").write_text(dump_plan(demo_plan()))
+    (directory / "plan.json").write_text(dump_plan(uneven_plan()))
     shutil.copy(ROOT / "examples" / "mini-profile.json", directory / "profile.json")
     save(directory / "checkpoints", 10)
     for line in commands_in(document):

@@ -1,1 +1,1 @@
-"""The demo: real text, an uneven plan, stock Megatron next to it."""
+"""The demo: plan a small mixed cluster, and train under that plan next to stock Megatron."""

@@ -1,189 +1,200 @@
-"""`python -m zorse_megatron.demo`: stock Megatron and an uneven plan, trained side by side.
+"""`python -m zorse_megatron.demo`: plan a mixed cluster, train under the plan, compare with stock.
 
-Writes a corpus, runs both jobs one after the other, by default on the CPU, compares loss and
-gradient norm of every iteration, and leaves figures, logs and numbers in the output folder. The
-exit status is 0 if the two runs are the same, 1 if not or if a job failed.
+`zorse plan` plans a real model for the cluster. Then a GPT with as many layers, small enough for
+this machine, is trained twice: by stock Megatron in one process, and under the plan in one process
+for each of its GPUs, by default on the CPU. Loss and gradient norm of every iteration are compared.
+Figures, logs and numbers stay in the output folder. The exit status is 0 if the two runs are the
+same, 1 if not or if a job failed.
 """
 
+import dataclasses
+import os
+import shlex
 import shutil
+import subprocess
+import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from zorse_megatron.demo.devices import Device, count_gpus
-from zorse_megatron.demo.jobs import DemoJob, DemoProgress, run_job
-from zorse_megatron.demo.loss_comparison import Comparison, Run, read_run
-from zorse_megatron.demo.model import MIN_ITERATIONS, TRAIN_ITERATIONS, demo_plan, training_flags
-from zorse_megatron.demo.quiet import quiet_imports
 from zorse_megatron.demo.report import (
-    STOCK_LABEL,
     draw_loss,
     draw_timeline,
     loss_table,
-    plan_label,
-    write_json,
+    stands_for_table,
+    validation_difference,
 )
-from zorse_megatron.errors import ZorseError
+from zorse_megatron.doctor.checks.against_stock import compared
+from zorse_megatron.doctor.finding import Status
+from zorse_megatron.doctor.machine import Machine, machine_here
+from zorse_megatron.doctor.plans import EXACT, FP32_FLAGS, MAX_ABS_LOSS_DIFFERENCE
+from zorse_megatron.doctor.rank_jobs import Runner, runner_here
+from zorse_megatron.doctor.workshop import Trained, Workshop
+from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
+from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
+from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.stdout import one_line_if_not_printed
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import load_plan, save_plan
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import ClusterFingerprint, Plan
+from zorse_megatron.schema.plan.plan_json import load_plan
 
-CORPUS_BYTES = 2_000_000
-# Without a terminal there is no line to redraw: one line per this many iterations.
-TELL_EVERY = 10
+CLUSTER = """\
+name: demo
+nodes:
+  - {name: large, gpus: 1 x A100-40, nics: 50 Gb/s}
+  - {name: medium, gpus: 2 x A10G, nics: 40 Gb/s}
+  - {name: small, gpus: 2 x T4, nics: 40 Gb/s}
+"""
+MODEL, GLOBAL_BATCH_SIZE, SEQ_LENGTH = "llama-1b", 32, 1024
+ITERATIONS = 20
+TIME_LIMIT_S = 600.0
+
+
+class Device(StrEnum):
+    """Where to train."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 def main(
     output: Annotated[
-        Path,
-        typer.Option(help="Directory for figures, logs and numbers; earlier ones are replaced."),
+        Path, typer.Option(help="Directory for figures, logs and numbers; replaces earlier ones.")
     ] = Path("demo-output"),
-    iterations: Annotated[
-        int, typer.Option(min=MIN_ITERATIONS, help="Training iterations of each job.")
-    ] = TRAIN_ITERATIONS,
+    cluster: Annotated[
+        Path | None, typer.Option(help="Plan for this cluster file, in place of the demo's own.")
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=4, help="Iterations of each job.")] = ITERATIONS,
     device: Annotated[
         Device, typer.Option(help="Where to train; with fewer GPUs than ranks, they share them.")
     ] = Device.CPU,
-    plan: Annotated[
-        Path | None,
-        typer.Option(help="Plan for the demo's model, such as an edited plan.json of a demo."),
-    ] = None,
 ) -> None:
-    """Train with stock Megatron and under an uneven plan, and compare."""
+    """Plan a mixed cluster, train under the plan and with stock Megatron, and compare."""
     console = Console(highlight=False)
     started_s = time.monotonic()
     try:
         refuse_without("train", "plots", what="the demo")
-        wanted = demo_plan() if plan is None else load_plan(plan)
-        _demo(output.resolve(), console, iterations, device, wanted)
+        if device == Device.CPU:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        _demo(output, cluster, iterations, device, console)
     except ZorseError as error:
         console.print(str(error), style="bold red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    console.print(f"Done in {time.monotonic() - started_s:.0f} s.")
-
-
-def _demo(output: Path, console: Console, num_iterations: int, device: Device, plan: Plan) -> None:
-    num_gpus = 0 if device == Device.CPU else count_gpus()
-    _empty(output)
-    plan_path = output / "plan.json"
-    save_plan(plan, plan_path)
-    flags = _flags(output, console, num_iterations)
-    if num_gpus:  # Transformer Engine rounds the products of fp32 to tf32
-        flags += ["--transformer-impl", "local"]
-    traces = output / "traces"
-    jobs = {
-        "stock": _job(output, "stock", 1, flags, num_gpus),
-        "plan": _job(
-            output,
-            "plan",
-            plan.world_size,
-            [*flags, "--zorse-plan", str(plan_path), "--zorse-trace", str(traces)],
-            num_gpus,
-        ),
-    }
-    console.print(f"two jobs, one after the other: {STOCK_LABEL}; {plan_label(plan)}")
-    durations_s = {name: _run(job, console) for name, job in jobs.items()}
-    comparison = Comparison(
-        stock=_read(output, jobs["stock"], num_iterations),
-        plan=_read(output, jobs["plan"], num_iterations),
+    console.print(f"Done in {time.monotonic() - started_s:.0f} s. Next, your own cluster: describe "
+                  "it (docs/cluster-file.md), and plan your training command for it:")  # fmt: skip
+    _print_command(
+        console, "zorse plan --cluster cluster.yaml --out plan.json -- pretrain_gpt.py YOUR_FLAGS"
     )
-    _report(output, console, comparison, plan, durations_s)
-    comparison.check()
+
+
+def _demo(
+    output: Path, cluster: Path | None, iterations: int, device: Device, console: Console
+) -> None:
+    runs = output.resolve() / "runs"
+    shutil.rmtree(runs, ignore_errors=True)  # an earlier demo's, and nothing else
+    runs.mkdir(parents=True)
+    if cluster is None:
+        cluster = output / "cluster.yaml"
+        cluster.write_text(CLUSTER, encoding="utf-8")
+    plan = _planned(cluster, output / "plan.json", console)
+    console.print(stands_for_table(plan))
+    with runner_here(has_gpu=device == Device.CUDA) as runner:
+        machine = machine_here(runner, runs)
+        if device == Device.CUDA and not machine.has_gpu:
+            raise ZorseError("The demo cannot run there", [_NO_GPU])
+        stock, under_plan = _trained(runs, plan, iterations, machine, runner, console)
+    console.print(loss_table(stock, under_plan))
+    written = [draw_loss(output / "loss.png", stock, under_plan),
+               draw_timeline(output / "timeline.png", plan, runs / "traces")]  # fmt: skip
+    console.print(f"written: {', '.join(map(str, written))}; logs and numbers: {output / 'runs'}")
+    found, validation = compared(under_plan, stock, EXACT), validation_difference(stock, under_plan)
+    if found.status is Status.FAIL or not validation <= MAX_ABS_LOSS_DIFFERENCE:
+        raise ZorseError("The two runs differ", [_difference(found.said, validation, runs)])
     console.print(
-        f"The two runs are the same: over {num_iterations} iterations the losses differ by at "
-        f"most {comparison.max_abs_loss_difference:.1e}, the gradient norms by at most "
-        f"{comparison.max_relative_grad_norm_difference:.1e} of their size, the validation losses "
-        f"by at most {comparison.max_abs_validation_difference:.1e}.",
+        f"The two runs are the same. {found.said}, validation losses by {validation:.1e}.",
         style="bold green",
     )
 
 
-def _empty(output: Path) -> None:
-    """Make the folder, and remove what an earlier demo left there and nothing else."""
-    output.mkdir(parents=True, exist_ok=True)
-    for name in ("corpus", "traces"):
-        shutil.rmtree(output / name, ignore_errors=True)
-    for pattern in ("*.metrics.jsonl", "*.log", "*.png", "demo.json"):
-        for file in output.glob(pattern):
-            file.unlink()
+def _planned(cluster: Path, path: Path, console: Console) -> Plan:
+    """Run `zorse plan`, as a user would."""
+    options = {
+        "--cluster": cluster,
+        "--model": MODEL,
+        "--global-batch-size": GLOBAL_BATCH_SIZE,
+        "--seq-length": SEQ_LENGTH,
+        "--out": path,
+    }
+    words = ["plan", *(str(word) for option in options.items() for word in option)]
+    _print_command(console, shlex.join(["zorse", *words]))
+    done = subprocess.run([sys.executable, "-m", "zorse_megatron", *words], check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    return load_plan(path)
 
 
-def _flags(output: Path, console: Console, num_iterations: int) -> list[str]:
-    with console.status("writing the corpus ..."), quiet_imports():
-        # Imports Megatron, which takes seconds.
-        from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
-
-        corpus = write_corpus(output / "corpus" / "text", max_bytes=CORPUS_BYTES)
-    console.print(
-        f"corpus: {corpus.num_documents} files of Python's standard library, "
-        f"{corpus.num_tokens / 1e6:.1f} million byte tokens"
-    )
-    return training_flags(corpus.prefix, tokenizer=tokenizer_flags(), num_iterations=num_iterations)
-
-
-def _metrics(output: Path, name: str) -> Path:
-    return output / f"{name}.metrics.jsonl"
-
-
-def _read(output: Path, job: DemoJob, num_iterations: int) -> Run:
-    return read_run(_metrics(output, job.name), job.log, num_iterations=num_iterations)
-
-
-def _job(output: Path, name: str, num_ranks: int, arguments: list[str], num_gpus: int) -> DemoJob:
-    metrics = ("--zorse-metrics", str(_metrics(output, name)))
-    return DemoJob(
-        name=name,
-        num_ranks=num_ranks,
-        arguments=(*arguments, *metrics),
-        directory=output,
-        on_gpu=num_gpus > 0,
-        shares_gpus=0 < num_gpus < num_ranks,
+def _trained(  # noqa: PLR0917
+    runs: Path, plan: Plan, iterations: int, machine: Machine, runner: Runner, console: Console
+) -> tuple[Trained, Trained]:
+    """Train the small model with stock and under the plan."""
+    shape = TinyShape.of(MODELS[MODEL], [plan])
+    small = dataclasses.replace(shape.plan(plan), cluster=ClusterFingerprint())
+    training = TinyTraining(
+        model=MODELS[MODEL],
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        iterations=iterations,
+        shape=shape,
     )
 
+    def flags(prefix: Path, tokenizer: list[str]) -> list[str]:
+        data = ["--data-path", str(prefix), "--split", "90,10,0", *tokenizer]
+        # Two batches, as an evaluation of stock's hundred takes longer than the training.
+        evaluation = ["--eval-iters", "2", "--eval-interval", str(iterations // 2)]
+        # Initial weights depend on the size of micro-batches; log and loaders are stock's default.
+        usual = ["--micro-batch-size", "4", "--log-interval", "1", "--num-workers", "2"]
+        return [*training_flags(training, data), *usual, *evaluation]
 
-def _run(job: DemoJob, console: Console) -> float:
-    with console.status(f"{job.name}: starting ...") as status:
-
-        def tell(progress: DemoProgress) -> None:
-            line = (
-                f"{job.name}: iteration {progress.iteration}/{progress.num_iterations}, "
-                f"loss {progress.loss:.4f}"
-            )
-            status.update(line)
-            if not console.is_terminal and progress.iteration % TELL_EVERY == 0:
-                console.print(line)
-
-        duration_s = run_job(job, tell)
-    console.print(
-        f"{job.name}: done in {duration_s:.0f} s, start-up included; log: {_short(job.log)}"
+    workshop = Workshop(
+        machine=machine, runner=runner, directory=runs, ends_s=time.monotonic() + TIME_LIMIT_S
     )
-    return duration_s
+    found = []
+    for name, of_job, more in (
+        ("stock", None, ()),
+        ("plan", small, ("--zorse-trace", str(runs / "traces"))),
+    ):
+        started_s = time.monotonic()
+        ranks = 1 if of_job is None else of_job.world_size
+        with console.status(f"{name}: training {iterations} iterations, {ranks} processes ..."):
+            found.append(workshop.trained(name, of_job, (*FP32_FLAGS, *more), base=flags))
+        console.print(f"{name}: {iterations} iterations in {time.monotonic() - started_s:.0f} s")
+    return found[0], found[1]
 
 
-def _report(
-    output: Path,
-    console: Console,
-    comparison: Comparison,
-    plan: Plan,
-    durations_s: dict[str, float],
-) -> None:
-    console.print(loss_table(comparison))
-    written = [
-        write_json(output / "demo.json", comparison, plan, durations_s=durations_s),
-        draw_loss(output / "loss.png", comparison, plan),
-        draw_timeline(output / "timeline.png", output / "traces", plan),
-    ]
-    console.print("written: " + ", ".join(map(_short, written)))
+def _print_command(console: Console, command: str) -> None:
+    console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
 
 
-def _short(path: Path) -> str:
-    """The path from here if it is below, else in full."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+def _difference(said: str, validation: float, runs: Path) -> Problem:
+    return Problem(
+        where=str(runs),
+        found=f"{said}; validation losses differ by {validation:.1e}",
+        expected=f"differences within rounding, of losses at most {MAX_ABS_LOSS_DIFFERENCE:.0e}",
+        remedy="The plan did not train as one process does: please report it, with that folder.",
+    )
 
+
+_NO_GPU = Problem(
+    where="--device",
+    found="cuda, while torch sees no GPU",
+    expected="a GPU",
+    remedy="Leave it out to train on the CPU, or check nvidia-smi and "
+    "`python -c 'import torch; print(torch.version.cuda)'`.",
+)
 
 if __name__ == "__main__":
     with one_line_if_not_printed():

@@ -3,11 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from zorse_megatron.demo.loss_comparison import (
-    MAX_ABS_LOSS_DIFFERENCE,
-    MAX_RELATIVE_GRAD_NORM_DIFFERENCE,
-)
-from zorse_megatron.demo.model import GLOBAL_BATCH_SIZE, NUM_LAYERS, demo_plan
+from zorse_megatron.doctor.small_gpt import GLOBAL_BATCH_SIZE, NUM_LAYERS, uneven_plan
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     Group,
@@ -23,6 +19,11 @@ FP32_FLAGS = ("--transformer-impl", "local")
 # So low that no step is skipped.
 SIXTEEN_BIT_FLAGS = ("--bf16", "--initial-loss-scale", "16", "--transformer-impl", "local")
 BF16_ROUNDING = 2**-8
+MAX_ABS_LOSS_DIFFERENCE = 2e-5
+"""fp32 sums in another order move a loss of about 5 by up to 1e-6 an iteration (measured between
+stock's own layouts: 9.5e-7 over 20 iterations); a wrong scale or a lost sample moves it by 1e-3 or
+more."""
+MAX_RELATIVE_GRAD_NORM_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ MIXED = _plan(
 )
 
 CASES = (
-    PlanCase(name="2|1|2", plan=demo_plan()),
+    PlanCase(name="2|1|2", plan=uneven_plan()),
     PlanCase(name="interleaved", plan=INTERLEAVED),
     PlanCase(name="breadth-first, all offloaded", plan=BREADTH_FIRST),
     PlanCase(

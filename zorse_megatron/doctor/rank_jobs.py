@@ -86,6 +86,19 @@ class ForkedRanks:
         self._client.close()
 
 
+@contextlib.contextmanager
+def runner_here(*, has_gpu: bool) -> Iterator[Runner]:
+    """The runner for this machine; what it started ends with the block."""
+    if has_gpu:
+        yield SpawnedRanks()
+        return
+    forked = ForkedRanks()
+    try:
+        yield forked
+    finally:
+        forked.close()
+
+
 def spawned_statuses(job: RankJob) -> list[int | None]:
     """Run each rank as a process; exit statuses, None of those that had to be ended."""
     until_s, port = time.monotonic() + job.limit_s, _free_port()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zorse_megatron.demo.model import training_flags
 from zorse_megatron.doctor.connection import Taken, read_taken
 from zorse_megatron.doctor.machine import Machine
 from zorse_megatron.doctor.plans import CASES
 from zorse_megatron.doctor.rank_jobs import RankJob, Runner
+from zorse_megatron.doctor.small_gpt import training_flags
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.launch.shared_gpus import SHARE_GPUS
 from zorse_megatron.schema.plan.plan import Plan
@@ -130,11 +130,11 @@ class Workshop:
         """Train, or look at what was trained under that name; stock on one rank without a plan.
 
         `base`: gets prefix and tokenizer flags of the corpus, returns the model's flags (default:
-        the demo's). Raises RankFailure.
+        the small GPT's). Raises RankFailure.
         """
         if name not in self._runs:
             try:
-                found = self._train(name, plan, flags, environment or {}, base or _demo)
+                found = self._train(name, plan, flags, environment or {}, base or _small_gpt)
             except RankFailure as failure:
                 self._runs[name] = failure  # it would fail again
                 raise
@@ -195,10 +195,8 @@ class Workshop:
         return tuple(json.loads(prefix.with_suffix(".json").read_text()))
 
 
-def _demo(prefix: Path, tokenizer: list[str]) -> list[str]:
-    """The demo's model and flags, without its evaluations."""
-    flags = training_flags(prefix, tokenizer=tokenizer, num_iterations=ITERATIONS)
-    return [*flags, "--eval-iters", "0", "--eval-interval", "1000"]
+def _small_gpt(prefix: Path, tokenizer: list[str]) -> list[str]:
+    return training_flags(prefix, tokenizer=tokenizer, num_iterations=ITERATIONS)
 
 
 def read_metrics(path: Path) -> Trained:

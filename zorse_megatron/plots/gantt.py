@@ -191,4 +191,6 @@ def _layers(held: Sequence[tuple[int, int]]) -> str:
 def _rank_label(plan: Plan, rank: int) -> str:
     group, replica = plan.replica_of_rank(rank)
     work = plan.groups[group].replicas[replica]
-    return f"rank {rank}\n{work.num_microbatches} x {work.micro_batch_size} samples"
+    kinds = plan.cluster.gpu_kinds if plan.cluster else None
+    name = f"rank {rank}" if kinds is None else f"rank {rank}: {kinds[rank]}"
+    return f"{name}\n{work.num_microbatches} x {work.micro_batch_size} samples"

@@ -1,10 +1,8 @@
 """`zorse doctor`: check on the machine at hand that plans run there as stock Megatron does."""
 
-import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +18,6 @@ from zorse_megatron.files.writable import folder_problems
 if TYPE_CHECKING:
     from zorse_megatron.doctor.check_list import Check
     from zorse_megatron.doctor.finding import CheckResult
-    from zorse_megatron.doctor.machine import Machine
-    from zorse_megatron.doctor.rank_jobs import Runner
     from zorse_megatron.doctor.report import Report
 
 _TIME_LIMIT_S = 600.0
@@ -85,7 +81,7 @@ def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Repo
     from zorse_megatron.doctor.end_on_signal import exits_on_signals
     from zorse_megatron.doctor.examine import examine
     from zorse_megatron.doctor.machine import machine_here
-    from zorse_megatron.doctor.rank_jobs import SpawnedRanks
+    from zorse_megatron.doctor.rank_jobs import SpawnedRanks, runner_here
     from zorse_megatron.doctor.report import Report
     from zorse_megatron.doctor.workshop import Workshop
 
@@ -95,23 +91,9 @@ def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Repo
 
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="zorse-doctor-") as scratch:
         machine = machine_here(SpawnedRanks(), Path(scratch))
-        with _runner(machine) as runner:
+        with runner_here(has_gpu=machine.has_gpu) as runner:
             workshop = Workshop(
                 machine=machine, runner=runner, directory=Path(scratch), ends_s=ends_s
             )
             results = examine(workshop, checks, tell)
     return Report(machine=machine, results=tuple(results), version=metadata.version(PACKAGE))
-
-
-@contextlib.contextmanager
-def _runner(machine: "Machine") -> "Iterator[Runner]":
-    from zorse_megatron.doctor.rank_jobs import ForkedRanks, SpawnedRanks
-
-    if machine.has_gpu:
-        yield SpawnedRanks()
-        return
-    forked = ForkedRanks()
-    try:
-        yield forked
-    finally:
-        forked.close()

@@ -4,7 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from zorse_megatron.demo.corpus import tokenizer_flags, write_corpus
+from zorse_megatron.adapter.data.byte_corpus import tokenizer_flags
+from zorse_megatron.adapter.data.library_corpus import write_corpus
 
 
 def main() -> None:

@@ -4,9 +4,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from zorse_megatron.adapter.data.byte_corpus import CorpusInfo, tokenizer_flags, write_byte_corpus
-
-__all__ = ["CorpusInfo", "standard_library_documents", "tokenizer_flags", "write_corpus"]
+from zorse_megatron.adapter.data.byte_corpus import CorpusInfo, write_byte_corpus
 
 # Parts that some distributions leave out or generate for the machine.
 _LEFT_OUT = frozenset({"__pycache__", "idlelib", "lib2to3", "site-packages", "test", "tests"})

@@ -1,4 +1,4 @@
-"""The demo's model, its training command, and its plan: five unequal ranks in three groups."""
+"""A small GPT, its training command, and a plan for it: five unequal ranks in three groups."""
 
 from pathlib import Path
 
@@ -17,11 +17,9 @@ HIDDEN_SIZE = 96
 NUM_HEADS = 4
 SEQ_LENGTH = 64
 GLOBAL_BATCH_SIZE = 24
-TRAIN_ITERATIONS = 40
-MIN_ITERATIONS = 4
 
 
-def demo_plan() -> Plan:
+def uneven_plan() -> Plan:
     """Groups of 2, 1 and 2 ranks; sizes, counts, layers and shards of state are all unequal."""
     return Plan(
         schema_version=1,
@@ -55,7 +53,7 @@ def _replica(rank: int, size: int, count: int, weight: float) -> Replica:
 
 
 def training_flags(corpus: Path, *, tokenizer: list[str], num_iterations: int) -> list[str]:
-    """Megatron's flags, the same for both jobs.
+    """Megatron's flags, the same with and without a plan.
 
     fp32 without dropout, so that only the order of summation may differ between the two. The
     learning rate is one at which rounding errors do not grow: at 2e-3 two of stock's own layouts
@@ -81,8 +79,8 @@ def training_flags(corpus: Path, *, tokenizer: list[str], num_iterations: int) -
         "--data-path": corpus,
         "--data-cache-path": corpus.parent / "cache",
         "--split": "90,10,0",
-        "--eval-interval": num_iterations // 2,
-        "--eval-iters": 2,
+        "--eval-iters": 0,  # what is compared are the steps
+        "--eval-interval": 1000,
         "--log-interval": 1,
         "--seed": 1234,
         "--distributed-timeout-minutes": 1,
