@@ -234,7 +234,9 @@ def main() -> None:
     layout = layout_of(args)
     with tempfile.TemporaryDirectory() as name:
         pairs = paired_steps(layout, Path(name), args.iterations, watched=args.watched)
-    print("| Stages x replicas x degree | Pairs of steps | CPU time | Main threads | Step |")
+    print(
+        "| Stages x replicas x degree, on CPU | Pairs of steps | CPU time | Main threads | Step |"
+    )
     print("|---|---|---|---|---|")
     print(row(layout, pairs))
 

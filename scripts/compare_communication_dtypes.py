@@ -40,7 +40,7 @@ def main() -> None:
         global_batch_size=BATCH,
         dtype="float16",
     )
-    print("| Plan | Gradients sent in fp32 | in bf16 | |\n|---|---|---|---|")
+    print("| Plan, emulated on CPU | Gradients sent in fp32 | in bf16 | |\n|---|---|---|---|")
     for strategy in parser.parse_args().strategies:
         plan = find_plan(inputs, strategy=strategy).plan
         wide_s, narrow_s = (both_s(each, inputs) for each in (plan, in_bf16(plan)))

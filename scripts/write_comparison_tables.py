@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION_TABLE = "| Cluster, model, batch |"
-README_TABLE = "| Cluster | Model |"
+README_TABLE = "| Cluster, emulated on CPU | Model |"
 README_SYSTEMS = ("stock, all GPUs", "stock, best GPUs", "zorse")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 

@@ -241,7 +241,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="Plans with this in their name.")
     args = parser.parse_args()
-    print("| Sets | Sequence parallel | Iteration | Simulator | Peak of ranks, GiB | Simulator |")
+    print(
+        "| Sets | Sequence parallel | Iteration, emulated on CPU | Simulator | "
+        "Peak of ranks, GiB, emulated | Simulator |"
+    )
     print("|---|---|---|---|---|---|")
     errors = []
     for row in rows(args.only):

@@ -229,7 +229,8 @@ def trials(scratch: Path, names: list[str], kills: int, seed: int) -> dict[str, 
 def table(found: Mapping[str, list[Death]]) -> list[str]:
     """A row for each phase."""
     rows = [
-        "| Killed in | Kills | Others ended after | Iterations trained again | Largest difference |"
+        "| Killed in, on CPU | Kills | Others ended after | Iterations trained again | "
+        "Largest difference |"
     ]
     rows.append("|---|---|---|---|---|")
     for name, deaths in found.items():

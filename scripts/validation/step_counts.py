@@ -50,7 +50,7 @@ def rows(stock: dict[str, float], plan: dict[str, float]) -> list[str]:
     """The table; names in the order in which they are found, the step's parts last."""
     names = sorted({**stock, **plan}, key=lambda name: name.endswith(_MAIN))
     return [
-        "| In a step of a rank | stock | plan |",
+        "| In a step of a rank, on CPU | stock | plan |",
         "|---|---|---|",
         *(
             f"| {name} | {shown(name, stock.get(name, 0))} | {shown(name, plan.get(name, 0))} |"

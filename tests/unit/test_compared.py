@@ -9,8 +9,10 @@ import re
 from functools import cache
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
+from zorse_megatron.emulate.compare.comparison import aggregate_tokens_per_s
 from zorse_megatron.planner.baselines.stock_best import framework_of, subsets
 from zorse_megatron.planner.baselines.stock_grids import grid_estimates, grids, plan_of_grid
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
@@ -111,7 +113,9 @@ def test_stock_is_the_layout_that_is_named(cluster, model, system):
 
 
 def test_readme_shows_these_rows():
-    table = README.split("| Cluster | Model |")[1].split("\n\n")[0].splitlines()[2:]
+    table = (
+        README.split("| Cluster, emulated on CPU | Model |")[1].split("\n\n")[0].splitlines()[2:]
+    )
     shown, cluster = {}, None
     for line in table:
         where, size, *systems = (cell.strip() for cell in line.strip("|").split("|"))
@@ -123,6 +127,43 @@ def test_readme_shows_these_rows():
         cells = [rows()[key][name][1] for name in ("stock, all GPUs", "stock, best GPUs", "zorse")]
         rounded = [re.sub(r"^[\d.]+(?= s$)", lambda n: f"{float(n[0]):.1f}", c) for c in cells]
         assert systems == rounded
+
+
+def test_readme_says_what_share_of_the_gpus_speed_these_plans_reach():
+    shares = []
+    for (cluster, model), (batch, tokens) in BATCHES.items():
+        inputs = inputs_of(cluster, model)
+        plan = load_plan(ROOT / "examples" / f"{cluster}-{model}-plan.json")
+        simulated = simulate_plan(inputs, plan, merge_equal_ranks=True)
+        shares.append(batch * tokens / simulated.iteration_s / aggregate_tokens_per_s(inputs))
+    said = re.search(r"These plans reach (\d+) to (\d+) % of the GPUs'", README)
+    assert [int(share) for share in said.groups()] == [
+        round(100 * share) for share in (min(shares), max(shares))
+    ]
+
+
+def test_the_picture_shows_the_first_row_and_readme_says_so():
+    """What a picture shows is in the file as text, too."""
+    (stock, ours) = (
+        PIL.Image.open(ROOT / "docs" / "images" / "compare-timeline.png")
+        .text["Description"]
+        .split("\n")
+    )
+    row = next(iter(rows().values()))
+    fastest = min(("stock, all GPUs", "stock, best GPUs"), key=lambda name: seconds(row[name]))
+    layout = row[fastest][0]
+    assert stock.startswith(f"{fastest}: {layout}") and ours.startswith("zorse: groups of ")
+    assert (
+        f"The picture is the first row: above {fastest.replace(',', ' on its')} ({layout})"
+        in README
+    )
+    cluster = load_cluster(ROOT / "examples" / "mini-b.yaml")
+    names = [f"{kind}, GPU {gpu}" for gpu, kind in enumerate(cluster.gpu_kinds)]
+    assert ours.endswith(f"({', '.join(names)})")
+
+
+def seconds(row):
+    return float(row[1].removesuffix(" s"))
 
 
 def test_readme_says_how_each_row_is_made():

@@ -168,6 +168,28 @@ def test_files_exist(document):
         assert any((place / name).is_file() for place in places), name
 
 
+TABLE = re.compile(r"^ *(\|.+\|)\n *\|[-:| ]+\|\n((?: *\|.*\|\n)+)", re.MULTILINE)
+FIGURE = re.compile(r"[-+*]*[\d,]+(\.\d+|\.?\d* ?(s|ms|%|x|[KMGT]i?B|tokens/s))(?![\w.])")
+MADE_BY = re.compile(
+    r"predicted|simulated|emulated|calculated|on (\d )?CPU|data sheet|measured by .* on GPU", re.I
+)
+# A table of figures that nobody had to run anything for.
+VERSIONS = ("docs/gpus.md", "Compute capability")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_tables_say_what_made_their_figures(document):
+    """In their headings, where at least every third cell is a figure."""
+    for headings, body in TABLE.findall(text_of(document)):
+        cells = [cell.strip() for row in body.splitlines() for cell in row.split("|")[1:-1]]
+        figures = [cell for cell in cells if FIGURE.match(cell)]
+        if (
+            3 * len(figures) >= len(cells)
+            and (document, headings.split("|")[1].strip()) != VERSIONS
+        ):
+            assert MADE_BY.search(headings), headings
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_flags_exist(document):

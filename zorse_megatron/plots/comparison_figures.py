@@ -71,7 +71,12 @@ def draw_panels(path: Path, panels: Sequence[Panel], *, title: str) -> Path:
     grid[-1, 0].set_xlabel("seconds since the iteration began")
     handles = [Patch(color=_COLOURS[kind], label=label) for kind, label in _LABELS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    return save_figure(figure, path)
+    return save_figure(figure, path, description="\n".join(_said(panel) for panel in panels))
+
+
+def _said(panel: Panel) -> str:
+    """What a panel shows, for those who cannot see it: its title and its ranks."""
+    return f"{panel.title} ({', '.join(panel.rows)})"
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:

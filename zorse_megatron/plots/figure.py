@@ -20,9 +20,10 @@ def new_figure(*, width_inches: float, height_inches: float) -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write the figure as PNG and return its path."""
+def save_figure(figure: Figure, path: Path, *, description: str | None = None) -> Path:
+    """Write the figure as PNG and return its path; `description` goes into the file as text."""
     picture = io.BytesIO()
     # No version of matplotlib in the file: equal figures are equal files.
-    figure.savefig(picture, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+    said = {"Software": None, **({"Description": description} if description else {})}
+    figure.savefig(picture, format="png", dpi=DOTS_PER_INCH, metadata=said)
     return write_bytes(path, picture.getvalue(), parents=True)

@@ -41,6 +41,8 @@ class ComparisonReport:
     results: tuple[Result, ...]
     rows: tuple[ComparisonRow, ...]
     notes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    """GPU -> its kind."""
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class ComparisonReport:
             results=tuple(results),
             rows=tuple(rows_of(results, inputs)),
             notes=(*full, *(f"{name}: {test}" for test, name in tests.items()), *notes),
+            kinds=inputs.kinds,
         )
 
     def table(self) -> list[tuple[str, ...]]:
@@ -67,7 +70,7 @@ class ComparisonReport:
         write_text(values, json.dumps(as_json(self.rows), indent=2) + "\n", parents=True)
         pictures = [draw_bars(bars, self._bars(), title=self.title)]
         if panels := self._panels():
-            title = "One iteration, on one scale"
+            title = "One iteration of an emulated cluster, on one scale"
             pictures.append(draw_panels(timeline, panels, title=title))
         write_text(page, self._page(pictures))
         return [values, *pictures, page]
@@ -89,7 +92,7 @@ class ComparisonReport:
         stock = [r for r in ran if r.compared.name.startswith("stock")]
         ours = [r for r in ran if r.compared.name == OURS]
         shown = [min(stock, key=_iteration_s)] if stock else []
-        return [_panel(result) for result in (*shown, *ours)]
+        return [_panel(result, self.kinds) for result in (*shown, *ours)]
 
     def _page(self, pictures: Sequence[Path]) -> str:
         head = "".join(f"<th>{html.escape(each)}</th>" for each in HEADINGS)
@@ -116,12 +119,12 @@ def _iteration_s(result: Result) -> float:
     return result.run.iteration_s
 
 
-def _panel(result: Result) -> Panel:
+def _panel(result: Result, kinds: Sequence[str]) -> Panel:
     run = result.run
     assert run is not None
     return Panel(
         title=f"{result.compared.name}: {result.compared.layout}",
-        rows=[f"GPU {gpu}" for gpu in run.system.gpus],
+        rows=[f"{kinds[gpu]}, GPU {gpu}" for gpu in run.system.gpus],
         spans=run.spans,
         start_s=sum(run.iterations_s[:-1]),
     )
