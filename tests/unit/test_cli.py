@@ -158,7 +158,6 @@ WITH_A_WORKLOAD = {
     "emulate": WORKLOAD - {"--margin"},
     # These take the training command alone, or no model.
     **{name: {"--cluster"} for name in ("launch", "replan", "join", "supervise")},
-    "follow": {"--cluster", "--profile"},
     "discover": {"--profile"},
 }
 
