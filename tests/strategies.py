@@ -28,7 +28,6 @@ from zorse_megatron.schema.plan.plan import (
     ParameterValue,
     Plan,
     Predictions,
-    RankSettings,
     Recompute,
     Replica,
     Schedule,
@@ -226,7 +225,7 @@ def _replicas(
                 micro_batch_size=size,
                 num_microbatches=samples // size,
                 shard_weight=weight,
-                **_replica_options(draw, with_options, ranks),
+                **_replica_options(draw, with_options),
             )
         )
     return tuple(replicas)
@@ -312,16 +311,11 @@ _GROUP_OPTIONS = {
 }
 
 
-def _replica_options(draw: DrawFn, with_options: bool, ranks: Sequence[int]) -> dict[str, Any]:
-    """Settings of a replica's own, and for a set offloading by rank."""
+def _replica_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:
+    """Settings of a replica's own."""
     if not with_options or not draw(_FLAG):
         return {}
-    found = {name: draw(values) for name, values in _REPLICA_OPTIONS.items()}
-    if len(ranks) > 1 and draw(_FLAG):
-        found["rank_settings"] = tuple(
-            RankSettings(offload=draw(_MEMORY_SETTINGS["offload"])) for _ in ranks
-        )
-    return found
+    return {name: draw(values) for name, values in _REPLICA_OPTIONS.items()}
 
 
 def _group_options(draw: DrawFn, with_options: bool) -> dict[str, Any]:

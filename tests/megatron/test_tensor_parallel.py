@@ -32,7 +32,7 @@ from tests.megatron.test_exactness import (
     flags_for,
 )
 from tests.megatron.test_traffic import ELEMENT_BYTES, HIDDEN, SEQUENCE, VOCABULARY
-from zorse_megatron.schema.plan.plan import Offload, Parts, Plan, RankSettings, Recompute, Replica
+from zorse_megatron.schema.plan.plan import Offload, Parts, Plan, Recompute
 from zorse_megatron.schema.plan.plan_json import save_plan
 
 UNLIKE = (set_of((0, 1), 2, 3, 2.0), replica(2, 1, 2, 1.0))
@@ -46,30 +46,19 @@ LLAMA = (
 
 
 def in_the_host(plan: Plan) -> Plan:
-    """All that may be, but on the second rank of a set."""
+    """All that may be."""
     groups = tuple(
         replace(
             group,
             recompute=Recompute(mode="full"),
             offload=Offload(activations=True, optimizer_state=True),
-            replicas=tuple(
-                replace(each, rank_settings=(RankSettings(), RankSettings(offload=Offload())))
-                if len(each.ranks) > 1
-                else each
-                for each in group.replicas
-            ),
         )
         for group in plan.groups
     )
     return replace(plan, groups=groups)
 
 
-def own_recompute(replica: Replica) -> Replica:
-    """The set, of which one rank recomputes core attention."""
-    own = (RankSettings(recompute=Recompute(mode="selective")), RankSettings())
-    return replace(replica, rank_settings=own)
-
-
+SELECTIVE = replace(set_of((0, 1), 2, 3, 2.0), recompute=Recompute(mode="selective"))
 # Plan, and flags beyond those of all runs.
 CASES: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "4, the command says 2": (
@@ -81,11 +70,11 @@ CASES: dict[str, tuple[Plan, tuple[str, ...]]] = {
         plan_of(((replica(3, 4, 2),), 2), (UNLIKE, 2)),
         (*LLAMA, *SEQUENCE_PARALLEL),
     ),
-    "2+2, overlap, sequence parallel, one rank recomputes attention": (
-        plan_of(((own_recompute(set_of((0, 1), 2, 3, 2.0)), set_of((2, 3), 1, 2, 1.0)), 4)),
+    "2+2, overlap, sequence parallel, one set recomputes attention": (
+        plan_of(((SELECTIVE, set_of((2, 3), 1, 2, 1.0)), 4)),
         (*SEQUENCE_PARALLEL, "--overlap-grad-reduce", "--ddp-num-buckets", "3"),
     ),
-    "2+1 1, chunks in turn, in the host but for one rank": (
+    "2+1 1, chunks in turn, in the host": (
         in_the_host(chunked_plan([UNLIKE, (replica(3, 4, 2),)], [(0, 1), (1, 1), (0, 1), (1, 1)])),
         UNTIED,
     ),

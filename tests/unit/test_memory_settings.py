@@ -1,4 +1,4 @@
-"""Recomputation and offloading of a replica's own, and of a rank's in a tensor-parallel set."""
+"""Recomputation and offloading of a replica's own."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from tests.unit.fake_sets import FakeSets
 from tests.unit.plan_samples import good, problems
 from tests.unit.simulation import run
 from tests.unit.test_simulate_times import one_group
@@ -18,7 +17,7 @@ from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.refusals import refuse_unlowered, refuse_unsupported
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan.memory_settings import settings_by_rank
-from zorse_megatron.schema.plan.plan import Offload, RankSettings, Recompute
+from zorse_megatron.schema.plan.plan import Offload, Recompute
 from zorse_megatron.simulate.host_memory import host_bytes
 
 FULL, SELECTIVE = Recompute(mode="full"), Recompute(mode="selective")
@@ -41,25 +40,14 @@ def told(plan, *own, **of_group):
     return dataclasses.replace(plan, groups=(group,))
 
 
-def in_sets(plan, *rank_settings):
-    """Each replica of a plan of one group as a set of two ranks, whose ranks differ."""
-    (group,) = plan.groups
-    replicas = tuple(
-        dataclasses.replace(replica, ranks=(2 * at, 2 * at + 1), rank_settings=own)
-        for at, (replica, own) in enumerate(zip(group.replicas, rank_settings, strict=True))
-    )
-    return dataclasses.replace(plan, groups=(dataclasses.replace(group, replicas=replicas),))
-
-
-def test_a_replica_overrides_its_group_and_a_rank_its_replica():
+def test_a_replica_overrides_its_group():
     plan = one_group((1, 1), (1, 1))
-    plan = in_sets(plan, (RankSettings(), RankSettings(offload=Offload())), None)
     plan = told(
         plan, {"recompute": SELECTIVE}, {"offload": Offload()}, recompute=FULL, offload=STATE
     )
     found = settings_by_rank(plan)
-    assert [found[rank].recompute for rank in range(4)] == [SELECTIVE, SELECTIVE, FULL, FULL]
-    assert [found[rank].offload.optimizer_state for rank in range(4)] == [True, False, False, False]
+    assert [found[rank].recompute for rank in range(2)] == [SELECTIVE, FULL]
+    assert [found[rank].offload for rank in range(2)] == [STATE, Offload()]
 
 
 # Rules.
@@ -71,53 +59,6 @@ def test_number_of_recomputed_layers_needs_mode_full_in_a_replica_too():
     assert only_problem(plan).where == ("plan.json: groups[0].replicas[1].recompute.num_layers")
     plan["groups"][0]["replicas"][1]["recompute"]["mode"] = "full"
     assert problems(plan) == ()
-
-
-def one_set(**replica):
-    plan = good()
-    plan["groups"] = [
-        {
-            "replicas": [
-                {
-                    "ranks": [0, 1],
-                    "micro_batch_size": 4,
-                    "num_microbatches": 6,
-                    "shard_weight": 1,
-                    **replica,
-                }
-            ]
-        }
-    ]
-    plan["chunks"] = [{"group": 0, "layers": [0, plan["model"]["num_layers"]]}]
-    plan.pop("cluster", None)
-    return plan
-
-
-def test_rank_settings_have_an_entry_for_each_rank():
-    problem = only_problem(one_set(rank_settings=[{}]))
-    assert problem.where == "plan.json: groups[0].replicas[0].rank_settings"
-    assert (problem.found, problem.expected) == ("1 entries", "2, one per rank of the replica")
-
-
-@pytest.mark.parametrize(
-    ("of_set", "first", "second", "said"),
-    [
-        (None, {"mode": "full"}, None, "full, as the training command"),
-        ({"mode": "full"}, {"mode": "none"}, None, "none, full"),
-        ({"mode": "full"}, {"mode": "full", "num_layers": 2}, None, "full 2, full"),
-        ({"mode": "none"}, {"mode": "selective"}, None, None),
-        ({"mode": "full"}, {"mode": "full"}, None, None),
-    ],
-)
-def test_whole_layers_are_recomputed_by_all_ranks_of_a_set_or_none(of_set, first, second, said):
-    own = [{"recompute": each} if each else {} for each in (first, second)]
-    plan = one_set(recompute=of_set, rank_settings=own)
-    if said is None:
-        assert problems(plan) == ()
-    else:
-        problem = only_problem(plan)
-        assert problem.where == "plan.json: groups[0].replicas[0].rank_settings"
-        assert f"({said})" in problem.found
 
 
 def test_what_is_refused_names_the_place_that_says_it():
@@ -216,19 +157,6 @@ def test_each_replica_offloads_its_own():
         assert mixed.memory[rank].total_bytes == alone.memory[rank].total_bytes
     assert host_bytes(mixed, 0)
     assert not host_bytes(mixed, 1)
-
-
-def test_ranks_of_a_set_keep_and_offload_their_own():
-    sets = FakeSets(forward_s=1.0)
-    plan = in_sets(
-        one_group((1, 2), (1, 2), layers=2),
-        (RankSettings(offload=STATE), RankSettings()),
-        None,
-    )
-    result = run(plan, **sets.alone(), sets=sets)
-    assert [bool(host_bytes(result, rank)) for rank in range(4)] == [True, False, False, False]
-    totals = [result.memory[rank].total_bytes for rank in range(4)]
-    assert totals[0] < totals[1] == totals[2] == totals[3]
 
 
 def test_replicas_of_other_settings_are_simulated_apart():

@@ -151,22 +151,26 @@ def test_unknown_key_like_no_other():
     assert problem.remedy.startswith("Remove it.")
 
 
+def test_a_removed_key_names_the_way_now():
+    replica = ["groups", 0, "replicas", 0]
+    problem = only_problem(spoil([*replica, "rank_settings"], [{"offload": {}}]))
+    assert problem.where == "plan.json: groups[0].replicas[0]"
+    assert problem.found == 'unknown key "rank_settings"'
+    assert "say recompute and offload in the replica" in problem.remedy
+
+
 def _objects():
     """One unknown key in every kind of object that a plan has."""
     optional = {
         "groups[0].recompute": (["groups", 0, "recompute"], {"mode": "full"}),
         "groups[0].offload": (["groups", 0, "offload"], {}),
         "groups[0].replicas[1].parts": (["groups", 0, "replicas", 1, "parts"], {}),
-        "groups[0].replicas[1].rank_settings[0]": (
-            ["groups", 0, "replicas", 1, "rank_settings"],
-            [{"qqq": 1}],
-        ),
         "chunks[0].hop": (["chunks", 0, "hop"], {"latency": 0, "load": 0}),
         "cluster": (["cluster"], {}),
         "predictions": (["predictions"], {}),
     }
     for where, (path, value) in optional.items():
-        yield where, spoil(path, value if isinstance(value, list) else {**value, "qqq": 1})
+        yield where, spoil(path, {**value, "qqq": 1})
     present = {
         "top level": [],
         "model": ["model"],

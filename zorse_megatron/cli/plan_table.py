@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zorse_megatron.cli.console import print_table
-from zorse_megatron.schema.plan.memory_settings import MemorySettings, settings_in
+from zorse_megatron.schema.plan.memory_settings import settings_in
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica
 from zorse_megatron.schema.plan.plan_json import fingerprint
 from zorse_megatron.schema.plan.spans import spans_of, spell
@@ -93,8 +93,7 @@ def _table(plan: Plan) -> Table:
 def _look(group: Group, replica: Replica, kinds: Sequence[str] | None) -> tuple[Hashable, ...]:
     """What replicas of one row have in common."""
     work = (replica.micro_batch_size, replica.num_microbatches, replica.shard_weight)
-    settings = tuple(settings_in(group, replica, at) for at in range(len(replica.ranks)))
-    return *work, settings, _kinds_of(replica, kinds)
+    return *work, settings_in(group, replica), _kinds_of(replica, kinds)
 
 
 def _saved_by_runs(group: Group, runs: Sequence[Sequence[Replica]]) -> list[list[str]]:
@@ -111,15 +110,7 @@ def _kinds_of(replica: Replica, kinds: Sequence[str] | None) -> str:
 
 def memory_saved_by(group: Group, replica: Replica) -> str:
     """Recomputation and offload of a replica of the group; empty where there is none."""
-    said = [_saved_by(settings_in(group, replica, at)) for at in range(len(replica.ranks))]
-    if len(set(said)) == 1:
-        return said[0]
-    rows = zip(replica.ranks, said, strict=True)
-    return "; ".join(f"rank {rank}: {each or 'nothing'}" for rank, each in rows)
-
-
-def _saved_by(settings: MemorySettings) -> str:
-    said = []
+    settings, said = settings_in(group, replica), []
     recompute = settings.recompute
     if recompute is not None and recompute.mode != "none":
         some = f" of {number_of(recompute.num_layers, 'layer')}" if recompute.num_layers else ""

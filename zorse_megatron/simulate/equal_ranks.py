@@ -140,7 +140,7 @@ def _is_even(group: Group, offloads: Sequence[frozenset[int]]) -> bool:
     `offloads`: ranks that offload parameters, and gradients.
     """
     of_group = {
-        (len(replica.ranks), *(rank in ranks for ranks in offloads for rank in replica.ranks))
+        (len(replica.ranks), *(replica.ranks[0] in ranks for ranks in offloads))
         for replica in group.replicas
     }
     work = {(replica.num_microbatches, replica.micro_batch_size) for replica in group.replicas}
@@ -234,7 +234,6 @@ class Copies:
                     group.replicas[member],
                     ranks=(first + index,),
                     shard_weight=1.0,
-                    rank_settings=None,
                 )
                 for index, member in enumerate(self._in_group(number, 0))
             )

@@ -37,10 +37,6 @@ class RankSets:
                 raise SimulationError(
                     f"{where} has unequal parts; expected equal ones where one rank stands for all"
                 )
-            if size > 1 and replica.rank_settings is not None:
-                raise SimulationError(
-                    f"{where} has rank_settings; expected none where one rank stands for all"
-                )
             if replica.ranks != tuple(range(first, first + size)) or first % size:
                 raise SimulationError(
                     f"{where} has ranks {replica.ranks}; expected {size} ranks in a row that start "

@@ -77,16 +77,6 @@ class Offload:
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
-class RankSettings:
-    """What one rank of a tensor-parallel set does differently from its replica."""
-
-    recompute: Recompute | None = None
-    """Activation recomputation of this rank; absent: as its replica."""
-    offload: Offload | None = None
-    """Offloading of this rank to host memory; absent: as its replica."""
-
-
-@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class Replica:
     """One data-parallel member of a group, and its share of the work and of the state."""
 
@@ -106,8 +96,6 @@ class Replica:
     """Activation recomputation of this replica; absent: as its group."""
     offload: Offload | None = None
     """Offloading of this replica to host memory; absent: as its group."""
-    rank_settings: tuple[RankSettings, ...] | None = None
-    """Where ranks of a tensor-parallel set differ, one entry per rank; absent: nowhere."""
 
     @property
     def num_samples(self) -> int:

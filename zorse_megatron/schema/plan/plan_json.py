@@ -13,8 +13,17 @@ from zorse_megatron.schema.text.json_text import layout, read_json
 from zorse_megatron.schema.text.strict import built, check_version, plain, read_file
 
 SCHEMA_VERSION = 1
+_REMOVED = {
+    "rank_settings": "It was removed: say recompute and offload in the replica, for all of its "
+    "ranks, or in the group.",
+}
 PLAN_FILE = FileKind(
-    name="plan", syntax="JSON", document="docs/plan-file.md", error=PlanError, root=Plan
+    name="plan",
+    syntax="JSON",
+    document="docs/plan-file.md",
+    error=PlanError,
+    root=Plan,
+    removed=_REMOVED,
 )
 _FINGERPRINT_CHARACTERS = 16
 

@@ -12,7 +12,6 @@ from itertools import pairwise
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.plan.memory_setting_rules import memory_setting_problems
 from zorse_megatron.schema.plan.plan import Plan, Replica
 from zorse_megatron.schema.plan.region_rules import hierarchical_problems
 from zorse_megatron.schema.plan.set_rules import parts_problems
@@ -39,7 +38,7 @@ def problems_of(plan: Plan) -> tuple[Problem, ...]:
         _batch,
         _shard_weights,
         parts_problems,
-        memory_setting_problems,
+        _recomputed_layers,
         hierarchical_problems,
         _lengths,
         _extra_in_flight,
@@ -198,6 +197,20 @@ def _shard_weights(plan: Plan) -> Iterator[Problem]:
                 expected="a positive, finite sum",
                 remedy="Some replica must own the training state; use 1 for each for equal shards.",
             )
+
+
+def _recomputed_layers(plan: Plan) -> Iterator[Problem]:
+    """A number of recomputed layers needs mode full."""
+    for number, group in enumerate(plan.groups):
+        replicas = [(f".replicas[{n}]", each.recompute) for n, each in enumerate(group.replicas)]
+        for inner, recompute in [("", group.recompute), *replicas]:
+            if recompute and recompute.num_layers is not None and recompute.mode != "full":
+                yield Problem(
+                    where=f"groups[{number}]{inner}.recompute.num_layers",
+                    found=f'{recompute.num_layers} with mode "{recompute.mode}"',
+                    expected='num_layers only with mode "full"',
+                    remedy="Remove num_layers or change the mode.",
+                )
 
 
 def _lengths(plan: Plan) -> Iterator[Problem]:

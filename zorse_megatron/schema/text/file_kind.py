@@ -1,6 +1,7 @@
 """What the strict readers need to know of a kind of file: its class, its name, its document."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from zorse_megatron.errors import ZorseError
@@ -20,6 +21,8 @@ class FileKind:
     """What is raised for a file that cannot be used."""
     root: Any
     """The class of its top level."""
+    removed: Mapping[str, str] = field(default_factory=dict)
+    """Key that files may still have -> what to do now."""
 
     @property
     def with_article(self) -> str:

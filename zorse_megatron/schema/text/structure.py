@@ -109,11 +109,12 @@ def _parameter_problem(details: ErrorDetails, kind: FileKind) -> Problem:
 def _unknown_key(location: Location, kind: FileKind) -> Problem:
     key, known = str(location[-1]), _known_keys(location[:-1], kind)
     close = difflib.get_close_matches(key.lower(), known, n=1, cutoff=_LIKENESS)
+    remedy = f'Did you mean "{close[0]}"?' if close else f"Remove it. {kind.see}"
     return Problem(
         where=path_of(location[:-1]),
         found=f'unknown key "{key}"',
         expected=f"only the keys {', '.join(known)}",
-        remedy=f'Did you mean "{close[0]}"?' if close else f"Remove it. {kind.see}",
+        remedy=kind.removed.get(key, remedy),
     )
 
 
