@@ -15,7 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from scripts.flag_tables import decided_table, refused_table
+from zorse_megatron import pretrain_command
 from zorse_megatron.adapter.cpu.cpu_flags import _REFUSED
+from zorse_megatron.cli import command_group
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm
@@ -26,6 +28,7 @@ from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.topology.from_cluster import topology_of
 
 ROOT = Path(__file__).parents[2]
+REMOVED = {name.split()[-1] for name in (*command_group._REMOVED, *pretrain_command._REMOVED)}
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md"))
@@ -196,7 +199,8 @@ def test_flags_exist(document):
     for word in words_in_code(document):
         flag = word.partition("=")[0].strip(",;.")
         if re.fullmatch(r"--[a-z0-9](-?[a-z0-9]+)*", flag):
-            assert flag in our_flags() or is_flag_of_others(flag), flag
+            was_ours = document == "CHANGELOG.md" and flag in REMOVED
+            assert flag in our_flags() or was_ours or is_flag_of_others(flag), flag
 
 
 def test_a_flag_that_does_not_exist_would_be_found():
