@@ -120,6 +120,23 @@ def test_what_only_reading_finds_ends_the_job_for_good(saved: Path, tmp_path: Pa
     assert "CheckpointException" in refused(saved, tmp_path=tmp_path)
 
 
+def test_another_schedule_than_the_saved_one(saved: Path, tmp_path: Path) -> None:
+    """All that differs is told at once, and what to add; what is added decides, as in stock."""
+    more = ("--weight-decay", "0.2", "--train-iters", str(STEPS + 1), "--lr-decay-iters", "50")
+    said = refused(saved, *more, tmp_path=tmp_path)
+    (line,) = [line for line in said.splitlines() if "--override-opt-param-scheduler" in line]
+    found, _, expected = line.partition("; expected ")
+    for name, old, new in (
+        ("total number of iterations", "40", "50"),
+        ("total number of weight decay iterations", str(STEPS), str(STEPS + 1)),
+        ("start weight decay", "0.1", "0.2"),
+    ):
+        assert f"{name} {old}" in found and f"{name} {new}" in expected, line
+    assert "--use-checkpoint-opt-param-scheduler" in line and "Traceback" not in said
+    command = [*FLAGS, *more, "--load", str(saved), "--override-opt-param-scheduler"]
+    assert [step["iteration"] for step in plan_run(PLAN, command).steps] == [STEPS + 1]
+
+
 def test_a_checkpoint_that_must_be_there(tmp_path: Path) -> None:
     said = refused(tmp_path / "none", "--exit-on-missing-checkpoint", tmp_path=tmp_path)
     assert "--exit-on-missing-checkpoint" in said

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -199,6 +200,22 @@ def test_emulate_hands_on_what_is_recomputed(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     run(*BASE[:4], "--", *FLAGS, "--recompute-activations")
     assert seen == [JobRecompute(mode="selective")]
+
+
+def test_the_memory_of_a_tiny_model_is_no_zero():
+    gpu = SimpleNamespace(memory_bytes=48e9)
+    costs = SimpleNamespace(
+        cluster=SimpleNamespace(gpu_of_rank=lambda _rank: gpu),
+        inputs=SimpleNamespace(kinds=("A6000",)),
+    )
+    run = SimpleNamespace(
+        system=SimpleNamespace(gpus=(0,)),
+        peak_bytes=(23e6,),
+        iterations_s=(1.0,),
+        busy_s=lambda _rank: 0.5,
+    )
+    (cell,) = command._ranks(run, costs).columns[-1].cells
+    assert str(cell) == "21.9 MiB, 0.05 %"
 
 
 def test_a_well_known_model_has_the_plans_sequence_length():

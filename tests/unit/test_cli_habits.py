@@ -12,6 +12,7 @@ from rich.table import Table
 from typer.main import get_command
 
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+from zorse_megatron.cli import console
 from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
 from zorse_megatron.schema.text import counted
@@ -128,8 +129,9 @@ def test_no_color(monkeypatch, capsys):
     assert not re.search(r"\x1b\[[0-9;]*3\d", capsys.readouterr().out)
 
 
-def test_one_of_a_thing_has_no_s():
-    results = doctest.testmod(counted)
+@pytest.mark.parametrize("module", [console, counted])
+def test_how_numbers_read(module):
+    results = doctest.testmod(module)
     assert results.attempted and not results.failed
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import typer
+from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
 
@@ -48,10 +49,24 @@ class Refusals:
 def gib(num_bytes: float) -> str:
     """Memory for people, in the unit of drivers and figures (data sheets say GB = 10⁹ bytes).
 
-    >>> gib(48e9)
-    '44.7 GiB'
+    In a smaller unit what would be 0.0 GiB.
+
+    >>> gib(48e9), gib(48e6), gib(0)
+    ('44.7 GiB', '45.8 MiB', '0 B')
     """
+    if abs(num_bytes) < 0.05 * 2**30:
+        return ByteSize(num_bytes).human_readable(separator=" ")
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def part_of(num_bytes: float, capacity_bytes: float) -> str:
+    """Memory for people, and how much that is of what there is.
+
+    >>> part_of(24e9, 48e9), part_of(48e6, 48e9)
+    ('22.4 GiB, 50 %', '45.8 MiB, 0.1 %')
+    """
+    percent = 100 * num_bytes / capacity_bytes
+    return f"{gib(num_bytes)}, {percent:{'.0f' if percent >= 1 else '.1g'}} %"
 
 
 def print_plain(text: str, *, to_stderr: bool = False) -> None:

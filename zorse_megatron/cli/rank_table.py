@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import gib
+from zorse_megatron.cli.console import gib, part_of
 from zorse_megatron.cli.simulated import capacities_bytes
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import Plan
@@ -42,7 +42,7 @@ def rank_table(plan: Plan, result: "SimulationResult", cluster: Cluster) -> Tabl
         head = f"{number} {plan.groups[number].name or ''}".strip()
         for row in rows[:_MAX_ROWS_PER_GROUP]:
             peak, capacity = result.peak_memory_bytes[row.ranks[0]], capacities[row.ranks[0]]
-            memory = f"{gib(peak)}, {100 * peak / capacity:.0f} %"
+            memory = part_of(peak, capacity)
             cells = [head, spell(spans_of(row.ranks)), row.kind]
             cells += [f"{percent} %" for percent in _percents(result, row.ranks[0])]
             table.add_row(*map(Text, [*cells, memory]))

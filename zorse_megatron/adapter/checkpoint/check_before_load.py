@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from zorse_megatron.adapter.checkpoint.saved_schedule import same_schedule
 from zorse_megatron.adapter.checkpoint.shared_reads import gathered, on_rank_0, read_together
 from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
@@ -157,7 +158,8 @@ def check_at_a_look(load: Load) -> None:
 def _make_load(stock_load: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         try:
-            return stock_load(*args, **kwargs)
+            with same_schedule():
+                return stock_load(*args, **kwargs)
         except SystemExit as request:
             raise CheckpointError(TITLE, [_gave_up(request)]) from request
         except (Exception, CheckpointException) as error:

@@ -91,6 +91,16 @@ LOAD_CHECKPOINT = _record(
     test=f"{_DAMAGE_TEST}::test_what_only_reading_finds_ends_the_job_for_good",
     delete_when="load_checkpoint raises CheckpointingException for all that it cannot load",
 )
+CHECK_SCHEDULE = _record(
+    target="megatron.core.optimizer_param_scheduler:OptimizerParamScheduler._check_and_set",
+    parameters=("self", "cls_value", "sd_value", "name"),
+    becomes="The same while a checkpoint is loaded; values that differ are told all at once, on "
+    "one rank.",
+    why="to resume with more --train-iters ends in an assertion on every rank, which a batch "
+    "system takes to be worth another start",
+    test=f"{_DAMAGE_TEST}::test_another_schedule_than_the_saved_one",
+    delete_when="stock's assertion names --override-opt-param-scheduler, and one rank says it",
+)
 LOAD_IN_PARALLEL = _record(
     target=f"{_FULLY_PARALLEL}:FullyParallelLoadStrategyWrapper.load",
     parameters=("self", "sharded_state_dict", "checkpoint_dir", "async_strategy"),
@@ -115,6 +125,7 @@ CHECKPOINTS = (
     SAVE_SHARDS,
     SAVE_IN_PARALLEL,
     LOAD_CHECKPOINT,
+    CHECK_SCHEDULE,
     LOAD_IN_PARALLEL,
     READ_TRACKER,
 )

@@ -11,7 +11,7 @@ from rich.text import Text
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
     CommandError,
-    gib,
+    part_of,
     print_json,
     print_plain,
     print_table,
@@ -216,8 +216,8 @@ def _ranks(run: "EmulatedRun", costs: WorkloadCosts) -> Table:
     for rank, gpu in enumerate(run.system.gpus):
         peak, capacity = run.peak_bytes[rank], costs.cluster.gpu_of_rank(gpu).memory_bytes
         busy = f"{100 * run.busy_s(rank) / run.iterations_s[-1]:.0f} %"
-        memory = f"{gib(peak)}, {100 * peak / capacity:.0f} %"
-        table.add_row(*map(Text, (str(rank), costs.inputs.kinds[gpu], busy, memory)))
+        cells = str(rank), costs.inputs.kinds[gpu], busy, part_of(peak, capacity)
+        table.add_row(*map(Text, cells))
     return table
 
 

@@ -41,7 +41,7 @@ def read_file(path: str | Path, kind: FileKind, *, article: str | None = None) -
             found=said if isinstance(error, NotInputError) else f"no readable file ({said})",
             expected=f"{article or kind.with_article} file: a regular one of at most "
             f"{MAX_INPUT_BYTES / 2**20:.0f} MiB",
-            remedy="Check the path, and that every rank can read it.",
+            remedy="Check the path, and who may read it.",
         )
         raise kind.error(f"cannot read {path}", [problem]) from error
 
