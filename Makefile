@@ -35,7 +35,6 @@ $(INSTALLED): pyproject.toml
 			"make PYTHON312=/path/to/python3.12" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON312) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): some minutes the first time ..."
-	@$(BIN)/python -m pip install --quiet torch==2.13.0
 	@$(BIN)/python -m pip install --quiet --editable '.[dev,train,plots]'
 	@touch $@
 

@@ -80,6 +80,8 @@ BUILDS = (
     *_release("2.11", _WITHOUT_VOLTA, source=_matrix("2.11", 175253)),
 )
 """Of the releases that this package runs on, newest first and of each release the default first."""
+RELEASES = tuple(dict.fromkeys(build.torch for build in BUILDS))
+"""The releases, newest first; pyproject.toml asks for one of them."""
 
 
 def runs_on(archs: Collection[str], capability: Capability) -> bool:

@@ -16,6 +16,7 @@ import torch
 from zorse_megatron.adapter.cpu import cpu_device, cpu_tensors
 from zorse_megatron.adapter.cpu.cpu_flags import cpu_flags, with_cpu_flags
 from zorse_megatron.errors import Problem, SeamError
+from zorse_megatron.software.torch_builds import RELEASES
 
 __all__ = ["cpu_flags", "enable", "enabled", "needed", "with_cpu_flags"]
 
@@ -107,7 +108,7 @@ def _missing(name: str) -> Problem:
         where=name,
         found=f"no such name in torch {torch.__version__}",
         expected="a name that CPU mode replaces",
-        remedy="Install torch 2.11 to 2.13, or run on a GPU.",
+        remedy=f"Install torch {RELEASES[-1]} to {RELEASES[0]}, or run on a GPU.",
     )
 
 
