@@ -28,7 +28,7 @@ from zorse_megatron.simulate.framework import STOCK_1F1B, STOCK_INTERLEAVED, Fra
 from zorse_megatron.simulate.result import SimulationResult
 
 _GIB = 2**30
-# The closed form leaves out what layouts communicate: those so much slower may still be faster.
+# The closed form only computes; what layouts send decides what is simulated first.
 _MAY_BE_FASTER = 1.5
 # Forwards and backwards that may be simulated, on all GPUs and on all smaller sets together, and
 # the number of those.
@@ -104,24 +104,28 @@ class Stock:
         return None if self.reason else self.layout
 
 
-def stock_on_all(inputs: Inputs) -> Stock:
-    """Stock on all GPUs of the cluster."""
-    return _stock_on(inputs, tuple(range(inputs.world_size)), _MOST_COMPUTATIONS)
+def stock_on_all(inputs: Inputs, *, most_computations: int = _MOST_COMPUTATIONS) -> Stock:
+    """Stock on all GPUs of the cluster.
+
+    `most_computations`: forwards and backwards after which no further layout is simulated.
+    """
+    return _stock_on(inputs, tuple(range(inputs.world_size)), most_computations)
 
 
-def stock_on_best(inputs: Inputs) -> Stock:
+def stock_on_best(inputs: Inputs, *, most_computations: int = _MOST_COMPUTATIONS) -> Stock:
     """Stock on those GPUs, not all, that it is fastest on: some kinds, a power of two of them."""
     ranked: list[tuple[float, float, tuple[int, ...], Inputs]] = []
     for ranks in subsets(inputs):
         part = on_ranks(inputs, ranks)
         found = grid_estimates(part)
         if found:
-            ranked.append((max(1.0, found[0].fullest), found[0].iteration_s, ranks, part))
+            best = min(found, key=_promise)
+            ranked.append((*_promise(best), ranks, part))
     if not ranked:
         return Stock(layout=None, reason="divisibility: fewer GPUs make no even layout either")
     ranked.sort(key=lambda row: row[:3])
     hopeful = [row for row in ranked[:_MOST_SETS] if row[0] == ranked[0][0]]
-    budget = _MOST_COMPUTATIONS // len(hopeful)
+    budget = most_computations // len(hopeful)
     tried = [_stock_on(part, ranks, budget) for *_, ranks, part in hopeful]
     fitting = [each for each in tried if each.fitting is not None]
     return min(fitting, key=_iteration_s) if fitting else min(tried, key=_fullest)
@@ -164,7 +168,7 @@ def _simulated(
 ) -> Iterator[StockLayout]:
     """Simulate what may be the fastest, best first; if nothing fits, what may come closest."""
     best_s, spent, misfits = float("inf"), 0, 0
-    for estimate in estimates:
+    for estimate in sorted(estimates, key=_promise):
         hopeless = estimate.iteration_s > _MAY_BE_FASTER * best_s
         if best_s < float("inf") and (hopeless or estimate.fullest > 1):
             continue
@@ -192,6 +196,11 @@ def _simulated(
 def framework_of(grid: Grid) -> Framework:
     """How stock runs a layout."""
     return STOCK_1F1B if grid.virtual == 1 else STOCK_INTERLEAVED
+
+
+def _promise(estimate: GridEstimate) -> tuple[float, float]:
+    """Smaller is better: those that fit first, then by what they compute and send."""
+    return max(1.0, estimate.fullest), estimate.iteration_s + estimate.sending_s
 
 
 def _iteration_s(stock: Stock) -> float:

@@ -77,6 +77,9 @@ class GridEstimate:
 
     grid: Grid
     iteration_s: float
+    """Computing alone."""
+    sending_s: float
+    """Messages of the busiest pair of stages, one after the other, and the slowest stage's sums."""
     fullest: float
     """Memory of the fullest rank over what its GPU may hold."""
 
@@ -249,7 +252,45 @@ class _GridCosts:
             both_s = max(each.both_s for each in passes)
             busy_s = max(busy_s, count * both_s)
             fill_s += both_s / grid.virtual
-        return GridEstimate(grid=grid, iteration_s=busy_s + fill_s, fullest=fullest)
+        return GridEstimate(
+            grid=grid,
+            iteration_s=busy_s + fill_s,
+            sending_s=self._sending_s(grid, count) + self._summing_s(grid),
+            fullest=fullest,
+        )
+
+    def _sending_s(self, grid: Grid, count: int) -> float:
+        """Replicas of a node share its NICs; the last stage sends to the first one between rounds.
+
+        Two neighbours of a ring of stages exchange as much as any others of their links.
+        """
+        inputs, width = self.inputs, grid.width
+        num_bytes = inputs.memory.boundary_bytes(grid.micro_batch_size)
+        node = inputs.spec.node_of
+        worst_s = 0.0
+        for at in range(grid.stages if grid.virtual > 1 else grid.stages - 1):
+            source, target = at * width, (at + 1) % grid.stages * width
+            crossings = grid.virtual - (at == grid.stages - 1)
+            sharing = 1
+            if node(source) != node(target):
+                sharing = sum(node(source + each) == node(source) for each in range(width))
+            once_s = inputs.comm.transfer_s(source, target, num_bytes)
+            worst_s = max(worst_s, 2 * crossings * count * sharing * once_s)
+        return worst_s
+
+    def _summing_s(self, grid: Grid) -> float:
+        """Gradients of the layers summed over replicas, and parameters gathered."""
+        inputs, width = self.inputs, grid.width
+        slowest_s = 0.0
+        for at in range(grid.stages if width > 1 else 0):
+            ranks = tuple(range(at * width, (at + 1) * width))
+            parameters = grid.layers_of(at) * inputs.memory.layer_parameters()
+            gradients = (inputs.memory.gradient_bytes(parameters) // width,) * width
+            values = (inputs.memory.parameter_bytes(parameters) // width,) * width
+            both_s = inputs.comm.reduce_scatter_s(ranks, gradients)
+            both_s += inputs.comm.all_gather_s(ranks, values)
+            slowest_s = max(slowest_s, both_s)
+        return slowest_s
 
     @staticmethod
     def _stage(device_group: DeviceGroup, grid: Grid, at: int) -> Stage:
