@@ -60,12 +60,16 @@ class SetOptions:
     across_nodes: bool = False
     unequal_parts: bool = True
 
+    is_asked: bool = True
+    """Whether what the training command asks for is searched in any case."""
+
     def of_search(self, workload: Workload) -> dict[str, Any]:
         """Fields of `SearchSpace`."""
-        wished = workload.wished_tensor_parallel
+        is_asked = self.is_asked and not workload.barring_sets
         return {
             "max_tensor_parallel": 1 if workload.barring_sets else self.most,
-            "wished_tensor_parallel": 1 if workload.barring_sets else wished,
+            "wished_tensor_parallel": workload.wished_tensor_parallel if is_asked else 1,
+            "barring_sets": workload.barring_sets,
             "sets_across_nodes": self.across_nodes,
             "unequal_parts": self.unequal_parts,
         }
@@ -78,15 +82,16 @@ def costs_of_workload(
     *,
     global_batch_size: int,
     margin: float = DEFAULT_MARGIN,
-    sets: SetOptions | None = None,
+    sets: SetOptions = SetOptions(is_asked=False),
     gradient_comm_dtype: GradientCommDtype | None = None,
     split_backward: bool = False,
     offload_activations: bool = False,
 ) -> WorkloadCosts:
     """Return what a workload costs on a cluster. Raises a ZorseError with every problem.
 
-    `profiles`: files, or what has been read. `sets`: which a plan that is to be made may have;
-    None: no plan is made.
+    `profiles`: files, or what has been read. `sets`: which a plan may have. The default is for a
+    plan that is there already: what the command asks for is in it or not, but explaining it may
+    search again.
     """
     # Here and not above: other commands start faster without these imports.
     from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
@@ -106,13 +111,11 @@ def costs_of_workload(
             gradient_comm_dtype=gradient_comm_dtype,
             split_backward=split_backward,
             offload_activations=offload_activations,
-            **({} if sets is None else sets.of_search(workload)),
+            **sets.of_search(workload),
         ),
         computing=workload.computing,
     )
     notes = [*inputs.notes, *workload.notes]
-    if sets is not None and workload.barring_sets:
-        notes.append(f"no tensor-parallel sets, because of {' and '.join(workload.barring_sets)}")
     if profile is not None:
         notes += [f"unlikely: {each}" for each in unlikely_times(profile, cluster.kinds)]
     if workload.dtype is None:

@@ -24,7 +24,7 @@ from zorse_megatron.costs.flops import (
     score_bytes,
 )
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
-from zorse_megatron.costs.provenance import Provenance
+from zorse_megatron.costs.provenance import Provenance, off_by
 from zorse_megatron.costs.same_chip import kinds_at_any_speed
 from zorse_megatron.schema.gpus.gpu import Dtype, GpuKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
@@ -76,8 +76,15 @@ class AnalyticCompute:
         """Say what the times of a kind rest on. Raises LookupError for an unknown kind."""
         source = self._gpu(kind).source
         _, is_fitted = self._shares(kind)
-        shares = "shares fitted to this chip" if is_fitted else "shares that are usual elsewhere"
-        return Provenance(basis="analytic", detail=f"roofline from {source}, {shares}")
+        efficiency = "calibrated on this GPU" if is_fitted else "of other GPUs, never measured here"
+        return Provenance(
+            basis="analytic",
+            detail=f"data-sheet peak x efficiency {efficiency} ({source})",
+            off_by=off_by(
+                "analytic", sixteen_bit=is_sixteen_bit(self.dtype), is_calibrated=is_fitted
+            ),
+            is_calibrated=is_fitted,
+        )
 
     def layer(self, kind: str, micro_batch_size: float) -> PassTimes:
         """One transformer layer, nothing recomputed. Raises LookupError for an unknown kind."""

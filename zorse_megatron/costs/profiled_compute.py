@@ -17,9 +17,10 @@ from zorse_megatron.costs.analytic_compute import (
     step_bytes_per_parameter,
 )
 from zorse_megatron.costs.curve import Replaced
+from zorse_megatron.costs.efficiency import is_sixteen_bit
 from zorse_megatron.costs.flops import head_flops, layer_flops, matrix_flops
 from zorse_megatron.costs.interface import LayerTimes, PassTimes, RecomputeMode
-from zorse_megatron.costs.provenance import Provenance
+from zorse_megatron.costs.provenance import Basis, Provenance, off_by
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.costs.series import Series, Wanted, closest
 from zorse_megatron.schema.gpus.gpu import Attention, Dtype, GpuKind
@@ -170,8 +171,9 @@ class ProfiledCompute:
             f"{times.dtype}, tensor parallel {times.tensor_parallel}; {times.source}"
         )
         source = next(each for each in self.profile.sources if each.name == times.source)
-        basis = "scaled" if distance else source.kind
-        return Provenance(basis=basis, detail=said)
+        basis: Basis = "scaled" if distance else source.kind
+        error = off_by(basis, sixteen_bit=is_sixteen_bit(self.dtype))
+        return Provenance(basis=basis, detail=said, off_by=error)
 
     def includes_collectives(self, kind: str, section: Part) -> bool:
         """Whether the times were measured in a set, so that its collectives are in them.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schema.text.figures import memory
 from zorse_megatron.simulate.host_memory import host_bytes
 from zorse_megatron.simulate.result import SimulationResult
 
-_GIB = 2**30
 _MOST_TOLD = 6
 
 
@@ -32,9 +32,9 @@ class NodeHostMemory:
     @property
     def description(self) -> str:
         """For people."""
-        parts = ", ".join(f"{name} {n / _GIB:.1f}" for name, n in self.by_category_bytes)
-        has = "" if self.has_bytes is None else f" of {self.has_bytes / _GIB:.1f} GiB"
-        return f"{self.num_bytes / _GIB:.1f} GiB{has} in node {self.node} ({parts})"
+        parts = ", ".join(f"{name} {memory(n)}" for name, n in self.by_category_bytes)
+        has = "" if self.has_bytes is None else f" of {memory(self.has_bytes)}"
+        return f"{memory(self.num_bytes)}{has} in node {self.node} ({parts})"
 
     @property
     def missing_bytes(self) -> int:
@@ -91,8 +91,8 @@ def host_sentences(needs: Sequence[NodeHostMemory]) -> Iterator[str]:
     yield f"Offloaded to host memory: {listed}{more}."
     for need in needs:
         if need.missing_bytes:
-            missing = need.missing_bytes / _GIB
-            yield f"That exceeds the host memory of node {need.node} by {missing:.1f} GiB."
+            missing = memory(need.missing_bytes)
+            yield f"That exceeds the host memory of node {need.node} by {missing}."
     if any(need.has_bytes is None for need in needs):
         yield "The cluster file does not give host memory."
 
@@ -104,9 +104,9 @@ def host_problems(needs: Sequence[NodeHostMemory], why: str) -> Iterator[Problem
             assert need.has_bytes is not None
             yield Problem(
                 where=f"host memory of node {need.node}",
-                found=f"{need.has_bytes / _GIB:.1f} GiB",
-                expected=f"{need.num_bytes / _GIB:.1f} GiB for what has to wait there "
-                f"({', '.join(f'{name} {n / _GIB:.1f}' for name, n in need.by_category_bytes)})"
+                found=memory(need.has_bytes),
+                expected=f"{memory(need.num_bytes)} for what has to wait there "
+                f"({', '.join(f'{name} {memory(n)}' for name, n in need.by_category_bytes)})"
                 f", {why}",
                 remedy="Give the node more memory, or GPUs with more; correct host_memory in the "
                 "cluster file if the node has more.",

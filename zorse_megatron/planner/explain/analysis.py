@@ -24,11 +24,10 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.memory_settings import recomputes_anything, without_recompute
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_rules import problems_of
+from zorse_megatron.schema.text.figures import memory, percent
 from zorse_megatron.simulate.critical_path import CriticalStep
 from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.simulation_errors import SimulationError
-
-_GIB = 2**30
 
 
 def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Explanation:
@@ -139,12 +138,12 @@ def _alternatives(
             peak - capacity
             for peak, capacity in zip(found.peak_memory_bytes, inputs.capacities_bytes, strict=True)
         )
-        change = 100 * (found.iteration_s / result.iteration_s - 1)
+        change = found.iteration_s / result.iteration_s - 1
         if overflow > 0:
-            why = f"{overflow / _GIB:.2f} GiB too much on one GPU"
+            why = f"{memory(overflow)} too much on one GPU"
             yield Alternative(what=what, iteration_s=None, why_not=why)
         else:
-            why = f"{change:+.1f} % time"
+            why = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
             yield Alternative(what=what, iteration_s=found.iteration_s, why_not=why)
 
 

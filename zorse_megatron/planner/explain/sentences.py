@@ -1,49 +1,42 @@
 """An explanation in plain words."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zorse_megatron.planner.evaluate.node_host_memory import (
     host_sentences,
 )
-from zorse_megatron.planner.explain.explanation import Explanation
+from zorse_megatron.planner.explain.explanation import Explanation, Headroom, Limit
 from zorse_megatron.planner.explain.set_sentences import set_sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import LinkBound
 from zorse_megatron.planner.plans.describe import members
 from zorse_megatron.schema.plan.plan import Plan, Replica
 from zorse_megatron.schema.text.counted import number_of
+from zorse_megatron.schema.text.figures import duration, figure, memory, percent
 
-_GIB = 2**30
 _FASTER = 1.001
+_LIMITS: dict[Limit, str] = {
+    "compute": "compute",
+    "imbalance and bubbles": "imbalance and pipeline bubbles",
+    "communication": "communication",
+}
 
 
 def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     """Yield all of it in plain words."""
-    yield (
-        f"An iteration takes {found.iteration_s:.3f} s: {found.tokens_per_s:,.0f} tokens/s, "
-        f"{100 * found.efficiency:.0f} % of the upper bound."
-    )
+    yield iteration_sentence(found.iteration_s, found.tokens_per_s, found.efficiency)
     yield bound_sentence(found.bound_s, found.recomputing_bound_s, found.link_bound)
-    load = found.loads[found.bottleneck_group]
-    group = plan.groups[found.bottleneck_group]
-    yield (
-        f"Limited by {found.limited_by}: group {load.group} ({members(group, inputs.kinds)}) "
-        f"computes {100 * load.busy:.0f} % of the time, with {number_of(load.num_layers, 'layer')}."
-    )
-    told = ", ".join(f"{name} {100 * share:.0f} %" for name, share in found.critical_path[:4])
+    yield f"Limited by {limit_phrase(inputs, plan, found)}."
+    told = ", ".join(f"{name} {percent(share)}" for name, share in found.critical_path[:4])
     yield f"Critical path: {told}."
-    tightest = min(found.headroom, key=lambda each: each.free_bytes)
-    yield (
-        f"Tightest memory: rank {tightest.rank} ({tightest.kind}) has "
-        f"{tightest.free_bytes / _GIB:.2f} of {tightest.capacity_bytes / _GIB:.2f} GiB free."
-    )
+    yield f"{fullest_phrase(found.headroom)}."
     yield from host_sentences(found.host)
     yield from set_sentences(inputs, plan)
     split = [str(number) for number, group in enumerate(plan.groups) if group.split_backward]
     if split:
         yield (
-            f"Weight gradients are computed apart from backwards in {_groups(split)}: gradients "
-            "of inputs leave sooner, and weight gradients wait in memory for idle time."
+            f"Weight gradients are computed apart from backwards in {_groups(split)}: input "
+            "gradients leave sooner, and weight gradients fill idle time."
         )
     idle = [replica for each in plan.groups for replica in each.replicas if _only_holds(replica)]
     if idle:
@@ -58,15 +51,44 @@ def _groups(numbers: list[str]) -> str:
     return f"group {numbers[0]}" if len(numbers) == 1 else f"groups {', '.join(numbers)}"
 
 
+def iteration_sentence(iteration_s: float, tokens_per_s: float, efficiency: float) -> str:
+    """State the prediction."""
+    return (
+        f"An iteration takes {duration(iteration_s)}: {figure(tokens_per_s)} tokens/s, "
+        f"{percent(efficiency)} of the upper bound."
+    )
+
+
 def bound_sentence(bound_s: float, recomputing_bound_s: float, links: LinkBound) -> str:
     """State the lower bounds that no plan can beat."""
     work = (
-        f"Lower bound of any plan: {bound_s:.3f} s; with every layer recomputed, "
-        f"{recomputing_bound_s:.3f} s (all GPUs at full speed, no waiting)."
+        f"No plan can take less than {duration(bound_s)} (all GPUs computing all the time), or "
+        f"{duration(recomputing_bound_s)} if it recomputes every layer."
     )
     if links.link is None:
         return work
-    return f"{work} With what must cross {links.link}: {links.bound_s:.3f} s."
+    return f"{work} Traffic over {links.link} raises that to {duration(links.bound_s)}."
+
+
+def limit_phrase(inputs: Inputs, plan: Plan, found: Explanation) -> str:
+    """Say what limits a plan, and which group is busiest."""
+    load = found.loads[found.bottleneck_group]
+    gpus = members(plan.groups[found.bottleneck_group], inputs.kinds)
+    return (
+        f"{_LIMITS[found.limited_by]}: the busiest group, {load.group} ({gpus}, "
+        f"{number_of(load.num_layers, 'layer')}), computes {percent(load.busy)} of the time"
+    )
+
+
+def fullest_phrase(headroom: Sequence[Headroom]) -> str:
+    """Say which GPU has least memory left."""
+    tightest = min(headroom, key=lambda each: each.free_bytes)
+    free = memory(abs(tightest.free_bytes))
+    left = f"{free} free" if tightest.free_bytes >= 0 else f"{free} too little"
+    return (
+        f"Fullest GPU: rank {tightest.rank} ({tightest.kind}), {left} of "
+        f"{memory(tightest.capacity_bytes)} usable"
+    )
 
 
 def _replanned(found: Explanation) -> Iterator[str]:
@@ -75,11 +97,11 @@ def _replanned(found: Explanation) -> Iterator[str]:
     again_s = found.replans.again_s
     if again_s < 0.995 * found.iteration_s:
         yield (
-            f"A new search finds {again_s:.3f} s on the same GPUs: "
-            f"{100 * (found.iteration_s / again_s - 1):.1f} % faster than this plan."
+            f"A new search finds {duration(again_s)} on the same GPUs: "
+            f"{percent(found.iteration_s / again_s - 1)} faster than this plan."
         )
     for more in found.replans.one_more:
-        gain = f"{more.iteration_s:.3f} s, {faster(more.speedup)}"
+        gain = f"{duration(more.iteration_s)}, {faster(more.speedup)}"
         told = gain if more.speedup >= _FASTER else faster(more.speedup)
         yield f"With one more {more.kind} in node {more.node}: {told}."
 
@@ -88,9 +110,9 @@ def faster(speedup: float) -> str:
     """Say how much faster; less than a thousandth is nothing.
 
     >>> faster(1.236), faster(1.0002)
-    ('23.6 % faster', 'no faster')
+    ('24 % faster', 'no faster')
     """
-    return f"{100 * (speedup - 1):.1f} % faster" if speedup >= _FASTER else "no faster"
+    return f"{percent(speedup - 1)} faster" if speedup >= _FASTER else "no faster"
 
 
 def _only_holds(replica: Replica) -> bool:

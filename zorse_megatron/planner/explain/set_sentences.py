@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from zorse_megatron.planner.groupings.grouping import hardware_key
 from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.possible_sets import may_join
-from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace
 from zorse_megatron.planner.inputs.unit_costs import UnitCompute
 from zorse_megatron.planner.inputs.units import JoinedSet
 from zorse_megatron.planner.search.set_parts import choices_of_parts
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.text.figures import duration, percent
 
 _SIZES = (1, 2, 4, 8)
+_LINKS = {"pcie": "PCIe", "nvlink": "NVLink", "nvswitch": "NVSwitch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,8 @@ class PairCosts:
 
     @property
     def saved_s(self) -> float:
-        """What is computed sooner."""
-        return self.alone_s - self.computing_s
+        """What is computed sooner; nothing where kernels take as long however small they are."""
+        return max(0.0, self.alone_s - self.computing_s)
 
     @property
     def rate(self) -> float:
@@ -81,31 +83,42 @@ def _pair(inputs: Inputs, ranks: tuple[int, int], link: str) -> PairCosts | None
 
 
 def set_sentences(inputs: Inputs, plan: Plan) -> Iterator[str]:
-    """Yield for each kind of GPU why there are sets of it, or none; nothing where none can be."""
+    """Yield for each kind of GPU why TP is used or not; nothing where it cannot be."""
     used = _kinds_in_sets(inputs, plan)
     if inputs.space.max_tensor_parallel == 1 and not used:
+        yield f"TP not used: {_ruled_out(inputs.space)}."
         return
     for costs in pair_costs(inputs):
+        over = f"over {_LINKS.get(costs.link, costs.link)}"
+        collectives = f"{duration(costs.collectives_s)} of collectives"
         if costs.kind in used:
             degrees = " and ".join(str(degree) for degree in sorted(used[costs.kind]))
             yield (
-                f"Tensor-parallel sets of {degrees} with {costs.kind}: in a set of 2 a layer takes "
-                f"{_ms(costs.computing_s + costs.collectives_s)} per sample in place of "
-                f"{_ms(costs.alone_s)}, {_ms(costs.collectives_s)} of it collectives."
+                f"TP={degrees} used on {costs.kind}: with TP=2 a layer takes "
+                f"{duration(costs.computing_s + costs.collectives_s)} per sample instead of "
+                f"{duration(costs.alone_s)}, including {collectives} {over}."
             )
-        elif costs.collectives_s >= costs.saved_s:
-            yield (
-                f"Tensor-parallel sets never pay on {costs.kind} ({costs.link}): in a set of 2 "
-                f"collectives take {_ms(costs.collectives_s)} per layer and sample against "
-                f"{_ms(costs.saved_s)} saved."
-            )
-        else:
-            yield (
-                f"No tensor-parallel sets of {costs.kind} ({costs.link}): in a set of 2 "
-                f"collectives take {_ms(costs.collectives_s)} per layer and sample against "
-                f"{_ms(costs.saved_s)} saved, so two GPUs are {_percent(costs.rate)} as fast as "
-                "apart."
-            )
+            continue
+        saved = f"{collectives} per layer and sample, {duration(costs.saved_s)} of computing saved"
+        yield f"TP=2 not used on {costs.kind}: {_slower(costs.rate)} {over} ({saved})."
+
+
+def _ruled_out(space: SearchSpace) -> str:
+    if space.barring_sets:
+        several = len(space.barring_sets) > 1
+        return f"{' and '.join(space.barring_sets)} rule{'' if several else 's'} it out"
+    return "--max-tp 1"
+
+
+def _slower(rate: float) -> str:
+    """Compare a set with its GPUs apart, by their throughput.
+
+    >>> _slower(0.75), _slower(0.999), _slower(1.02)
+    ('25 % slower', 'no faster', '2.0 % faster per layer, not per iteration,')
+    """
+    if rate > 1.001:
+        return f"{percent(rate - 1)} faster per layer, not per iteration,"
+    return f"{percent(1 - rate)} slower" if rate < 0.999 else "no faster"
 
 
 def _kinds_in_sets(inputs: Inputs, plan: Plan) -> dict[str, set[int]]:
@@ -116,11 +129,3 @@ def _kinds_in_sets(inputs: Inputs, plan: Plan) -> dict[str, set[int]]:
             for rank in replica.ranks if len(replica.ranks) > 1 else ():
                 found.setdefault(inputs.kinds[rank], set()).add(len(replica.ranks))
     return found
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

@@ -1,7 +1,7 @@
 """The inputs of a search: cluster, model and profile, joined and validated."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from zorse_megatron.costs.comm import GraphComm
@@ -13,6 +13,7 @@ from zorse_megatron.costs.interface import (
     SetCosts,
 )
 from zorse_megatron.costs.process_memory import MemoryItem, fixed_bytes, most_bytes, process_items
+from zorse_megatron.costs.provenance import Provenance
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
@@ -81,6 +82,8 @@ class Inputs:
     Then `compute` costs each kind in the best type that it has, and `memory` is that of the type
     that all kinds have; what a plan takes is simulated in the types that its groups have.
     """
+    provenances: Mapping[str, Provenance] = field(default_factory=dict)
+    """Kind -> what its layer times rest on."""
     notes: tuple[str, ...] = ()
     """For people: what the costs rest on."""
     warnings: tuple[str, ...] = ()
@@ -199,6 +202,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         own_types=cluster.kinds if models.has_own_types else None,
         sets=SplitCosts(models=models),
         gpus=models.gpus,
+        provenances={kind: each.provenance(kind) for kind, each in models.computes.items()},
         notes=(*models.notes, memory_note, *models.warnings, *_process_notes(models.gpus)),
         warnings=models.warnings,
     )

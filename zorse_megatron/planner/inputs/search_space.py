@@ -24,6 +24,8 @@ class SearchSpace:
     """None: whatever fits."""
     max_tensor_parallel: int | None = None
     """Most ranks of a tensor-parallel set; 1: no sets. None: as many as a node has."""
+    barring_sets: tuple[str, ...] = ()
+    """Flags of the training command with which no plan may have sets."""
     wished_tensor_parallel: int = 1
     """Ranks that sets have in what is tried in any case: the training command asks for them."""
     sets_across_nodes: bool = False

@@ -1,0 +1,67 @@
+"""Figures as people read them: three significant digits, in a unit that leaves few zeros."""
+
+_SECONDS = (
+    (86_400.0, 172_800.0, "days"),
+    (3_600.0, 36_000.0, "h"),
+    (60.0, 1_000.0, "min"),
+    (1.0, 1.0, "s"),
+    (1e-3, 1e-3, "ms"),
+    (1e-6, 1e-6, "us"),
+)
+"""(length of the unit, from where on it is used, its name), longest first."""
+_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def figure(value: float) -> str:
+    """A number with three significant digits.
+
+    >>> figure(17689), figure(74.46), figure(0.001852), figure(999.6), figure(0)
+    ('17,700', '74.5', '0.00185', '1,000', '0')
+    """
+    rounded = _rounded(value)
+    if rounded == 0:
+        return "0"
+    return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:#.3g}".rstrip(".")
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it; never 0 for what takes any.
+
+    >>> duration(1.8523), duration(0.00291), duration(2.4e-5), duration(0), duration(7200)
+    ('1.85 s', '2.91 ms', '24.0 us', '0 s', '120 min')
+    >>> duration(1e-9), duration(0.99996), duration(1e6)
+    ('0.00100 us', '1.00 s', '11.6 days')
+    """
+    rounded = _rounded(seconds)
+    for length, least, unit in _SECONDS:
+        if abs(rounded) >= least:
+            return f"{figure(rounded / length)} {unit}"
+    return f"{figure(rounded / 1e-6)} us" if rounded else "0 s"
+
+
+def memory(num_bytes: float) -> str:
+    """Memory in the unit of drivers (data sheets say GB = 10⁹ bytes).
+
+    >>> memory(48e9), memory(816_000_000), memory(0), memory(2**40)
+    ('44.7 GiB', '778 MiB', '0 GiB', '1,020 GiB')
+    """
+    for size, unit in _BYTES:
+        if abs(num_bytes) >= size:
+            return f"{figure(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B" if num_bytes else "0 GiB"
+
+
+def percent(share: float) -> str:
+    """A share in percent, whole ones from ten on.
+
+    >>> percent(0.654), percent(0.0123), percent(0.00004), percent(0)
+    ('65 %', '1.2 %', '0.004 %', '0 %')
+    """
+    value = 100 * share
+    if abs(value) >= 10 or not value:
+        return f"{value:.0f} %"
+    return f"{value:.1f} %" if abs(value) >= 0.1 else f"{value:.1g} %"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
