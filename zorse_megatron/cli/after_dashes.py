@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 _KEY = "zorse_megatron.training_flags"
+_OPTIONS = "zorse_megatron.own_options"
 
 
 class TakesTrainingFlags(TyperCommand):
@@ -21,11 +22,18 @@ class TakesTrainingFlags(TyperCommand):
             cut = args.index("--")
             ctx.meta[_KEY] = tuple(args[cut + 1 :])
             args = args[:cut]
+        ctx.meta[_OPTIONS] = tuple(args)
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Say in the usage that there may be something after `--`."""
         return [*super().collect_usage_pieces(ctx), "[-- TRAINING_COMMAND]"]
+
+
+def own_options(context: typer.Context) -> tuple[str, ...]:
+    """What was given before `--`, as it was spelled."""
+    words: tuple[str, ...] = context.meta[_OPTIONS]
+    return words
 
 
 def training_flags(context: typer.Context) -> tuple[str, ...] | None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import missing_extra
+from zorse_megatron.schema.text.figures import memory
 from zorse_megatron.schema.text.json_text import layout
 
 _WIDTH_IN_FILES = 120
@@ -47,16 +48,8 @@ class Refusals:
 
 
 def gib(num_bytes: float) -> str:
-    """Memory for people, in the unit of drivers and figures (data sheets say GB = 10⁹ bytes).
-
-    In a smaller unit what would be 0.0 GiB.
-
-    >>> gib(48e9), gib(48e6), gib(0)
-    ('44.7 GiB', '45.8 MiB', '0 B')
-    """
-    if abs(num_bytes) < 0.05 * 2**30:
-        return ByteSize(num_bytes).human_readable(separator=" ")
-    return f"{num_bytes / 2**30:.1f} GiB"
+    """Memory for people; see `figures.memory`."""
+    return memory(num_bytes)
 
 
 def part_of(num_bytes: float, capacity_bytes: float) -> str:

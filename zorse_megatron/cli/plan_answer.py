@@ -1,23 +1,114 @@
-"""The answer of `zorse plan`, as text and as JSON."""
+"""The answer of `zorse plan`: what is told, and all of it as text and as JSON."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.console import gib, print_plain
+from zorse_megatron.cli.gpu_selection import Selected
+from zorse_megatron.cli.next_command import NextCommand
+from zorse_megatron.cli.plan_options import Tokens
 from zorse_megatron.cli.plan_table import plan_line, print_plan
+from zorse_megatron.cli.selection_answer import print_selection, selection_as_json
+from zorse_megatron.cli.short_answer import short_lines
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.counted import number_of
+from zorse_megatron.schema.text.figures import duration
 from zorse_megatron.schema.text.strict import plain
 from zorse_megatron.software.torch_builds import build_notes
 
 if TYPE_CHECKING:
+    from zorse_megatron.planner.baselines.stock_best import Stock
+    from zorse_megatron.planner.explain.error_bar import ErrorBar
+    from zorse_megatron.planner.explain.explanation import Explanation
     from zorse_megatron.planner.outcome import Outcome
 
 _MAX_REJECTED = 5
 _MAX_REASONS = 3
+_DAY_S = 86_400.0
+# Beyond it, explaining takes as long as searching; `zorse explain` still does it.
+MOST_EXPLAINED = 512
+# Beyond it, stock's layouts take too long to simulate beside the search.
+_MOST_WITH_STOCK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A plan, and what is told of it."""
+
+    costs: WorkloadCosts
+    """On the GPUs that are used."""
+    outcome: "Outcome"
+    selected: Selected | None
+    """None: GPUs were not selected, all are used."""
+    explanation: "Explanation | None"
+    """None: there are too many GPUs."""
+    error_bar: "ErrorBar"
+    stock: "Stock | None"
+    """Stock Megatron on the whole cluster; None: there are too many GPUs."""
+    tokens: Tokens | None
+    """How many to train on, if that is asked."""
+    written: Path | None
+    used_cluster: Path | None
+    """Where the cluster file of the GPUs that are used is written."""
+    next_command: NextCommand | None
+
+    @property
+    def num_gpus(self) -> int:
+        """Those of the whole cluster."""
+        return (self.selected.whole if self.selected else self.costs.cluster).world_size
+
+    @property
+    def cannot_train(self) -> str | None:
+        """Why this version cannot train the plan; None where it can."""
+        return not_trainable_yet(self.outcome.plan)
+
+    def days(self, factor: float = 1.0) -> float:
+        """How long `tokens` take if an iteration takes so many times what is predicted."""
+        assert self.tokens is not None
+        return factor * self.tokens.count / self.outcome.tokens_per_s / _DAY_S
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """Why the plan takes as long as it does."""
+        if self.explanation is not None:
+            return self.explanation.sentences
+        return _prediction(self.costs, self.outcome)
+
+
+def answer_of(
+    whole: WorkloadCosts,
+    costs: WorkloadCosts,
+    outcome: "Outcome",
+    selected: Selected | None,
+    *,
+    tokens: Tokens | None,
+    written: Path | None,
+    used_cluster: Path | None,
+    next_command: NextCommand | None,
+) -> Answer:
+    """Collect what is told of a plan. `whole`: of all GPUs, `costs`: of those that are used."""
+    from zorse_megatron.planner.baselines.stock_best import stock_in_short
+    from zorse_megatron.planner.explain.analysis import explain
+    from zorse_megatron.planner.explain.error_bar import error_bar
+
+    found, size = outcome.plan, whole.inputs.world_size
+    return Answer(
+        costs=costs,
+        outcome=outcome,
+        selected=selected,
+        explanation=explain(costs.inputs, found) if found.world_size <= MOST_EXPLAINED else None,
+        error_bar=error_bar(costs.inputs, num_groups=len(found.groups)),
+        stock=stock_in_short(whole.inputs) if size <= _MOST_WITH_STOCK else None,
+        tokens=tokens,
+        written=written,
+        used_cluster=used_cluster,
+        next_command=next_command,
+    )
 
 
 def not_trainable_yet(found: Plan) -> str | None:
@@ -32,38 +123,42 @@ def not_trainable_yet(found: Plan) -> str | None:
     return None
 
 
-def print_answer(
-    costs: WorkloadCosts, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
-) -> None:
-    """Print the plan, the `sentences` on why it is that one, what was rejected, and notes."""
+def print_answer(answer: Answer, *, verbose: bool) -> None:
+    """Print it in short; `verbose`: then the plan, its reasons, what was rejected, notes."""
+    for line in short_lines(answer):
+        print_plain(line)
+    if verbose:
+        _print_details(answer)
+
+
+def _print_details(answer: Answer) -> None:
+    outcome, counts = answer.outcome, answer.outcome.considered
     print_plain(plan_line(outcome.plan))
     print_plan(outcome.plan)
-    for sentence in sentences or _prediction(costs, outcome):
+    if answer.selected is not None:
+        print_selection(answer.selected)
+    for sentence in answer.sentences:
         print_plain(sentence)
-    counts = outcome.considered
     print_plain(
-        f"searched in {outcome.plan_time_s:.1f} s: {number_of(counts.groupings, 'grouping')}, "
+        f"Searched in {duration(outcome.plan_time_s)}: {number_of(counts.groupings, 'grouping')}, "
         f"{number_of(counts.estimated, 'candidate')} estimated, {counts.simulated} simulated"
     )
     for each in outcome.rejected[:_MAX_REJECTED]:
         print_plain(f"rejected: {each.what}: {each.why}")
-    for note in notes_on(costs, outcome):
+    for note in notes_on(answer.costs, outcome):
         print_plain(f"note: {note}")
-    if out is not None:
-        print_plain(f"written: {out}")
 
 
 def _prediction(costs: WorkloadCosts, outcome: "Outcome") -> tuple[str, ...]:
     """Time and memory of a plan that is too large to be explained beside the search."""
-    from zorse_megatron.planner.explain.sentences import bound_sentence
+    from zorse_megatron.planner.explain.sentences import bound_sentence, iteration_sentence
 
     peaks, capacities = _peaks(outcome), costs.inputs.capacities_bytes
     rank = max(range(len(peaks)), key=lambda each: peaks[each] / capacities[each])
     return (
-        f"An iteration takes {outcome.iteration_s:.4g} s: {outcome.tokens_per_s:,.0f} tokens/s, "
-        f"{100 * outcome.efficiency:.0f} % of the upper bound.",
+        iteration_sentence(outcome.iteration_s, outcome.tokens_per_s, outcome.efficiency),
         bound_sentence(outcome.bound_s, outcome.recomputing_bound_s, outcome.link_bound),
-        f"The fullest GPU is rank {rank} ({costs.inputs.kinds[rank]}): {gib(peaks[rank])} of "
+        f"Fullest GPU: rank {rank} ({costs.inputs.kinds[rank]}), {gib(peaks[rank])} of "
         f"{gib(capacities[rank])} usable.",
     )
 
@@ -78,10 +173,8 @@ def _peaks(outcome: "Outcome") -> tuple[int, ...]:
 def notes_on(costs: WorkloadCosts, outcome: "Outcome") -> list[str]:
     """What was chosen and assumed, each thing once."""
     cannot = not_trainable_yet(outcome.plan)
-    extrapolated = "the time was extrapolated from a simulation of fewer samples"
     notes = [
         *([cannot] if cannot else []),
-        *([extrapolated] if outcome.extrapolated else []),
         *costs.notes,
         *outcome.notes,
         *build_notes(list(costs.cluster.kinds)),
@@ -89,15 +182,21 @@ def notes_on(costs: WorkloadCosts, outcome: "Outcome") -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def answer_as_json(
-    costs: WorkloadCosts, outcome: "Outcome", sentences: tuple[str, ...], out: Path | None
-) -> dict[str, Any]:
-    """Return the same as JSON values."""
+def answer_as_json(answer: Answer) -> dict[str, Any]:
+    """Return the same as JSON values, in full precision."""
+    outcome, costs, bar = answer.outcome, answer.costs, answer.error_bar
+    selected = answer.selected
+    everything = {"used_ranks": list(range(costs.cluster.world_size)), "left_out_ranks": []}
     return {
         "ok": True,
         "strategy": outcome.strategy,
         "iteration_s": outcome.iteration_s,
+        "iteration_between_s": list(bar.between(outcome.iteration_s)),
         "tokens_per_s": outcome.tokens_per_s,
+        "error_share": bar.share,
+        "times_rest_on": bar.basis,
+        "stock": _stock_as_json(answer.stock),
+        "training": _training_as_json(answer),
         "bound_s": outcome.bound_s,
         "recomputing_bound_s": outcome.recomputing_bound_s,
         "link_bound_s": outcome.link_bound.bound_s,
@@ -107,11 +206,41 @@ def answer_as_json(
         "memory_margin": outcome.margin,
         "dtype": costs.dtype,
         "plan_time_s": outcome.plan_time_s,
-        "can_be_trained": not_trainable_yet(outcome.plan) is None,
+        "can_be_trained": answer.cannot_train is None,
         "considered": plain(outcome.considered),
         "rejected": plain(outcome.rejected),
-        "reasons": list(sentences),
+        "reasons": list(answer.sentences),
         "notes": notes_on(costs, outcome),
         "plan": plain(outcome.plan),
-        "written": None if out is None else str(out),
+        "written": None if answer.written is None else str(answer.written),
+        "used_cluster": None if answer.used_cluster is None else str(answer.used_cluster),
+        "next_command": None if answer.next_command is None else answer.next_command.text,
+        **(everything if selected is None else selection_as_json(selected)),
+    }
+
+
+def _stock_as_json(stock: "Stock | None") -> dict[str, Any] | None:
+    if stock is None:
+        return None
+    layout = stock.fitting
+    if layout is None:
+        return {"fits": False, "reason": stock.reason}
+    return {
+        "fits": True,
+        "of": "the best even layout",
+        "iteration_s": layout.iteration_s,
+        "tokens_per_s": layout.tokens_per_s,
+        "layout": layout.description,
+        "ranks": list(layout.ranks),
+    }
+
+
+def _training_as_json(answer: Answer) -> dict[str, Any] | None:
+    if answer.tokens is None:
+        return None
+    between: Sequence[float] = [answer.days(each) for each in answer.error_bar.between(1.0)]
+    return {
+        "tokens": answer.tokens.count,
+        "days": answer.days(),
+        "days_between": list(between),
     }

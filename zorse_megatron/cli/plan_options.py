@@ -1,5 +1,7 @@
 """Options of `zorse plan`, and what their values mean."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -13,6 +15,10 @@ from zorse_megatron.schema.text.suggest import did_you_mean
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Strategy
     from zorse_megatron.planner.selection.points import Objective
+
+_TOKENS = re.compile(r"(\d{1,20}(?:\.\d{0,20})?(?:[eE]\+?\d{1,2})?)\s*([kKmMbBtT]?)")
+_THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_MOST_TOKENS = 1e18
 
 StrategyName = Annotated[
     str, typer.Option("--strategy", help="zorse, or a baseline: stock, zorse-paper or cephalo.")
@@ -96,6 +102,22 @@ FrontierToWrite = Annotated[
         help="Draw price and speed of the selections of GPUs that were searched.",
     ),
 ]
+TokensToTrain = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens",
+        metavar="TOKENS",
+        help="Say how many days training on so many tokens takes: 300B, 1T, 1.5e12.",
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Print the whole plan, its reasons, rejected plans, and what the times rest on.",
+    ),
+]
 PlanToWrite = Annotated[
     Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan to this file.")
 ]
@@ -122,6 +144,36 @@ def strategy_named(name: str) -> "Strategy":
         found=f'"{name}"',
         expected=f"one of {', '.join(STRATEGIES)}",
         remedy=did_you_mean(name, STRATEGIES),
+    )
+    raise CommandError("the command cannot be run", [problem])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """How many tokens to train on."""
+
+    count: float
+    said: str
+    """As it was asked."""
+
+
+def tokens_named(text: str | None) -> Tokens | None:
+    """Return how many tokens that is; None: nothing was said. Raises CommandError.
+
+    >>> tokens_named("300B").count, tokens_named("1.5e12").count
+    (300000000000.0, 1500000000000.0)
+    """
+    if text is None:
+        return None
+    match = _TOKENS.fullmatch(text.strip())
+    count = float(match[1]) * _THOUSANDS[match[2].upper()] if match else 0.0
+    if 1 <= count <= _MOST_TOKENS:
+        return Tokens(count=count, said=text.strip())
+    problem = Problem(
+        where="--tokens",
+        found=f'"{text}"',
+        expected=f"a number of tokens from 1 to {_MOST_TOKENS:.0e}, with K, M, B or T or without",
+        remedy="Such as 300B, 1T or 1.5e12.",
     )
     raise CommandError("the command cannot be run", [problem])
 

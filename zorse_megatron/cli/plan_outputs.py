@@ -124,6 +124,5 @@ class PlanOutputs:
             write_text(self.page, page)
             written.append(self.page)
         if not is_silent:
-            for path in [self.used_cluster, *written]:
-                if path is not None:
-                    print_plain(f"written: {path}")
+            for path in written:
+                print_plain(f"written: {path}")

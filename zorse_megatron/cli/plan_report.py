@@ -12,6 +12,7 @@ from zorse_megatron.cli.simulated import capacities_bytes, simulated, types_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.spans import spell
+from zorse_megatron.schema.text.figures import duration, figure, percent
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import Stock
@@ -37,8 +38,8 @@ def plan_page(
     with progress_bar(wanted=shows_progress, title="page") as on_progress:
         replans = replan(costs.inputs, found_s=outcome.iteration_s, on_progress=on_progress)
     stocks = (
-        ("Stock Megatron, all GPUs", stock_on_all(costs.inputs)),
-        ("Stock Megatron, its best GPUs", stock_on_best(costs.inputs)),
+        ("Stock Megatron, best even layout on all GPUs", stock_on_all(costs.inputs)),
+        ("Stock Megatron, best even layout on fewer", stock_on_best(costs.inputs)),
     )
     explanation = explain(costs.inputs, outcome.plan)
     page = _page(costs, outcome, explanation, replans, stocks, notes)
@@ -99,29 +100,31 @@ def _cards(
     explanation: "Explanation",
     stocks: Sequence[tuple[str, "Stock"]],
 ) -> Iterator["Card"]:
+    from zorse_megatron.planner.explain.error_bar import error_bar
     from zorse_megatron.plots.report_page import Card
 
+    bar = error_bar(costs.inputs, num_groups=len(outcome.plan.groups))
     yield Card(
         label="One iteration",
-        value=f"{outcome.iteration_s:.4g} s",
-        note=f"{outcome.tokens_per_s:,.0f} tokens/s",
+        value=duration(outcome.iteration_s),
+        note=f"{figure(outcome.tokens_per_s)} tokens/s, ± {percent(bar.share)} ({bar.basis})",
     )
     fitting = [stock.fitting for _, stock in stocks if stock.fitting is not None]
     best_s = min((each.iteration_s for each in fitting), default=None)
     yield Card(
-        label="Against the best stock layout",
-        value="-" if best_s is None else f"{best_s / outcome.iteration_s:.2f} x",
-        note="no layout of stock fits" if best_s is None else f"it takes {best_s:.4g} s",
+        label="Against stock's best even layout",
+        value="-" if best_s is None else f"{figure(best_s / outcome.iteration_s)} x",
+        note="none fits" if best_s is None else f"it takes {duration(best_s)}",
     )
     yield Card(
         label="Of the upper bound on throughput",
-        value=f"{100 * outcome.bound_s / outcome.iteration_s:.0f} %",
-        note=f"no plan takes less than {outcome.bound_s:.4g} s",
+        value=percent(outcome.efficiency),
+        note=f"no plan takes less than {duration(outcome.bound_s)}",
     )
     tightest = min(explanation.headroom, key=lambda each: each.free_bytes)
     yield Card(
         label="Fullest GPU",
-        value=f"{100 * outcome.peak_memory_fraction:.0f} %",
+        value=percent(outcome.peak_memory_fraction),
         note=f"{gib(tightest.free_bytes)} left on rank {tightest.rank} ({tightest.kind})",
     )
 
@@ -138,8 +141,8 @@ def _contest(
         name="This plan",
         layout=f"{_gpus(costs.inputs.kinds)}: {groups} group{'s' * (groups != 1)}, "
         f"{outcome.plan.schedule.name}",
-        iteration=f"{outcome.iteration_s:.4g} s",
-        tokens=f"{outcome.tokens_per_s:,.0f}",
+        iteration=duration(outcome.iteration_s),
+        tokens=figure(outcome.tokens_per_s),
         percent=round(100 * outcome.tokens_per_s / most, 1),
         is_ours=True,
     )
@@ -151,8 +154,8 @@ def _contest(
         yield StrategyRow(
             name=name,
             layout=layout.description,
-            iteration=f"{layout.iteration_s:.4g} s",
-            tokens=f"{layout.tokens_per_s:,.0f}",
+            iteration=duration(layout.iteration_s),
+            tokens=figure(layout.tokens_per_s),
             percent=round(100 * layout.tokens_per_s / most, 1),
         )
 
@@ -172,7 +175,7 @@ def _groups(plan: Plan, explanation: "Explanation") -> Iterator[tuple[str, ...]]
             "; ".join(
                 dict.fromkeys(memory_saved_by(group, each) or "nothing" for each in group.replicas)
             ),
-            *(f"{100 * share:.0f} %" for share in (load.busy, load.communication, load.waiting)),
+            *map(percent, (load.busy, load.communication, load.waiting)),
         )
 
 
@@ -212,6 +215,6 @@ def _replan_rows(replans: "Replans | None") -> Iterator["ReplanRow"]:
     for more in replans.one_more if replans else ():
         yield ReplanRow(
             what=f"one more {more.kind} in node {more.node}",
-            iteration=f"{more.iteration_s:.3f} s",
+            iteration=duration(more.iteration_s),
             gain=faster(more.speedup),
         )

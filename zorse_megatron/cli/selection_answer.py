@@ -9,11 +9,13 @@ from rich.text import Text
 
 from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.gpu_selection import Selected, gpus_of
+from zorse_megatron.schema.text.figures import duration, figure
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.selection.points import Point
 
 _MAX_ROWS = 12
+_MAX_NODES = 3
 
 
 def print_selection(selected: Selected) -> None:
@@ -26,18 +28,19 @@ def print_selection(selected: Selected) -> None:
     for point in rows:
         cells = [
             gpus_of(selected.whole, point.ranks),
-            f"{point.iteration_s:.4g} s",
-            f"{point.tokens_per_s:,.0f}",
+            duration(point.iteration_s),
+            figure(point.tokens_per_s),
         ]
         if priced:
-            cells += [f"{point.price_per_hour:.4g}", f"{point.price_per_gtoken:.4g}"]
+            assert point.price_per_hour is not None and point.price_per_gtoken is not None
+            cells += [figure(point.price_per_hour), figure(point.price_per_gtoken)]
         cells.append("chosen" if point.ranks == selected.point.ranks else "")
         table.add_row(*map(Text, cells))
     print_table(table)
     if len(selected.points) > 1:
         print_plain(
-            f"searched {len(selected.points)} selections; all but the best few and all GPUs in "
-            "short, which may miss up to a tenth"
+            f"{len(selected.points)} selections searched, most of them quickly: their figures may "
+            "be up to a tenth too slow"
         )
 
 
@@ -94,6 +97,19 @@ def draw_selections(selected: Selected, path: Path) -> Path:
     return draw_frontier(path, dots, title=f"Selections of the GPUs of {name}, simulated")
 
 
+def spares(selected: Selected) -> str:
+    """Say which GPUs are left out, of a few nodes."""
+    whole = selected.whole
+    parts = [
+        f"{gpus_of(whole, tuple(ranks))} of node {node}"
+        for node, ranks in groupby(
+            selected.left_out, key=lambda rank: whole.node_of_rank(rank).name
+        )
+    ]
+    more = f" and of {len(parts) - _MAX_NODES} more nodes" if len(parts) > _MAX_NODES else ""
+    return f"left out as spares: {', '.join(parts[:_MAX_NODES])}{more}"
+
+
 def _sentence(selected: Selected) -> str:
     """Which GPUs are spares, and what all of them would bring."""
     if not selected.left_out:
@@ -101,12 +117,5 @@ def _sentence(selected: Selected) -> str:
     whole = next(
         point for point in selected.points if len(point.ranks) == selected.whole.world_size
     )
-    parts = [
-        f"{gpus_of(selected.whole, ranks)} of node {node}"
-        for node, same in groupby(
-            selected.left_out, key=lambda rank: selected.whole.node_of_rank(rank).name
-        )
-        for ranks in [tuple(same)]
-    ]
-    all_take = f"{whole.iteration_s:.4g} s" if whole.fits else "more memory than there is"
-    return f"left out, as spares: {', '.join(parts)} (all GPUs: {all_take})"
+    all_take = duration(whole.iteration_s) if whole.fits else "more memory than there is"
+    return f"{spares(selected)} (with all GPUs: {all_take})"

@@ -134,9 +134,27 @@ def build_notes(kinds: Sequence[str]) -> list[str]:
     return list(_notes({kind: CAPABILITIES[kind] for kind in kinds if kind in CAPABILITIES}))
 
 
+def short_build_note(kinds: Sequence[str]) -> str:
+    """Return the one line that says what to install first; empty if any build will do."""
+    capabilities = {kind: CAPABILITIES[kind] for kind in kinds if kind in CAPABILITIES}
+    lacking = _lacking(capabilities)
+    if not lacking:
+        return ""
+    fitting = builds_for(list(capabilities.values()))
+    if not fitting:
+        return f"No published build of torch runs on all of {', '.join(capabilities)}"
+    return f"{', '.join(lacking)}: {fitting[0].pip}"
+
+
+def _lacking(capabilities: dict[str, Capability]) -> list[str]:
+    """Kinds that the default build has no code for."""
+    default = next(build for build in BUILDS if build.is_default)
+    return [kind for kind, each in capabilities.items() if not runs_on(default.archs, each)]
+
+
 def _notes(capabilities: dict[str, Capability]) -> Iterator[str]:
     default = next(build for build in BUILDS if build.is_default)
-    lacking = [k for k, each in capabilities.items() if not runs_on(default.archs, each)]
+    lacking = _lacking(capabilities)
     if lacking:
         yield (
             f"{' and '.join(lacking)}: the torch that pip installs by default "

@@ -31,6 +31,7 @@ from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.memory_settings import settings_in
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.text.figures import duration, figure
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.baselines.stock_best import StockLayout
@@ -142,9 +143,9 @@ def _print(costs: WorkloadCosts, rows: list[_PlanRow]) -> None:
             continue
         cells = [
             row.strategy,
-            f"{row.found.iteration_s:.4g} s",
-            f"{row.found.tokens_per_s:,.0f}",
-            f"{row.found.tokens_per_s / stock:.2f} x" if stock else "-",
+            duration(row.found.iteration_s),
+            figure(row.found.tokens_per_s),
+            f"{figure(row.found.tokens_per_s / stock)} x" if stock else "-",
             f"{_bound_s(costs) / row.found.iteration_s:.2f}",
             f"{100 * _fullest(row):.0f} %",
             str(_num_groups(row)),

@@ -1,8 +1,7 @@
 """`zorse plan`: find the fastest plan for a model on a cluster, and explain it."""
 
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,7 +14,8 @@ from zorse_megatron.cli.console import (
     reported_errors,
 )
 from zorse_megatron.cli.from_status import FromStatus, ObservedRun, observed_run, refuse_selection
-from zorse_megatron.cli.gpu_selection import Selected, select_gpus
+from zorse_megatron.cli.gpu_selection import select_gpus
+from zorse_megatron.cli.next_command import next_command
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -27,7 +27,13 @@ from zorse_megatron.cli.options import (
     Profiles,
     SeqLength,
 )
-from zorse_megatron.cli.plan_answer import answer_as_json, print_answer
+from zorse_megatron.cli.plan_answer import (
+    Answer,
+    answer_as_json,
+    answer_of,
+    not_trainable_yet,
+    print_answer,
+)
 from zorse_megatron.cli.plan_options import (
     Budget,
     EqualParts,
@@ -42,14 +48,16 @@ from zorse_megatron.cli.plan_options import (
     SetsAcrossNodes,
     SplitBackward,
     StrategyName,
+    TokensToTrain,
     UsedCluster,
+    Verbose,
     communication_dtype_named,
     objective_named,
     strategy_named,
+    tokens_named,
 )
 from zorse_megatron.cli.plan_outputs import PlanOutputs
 from zorse_megatron.cli.progress_display import progress_bar
-from zorse_megatron.cli.selection_answer import print_selection, selection_as_json
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import (
     SetOptions,
@@ -60,15 +68,12 @@ from zorse_megatron.cli.workload_costs import (
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
-from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import dump_plan
 from zorse_megatron.schema.text.strict import read_file
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome, Strategy
 
-# Beyond it, explaining takes as long as searching; `zorse explain` still does it.
-_EXPLAIN_UP_TO_RANKS = 512
 # Beyond it, looking for what would fit takes longer than the search that found nothing.
 _SAY_WHAT_FITS_UP_TO_RANKS = 128
 
@@ -97,12 +102,15 @@ def plan(  # noqa: PLR0917
     used_cluster: UsedCluster = None,
     frontier: FrontierToWrite = None,
     html: PageToWrite = None,
+    tokens: TokensToTrain = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
     outputs = PlanOutputs(plan=out, used_cluster=used_cluster, frontier=frontier, page=html)
     with reported_errors(as_json=as_json):
         told = Refusals()
+        to_train = told.gather(lambda: tokens_named(tokens))
         wanted = told.gather(lambda: strategy_named(strategy))
         best = told.gather(lambda: objective_named(objective, budget, may_leave_out))
         wire = told.gather(lambda: communication_dtype_named(comm_dtype))
@@ -137,12 +145,13 @@ def plan(  # noqa: PLR0917
             split_backward=split_backward,
             offload_activations=offload_activations,
         )
-        costs, selected, run = costs_of(parse_cluster(data, source=str(cluster))), None, None
+        whole = costs = costs_of(parse_cluster(data, source=str(cluster)))
+        selected, run = None, None
         if from_status is not None:
             run = observed_run(
                 from_status, data, workload, profile or [], margin=margin, source=str(cluster)
             )
-            costs = costs_of(run.costs.cluster, profiles=run.profiles)
+            whole = costs = costs_of(run.costs.cluster, profiles=run.profiles)
         if best is None:
             outcome = _found(costs, wanted, shows_progress=not as_json)
         else:
@@ -150,42 +159,55 @@ def plan(  # noqa: PLR0917
                 selected = select_gpus(data, costs, costs_of, best, wanted, on_progress)
             costs, outcome = selected.costs, selected.outcome
         outcome = outcome if run is None else run.named(outcome)
-        sentences = _reasons(costs, outcome.plan)
         lost = outputs.not_saved(outcome.plan, selected)
-        _tell(costs, outcome, sentences, selected, run, out=out, lost=lost, as_json=as_json)
+        answer = answer_of(
+            whole,
+            costs,
+            outcome,
+            selected,
+            tokens=to_train,
+            written=out if lost is None else lost.kept,
+            used_cluster=used_cluster if lost is None else None,
+            next_command=next_command(
+                context,
+                plan=out,
+                cluster=used_cluster if selected and used_cluster else cluster,
+                model=model,
+                costs=costs,
+                can_be_trained=not_trainable_yet(outcome.plan) is None,
+            )
+            if lost is None and run is None
+            else None,
+        )
+        move = None if run is None else run.move_to(outcome, answer.written)
+    _tell(answer, run, move, lost=lost, verbose=verbose, as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
         outputs.draw(costs, outcome, selected, is_silent=as_json)
 
 
 def _tell(
-    costs: WorkloadCosts,
-    outcome: "Outcome",
-    sentences: tuple[str, ...],
-    selected: Selected | None,
+    answer: Answer,
     run: ObservedRun | None,
+    move: dict[str, Any] | None,
     *,
-    out: Path | None,
     lost: NotWritten | None,
+    verbose: bool,
     as_json: bool,
 ) -> None:
     """Show the plan. Ends with status 1 where its file could not be written."""
-    written = out if lost is None else lost.kept
-    move = {} if run is None else {"run": run.move_to(outcome, written)}
     if as_json:
-        answer = answer_as_json(costs, outcome, sentences, written) | move | failure_as_json(lost)
-        print_json(answer if selected is None else answer | selection_as_json(selected))
+        run_as_json = {} if move is None else {"run": move}
+        print_json(answer_as_json(answer) | run_as_json | failure_as_json(lost))
     else:
-        if selected is not None:
-            print_selection(selected)
-        print_answer(costs, outcome, sentences, written)
-        for line in run.told(move["run"]) if run is not None else ():
+        print_answer(answer, verbose=verbose)
+        for line in run.told(move) if run is not None and move is not None else ():
             print_plain(line)
     if lost is None:
         return
     if not as_json:
         print_plain(str(lost), to_stderr=True)
         if lost.kept is None:  # it took a search to find
-            print_plain(dump_plan(outcome.plan).rstrip())
+            print_plain(dump_plan(answer.outcome.plan).rstrip())
     raise typer.Exit(1)
 
 
@@ -211,12 +233,3 @@ def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:
         return not_looked_for(f"{ranks} GPUs", f"at most {most}: beyond, it takes too long")
     model, batch = costs.workload.model, costs.inputs.global_batch_size
     return fits_problem(what_fits(costs.inputs_for, model, batch), model, batch)
-
-
-def _reasons(costs: WorkloadCosts, found: Plan) -> tuple[str, ...]:
-    """Why the plan takes as long as it does, in plain words."""
-    from zorse_megatron.planner.explain.analysis import explain
-
-    if found.world_size > _EXPLAIN_UP_TO_RANKS:
-        return ()
-    return explain(costs.inputs, found).sentences

@@ -48,6 +48,7 @@ from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.text.counted import number_of
+from zorse_megatron.schema.text.figures import duration, figure
 
 if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult
@@ -131,9 +132,9 @@ def simulate(  # noqa: PLR0917
 def _print(path: Path, plan: Plan, costs: WorkloadCosts, result: "SimulationResult") -> None:
     samples = number_of(plan.global_batch_size, "sample")
     print_plain(
-        f"{path}: one iteration takes {result.iteration_s:.4g} s: {result.tokens_per_s:,.0f} "
-        f"tokens/s ({samples} of {costs.inputs.sequence_length} tokens, "
-        f"{types_of(plan, costs)})"
+        f"{path}: one iteration takes {duration(result.iteration_s)}: "
+        f"{figure(result.tokens_per_s)} tokens/s ({samples} of {costs.inputs.sequence_length} "
+        f"tokens, {types_of(plan, costs)})"
     )
     print_table(rank_table(plan, result, costs.cluster))
     for line in critical_lines(plan, result):
@@ -155,4 +156,4 @@ def _as_json(plan: Plan, costs: WorkloadCosts, result: "SimulationResult") -> di
 
 
 def _title(path: Path, result: "SimulationResult") -> str:
-    return f"{path.name}: {result.iteration_s:.4g} s, {result.tokens_per_s:,.0f} tokens/s"
+    return f"{path.name}: {duration(result.iteration_s)}, {figure(result.tokens_per_s)} tokens/s"

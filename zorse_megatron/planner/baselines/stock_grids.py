@@ -61,14 +61,18 @@ class Grid:
     @property
     def description(self) -> str:
         """For people."""
+        return (
+            f"{self.parallelism}, micro-batches of {self.micro_batch_size}, recompute {self.mode}"
+        )
+
+    @property
+    def parallelism(self) -> str:
+        """For people: degrees of parallelism."""
         each = [str(self.layers_of(stage)) for stage in range(self.stages)]
         layers = "" if len(set(each)) == 1 else f" ({'+'.join(each)})"
         tensor = "" if self.tensor == 1 else f"TP {self.tensor} "
         virtual = "" if self.virtual == 1 else f" VPP {self.virtual}"
-        return (
-            f"{tensor}PP {self.stages}{layers}{virtual} DP {self.width}, micro-batches of "
-            f"{self.micro_batch_size}, recompute {self.mode}"
-        )
+        return f"{tensor}PP {self.stages}{layers}{virtual} DP {self.width}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 _PIPELINE, _ONE_GROUP = 0.09, 0.16
-_MOST_NAMED = 3
+_MOST_NAMED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ def _basis(inputs: Inputs) -> str:
     unknown = [kind for kind, each in by_kind.items() if not each.is_calibrated]
     estimated = [kind for kind, each in by_kind.items() if each.basis == "analytic"]
     if unknown:
-        return f"published figures, never checked on {_named(unknown)}"
+        return f"from data sheets, {_named(unknown)} never measured"
     if len(estimated) == len(by_kind):
         return "from published figures"
     if estimated:
-        return f"{_named(estimated)} from published figures, others from your profile"
+        return f"{_named(estimated)} from published figures, others by your profile"
     if any(each.basis == "scaled" for each in by_kind.values()):
         return "scaled from your profile"
     return "calibrated by your profile"

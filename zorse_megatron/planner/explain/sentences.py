@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from zorse_megatron.planner.evaluate.node_host_memory import (
     host_sentences,
 )
-from zorse_megatron.planner.explain.explanation import Explanation, Headroom, Limit
+from zorse_megatron.planner.explain.explanation import Explanation, Headroom
 from zorse_megatron.planner.explain.set_sentences import set_sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import LinkBound
@@ -15,11 +15,6 @@ from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.schema.text.figures import duration, figure, memory, percent
 
 _FASTER = 1.001
-_LIMITS: dict[Limit, str] = {
-    "compute": "compute",
-    "imbalance and bubbles": "imbalance and pipeline bubbles",
-    "communication": "communication",
-}
 
 
 def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
@@ -75,8 +70,8 @@ def limit_phrase(inputs: Inputs, plan: Plan, found: Explanation) -> str:
     load = found.loads[found.bottleneck_group]
     gpus = members(plan.groups[found.bottleneck_group], inputs.kinds)
     return (
-        f"{_LIMITS[found.limited_by]}: the busiest group, {load.group} ({gpus}, "
-        f"{number_of(load.num_layers, 'layer')}), computes {percent(load.busy)} of the time"
+        f"{found.limited_by}: group {load.group} ({gpus}, "
+        f"{number_of(load.num_layers, 'layer')}) computes {percent(load.busy)} of the time"
     )
 
 

@@ -29,8 +29,7 @@ from zorse_megatron.schema.gpus.gpu import (
 from zorse_megatron.schema.model.computing import Computing
 from zorse_megatron.schema.model.model_shape import ModelShape
 from zorse_megatron.schema.profile.profile import Profile
-
-_GIB = 2**30
+from zorse_megatron.schema.text.figures import memory as spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +165,8 @@ def _memory(
             computing=computing,
         )
         said = attention_phrase(by_kind)
-        return formula, f"memory: by formula, with {said}{_dropout(computing)}"
-    return measured, "memory: activations of layer and head as measured"
+        return formula, f"memory: computed tensor by tensor, with {said}{_dropout(computing)}"
+    return measured, "memory: measured activations of layers and head"
 
 
 def _dropout(computing: Computing) -> str:
@@ -194,16 +193,16 @@ def _attention_notes(
     flash = replace(memory, attention="flash", attention_by_kind={}).activation_bytes(1, "none")
     names = " and ".join(without)
     asked = (
-        f" --attention-backend asks for what {names} cannot run, and Transformer Engine would "
-        "stop there: leave it out."
+        f". Leave out --attention-backend: Transformer Engine would stop on {names}, which cannot "
+        "run it"
         if computing.names_attention
         else ""
     )
     return (
-        f"{names}: unfused attention, as Transformer Engine has neither flash nor fused attention "
-        "below compute capability 8.0; a layer keeps "
-        f"{kept / _GIB:.3g} GiB of a sample in place of {flash / _GIB:.3g} GiB, and all scores "
-        f"pass through memory. A build that has it: attention under gpu_kinds.{asked}",
+        f"{names}: unfused attention, because Transformer Engine has no flash or fused attention "
+        f"below compute capability 8.0: a layer keeps {spelled(kept)} per sample instead of "
+        f"{spelled(flash)}, and its scores go through memory. If your build has one, set attention "
+        f"under gpu_kinds{asked}",
     )
 
 
@@ -216,9 +215,9 @@ def _measured_attention_notes(computes: Mapping[str, ProfiledCompute]) -> Iterat
             kinds_of.setdefault((measured, used), []).append(kind)
     for (measured, used), kinds in kinds_of.items():
         yield (
-            f"{' and '.join(kinds)}: layer times were measured with {measured} attention, and this "
-            f"run uses {used} attention there, whose times are not known: measure with the run's "
-            "flags (zorse profile measure --again), or run with those of the measurement"
+            f"{' and '.join(kinds)}: layer times were measured with {measured} attention, but this "
+            f"run uses {used} attention there: measure again with its flags (zorse profile measure "
+            "--again), or train with those of the measurement"
         )
 
 

@@ -37,6 +37,7 @@ from zorse_megatron.schema.plan.plan import (
     Plan,
 )
 from zorse_megatron.schema.profile.profile import Profile, Source
+from zorse_megatron.schema.text.figures import memory as spelled
 from zorse_megatron.topology.cluster_topology import Topology
 from zorse_megatron.topology.from_cluster import topology_of
 
@@ -219,8 +220,8 @@ def _process_notes(gpus: Mapping[str, GpuKind]) -> Iterator[str]:
     for name, gpu in gpus.items():
         alike.setdefault(process_items(gpu), []).append(name)
     for items, names in alike.items():
-        said = ", ".join(f"{item.name} {item.num_bytes / 2**20:.0f} MiB" for item in items)
-        yield f"beside tensors on {' and '.join(names)}: {said}, and NCCL's buffers"
+        said = ", ".join(f"{item.name} {spelled(item.num_bytes)}" for item in items)
+        yield f"memory besides tensors on {' and '.join(names)}: {said}, and NCCL's buffers"
 
 
 def _host_parts(cluster: Cluster) -> tuple[int | None, ...]:

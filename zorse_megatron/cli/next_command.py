@@ -1,0 +1,108 @@
+"""The command to type after `zorse plan`."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from zorse_megatron.cli.after_dashes import own_options, training_flags
+from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.flags.shape import flags_of_shape
+
+_OF_THIS_ANSWER = ("--json", "--verbose")
+_DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
+_CONTINUED = " \\"
+_INDENT = "  "
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextCommand:
+    """Words of a shell, and what is to be known of them."""
+
+    words: tuple[str, ...]
+    lacks_data: bool = False
+    """Whether it trains a model of which no training command was given."""
+
+    @property
+    def text(self) -> str:
+        """On one line."""
+        return shlex.join(self.words)
+
+    @property
+    def line(self) -> str:
+        """For people, on one line."""
+        return f"{self._start}{self.text}"
+
+    @property
+    def _start(self) -> str:
+        return "next (add your data): " if self.lacks_data else "next: "
+
+    def lines(self, width: int) -> list[str]:
+        """For people, on lines of a width that a shell joins; one that is longer stays as it is."""
+        lines = [self._start]
+        for piece in _pieces(self.words):
+            room = width - len(_CONTINUED)
+            if len(lines[-1]) + len(piece) > room and lines[-1].strip():
+                lines[-1] = lines[-1].rstrip() + _CONTINUED
+                lines.append(_INDENT)
+            lines[-1] += f"{piece} "
+        return [line.rstrip() for line in lines]
+
+
+def next_command(
+    context: typer.Context,
+    *,
+    plan: Path | None,
+    cluster: Path,
+    model: str | None,
+    costs: WorkloadCosts,
+    can_be_trained: bool,
+) -> NextCommand:
+    """Write the plan, or start one that was written; simulate one that this version cannot train.
+
+    `plan`: its file; None: none was asked for. `cluster`: of the GPUs that it uses. `model`: what
+    `--model` says. A model without a training command is started with the flags of its shape.
+    """
+    flags = training_flags(context)
+    if plan is None:
+        kept = [word for word in own_options(context) if word not in _OF_THIS_ANSWER]
+        after = () if flags is None else ("--", *flags)
+        return NextCommand(words=("zorse", "plan", *kept, "--out", "plan.json", *after))
+    files = (str(plan), "--cluster", str(cluster))
+    if flags is None and model is not None and "--" in model:
+        flags = tuple(shlex.split(model))
+    launch = ("zorse", "launch", *files, "--torchrun", "--")
+    if can_be_trained and flags is not None:
+        return NextCommand(words=(*launch, *flags))
+    made = _flags_of(costs, model) if can_be_trained else ()
+    if made:
+        return NextCommand(words=(*launch, *made), lacks_data=True)
+    what = ("--", *flags) if flags is not None else ("--model", model or "")
+    return NextCommand(words=("zorse", "simulate", *files, *what))
+
+
+def _flags_of(costs: WorkloadCosts, model: str | None) -> tuple[str, ...]:
+    """Megatron's flags of a model and batch; empty where the shape does not say all of them."""
+    shape = flags_of_shape(costs.workload.model)
+    if not shape or costs.dtype == "auto" or (model or "").endswith(".json"):
+        return ()
+    return (
+        *shape,
+        *("--global-batch-size", str(costs.inputs.global_batch_size)),
+        *_DTYPE_FLAGS.get(costs.dtype, ()),
+        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    )
+
+
+def _pieces(words: Sequence[str]) -> Iterator[str]:
+    """Each option with its values, which stay on one line."""
+    piece: list[str] = []
+    for word in words:
+        if word.startswith("-") and piece:
+            yield shlex.join(piece)
+            piece = []
+        piece.append(word)
+    if piece:
+        yield shlex.join(piece)
