@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import typer
-from pydantic import ByteSize
 from rich.console import Console
 from rich.table import Table
 
