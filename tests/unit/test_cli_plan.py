@@ -14,10 +14,11 @@ import pytest
 
 from tests.unit.cli_samples import FLAGS, cells, lab_plan, runner_in
 from zorse_megatron import extras
-from zorse_megatron.cli.commands import zorse_plan as plan_module
+from zorse_megatron.cli import plan_answer as answer_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner import find_plan as search_module
+from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain import analysis as explain_module
 from zorse_megatron.planner.explain import replan as replan_module
@@ -28,6 +29,7 @@ from zorse_megatron.planner.inputs import search_inputs as inputs_module
 from zorse_megatron.planner.outcome import Considered, LinkBound, Outcome, Rejected, SearchProgress
 from zorse_megatron.schema.plan.plan import Group, Offload, Predictions, Recompute
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
+from zorse_megatron.schema.text.figures import figure
 
 PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
 COMPARE = ("compare-plans", *PLAN[1:])
@@ -84,8 +86,10 @@ def fake_explanation(inputs, plan, replans=None):
             zip(inputs.kinds, inputs.capacities_bytes, strict=True)
         )
     ]
-    load = GroupLoad(
-        group=1, kinds=(("V100-16", 4),), num_layers=3, busy=0.5, communication=0.2, waiting=0.3
+    shares = {"busy": 0.5, "communication": 0.2, "waiting": 0.3}
+    loads = (
+        GroupLoad(group=0, kinds=(("A6000", 4),), num_layers=5, **shares),
+        GroupLoad(group=1, kinds=(("V100-16", 4),), num_layers=3, **shares),
     )
     return Explanation(
         iteration_s=1.0,
@@ -97,7 +101,7 @@ def fake_explanation(inputs, plan, replans=None):
         limited_by="compute",
         bottleneck_group=1,
         critical_path=(("backward", 0.6),),
-        loads=(load,),
+        loads=loads,
         headroom=tuple(headroom),
         host=(),
         alternatives=(),
@@ -122,24 +126,25 @@ def search(monkeypatch):
     monkeypatch.setattr(search_module, "find_plan", stand_in)
     monkeypatch.setattr(explain_module, "explain", fake_explanation)
     monkeypatch.setattr(replan_module, "replan", fake_replan)
+    monkeypatch.setattr(stock_best, "_IN_SHORT", 1)
     return stand_in
 
 
 def test_plan_prints_the_plan_and_the_reasons(run, search):
-    result = run(*PLAN)
+    result = run(*PLAN, "--verbose")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("plan ")
+    assert any(line.startswith("plan ") for line in lines)
     assert [row[:4] for row in cells(result.stdout)] == [
         ["0 new", "0 to 4", "A6000", "0 to 3"],
         ["1 old", "5 to 7", "V100-16", "4 to 7"],
     ]
     starts = [
         "A first sentence.",
-        "searched in 0.2 s: 3 groupings, 20 candidates estimated, 4 simulated",
+        "Searched in 250 ms: 3 groupings, 20 candidates estimated, 4 simulated",
         "rejected: one group: 12 % slower",
         "note: compute dtype float16, which every kind of GPU supports",
-        "note: V100-16: analytic",
+        "note: V100-16: estimated: data-sheet peak x efficiency calibrated on this GPU (",
         "note: a note of the search",
     ]
     for start in starts:
@@ -148,17 +153,17 @@ def test_plan_prints_the_plan_and_the_reasons(run, search):
 
 
 def test_the_prediction_of_a_plan_too_large_to_explain(run, search, monkeypatch):
-    monkeypatch.setattr(plan_module, "_EXPLAIN_UP_TO_RANKS", 7)
-    result = run(*PLAN)
+    monkeypatch.setattr(answer_module, "MOST_EXPLAINED", 7)
+    result = run(*PLAN, "--verbose")
     assert "A first sentence." not in result.stdout
     assert "50 % of the upper bound." in result.stdout
-    assert "Lower bound of any plan: " in result.stdout
-    assert "The fullest GPU is rank " in result.stdout
+    assert "No plan can take less than " in result.stdout
+    assert "Fullest GPU: rank " in result.stdout
 
 
 def test_plan_writes_a_plan_with_predictions(run, search):
     result = run(*PLAN, "--out", "new.json")
-    assert result.stdout.splitlines()[-1] == "written: new.json"
+    assert "; written to new.json" in result.stdout
     written = load_plan("new.json")
     assert written.predictions.iteration_s > 0
     assert len(written.predictions.peak_memory_bytes) == 8
@@ -187,7 +192,7 @@ def test_the_page_has_everything_in_it(run, search, tmp_path):
     for expected in (
         "A second one.",
         "one more A6000 in node new",
-        "25.0 % faster",
+        "25 % faster",
         "12 % slower",
         "a note of the search",
     ):
@@ -195,7 +200,7 @@ def test_the_page_has_everything_in_it(run, search, tmp_path):
     told = json.loads(run(*COMPARE, "--json", "--strategy", "stock").stdout)["plans"]
     for row in told:
         assert row["layout"] in page
-        assert f"{row['tokens_per_s']:,.0f}" in page
+        assert figure(row["tokens_per_s"]) in page
 
 
 def test_a_page_without_its_extra_is_refused_before_the_search(run, search, monkeypatch):
@@ -231,8 +236,9 @@ def first_two_as_a_set(group: Group) -> Group:
 
 def test_what_cannot_be_trained_yet_is_said(run, search):
     search.changed = first_two_as_a_set
-    result = run(*PLAN)
-    assert "note: this version cannot train this plan yet: groups[0].gradient_wire" in result.stdout
+    said = "this version cannot train this plan yet: groups[0].gradient_wire"
+    assert said in run(*PLAN).stdout
+    assert f"note: {said}" in run(*PLAN, "--verbose").stdout
     answer = json.loads(run(*PLAN, "--json").stdout)
     assert answer["can_be_trained"] is False
 
@@ -243,7 +249,7 @@ def test_what_saves_memory_is_said(run, search):
         "recompute": Recompute(mode="full", num_layers=2),
     }
     search.changed = lambda group: dataclasses.replace(group, **settings)
-    text = " ".join(run(*PLAN).stdout.replace("│", " ").split())
+    text = " ".join(run(*PLAN, "--verbose").stdout.replace("│", " ").split())
     assert "full recompute of 2 layers, activations on host" in text
 
 
@@ -326,10 +332,50 @@ def test_explain(run, search):
     result = run(*EXPLAIN)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("A first sentence.\nA second one.\n")
-    rows = cells(result.stdout)
+    _, *rows = cells(result.stdout)
     assert rows[0] == ["1 old", "4 x V100-16", "3", "50 %", "20 %", "30 %"]
-    assert rows[1] == ["0 to 3", "A6000", "0.9 GiB", "45.2 GiB", "44.2 GiB"]
-    assert rows[2] == ["4 to 7", "V100-16", "0.9 GiB", "15.0 GiB", "14.0 GiB"]
+    assert rows[1] == ["0 to 3", "A6000", "954 MiB", "45.2 GiB", "44.2 GiB"]
+    assert rows[2] == ["4 to 7", "V100-16", "954 MiB", "15.0 GiB", "14.0 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "--attention-dropout and --hidden-dropout rule it out."),
+        (("--attention-dropout", "0"), "--hidden-dropout rules it out."),
+        (("--attention-dropout", "0", "--hidden-dropout", "0"), ""),
+    ],
+)
+def test_plan_and_explain_say_the_same_of_tensor_parallelism(flags, said, run):
+    """And search the same again: a plan that the training command rules out helps nobody."""
+    told = ("--", "pretrain_gpt.py", *FLAGS, *flags)
+    plan = run(
+        *("plan", "--cluster", "cluster.yaml", "--strategy", "zorse-paper", "--verbose"),
+        *("--out", "new.json", *told),
+    )
+    explained = run("explain", "new.json", "--cluster", "cluster.yaml", "--no-replan", *told)
+    lines = [
+        [line for line in result.stdout.splitlines() if line.startswith("TP")]
+        for result in (plan, explained)
+    ]
+    assert lines[0] == lines[1]
+    if said:
+        assert lines[0] == [f"TP not used: {said}"]
+    else:
+        assert [line.split(":")[0] for line in lines[0]] == [
+            "TP=2 not used on A6000",
+            "TP=2 not used on V100-16",
+        ]
+
+
+def test_a_new_search_of_explain_has_the_sets_of_plan(run, search, monkeypatch):
+    monkeypatch.setattr(replan_module, "replan", lambda inputs, **_: search(inputs) and None)
+    told = ("--", "pretrain_gpt.py", *FLAGS)
+    run("plan", "--cluster", "cluster.yaml", *told)
+    run("explain", "plan.json", "--cluster", "cluster.yaml", *told)
+    planned, explained = (inputs.space for inputs in search.inputs)
+    assert planned == explained
+    assert planned.max_tensor_parallel == 1
 
 
 def test_explain_json(run, search):
@@ -351,7 +397,8 @@ def test_progress_is_shown_on_a_terminal_only(run, search, monkeypatch):
 
 
 def test_a_plan_in_types_of_its_own_is_priced_alike_by_all_commands(run):
-    written = run(*PLAN, "--dtype", "auto", "--strategy", "zorse-paper", "--out", "own.json")
+    paper = ("--strategy", "zorse-paper", "--out", "own.json", "--verbose")
+    written = run(*PLAN, "--dtype", "auto", *paper)
     assert written.exit_code == 0, written.output
     assert "note: every group computes in its own compute_dtype" in written.stdout
     plan = load_plan("own.json")

@@ -92,7 +92,7 @@ def test_a_kind_of_the_cluster_file_computes_like_the_one_it_is_like():
     assert compute.provenance("half").basis == "scaled"
     analytic = AnalyticCompute(LLAMA, dtype="float16", kinds={"half": half})
     assert analytic.layer("half", 2) == AnalyticCompute(LLAMA, dtype="float16").layer("T4", 2)
-    assert "fitted to this chip" in str(analytic.provenance("half"))
+    assert "calibrated on this GPU" in str(analytic.provenance("half"))
 
 
 def test_another_dtype_does_not_answer():

@@ -8,9 +8,11 @@ from statistics import fmean, median
 import pytest
 
 from tests.measured import imported, needs_measured
+from zorse_megatron.costs import efficiency
 from zorse_megatron.costs.analytic_compute import AnalyticCompute
 from zorse_megatron.costs.curve import fit_curve
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
+from zorse_megatron.costs.provenance import off_by
 from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.model.model_presets import MODELS
@@ -68,6 +70,41 @@ def test_analytic(dtype, kinds, mean, middle):
         errors += errors_of(times, AnalyticCompute(model_of(times), dtype=dtype))
     assert len(errors) > 1000
     assert summary(errors) == pytest.approx((mean, middle), abs=0.0015)
+
+
+def both_passes(times: Times, compute) -> list[float]:
+    """Relative errors of forward and backward together at every measured point."""
+    columns = zip(times.micro_batch_sizes, times.forward_s, times.backward_s, strict=True)
+    found = ((compute.layer(times.gpu_kind, size), f + b) for size, f, b in columns)
+    return [(each.forward_s + each.backward_s) / both_s - 1 for each, both_s in found]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("basis", ["scaled", "analytic", "uncalibrated"])
+def test_nine_of_ten_layer_times_are_off_by_no_more_than_is_said(basis, dtype, monkeypatch):
+    """Of GPUs that nobody measured: all that were, with the shares of none."""
+    if basis == "uncalibrated":
+        monkeypatch.setattr(efficiency, "_SIXTEEN_BIT", {})
+        monkeypatch.setattr(efficiency, "_FLOAT32", {})
+    errors = []
+    for times in series(dtype):
+        model = model_of(times)
+        if basis == "scaled":
+            compute = ProfiledCompute(without(times), model, dtype=dtype)
+        else:
+            compute = AnalyticCompute(model, dtype=dtype)
+        provenance = compute.provenance(times.gpu_kind)
+        if basis != "scaled" or provenance.basis == "scaled":
+            errors += both_passes(times, compute)
+    assert len(errors) >= 1000
+    worst_of_nine = sorted(map(abs, errors))[int(0.9 * len(errors))]
+    assert provenance.is_calibrated == (basis != "uncalibrated")
+    said = off_by(
+        "scaled" if basis == "scaled" else "analytic",
+        sixteen_bit=dtype == "float16",
+        is_calibrated=basis != "uncalibrated",
+    )
+    assert worst_of_nine == pytest.approx(said, abs=0.005)
 
 
 def without(left_out: Times) -> Profile:

@@ -58,7 +58,7 @@ def test_host_memory_is_told_as_host_memory():
     error = no_plan(small(memory="4GB", host="1GiB"))
     (problem,) = error.problems
     assert problem.where == "host memory of node one"
-    assert problem.found == "1.0 GiB"
+    assert problem.found == "1.00 GiB"
     assert f"{needed / GIB:.1f} GiB for what has to wait there (optimizer state" in problem.expected
     with pytest.raises(NoPlanError, match="host memory of node one"):
         find_plan(small(memory="4GB", host="1GiB"))
@@ -223,4 +223,4 @@ def test_check_refuses_a_plan_that_its_hosts_cannot_hold(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(CLUSTER.replace("MEMORY", "4GB").replace("HOST", "1GiB"))
     short = run("check", "small.json", "small.yaml", "--", *flags.split())
     assert short.exit_code == 1
-    assert "host memory of node one: found 1.0 GiB; expected " in short.output
+    assert "host memory of node one: found 1.00 GiB; expected " in short.output

@@ -18,11 +18,17 @@ from zorse_megatron.emulate.compare.compared_systems import (
 )
 from zorse_megatron.planner.baselines.stock_best import (
     framework_of,
+    stock_in_short,
     stock_on_all,
     stock_on_best,
     subsets,
 )
-from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
+from zorse_megatron.planner.baselines.stock_grids import (
+    even_stages,
+    grid_estimates,
+    grids,
+    plan_of_grid,
+)
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
@@ -80,6 +86,34 @@ def test_the_best_layout_is_the_fastest_that_fits(layers):
     best = stock_on_all(inputs).fitting
     assert (best.iteration_s, best.grid) == min(every, key=lambda each: each[0])
     assert len({grid.width for _, grid in every}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [8, 10])
+def test_in_short_stock_is_hardly_slower(layers):
+    inputs = make(layers=layers)
+    both = [stock_on_all(inputs).fitting, stock_on_best(inputs).fitting]
+    best_s = min(each.iteration_s for each in both)
+    assert best_s <= stock_in_short(inputs).fitting.iteration_s <= 1.04 * best_s
+
+
+def test_what_is_sent_decides_which_layout_is_simulated_first():
+    """Over a slow link, layouts that send much cost more than they compute."""
+    pair = "nodes: [{name: a, count: 2, gpus: 2 x A100-40, nics: NICS}]"
+    fast, slow = (
+        make(parse_cluster(pair.replace("NICS", nics).encode())) for nics in ("400 Gb/s", "1 Gb/s")
+    )
+    near, far = (
+        {each.grid: each.sending_s for each in grid_estimates(inputs)} for inputs in (fast, slow)
+    )
+    across = [grid for grid in near if grid.stages > 1 or grid.width > 2]
+    assert all(far[grid] > 20 * near[grid] for grid in across)
+    first = stock_on_all(slow, most_computations=1).fitting
+    fitting = [each for each in grid_estimates(slow) if each.fullest <= 1]
+    computes_least = min(fitting, key=lambda each: each.iteration_s).grid
+    plan = plan_of_grid(slow, computes_least)
+    result = simulate_plan(slow, plan, framework=framework_of(computes_least))
+    assert first.iteration_s < 0.5 * result.iteration_s
 
 
 def test_memory_is_told_from_divisibility():

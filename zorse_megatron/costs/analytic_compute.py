@@ -76,7 +76,9 @@ class AnalyticCompute:
         """Say what the times of a kind rest on. Raises LookupError for an unknown kind."""
         source = self._gpu(kind).source
         _, is_fitted = self._shares(kind)
-        efficiency = "calibrated on this GPU" if is_fitted else "of other GPUs, never measured here"
+        efficiency = (
+            "calibrated on this GPU" if is_fitted else "typical of GPUs, never measured here"
+        )
         return Provenance(
             basis="analytic",
             detail=f"data-sheet peak x efficiency {efficiency} ({source})",

@@ -137,9 +137,9 @@ def stock_on_best(inputs: Inputs, *, most_computations: int = _MOST_COMPUTATIONS
 
 
 def stock_in_short(inputs: Inputs) -> Stock:
-    """The faster of both, of fewer simulations: a second or two, and up to 3 % slower than it is.
+    """The faster of both, after a twentieth of the simulations: a second or two.
 
-    `tests/unit/test_stock.py` compares with the whole search.
+    On nine clusters of 4 to 64 GPUs what this finds was up to 4 % slower than the best layout.
     """
     found = (
         stock_on_all(inputs, most_computations=_IN_SHORT),
