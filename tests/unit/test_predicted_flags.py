@@ -155,7 +155,7 @@ def test_gradients_in_16_bits_are_half_as_large(simulated):
 def test_flash_attention_that_a_gpu_lacks_is_told(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     said = run("simulate", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS).stdout
-    assert re.search(r"V100-16: unfused attention, as Transformer Engine has neither", said)
+    assert re.search(r"V100-16: unfused attention, because Transformer Engine has no", said)
     assert "flash attention on A6000, unfused attention on V100-16 and dropout" in said
     named = run(
         *("simulate", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS),

@@ -227,7 +227,7 @@ def test_spares_are_named():
 def test_which_build_of_torch_to_install_is_one_line():
     assert short_build_note(["A100-40"]) == ""
     note = short_build_note(["V100-16", "A6000"])
-    assert note.startswith("V100-16: pip install 'torch==")
+    assert note.startswith("V100-16 need: pip install 'torch==")
     assert len(note) <= WIDTH
     assert short_build_note(["P100", "B200"]) == (
         "No published build of torch runs on all of P100, B200"

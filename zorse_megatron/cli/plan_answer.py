@@ -125,7 +125,7 @@ def not_trainable_yet(found: Plan) -> str | None:
 
 def print_answer(answer: Answer, *, verbose: bool) -> None:
     """Print it in short; `verbose`: then the plan, its reasons, what was rejected, notes."""
-    for line in short_lines(answer):
+    for line in short_lines(answer, is_all=verbose):
         print_plain(line)
     if verbose:
         _print_details(answer)

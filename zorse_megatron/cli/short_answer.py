@@ -20,8 +20,11 @@ WIDTH = 100
 _MOST_SIZES = 3
 
 
-def short_lines(answer: "Answer") -> list[str]:
-    """The answer; groups are left out where they take too many lines."""
+def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
+    """The answer; groups are left out where they take too many lines.
+
+    `is_all`: whether details follow.
+    """
     head = _wrapped(
         [
             _iteration(answer),
@@ -29,7 +32,7 @@ def short_lines(answer: "Answer") -> list[str]:
             *_tokens(answer),
             _gpus(answer),
             _limit(answer),
-            _plan(answer),
+            _plan(answer, is_all=is_all),
         ]
     )
     warnings = _wrapped(list(_warnings(answer)))
@@ -109,14 +112,14 @@ def _limit(answer: "Answer") -> str:
     return _shortest(f"Limited by {limit_phrase(inputs, plan, explanation)}", plain)
 
 
-def _plan(answer: "Answer") -> str:
+def _plan(answer: "Answer", *, is_all: bool) -> str:
     plan = answer.outcome.plan
     where = "not written" if answer.written is None else f"written to {answer.written}"
     if answer.used_cluster is not None:
         where += f", its cluster file to {answer.used_cluster}"
     groups = number_of(len(plan.groups), "group")
     said = f"Plan: {groups}, schedule {plan.schedule.name}; {where}"
-    return _shortest(f"{said}; --verbose shows all of it, and why", said)
+    return said if is_all else _shortest(f"{said}; --verbose shows all of it, and why", said)
 
 
 def _shortest(*texts: str) -> str:

@@ -143,7 +143,7 @@ def short_build_note(kinds: Sequence[str]) -> str:
     fitting = builds_for(list(capabilities.values()))
     if not fitting:
         return f"No published build of torch runs on all of {', '.join(capabilities)}"
-    return f"{', '.join(lacking)}: {fitting[0].pip}"
+    return f"{', '.join(lacking)} need: {fitting[0].pip}"
 
 
 def _lacking(capabilities: dict[str, Capability]) -> list[str]:
