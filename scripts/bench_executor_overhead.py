@@ -26,6 +26,7 @@ from typing import Any
 from tests.megatron.launch import MegatronServer
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.turns import Board
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schema.plan.plan_json import save_plan
 
@@ -113,14 +114,13 @@ def common_flags(layout: Layout, corpus: Path, iterations: int) -> list[str]:
     return [
         *("--num-layers", str(NUM_LAYERS), "--hidden-size", "128", "--num-attention-heads", "4"),
         *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
-        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+        *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, "--log-interval", "1"),
         *("--micro-batch-size", str(MICRO_BATCH_SIZE)),
         *("--global-batch-size", str(layout.global_batch_size), "--use-distributed-optimizer"),
         *("--pipeline-model-parallel-size", str(layout.stages)),
         *("--tensor-model-parallel-size", str(layout.degree)),
         *("--train-iters", str(iterations), "--lr", "1e-3", "--lr-decay-style", "constant"),
-        *("--data-path", str(corpus), "--split", "100,0,0", "--num-workers", "0"),
-        *("--eval-iters", "0", "--eval-interval", "1000", "--log-interval", "1"),
+        *("--data-path", str(corpus), "--split", "100,0,0"),
         *("--calculate-per-token-loss", "--distributed-timeout-minutes", "1"),
         *TOKENIZER_FLAGS,
     ]

@@ -25,6 +25,7 @@ from typing import Any
 from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
 from zorse_megatron.emulate.forks.fork_client import output_of
 from zorse_megatron.errors import ZorseError
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schema.plan.plan_json import save_plan
 
@@ -82,13 +83,12 @@ def flags_of(
         *("--num-layers", str(NUM_LAYERS), "--hidden-size", "16", "--num-attention-heads", "1"),
         *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
         # Unlike learned positions these do not depend on --micro-batch-size.
-        *("--position-embedding-type", "rope", "--attention-dropout", "0"),
-        *("--hidden-dropout", "0", "--micro-batch-size", str(size)),
+        *("--position-embedding-type", "rope", "--micro-batch-size", str(size)),
         *("--global-batch-size", str(batch), "--train-iters", str(iterations)),
         *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine"),
         *("--lr-warmup-iters", str(iterations // 20), "--weight-decay", "0.1"),
         *("--clip-grad", "1.0", "--data-path", str(corpus), "--split", "100,0,0"),
-        *("--num-workers", "0", "--eval-iters", "0", "--eval-interval", "100000"),
+        *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS),
         *("--log-interval", "1", "--distributed-timeout-minutes", "10", "--seed", "1", *tokenizer),
     ]
 

@@ -24,6 +24,7 @@ from statistics import mean
 from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
 from zorse_megatron.doctor.workshop import read_metrics
 from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
 from zorse_megatron.schema.plan.plan_json import save_plan
 
@@ -78,13 +79,12 @@ def flags_of(corpus: Path, tokenizer: Sequence[str], iterations: int, seed: int)
     return [
         *("--num-layers", str(NUM_LAYERS), "--hidden-size", "64", "--num-attention-heads", "4"),
         *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
-        *("--attention-dropout", "0", "--hidden-dropout", "0", "--micro-batch-size", "2"),
+        *(*WITHOUT_DROPOUT, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, "--micro-batch-size", "2"),
         *("--global-batch-size", str(GLOBAL_BATCH_SIZE), "--train-iters", str(iterations)),
         *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine"),
         *("--lr-warmup-iters", str(iterations // 20), "--weight-decay", "0.1"),
         *("--clip-grad", "1.0", "--initial-loss-scale", "1024", "--loss-scale-window", "1000"),
-        *("--data-path", str(corpus), "--split", "100,0,0", "--num-workers", "0"),
-        *("--eval-iters", "0", "--eval-interval", "100000", "--log-interval", "1"),
+        *("--data-path", str(corpus), "--split", "100,0,0", "--log-interval", "1"),
         *("--calculate-per-token-loss", "--distributed-timeout-minutes", "5"),
         *("--seed", str(seed), *tokenizer),
     ]

@@ -19,6 +19,7 @@ from pathlib import Path
 from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
 from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
 from zorse_megatron.errors import ZorseError
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
 from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
 from zorse_megatron.schedules.actions import Kind
@@ -148,8 +149,6 @@ def measure(plan: Plan, work: Path, corpus: Path, tokenizer: list[str]) -> list[
         "--num-attention-heads": SMALL.num_attention_heads,
         "--seq-length": SEQUENCE,
         "--max-position-embeddings": SEQUENCE,
-        "--attention-dropout": 0,
-        "--hidden-dropout": 0,
         "--micro-batch-size": 1,
         "--global-batch-size": plan.global_batch_size,
         "--train-iters": 2,
@@ -157,14 +156,12 @@ def measure(plan: Plan, work: Path, corpus: Path, tokenizer: list[str]) -> list[
         "--lr-decay-style": "constant",
         "--data-path": corpus,
         "--split": "100,0,0",
-        "--num-workers": 0,
-        "--eval-iters": 0,
-        "--eval-interval": 1000,
         "--distributed-timeout-minutes": 2,
         "--zorse-plan": work / "plan.json",
         "--zorse-memory": work,
     }
     words = [str(word) for pair in flags.items() for word in pair]
+    words += [*WITHOUT_EVALUATION, *WITHOUT_WORKERS, *WITHOUT_DROPOUT]
     words += ["--untie-embeddings-and-output-weights", *tokenizer]
     job = RankJob(
         name="ledger",

@@ -16,6 +16,11 @@ import torch
 from tests.megatron.launch import run_ranks
 from tests.megatron.upstream import SCRIPT
 from tests.shared import once_per_run
+from zorse_megatron.flags.turned_off import (
+    WITHOUT_DROPOUT,
+    WITHOUT_EVALUATION,
+    WITHOUT_WORKERS,
+)
 from zorse_megatron.schedules.actions import parse_action
 from zorse_megatron.schedules.steady import from_norm
 from zorse_megatron.schema.plan.plan import (
@@ -36,15 +41,15 @@ STEPS = 3
 MANY_STEPS = 20
 """For a canonical plan: rounding would have added up by then, if it did."""
 
-BASE_FLAGS = (
+MODEL_FLAGS = (
     *("--num-layers", str(NUM_LAYERS), "--hidden-size", "32", "--num-attention-heads", "4"),
     *("--seq-length", "32", "--max-position-embeddings", "32"),
     *("--micro-batch-size", "1", "--global-batch-size", str(GLOBAL_BATCH_SIZE)),
     *("--lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-iters", "2", "--lr-decay-iters", "40"),
-    *("--weight-decay", "0.1", "--attention-dropout", "0", "--hidden-dropout", "0"),
-    *("--eval-interval", "1000", "--eval-iters", "0", "--log-interval", "1", "--seed", "11"),
-    *("--distributed-timeout-minutes", "1", "--num-workers", "0", "--calculate-per-token-loss"),
+    *("--weight-decay", "0.1", *WITHOUT_DROPOUT, "--log-interval", "1", "--seed", "11"),
+    *("--distributed-timeout-minutes", "1", "--calculate-per-token-loss"),
 )
+BASE_FLAGS = (*MODEL_FLAGS, *WITHOUT_EVALUATION, *WITHOUT_WORKERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.megatron.launch import MegatronServer, RunResult
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_WORKERS
 
 # The flags of `zorse_megatron.adapter.data.byte_corpus.tokenizer_flags`, spelled out: the test
 # process must not import Megatron, and `test_corpus.py` checks that they are the same.
@@ -21,12 +22,10 @@ def small_run_flags(corpus_prefix: Path, *, train_iters: int = 6) -> list[str]:
         *("--seq-length", "64", "--max-position-embeddings", "64"),
         *("--micro-batch-size", "2", "--global-batch-size", "8"),
         *("--train-iters", str(train_iters), "--lr", "1e-2"),
-        *("--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0"),
+        *("--lr-decay-style", "constant", *WITHOUT_DROPOUT),
         *("--data-path", str(corpus_prefix), "--split", "90,10,0", *TOKENIZER_FLAGS),
-        # Stock cannot do without --eval-interval even where it evaluates nothing. Data loader
-        # workers would be two more processes for each rank.
-        *("--eval-iters", "0", "--eval-interval", "1000"),
-        *("--num-workers", "0", "--log-interval", "1"),
+        *("--eval-iters", "2", "--eval-interval", "1000"),
+        *("--log-interval", "1", *WITHOUT_WORKERS),
     ]
 
 

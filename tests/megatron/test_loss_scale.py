@@ -46,7 +46,6 @@ def flags(corpus: Path, *more: str, steps: int = STEPS) -> tuple[str, ...]:
     return (
         *DEFAULT_FLAGS,
         *("--train-iters", str(steps), "--data-path", str(corpus), "--split", "100,0,0"),
-        *("--eval-iters", "0"),
         *TOKENIZER_FLAGS,
         *more,
     )

@@ -11,6 +11,7 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.cli.main import app
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.command_findings import findings_of
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.plan_json import load_plan
 from zorse_megatron.schema.profile.profile_json import load_profile
@@ -28,7 +29,7 @@ nodes:
 TRAINING = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--seq-length", "64", "--max-position-embeddings", "64"),
-    *("--hidden-dropout", "0", "--attention-dropout", "0", "--global-batch-size", "8"),
+    *(*WITHOUT_DROPOUT, "--global-batch-size", "8"),
     *TOKENIZER_FLAGS,
 )
 

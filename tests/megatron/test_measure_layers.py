@@ -8,6 +8,7 @@ import pytest
 from tests.megatron.launch import run_ranks
 from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.flags.shape import shape_from_flags
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
 from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
 from zorse_megatron.schema.model.model_shape import ModelShape
 
@@ -15,7 +16,7 @@ SIZE, SEQUENCE = 2, 64
 BASE = (
     *("--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", str(SEQUENCE)),
     *("--max-position-embeddings", str(SEQUENCE), "--vocab-size", "512", "--num-layers", "24"),
-    *("--hidden-dropout", "0", "--attention-dropout", "0"),
+    *WITHOUT_DROPOUT,
     "--no-create-attention-mask-in-dataloader",
 )
 GPT = (*BASE, "--ffn-hidden-size", "320")

@@ -12,14 +12,15 @@ from tests.megatron.upstream import SCRIPT
 from tests.printed import run_zorse
 from tests.unit.test_docs import commands_in, text_of
 from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.flags.turned_off import WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan_json import save_plan
 
 TRAIN = "torchrun --nproc-per-node "
 FLAGS = (
     *("--num-layers", "6", "--hidden-size", "96", "--num-attention-heads", "4"),
     *("--seq-length", "64", "--max-position-embeddings", "64", "--global-batch-size", "24"),
-    *("--mock-data", *TOKENIZER_FLAGS, "--num-workers", "0", "--train-iters", "2", "--lr", "1e-3"),
-    *("--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "0"),
+    *("--mock-data", *TOKENIZER_FLAGS, *WITHOUT_WORKERS, "--train-iters", "2", "--lr", "1e-3"),
+    *("--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "1"),
 )
 
 

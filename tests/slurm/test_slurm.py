@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.megatron.comparison import BASE_FLAGS
+from tests.megatron.comparison import MODEL_FLAGS
 from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
@@ -28,8 +28,9 @@ KILLED_TASK = 3
 TIMEOUT_S = 300.0
 THIS_MACHINE = {"MASTER_ADDR": "127.0.0.1"}  # where all nodes are
 TRAINING = (
-    *BASE_FLAGS,
+    *MODEL_FLAGS,
     *("--train-iters", str(STEPS), "--mock-data", "--split", "90,5,5", *TOKENIZER_FLAGS),
+    *("--eval-interval", "40"),
     *(
         "--save",
         "checkpoints",

@@ -43,6 +43,7 @@ from zorse_megatron.adapter.patches.weight_gradients import LINEAR_BACKWARD
 from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.adapter.recording.record_files import RecordFiles, check_record_files
+from zorse_megatron.adapter.repeated_lines import logged_once
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.session_optimizer import build_optimizer
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
@@ -85,6 +86,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     try:
         chosen = None if load is None else check_before_load(load)
         with (
+            logged_once(),
             REGISTRY.applied({**_hooks(session, cfg.model), **moving_hooks(run, session)}),
             REGISTRY.applied(same_on_all(args, load, chosen)),
         ):

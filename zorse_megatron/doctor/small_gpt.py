@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     ClusterFingerprint,
@@ -65,8 +66,6 @@ def training_flags(corpus: Path, *, tokenizer: list[str], num_iterations: int) -
         "--num-attention-heads": NUM_HEADS,
         "--seq-length": SEQ_LENGTH,
         "--max-position-embeddings": SEQ_LENGTH,
-        "--attention-dropout": 0,
-        "--hidden-dropout": 0,
         "--micro-batch-size": 4,
         "--global-batch-size": GLOBAL_BATCH_SIZE,
         "--train-iters": num_iterations,
@@ -79,16 +78,13 @@ def training_flags(corpus: Path, *, tokenizer: list[str], num_iterations: int) -
         "--data-path": corpus,
         "--data-cache-path": corpus.parent / "cache",
         "--split": "90,10,0",
-        "--eval-iters": 0,  # what is compared are the steps
-        "--eval-interval": 1000,
         "--log-interval": 1,
         "--seed": 1234,
         "--distributed-timeout-minutes": 1,
-        # Samples take no time to read; each loader would be two more processes for each rank.
-        "--num-workers": 0,
     }
     return [
         *(str(word) for pair in flags.items() for word in pair),
+        *(*WITHOUT_EVALUATION, *WITHOUT_WORKERS, *WITHOUT_DROPOUT),
         "--calculate-per-token-loss",
         *tokenizer,
     ]

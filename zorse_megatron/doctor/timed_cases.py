@@ -11,6 +11,7 @@ from zorse_megatron.doctor.workshop import Trained
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.computing_flags import computing_from_flags
 from zorse_megatron.flags.shape import shape_from_flags
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpus.compute_capability import BF16_FROM
@@ -104,22 +105,18 @@ def model_flags(case: TimedCase, layers: Sequence[str]) -> list[str]:
         "--num-attention-heads": HEADS,
         "--seq-length": SEQUENCE,
         "--max-position-embeddings": SEQUENCE,
-        "--attention-dropout": 0,
-        "--hidden-dropout": 0,
         "--micro-batch-size": MICRO_BATCH_SIZE,
         "--global-batch-size": case.global_batch_size,
         "--train-iters": ITERATIONS,
         "--lr": 1e-4,
         "--lr-decay-style": "constant",
         "--split": "100,0,0",
-        "--num-workers": 0,
-        "--eval-iters": 0,
-        "--eval-interval": 1000,
         "--log-interval": 1,
         "--initial-loss-scale": 16,
         "--distributed-timeout-minutes": 5,
     }
     words = [str(word) for pair in values.items() for word in pair]
+    words += [*WITHOUT_EVALUATION, *WITHOUT_WORKERS, *WITHOUT_DROPOUT]
     return [*words, "--untie-embeddings-and-output-weights", *layers]
 
 

@@ -3,11 +3,12 @@
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from zorse_megatron.adapter.arguments.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.arguments.plan_arguments import fit_to_plan
+from zorse_megatron.adapter.arguments.printed_arguments import without_defaults
 from zorse_megatron.adapter.arguments.unequal_heads import with_any_heads
 from zorse_megatron.adapter.checkpoint.check_before_load import check_at_a_look, load_of
 from zorse_megatron.adapter.groups.global_groups import presented
@@ -38,6 +39,7 @@ def argument_hooks(
         **({under_plan.CHECK_HEADS: with_any_heads} if has_own_heads else {}),
         under_plan.PARSE_ARGS: partial(_parsing, plan, world_size, fit),
         under_plan.VALIDATE_ARGS: partial(_validating, plan, world_size, fit),
+        under_plan.PRINT_ARGS: without_defaults,
         under_plan.PAD_VOCABULARY: _padding_for_the_command,
     }
 
@@ -49,18 +51,20 @@ Fit = Callable[[Namespace], list[str]]
 def _parsing(
     plan: Plan, world_size: int, fit: Fit, stock: Callable[..., Namespace]
 ) -> Callable[..., Namespace]:
+    say_once = cache(say)  # scripts parse more than once
+
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         extra = extra_args_provider
         if not ignore_unknown_args:
             extra = partial(_with_known_flags, extra_args_provider)
         args = stock(extra, ignore_unknown_args)
         for note in fit(args):
-            say(note)
+            say_once(note)
         # Stock reads the checkpoint's arguments before there are groups of ranks.
         load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
         if load is not None:
             check_at_a_look(load)
-        say(
+        say_once(
             "Megatron's own lines count one replica per chunk: its 'world size' below is "
             f"{len(plan.chunks) * args.tensor_model_parallel_size}, this job has {world_size} ranks"
         )

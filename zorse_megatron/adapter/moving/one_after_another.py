@@ -5,11 +5,13 @@ Imports Megatron only where `activate` has: it may be another version than it sh
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from zorse_megatron.adapter.activate import activate
 from zorse_megatron.adapter.moving.plan_left import PlanLeft
 from zorse_megatron.adapter.plan_run import PlanRun
+from zorse_megatron.adapter.repeated_lines import warned_once_per_node
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 def run_plans(run: PlanRun | None, enter_script: Callable[[], None]) -> None:
     """Run the script under the plan (None: stock), and again under each that is moved to."""
     while True:
-        undo = activate(run)
+        with nullcontext() if run is None else warned_once_per_node():
+            undo = activate(run)
         try:
             enter_script()
         except PlanLeft as left:

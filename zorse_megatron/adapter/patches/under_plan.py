@@ -30,6 +30,15 @@ VALIDATE_ARGS = _training(
     "groups have no such quotient",
     delete_when="validate_args stops assuming equal data-parallel groups",
 )
+PRINT_ARGS = _record(
+    target="megatron.training.arguments:_print_args",
+    parameters=("title", "args"),
+    becomes="The same, without the arguments that have Megatron's defaults, unless "
+    "`--logging-level` is below 20.",
+    why="of 800 lines 80 say something about the job",
+    test="tests/megatron/test_launched_jobs.py::test_prints_no_more_than_stock",
+    delete_when="_print_args leaves out defaults",
+)
 PAD_VOCABULARY = _record(
     target="megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
     parameters=("orig_vocab_size", "args", "logging_enabled"),
@@ -271,6 +280,7 @@ EVALUATE = _reporting(
 UNDER_A_PLAN = (
     PARSE_ARGS,
     VALIDATE_ARGS,
+    PRINT_ARGS,
     PAD_VOCABULARY,
     PRETRAIN,
     IS_FIRST_OR_LAST_STAGE,

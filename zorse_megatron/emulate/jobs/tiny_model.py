@@ -4,6 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE, TinyShape
+from zorse_megatron.flags.turned_off import (
+    WITHOUT_DROPOUT,
+    WITHOUT_EVALUATION,
+    WITHOUT_WORKERS,
+)
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.model.model_shape import ModelShape
 
@@ -40,8 +45,6 @@ def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
         "--num-attention-heads": training.shape.num_heads,
         "--seq-length": training.shape.sequence_length,
         "--max-position-embeddings": training.shape.sequence_length,
-        "--attention-dropout": 0,
-        "--hidden-dropout": 0,
         "--global-batch-size": training.global_batch_size,
         "--train-iters": steps,
         "--lr": 1e-3,
@@ -49,16 +52,14 @@ def training_flags(training: TinyTraining, data: Sequence[str]) -> list[str]:
         "--clip-grad": 1.0,
         # For groups in fp16: so low that no step is skipped, which would take less time.
         "--initial-loss-scale": 16,
-        "--eval-interval": 10 * steps,
-        "--eval-iters": 0,
         # Logging adds barriers, which cost a round trip each.
         "--log-interval": 10 * steps,
-        "--num-workers": 0,
         "--seed": training.seed,
         "--distributed-timeout-minutes": TIMEOUT_MINUTES,
     }
     untied = [] if training.model.tied_embeddings else ["--untie-embeddings-and-output-weights"]
     arguments = [str(word) for pair in flags.items() for word in pair]
+    arguments += [*WITHOUT_EVALUATION, *WITHOUT_WORKERS, *WITHOUT_DROPOUT]
     # Of gloo groups, which stock makes for another format of checkpoints, the clock would not know.
     arguments.append("--disable-gloo-process-groups")
     recompute = _recompute_flags(training.recompute)

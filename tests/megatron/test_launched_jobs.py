@@ -1,0 +1,139 @@
+"""What `zorse launch` writes runs to its end with Megatron's defaults: evaluations, data loader
+workers, and the handler of signals that comes with --save. `tests/slurm` does it under Slurm.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.launch import REPOSITORY, MegatronServer
+from tests.printed import run_zorse
+from tests.ranks.test_torchrun import free_port
+from zorse_megatron.checkpoints.folder import read_tracker
+
+CLUSTER = "nodes:\n  - gpus: [1 x A6000, 1 x A100-40]\n"
+FLAGS = (
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--global-batch-size", "4"),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
+    # Megatron has no default for the first of these.
+    *("--eval-interval", "1000", "--log-interval", "1", "--lr", "1e-3", "--bf16"),
+)
+EVALUATED = ("validation loss at iteration 3 on validation set", "iteration 3 on test set")
+MARK = "ZORSE_TEST_JOB"
+TIMEOUT_S = 240
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a cluster file and a plan; commands run there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    plan = ["zorse", "plan", "--cluster", "cluster.yaml", "--out", "plan.json", "--"]
+    run_zorse([*plan, *FLAGS, "--train-iters", "3"])
+    return tmp_path
+
+
+def launched(*more: str) -> str:
+    """The command that `zorse launch` writes."""
+    launch = ["zorse", "launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun"]
+    port = ("--master-port", str(free_port()))
+    return run_zorse([*launch, *port, "--", *FLAGS, *more, "--save", "saved"])
+
+
+def words_for_ranks(command: str) -> list[str]:
+    """What follows the module."""
+    (line,) = [line for line in command.splitlines() if not line.startswith("#")]
+    words = shlex.split(line)
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+    assert "--exit-signal-handler" in words and "--num-workers" not in words
+    return words[words.index("-m") + 2 :]
+
+
+def left_over(job: str) -> list[int]:
+    """The processes of a job."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={job}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found
+
+
+def run_by_torchrun(command: str, directory: Path) -> str:
+    """Run it to its end, of which it must leave nothing, and return what it prints."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"PATH": path, "PYTHONPATH": str(REPOSITORY), MARK: str(directory)}
+    output = directory / "output.txt"
+    with output.open("w") as file:
+        job = subprocess.Popen(
+            ["bash", "-c", command], env=os.environ | variables, stdout=file, stderr=file
+        )
+    try:
+        assert job.wait(timeout=TIMEOUT_S) == 0, output.read_text()
+        assert not left_over(str(directory))
+    finally:
+        for process in left_over(str(directory)):
+            os.kill(process, signal.SIGKILL)
+    return output.read_text()
+
+
+def test_torchrun_ends(directory: Path) -> None:
+    """With 100 iterations of each evaluation, and says each thing once."""
+    command = launched("--train-iters", "3", "--save-interval", "3")
+    words_for_ranks(command)
+    said = run_by_torchrun(command, directory)
+    assert all(line in said for line in EVALUATED), said
+    assert read_tracker(directory / "saved").text == "3"
+    lines = re.findall(
+        r"^.*/megatron/.*UserWarning: .*not installed.*$|^zorse: .*$", said, re.MULTILINE
+    )
+    assert len(lines) > 5
+    assert sorted(set(lines)) == sorted(lines)
+
+
+def test_every_way_to_end(directory: Path, megatron_server: MegatronServer) -> None:
+    """Stopped in an evaluation, at an interval, at the last iteration, with nothing left to do."""
+    saved, short = directory / "saved", ("--save-interval", "6", "--eval-iters", "2")
+    for more, entry, reached, said in (
+        (("--eval-interval", "2"), "tests.megatron.stopped_entry", "2", "after receiving SIGTERM"),
+        (
+            ("--exit-interval", "4"),
+            "zorse_megatron.pretrain",
+            "4",
+            "exiting program at iteration 4",
+        ),
+        ((), "zorse_megatron.pretrain", "6", "iteration 6 on test set"),
+        ((), "zorse_megatron.pretrain", "6", "iteration 6 on test set"),
+    ):
+        words = words_for_ranks(launched("--train-iters", "6", *short, *more))
+        ended = megatron_server.run_ranks(
+            words, 2, entry=entry, directory=directory, timeout_s=120
+        ).check()
+        assert read_tracker(saved).text == reached
+        assert any(said in output for output in ended.outputs), ended.outputs
+
+
+def test_prints_no_more_than_stock(directory: Path, megatron_server: MegatronServer) -> None:
+    """Of a plan with more chunks than stock has stages."""
+    flags = [*FLAGS, "--train-iters", "3", "--eval-iters", "2"]
+    plan = ["--zorse-plan", str(directory / "plan.json")]
+    ours = megatron_server.run_ranks([*flags, *plan], 2, timeout_s=120).check()
+    stock = megatron_server.run_ranks(
+        [*flags, "--use-distributed-optimizer", "--micro-batch-size", "1"],
+        2,
+        entry="tests.megatron.stock_entry",
+        timeout_s=120,
+    ).check()
+    num_lines = [sum(len(each.splitlines()) for each in run.outputs) for run in (ours, stock)]
+    assert num_lines[0] < num_lines[1] / 3
+    assert "train_iters" in ours.outputs[0] and "swiglu" not in ours.outputs[0]
+    whole = megatron_server.run_ranks([*flags, *plan, "--logging-level", "10"], 2, timeout_s=120)
+    assert "swiglu" in whole.check().outputs[0]
