@@ -1,7 +1,7 @@
 """Plan the clusters of the Zorse paper with all strategies, and clusters that grow.
 
-    python scripts/bench_planner.py --measured DIR --json OUT [--tokens 4194304]
-    python scripts/bench_planner.py --growth [--gpus 128 1024 10000]
+    python -m scripts.bench_planner --measured DIR --json OUT [--tokens 4194304]
+    python -m scripts.bench_planner --growth [--gpus 128 1024 10000]
 
 DIR holds `layer_latency.csv` (times of one layer by model, GPU, sequence length, dtype and
 micro-batch size). One row for each cluster, model and strategy: the simulated iteration, tokens per
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.import_profile import import_tables
 from zorse_megatron.planner.baselines.link_bound import link_bound
 from zorse_megatron.planner.baselines.lower_bound import best_layers_per_s, lower_bound_s
 from zorse_megatron.planner.find_plan import STRATEGIES, NoPlanError, find_plan
@@ -28,11 +29,6 @@ from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_clust
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_import import (
-    ImportSettings,
-    MeasurementTable,
-    import_tables,
-)
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TOKENS_PER_STEP = 2**20
@@ -96,8 +92,7 @@ def cases(wanted: Sequence[str] | None = None) -> list[tuple[str, str]]:
 def profile_from(measured: Path) -> Profile:
     """The measured layer times."""
     name = "layer_latency.csv"
-    table = MeasurementTable(name=name, data=(measured / name).read_bytes())
-    return import_tables([table], ImportSettings()).profile
+    return import_tables({name: (measured / name).read_bytes()}).profile
 
 
 def paper_inputs(measured: Path, cluster: str, model: str, tokens: int = TOKENS_PER_STEP) -> Inputs:

@@ -4,12 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zorse_megatron.schema.profile.profile_import import (
-    Imported,
-    ImportSettings,
-    MeasurementTable,
-    import_tables,
-)
+from scripts.import_profile import Imported, import_tables
 
 MEASURED = Path(__file__).parents[2] / "shared" / "measured"
 TABLES = (
@@ -26,7 +21,5 @@ needs_measured = pytest.mark.skipif(
 
 def imported(*names: str) -> Imported:
     """Import tables of the shared directory."""
-    tables = [
-        MeasurementTable(name=name, data=(MEASURED / name).read_bytes()) for name in names or TABLES
-    ]
-    return import_tables(tables, ImportSettings(origin="Zorse (MLSys 2026), Sailor (SOSP 2025)"))
+    tables = {name: (MEASURED / name).read_bytes() for name in names or TABLES}
+    return import_tables(tables, origin="Zorse (MLSys 2026), Sailor (SOSP 2025)")

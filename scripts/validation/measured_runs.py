@@ -4,26 +4,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from zorse_megatron.errors import Problem, ProfileError
-from zorse_megatron.schema.gpus.gpu_presets import canonical_kind
-from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
-from zorse_megatron.schema.profile.profile_json import PROFILE_FILE
-from zorse_megatron.schema.text.csv_table import NUMBER, POSITIVE, TEXT, Row, header_of, read_table
-from zorse_megatron.schema.text.json_text import read_text
+from pydantic.dataclasses import dataclass as checked_dataclass
 
-RUN_TABLE = {
-    "model": TEXT,
-    "gpu": TEXT,
-    "num_nodes": POSITIVE,
-    "pipeline_stages": POSITIVE,
-    "data_parallel": POSITIVE,
-    "tensor_parallel": POSITIVE,
-    "layers_per_stage": TEXT,
-    "micro_batch_size": POSITIVE,
-    "global_batch_size": POSITIVE,
-    "iteration_s": NUMBER,
-    "max_memory_bytes": NUMBER,
-}
+from scripts.import_profile import Kind, Number, Positive, read_rows
+from zorse_megatron.errors import Problem, ProfileError
+from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
+
+
+@checked_dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """A row of the table."""
+
+    model: str
+    gpu: Kind
+    num_nodes: Positive
+    pipeline_stages: Positive
+    data_parallel: Positive
+    tensor_parallel: Positive
+    layers_per_stage: str
+    micro_batch_size: Positive
+    global_batch_size: Positive
+    iteration_s: Number
+    max_memory_bytes: Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,28 +94,24 @@ class MeasuredRun:
 
 def read_runs(name: str, data: bytes) -> tuple[MeasuredRun, ...]:
     """Read a table of runs. Raises ProfileError with every problem."""
-    text = read_text(data, name, PROFILE_FILE)
-    absent = [column for column in RUN_TABLE if column not in header_of(text)]
-    if absent:
-        raise _error(name, f"line 1: found no column {', '.join(absent)}", ", ".join(RUN_TABLE))
-    return tuple(_run(row, name) for row in read_table(text, RUN_TABLE, name))
+    return tuple(_run(row, name) for row in read_rows(RunRow, data, name))
 
 
-def _run(row: Row, name: str) -> MeasuredRun:
+def _run(row: RunRow, name: str) -> MeasuredRun:
     run = MeasuredRun(
-        model=row["model"],
-        gpu_kind=canonical_kind(row["gpu"]),
-        num_nodes=row["num_nodes"],
-        data_parallel=row["data_parallel"],
-        tensor_parallel=row["tensor_parallel"],
-        entries=tuple(_stages(row["layers_per_stage"], name)),
-        micro_batch_size=row["micro_batch_size"],
-        global_batch_size=row["global_batch_size"],
-        iteration_s=row["iteration_s"],
-        max_memory_bytes=row["max_memory_bytes"],
+        model=row.model,
+        gpu_kind=row.gpu,
+        num_nodes=row.num_nodes,
+        data_parallel=row.data_parallel,
+        tensor_parallel=row.tensor_parallel,
+        entries=tuple(_stages(row.layers_per_stage, name)),
+        micro_batch_size=row.micro_batch_size,
+        global_batch_size=row.global_batch_size,
+        iteration_s=row.iteration_s,
+        max_memory_bytes=row.max_memory_bytes,
     )
     rules = {
-        "pipeline_stages": len(run.entries) == row["pipeline_stages"],
+        "pipeline_stages": len(run.entries) == row.pipeline_stages,
         "layers_per_stage": _is_whole(run.entries),
         "global_batch_size": run.global_batch_size % (run.micro_batch_size * run.data_parallel)
         == 0,
@@ -122,7 +120,7 @@ def _run(row: Row, name: str) -> MeasuredRun:
     }
     for column, holds in rules.items():
         if not holds:
-            raise _error(name, f"{column} {row[column]}", _EXPECTED[column])
+            raise _error(name, f"{column} {getattr(row, column)}", _EXPECTED[column])
     return run
 
 

@@ -13,6 +13,7 @@ Every constant here is of the source named beside it. None was fitted to the run
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scripts.import_profile import import_tables
 from scripts.validation.measured_runs import MeasuredRun, read_runs
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.costs.measured_memory import MeasuredMemory
@@ -22,11 +23,6 @@ from zorse_megatron.costs.transformer_memory import Precision
 from zorse_megatron.errors import Problem, ProfileError
 from zorse_megatron.schema.cluster.cluster import Nics, NodeLink
 from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.profile.profile_import import (
-    ImportSettings,
-    MeasurementTable,
-    import_tables,
-)
 from zorse_megatron.simulate.framework import Framework
 from zorse_megatron.simulate.iteration import simulate
 from zorse_megatron.topology.cluster_topology import MeasuredNode, Topology
@@ -87,8 +83,8 @@ def compare_runs(
     `rebuild_bytes_per_s`: another rate for what `_rebuild_s` prices, to see what depends on it.
     Raises ProfileError for tables that cannot be read.
     """
-    parts = [MeasurementTable(name=name, data=tables[name]) for name in PARTS]
-    profile = import_tables(parts, ImportSettings(origin=ORIGIN, dtype="tf32")).profile
+    parts = {name: tables[name] for name in PARTS}
+    profile = import_tables(parts, origin=ORIGIN, dtype="tf32").profile
     runs = read_runs(RUNS, tables[RUNS])
     for run in runs:
         _check(run, profile)

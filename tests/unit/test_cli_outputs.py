@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli_samples import FLAGS, lab_plan, runner_in, write_lab
-from tests.unit.test_profile_import import LAYERS
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
-from zorse_megatron.schema.profile.profile_json import load_profile
 
 pytestmark = pytest.mark.slow
 
@@ -45,10 +43,6 @@ OUTPUTS = {
     "trace": ((*SIMULATE, "--trace"), "zorse_megatron.cli.commands.zorse_simulate.simulated"),
     "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.commands.zorse_launch.load_plan"),
     "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.zorse_compare._compared"),
-    "import": (
-        ("profile", "import", "table.csv", "--out"),
-        "zorse_megatron.cli.commands.zorse_profile.read_file",
-    ),
     "discover": (("discover", "--out"), "zorse_megatron.cli.commands.zorse_discover.as_ranks"),
 }
 
@@ -60,7 +54,6 @@ def test_outputs_are_checked_before_the_work(command, work, place, run, monkeypa
     os.mkfifo(f"pipe{ending}")
     (Path() / "directory").mkdir()
     (Path() / "directory" / f"full{ending}").symlink_to("/dev/full")
-    (Path() / "table.csv").write_text(LAYERS)
     monkeypatch.setattr(work, stop)
     more = ("--", *FLAGS) if command[0] == "launch" else ()
     expected = {"/proc/x": "/proc", "pipe": "FIFO", "directory/full": "device"}[place]
@@ -81,10 +74,9 @@ def test_two_outputs_to_one_path(run, tmp_path):
 
 
 def test_nothing_that_a_command_reads_is_replaced(run, tmp_path):
-    (tmp_path / "table.csv").write_text(LAYERS)
-    (tmp_path / "link.csv").symlink_to("table.csv")
+    (tmp_path / "link.yaml").symlink_to("model.yaml")
     said = "found a file that this command reads"
-    told(run("profile", "import", "table.csv", "--out", "link.csv"), said)
+    told(run(*PLAN, "--out", "link.yaml"), said)
     told(run(*PLAN, "--out", "model.yaml"), said)
     told(run(*SIMULATE[:-1], "model.json", "--trace", "model.json"), "cannot read")
     (tmp_path / "model.json").write_text((tmp_path / "model.yaml").read_text())
@@ -135,16 +127,16 @@ def test_an_edited_script_is_not_overwritten(run, tmp_path):
     assert script.read_text() == "#!/bin/bash\nmine\n"
 
 
-def test_discovered_profiles_keep_their_mode_and_link(run, tmp_path):
-    (tmp_path / "table.csv").write_text(LAYERS)
+def test_outputs_keep_their_mode_and_link(run, tmp_path):
+    (tmp_path / "cluster.yaml").write_text(TWO)
     (tmp_path / "place").mkdir()
     (tmp_path / "place" / "p.json").touch(mode=0o600)
     (tmp_path / "link.json").symlink_to("place/p.json")
-    result = run("profile", "import", "table.csv", "--out", "link.json")
+    result = run(*PLAN, "--out", "link.json")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "place" / "p.json").stat().st_mode & 0o777 == 0o600
-    assert load_profile(tmp_path / "place" / "p.json").gpu_kinds()
+    assert load_plan(tmp_path / "place" / "p.json").world_size == 2
     assert [each.name for each in (tmp_path / "place").iterdir()] == ["p.json"]
 
 

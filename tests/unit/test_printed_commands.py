@@ -17,7 +17,6 @@ from tests.printed import each_search_once, run_zorse, words_of
 from tests.unit.checkpoint_folders import save
 from tests.unit.test_docs import DOCUMENTS, ROOT, commands_in
 from tests.unit.test_hugging_face import LLAMA_3_2_1B
-from tests.unit.test_profile_import import LAYERS
 from zorse_megatron.doctor.small_gpt import uneven_plan
 from zorse_megatron.schema.plan.plan_json import dump_plan
 
@@ -53,6 +52,7 @@ NOT_RUN = {
     "python -m pytest": "it is among these tests",
     "python scripts/bench_kernels.py": "its times are of GPUs; tests/kernels/test_bench.py",
     "python -m scripts.bench_executor_overhead": "minutes of timing",
+    "python -m scripts.import_profile": "a checkout; tests/unit/test_profile_import.py",
     "python -m scripts.validation.step_counts": "a minute; tests/megatron/test_step_counts.py",
     "python scripts/check_patches.py": "a checkout of Megatron-LM; tests/unit/test_patches.py",
     "python -m scripts.validation.sailor": "tables of others; tests/unit/test_validation.py",
@@ -98,7 +98,6 @@ def run_in(directory: Path, document: str) -> Iterator[str]:
     (directory / "examples").symlink_to(ROOT / "examples")
     (directory / "cluster.yaml").write_text(CLUSTERS.get(document, UNEQUAL))
     (directory / "model.yaml").write_text("preset: llama-3b\nseq_length: 512\n")
-    (directory / "layers.csv").write_text(LAYERS)
     (directory / "config.json").write_text(json.dumps(LLAMA_3_2_1B))
     (directory / "plan.json").write_text(dump_plan(uneven_plan()))
     shutil.copy(ROOT / "examples" / "mini-profile.json", directory / "profile.json")

@@ -15,6 +15,7 @@ LAUNCH = ["launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.
     [
         (["follow", "status", "--cluster", "c.yaml"], "zorse follow", "zorse plan --from-status"),
         (["follow", "--help"], "zorse follow", "zorse plan --from-status"),
+        (["profile", "import", "t.csv"], "zorse profile import", "scripts.import_profile"),
         ([*LAUNCH, "--follow", "--gain 0.1"], "zorse launch --follow", "zorse plan --from-status"),
     ],
 )

@@ -10,7 +10,8 @@ from statistics import fmean
 
 import pytest
 
-from scripts.validation.measured_runs import RUN_TABLE, read_runs
+from scripts.import_profile import columns_of
+from scripts.validation.measured_runs import RunRow, read_runs
 from scripts.validation.sailor_runs import PARTS, RUNS, compare_runs, mean_absolute
 from tests.measured import MEASURED, needs_measured
 from zorse_megatron.errors import ProfileError
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "scripts.validation.sailor"]
 ROW = "GPT-Neo-2.7,GH-96,4,2,2,4,0-15|16-33,1,64,2.29028,20011024384"
+HEADER = ",".join(columns_of(RunRow))
 
 
 def tables():
@@ -83,8 +85,7 @@ def test_the_table_in_the_documents_is_that_of_the_script(tmp_path):
 
 
 def test_a_run_as_a_plan():
-    header = ",".join(RUN_TABLE)
-    (run,) = read_runs("runs.csv", f"{header}\n{ROW}\n".encode())
+    (run,) = read_runs("runs.csv", f"{HEADER}\n{ROW}\n".encode())
     plan = run.plan()
     assert run.layout == "PP 2 DP 2 TP 4, 32 x 1"
     assert plan.world_size == run.world_size == 16
@@ -100,13 +101,13 @@ def test_a_run_as_a_plan():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("model,gpu\nx,y\n", "no column num_nodes"),
-        (",".join(RUN_TABLE) + "\n" + ROW.replace("GH-96,4", "GH-96,0") + "\n", "num_nodes"),
-        (",".join(RUN_TABLE) + "\n" + ROW.replace("16-33", "all") + "\n", "layers_per_stage"),
-        (",".join(RUN_TABLE) + "\n" + ROW.replace("0-15|", "") + "\n", "pipeline_stages"),
-        (",".join(RUN_TABLE) + "\n" + ROW.replace("0-15", "0-14") + "\n", "follow each other"),
-        (",".join(RUN_TABLE) + "\n" + ROW.replace(",64,", ",65,") + "\n", "a multiple of"),
-        (",".join(RUN_TABLE) + "\n" + ROW.replace("2.29028", "0") + "\n", "a time above 0"),
+        ("model,gpu\nx,y\n", "num_nodes too"),
+        (HEADER + "\n" + ROW.replace("GH-96,4", "GH-96,0") + "\n", "num_nodes"),
+        (HEADER + "\n" + ROW.replace("16-33", "all") + "\n", "layers_per_stage"),
+        (HEADER + "\n" + ROW.replace("0-15|", "") + "\n", "pipeline_stages"),
+        (HEADER + "\n" + ROW.replace("0-15", "0-14") + "\n", "follow each other"),
+        (HEADER + "\n" + ROW.replace(",64,", ",65,") + "\n", "a multiple of"),
+        (HEADER + "\n" + ROW.replace("2.29028", "0") + "\n", "a time above 0"),
     ],
 )
 def test_tables_that_are_wrong(content, message):
@@ -124,7 +125,7 @@ def test_tables_that_are_wrong(content, message):
     ],
 )
 def test_runs_that_the_parts_do_not_fit(old, new, message):
-    runs = (",".join(RUN_TABLE) + "\n" + ROW.replace(old, new) + "\n").encode()
+    runs = (HEADER + "\n" + ROW.replace(old, new) + "\n").encode()
     with pytest.raises(ProfileError, match=message):
         compare_runs({**tables(), RUNS: runs})
 

@@ -19,7 +19,12 @@ _FROM_STATUS = (
     "Run zorse plan --from-status DIR: it plans at the speeds of the run's GPUs, says what a move "
     "would gain, and prints the zorse move command."
 )
-_REMOVED = {"follow": _FROM_STATUS, "launch --follow": _FROM_STATUS}
+_REMOVED = {
+    "follow": _FROM_STATUS,
+    "launch --follow": _FROM_STATUS,
+    "profile import": "Measure with zorse profile measure. For published tables in CSV: "
+    "python -m scripts.import_profile, in a checkout of zorse-megatron.",
+}
 """Command or option that was removed -> what to do now."""
 
 SETTINGS: dict[str, Any] = {

@@ -1,87 +1,37 @@
-"""`zorse profile`: measure, import and show profiles."""
+"""`zorse profile`: measure, correct and show profiles."""
 
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table as Grid
 from rich.text import Text
 
 from zorse_megatron.cli.after_dashes import TakesTrainingFlags
+from zorse_megatron.cli.command_group import AnswersInJson
 from zorse_megatron.cli.commands.zorse_profile_correct import correct
 from zorse_megatron.cli.commands.zorse_profile_measure import measure_profile
 from zorse_megatron.cli.console import print_plain, print_table, reported_errors
 from zorse_megatron.cli.options import AsJson
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.costs.unlikely import unlikely_times
-from zorse_megatron.files.writable import refuse_unwritable
-from zorse_megatron.schema.gpus.gpu import Dtype
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.model_yaml import load_model
 from zorse_megatron.schema.profile.profile import Profile, Times
-from zorse_megatron.schema.profile.profile_import import (
-    ImportSettings,
-    MeasurementTable,
-    import_tables,
-)
-from zorse_megatron.schema.profile.profile_json import PROFILE_FILE, load_profile, save_profile
+from zorse_megatron.schema.profile.profile_json import load_profile
 from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.schema.text.json_text import layout
-from zorse_megatron.schema.text.strict import read_file
 
 profile = typer.Typer(
-    no_args_is_help=True, help="Measure, import and show profiles of layer times and memory."
+    cls=AnswersInJson,
+    no_args_is_help=True,
+    help="Measure, correct and show profiles of layer times and memory.",
 )
 profile.command("measure", cls=TakesTrainingFlags)(measure_profile)
 profile.command("correct")(correct)
 # Below this a correction is the rounding of a fall between two points.
 _SMALL_CHANGE = 0.005
-
-
-@profile.command("import")
-def import_profile(  # noqa: PLR0917
-    tables: Annotated[list[Path], typer.Argument(metavar="CSV...", help="Tables of measurements.")],
-    out: Annotated[Path, typer.Option(metavar="PROFILE", help="Write the profile here.")],
-    model: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="YAML", help="Model file for a model without a preset; repeatable."),
-    ] = None,
-    origin: Annotated[str | None, typer.Option(help="Who measured it, for the record.")] = None,
-    dtype: Annotated[str, typer.Option(help="For tables without a dtype column.")] = "float32",
-    seq_length: Annotated[int, typer.Option(min=1, help="For tables without this column.")] = 2048,
-    as_json: AsJson = False,
-) -> None:
-    """Build a profile from CSV tables of measurements."""
-    with reported_errors(as_json=as_json):
-        refuse_unwritable({"--out": out}, inputs=[*tables, *(model or ())])
-        shapes = {shape.name: shape for shape in map(load_model, model or [])}
-        settings = ImportSettings(
-            origin=origin, dtype=_dtype(dtype), seq_length=seq_length, models=shapes
-        )
-        files = [
-            MeasurementTable(name=str(path), data=read_file(path, PROFILE_FILE)) for path in tables
-        ]
-        imported = import_tables(files, settings)
-        save_profile(imported.profile, out)
-    summary = _summary(imported.profile)
-    if as_json:
-        typer.echo(
-            layout({"ok": True, "profile": str(out), "notes": list(imported.notes), **summary})
-        )
-        return
-    print_plain(f"{out}: {counts_of(imported.profile)}")
-    for note in imported.notes:
-        print_plain(f"note: {note}")
-    for each in summary["unlikely"]:
-        print_plain(f"unlikely: {each}")
-    count = len(summary["not_believed"])
-    if count:
-        print_plain(
-            f"note: {number_of(count, 'point')} will be replaced by the fitted curve; "
-            "zorse profile show lists them"
-        )
 
 
 @profile.command()
@@ -106,15 +56,6 @@ def show(
         print_plain(_sentence(entry))
     for each in summary["unlikely"]:
         print_plain(f"unlikely: {each}")
-
-
-def _dtype(name: str) -> Dtype:
-    for known in get_args(Dtype):
-        if name == known:
-            return known
-    raise typer.BadParameter(
-        f'found "{name}"; expected one of {", ".join(get_args(Dtype))}', param_hint="--dtype"
-    )
 
 
 def counts_of(loaded: Profile) -> str:
