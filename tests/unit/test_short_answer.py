@@ -144,6 +144,17 @@ def test_a_long_training_command_stays_on_one_line(run):
     assert command_in(lines)[-len(flags) :] == flags
 
 
+def test_what_is_to_be_done_is_in_the_short_answer(run, tmp_path):
+    """Within the twelve lines: a build of torch, and an attention that the GPUs do not have."""
+    told = planned(
+        *(run, tmp_path, MIX, "--strategy", "cephalo", "--out", "new.json", "--", "pretrain.py"),
+        *(*FLAGS[:-1], "12", "--attention-backend", "flash"),
+    )
+    assert len(told.splitlines()) <= MOST_LINES
+    assert "V100-16, P100 need: pip install 'torch==" in told
+    assert "V100-16 and P100 and T4 cannot run what --attention-backend asks for" in told
+
+
 def test_details_follow_the_answer(run):
     plan = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml")
     more = ("--global-batch-size", "16", "--strategy", "cephalo")

@@ -36,6 +36,9 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
         ]
     )
     warnings = _wrapped(list(_warnings(answer)))
+    most = MOST_LINES - len(head) - 1
+    if len(warnings) > most:
+        warnings = [*warnings[: most - 1], "more to see to: --verbose"]
     command = [] if answer.next_command is None else answer.next_command.lines(WIDTH)
     room = MOST_LINES - len(head) - len(warnings)
     if len(command) > room and answer.next_command is not None:
@@ -133,6 +136,7 @@ def _warnings(answer: "Answer") -> Iterator[str]:
     note = short_build_note(list(answer.costs.cluster.kinds))
     if note:
         yield note
+    yield from answer.costs.to_do
 
 
 def _groups(plan: Plan, kinds: Sequence[str]) -> Iterator[str]:

@@ -33,6 +33,8 @@ class WorkloadCosts:
     inputs: "Inputs"
     notes: tuple[str, ...]
     """For people: what was chosen for them, and what the costs rest on."""
+    to_do: tuple[str, ...] = ()
+    """Of the notes those that ask for another command or measurement."""
     profile: Profile | None = None
 
     def inputs_for(self, model: ModelShape, global_batch_size: int) -> "Inputs":
@@ -116,8 +118,9 @@ def costs_of_workload(
         computing=workload.computing,
     )
     notes = [*inputs.notes, *workload.notes]
-    if profile is not None:
-        notes += [f"unlikely: {each}" for each in unlikely_times(profile, cluster.kinds)]
+    unlikely = () if profile is None else unlikely_times(profile, cluster.kinds)
+    to_do = [*inputs.to_do, *(f"unlikely: {each}" for each in unlikely)]
+    notes = list(dict.fromkeys([*notes, *to_do]))
     if workload.dtype is None:
         notes.insert(
             0, f"compute dtype {dtype}, which every kind of GPU supports; change it with --dtype"
@@ -130,6 +133,7 @@ def costs_of_workload(
         dtype=dtype,
         inputs=inputs,
         notes=tuple(notes),
+        to_do=tuple(to_do),
         profile=profile,
     )
 

@@ -92,6 +92,14 @@ class CostModels:
         """What many do not expect of them."""
         return (
             *_attention_notes(self.cluster, self.computing, self.memory[0]),
+            *self.to_do,
+        )
+
+    @property
+    def to_do(self) -> tuple[str, ...]:
+        """What asks for another command or measurement."""
+        return (
+            *_refused_attention_notes(self.cluster, self.computing),
             *_measured_attention_notes(self.computes),
         )
 
@@ -192,18 +200,22 @@ def _attention_notes(
     kept = memory.activation_bytes(1, "none", without[0])
     flash = replace(memory, attention="flash", attention_by_kind={}).activation_bytes(1, "none")
     names = " and ".join(without)
-    asked = (
-        f". Leave out --attention-backend: Transformer Engine would stop on {names}, which cannot "
-        "run it"
-        if computing.names_attention
-        else ""
-    )
     return (
         f"{names}: unfused attention, because Transformer Engine has no flash or fused attention "
         f"below compute capability 8.0: a layer keeps {spelled(kept)} per sample instead of "
         f"{spelled(flash)}, and its scores go through memory. If your build has one, set attention "
-        f"under gpu_kinds{asked}",
+        "under gpu_kinds",
     )
+
+
+def _refused_attention_notes(cluster: Cluster, computing: Computing) -> Iterator[str]:
+    """Kinds for which the command asks for an attention that Transformer Engine lacks."""
+    without = [name for name, kind in cluster.kinds.items() if not kind.runs_flash_attention]
+    if computing.names_attention and computing.attention != "unfused" and without:
+        yield (
+            f"{' and '.join(without)} cannot run what --attention-backend asks for, and "
+            "Transformer Engine would stop there: leave it out"
+        )
 
 
 def _measured_attention_notes(computes: Mapping[str, ProfiledCompute]) -> Iterator[str]:

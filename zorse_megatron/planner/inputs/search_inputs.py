@@ -89,6 +89,8 @@ class Inputs:
     """For people: what the costs rest on."""
     warnings: tuple[str, ...] = ()
     """Of the notes those that many do not expect."""
+    to_do: tuple[str, ...] = ()
+    """Of the warnings those that ask for another command or measurement."""
     sets: SetCosts | None = None
     """Costs of tensor-parallel sets that a plan has; None: one rank stands for a set."""
     units: Units | None = None
@@ -206,6 +208,7 @@ def _joined(models: CostModels, batch: int, memory_margin: float, space: SearchS
         provenances={kind: each.provenance(kind) for kind, each in models.computes.items()},
         notes=(*models.notes, memory_note, *models.warnings, *_process_notes(models.gpus)),
         warnings=models.warnings,
+        to_do=models.to_do,
     )
 
 
