@@ -33,7 +33,7 @@ def test_a_default_that_megatron_takes_from_the_environment_is_accepted():
 @pytest.mark.parametrize("folder", ["scripts", "tests/megatron", "tests/slurm", "zorse_megatron"])
 def test_what_runs_of_ours_turn_off_stands_in_one_place(folder):
     """With its reason; the demo says its own."""
-    off = re.compile(r'"--(num-workers|eval-iters|hidden-dropout|attention-dropout)"[,:] "?0\b')
+    off = re.compile(r'"--(num-workers|eval-iters|hidden-dropout|attention-dropout)"[,:] "?0[",)]')
     root = Path(turned_off.__file__).parents[2]
     found = {
         str(path.relative_to(root))
