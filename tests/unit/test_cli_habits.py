@@ -78,7 +78,6 @@ def test_options_that_cannot_be_read_are_json_too(words, run):
     [
         ("launch", "none.json", "--cluster", "cluster.yaml", "--torchrun"),
         ("profile", "show", "none.json"),
-        ("profile", "import", "none.csv", "--out", "p.json"),
         ("profile", "measure", "--cluster", "cluster.yaml"),
         ("discover", "--out", "/proc/x"),
     ],

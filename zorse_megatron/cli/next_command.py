@@ -10,6 +10,7 @@ import typer
 from zorse_megatron.cli.after_dashes import own_options, training_flags
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.flags.shape import flags_of_shape
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
 
 _OF_THIS_ANSWER = ("--json", "--verbose")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
@@ -92,7 +93,7 @@ def _flags_of(costs: WorkloadCosts, model: str | None) -> tuple[str, ...]:
         *shape,
         *("--global-batch-size", str(costs.inputs.global_batch_size)),
         *_DTYPE_FLAGS.get(costs.dtype, ()),
-        *("--attention-dropout", "0", "--hidden-dropout", "0"),
+        *WITHOUT_DROPOUT,  # as these models are trained
     )
 
 
