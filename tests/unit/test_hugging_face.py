@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -402,9 +403,11 @@ def test_the_commands_take_it(tmp_path, monkeypatch):
     assert "--global-batch-size: found no" in lacking and "--seq-length: found no" in lacking
     made = run(*plan, "--global-batch-size", "8", "--seq-length", "256", "--max-tp", "1")
     assert made.exit_code == 0, made.output
-    assert "note: Megatron's flags for tiny/config.json: --num-layers 4 --hidden-size 1024" in (
-        made.stdout
-    )
+    (following,) = re.findall(r"^next[^:]*: ((?:.*\\\n)*.*)", made.stdout, re.MULTILINE)
+    launch = shlex.split(following.replace("\\\n", ""))
+    assert launch[:3] == ["zorse", "launch", "p.json"]
+    assert {"--rotary-base", "--norm-epsilon", "--seq-length"} <= set(launch)
+    assert run(*launch[1:]).exit_code == 0
     # The plan says how long samples are.
     given = ("--cluster", "cluster.yaml", "--model", "tiny/config.json")
     assert "8 samples of 256 tokens" in run("simulate", "p.json", *given).stdout

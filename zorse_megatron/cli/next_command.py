@@ -11,6 +11,7 @@ from zorse_megatron.cli.after_dashes import own_options, training_flags
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.flags.shape import flags_of_shape
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
+from zorse_megatron.schema.model.hugging_face import config_path
 
 _OF_THIS_ANSWER = ("--json", "--verbose")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
@@ -86,8 +87,12 @@ def next_command(
 
 def _flags_of(costs: WorkloadCosts, model: str | None) -> tuple[str, ...]:
     """Megatron's flags of a model and batch; empty where the shape does not say all of them."""
-    shape = flags_of_shape(costs.workload.model)
-    if not shape or costs.dtype == "auto" or (model or "").endswith(".json"):
+    workload = costs.workload
+    shape = flags_of_shape(workload.model)
+    if model is not None and config_path(model) is not None:  # that says more than the shape
+        length = ("--seq-length", str(workload.model.seq_length))
+        shape = (*workload.file_flags, *length) if workload.file_flags else ()
+    if not shape or costs.dtype == "auto":
         return ()
     return (
         *shape,

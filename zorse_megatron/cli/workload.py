@@ -51,6 +51,8 @@ class Workload:
     """For people: of the training command, or of the model's file."""
     wished_tensor_parallel: int = 1
     """Ranks of a tensor-parallel set, if the command says so; a plan may have others."""
+    file_flags: tuple[str, ...] = ()
+    """Megatron's flags for a model whose file says more than its shape; none where it has none."""
     barring_sets: tuple[str, ...] = ()
     """Flags of the command with which no plan may have tensor-parallel sets."""
 
@@ -209,6 +211,7 @@ def model_in(data: bytes, source: str) -> Workload:
         dtype=None,
         global_batch_size=None,
         lacks_seq_length=True,
+        file_flags=found.flags,
         notes=(*found.notes, *flags),
     )
 
