@@ -13,7 +13,7 @@ from zorse_megatron.flags.shape import flags_of_shape
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
 from zorse_megatron.schema.model.hugging_face import config_path
 
-_OF_THIS_ANSWER = ("--json", "--verbose")
+_OF_THIS_ANSWER = ("--json", "--verbose", "-v")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
 _CONTINUED = " \\"
 _INDENT = "  "
@@ -92,7 +92,7 @@ def _flags_of(costs: WorkloadCosts, model: str | None) -> tuple[str, ...]:
     if model is not None and config_path(model) is not None:  # that says more than the shape
         length = ("--seq-length", str(workload.model.seq_length))
         shape = (*workload.file_flags, *length) if workload.file_flags else ()
-    if not shape or costs.dtype == "auto":
+    if not shape:
         return ()
     return (
         *shape,

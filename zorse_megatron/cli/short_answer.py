@@ -71,7 +71,8 @@ def _stock(answer: "Answer") -> str:
         return "Stock Megatron: not computed for so many GPUs; zorse compare-plans does it"
     layout = stock.fitting
     if layout is None:
-        return f"Stock Megatron has no even layout that fits ({stock.reason})"
+        none = "Stock Megatron has no even layout that fits"
+        return _shortest(f"{none} ({stock.reason})", f"{none}; zorse compare-plans says why")
     ratio = layout.iteration_s / answer.outcome.iteration_s
     gpus = f" on {layout.gpus}" if len(layout.ranks) < answer.num_gpus else ""
     said = (
