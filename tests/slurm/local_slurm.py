@@ -165,6 +165,8 @@ def _configuration(
     user = pwd.getpwuid(os.geteuid()).pw_name
     lines = [
         "ClusterName=test",
+        # It says on which port ranks meet, and there may be another Slurm on this machine.
+        f"FirstJobId={random.randrange(1, 1_000_000)}",
         f"SlurmctldHost={host}(127.0.0.1)",
         f"SlurmctldPort={ports[0]}",
         f"SlurmUser={user}",

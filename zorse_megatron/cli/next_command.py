@@ -11,7 +11,6 @@ from zorse_megatron.cli.after_dashes import own_options, training_flags
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.flags.shape import flags_of_shape
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
-from zorse_megatron.schema.model.hugging_face import config_path
 
 _OF_THIS_ANSWER = ("--json", "--verbose", "-v")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
@@ -78,20 +77,21 @@ def next_command(
     launch = ("zorse", "launch", *files, "--torchrun", "--")
     if can_be_trained and flags is not None:
         return NextCommand(words=(*launch, *flags))
-    made = _flags_of(costs, model) if can_be_trained else ()
+    made = _flags_of(costs) if can_be_trained else ()
     if made:
         return NextCommand(words=(*launch, *made), lacks_data=True)
     what = ("--", *flags) if flags is not None else ("--model", model or "")
     return NextCommand(words=("zorse", "simulate", *files, *what))
 
 
-def _flags_of(costs: WorkloadCosts, model: str | None) -> tuple[str, ...]:
+def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
     """Megatron's flags of a model and batch; empty where the shape does not say all of them."""
     workload = costs.workload
-    shape = flags_of_shape(workload.model)
-    if model is not None and config_path(model) is not None:  # that says more than the shape
-        length = ("--seq-length", str(workload.model.seq_length))
-        shape = (*workload.file_flags, *length) if workload.file_flags else ()
+    shape = workload.file_flags
+    if shape:
+        shape = (*shape, "--seq-length", str(workload.model.seq_length))
+    elif shape is None:
+        shape = flags_of_shape(workload.model)
     if not shape:
         return ()
     return (

@@ -51,8 +51,9 @@ class Workload:
     """For people: of the training command, or of the model's file."""
     wished_tensor_parallel: int = 1
     """Ranks of a tensor-parallel set, if the command says so; a plan may have others."""
-    file_flags: tuple[str, ...] = ()
-    """Megatron's flags for a model whose file says more than its shape; none where it has none."""
+    file_flags: tuple[str, ...] | None = None
+    """Megatron's flags for the model of a config.json, () where none can build it; None: it is of
+    something else, and has those of its shape."""
     barring_sets: tuple[str, ...] = ()
     """Flags of the command with which no plan may have tensor-parallel sets."""
 

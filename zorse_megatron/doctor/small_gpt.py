@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan import (
     Chunk,
     ClusterFingerprint,
@@ -78,13 +78,16 @@ def training_flags(corpus: Path, *, tokenizer: list[str], num_iterations: int) -
         "--data-path": corpus,
         "--data-cache-path": corpus.parent / "cache",
         "--split": "90,10,0",
+        "--eval-interval": num_iterations // 2,
+        "--eval-iters": 2,
         "--log-interval": 1,
         "--seed": 1234,
         "--distributed-timeout-minutes": 1,
     }
     return [
         *(str(word) for pair in flags.items() for word in pair),
-        *(*WITHOUT_EVALUATION, *WITHOUT_WORKERS, *WITHOUT_DROPOUT),
+        *WITHOUT_WORKERS,
+        *WITHOUT_DROPOUT,
         "--calculate-per-token-loss",
         *tokenizer,
     ]
