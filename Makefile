@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --editable '.[dev,train,plots]'
 	@touch $@
 
-demo: $(INSTALLED) ## Train with stock Megatron and under an uneven plan, and compare (2 to 5 minutes)
+demo: $(INSTALLED) ## Plan a mixed cluster, train under the plan beside stock Megatron, compare (4 minutes)
 	@$(BIN)/python -m zorse_megatron.demo --device $(DEVICE)
 
 test: $(INSTALLED) ## Run the linters and all tests

@@ -1,32 +1,38 @@
-"""Write the tables of emulated comparisons into README.md and docs/emulation.md.
+"""Write the tables of emulated comparisons into README.md and docs/emulation.md, and their picture.
 
     python scripts/write_comparison_tables.py DIR
 
 DIR holds `CLUSTER-MODEL/compare.json` of `zorse compare`, for example `mini-b-llama-3b`, from the
-commands that README.md gives. Rows of other clusters and models stay as they are.
+commands that README.md gives. Rows of other clusters and models stay as they are. The picture is of
+the first row.
 """
 
 import argparse
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION_TABLE = "| Cluster, model, batch |"
 README_TABLE = "| Cluster, emulated on CPU | Model |"
+PICTURED = "mini-b-llama-3b"
 README_SYSTEMS = ("stock, all GPUs", "stock, best GPUs", "zorse")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 
 
 def main() -> int:
-    """Replace the rows of both tables."""
+    """Replace the rows of both tables, and the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path, metavar="DIR")
+    directory = parser.parse_args().directory
     found = {
         path.parent.name: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(parser.parse_args().directory.glob("*/compare.json"))
+        for path in sorted(directory.glob("*/compare.json"))
     }
+    if (picture := directory / PICTURED / "timeline.png").exists():
+        shutil.copy(picture, ROOT / "docs" / "images" / "compare-timeline.png")
     _rewrite(ROOT / "docs" / "emulation.md", EMULATION_TABLE, found, _emulation_rows)
     _rewrite(ROOT / "README.md", README_TABLE, found, _readme_rows)
     return 0
