@@ -136,7 +136,6 @@ import zorse_megatron.planner.explain.analysis
 import zorse_megatron.planner.find_plan
 import zorse_megatron.plots.memory_bars
 import zorse_megatron.plots.simulated_gantt
-import zorse_megatron.plots.topology
 print(sorted({"torch", "megatron"} & set(sys.modules)))
 """
     command = [sys.executable, "-c", script]

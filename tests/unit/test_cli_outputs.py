@@ -63,13 +63,13 @@ def test_outputs_are_checked_before_the_work(command, work, place, run, monkeypa
 
 
 def test_two_outputs_to_one_path(run, tmp_path):
-    (tmp_path / "link.png").symlink_to("a.png")
-    for other in ("a.png", "./a.png", "link.png", tmp_path / "a.png"):
+    (tmp_path / "link").symlink_to("a")
+    for other in ("a", "./a", "link", tmp_path / "a"):
         told(
-            run(*SIMULATE, "--timeline", "a.png", "--memory", other),
-            f"--memory {other if other != './a.png' else 'a.png'}: found the file of --timeline",
+            run(*PLAN, "--out", "a", "--html", other),
+            f"--html {other if other != './a' else 'a'}: found the file of --out",
         )
-    assert not (tmp_path / "a.png").exists()
+    assert not (tmp_path / "a").exists()
     told(run("discover", "--out", "a.json", "--profile", "./a.json"), "found the file of --out")
 
 

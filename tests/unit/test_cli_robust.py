@@ -226,7 +226,7 @@ OPTIONS = {
     "a kind that is not there": ((*SIMULATE, "--slow-kind", "T4=2"), ["one of A6000, V100-16"]),
     "jitter below 0": ((*SIMULATE, "--jitter", "-1"), ["--jitter: found -1.0"]),
     "no jitter": ((*SIMULATE, "--jitter", "nan"), ["--jitter: found nan"]),
-    "a picture's format": ((*SIMULATE, "--memory", "m.pdf"), ["m.pdf", "ends in .png"]),
+    "a picture's format": ((*SIMULATE, "--timeline", "m.pdf"), ["m.pdf", "ends in .png"]),
     "no directory": ((*SIMULATE, "--trace", "no/t.json"), ["no directory no"]),
     "a directory": ((*PLAN, "--out", "."), ["--out .: found a directory"]),
     "nowhere to write": ((*PLAN, "--out", "no/plan.json"), ["no directory no"]),

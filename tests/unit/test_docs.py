@@ -34,7 +34,7 @@ DOCUMENTS = sorted(
 )
 # Files of other projects, and those that a user or the demo makes.
 NOT_OURS = {"plan.json", "next.json", "profile.json", "trace.json", "pretrain_gpt.py"}
-NOT_OURS |= {"timeline.png", "memory.png", "topology.png"}
+NOT_OURS |= {"timeline.png"}
 NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
 NOT_OURS |= {"offload.json", "config.json", "workstation.json", "tiny.json"}

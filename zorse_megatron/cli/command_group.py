@@ -22,6 +22,9 @@ _FROM_STATUS = (
 _REMOVED = {
     "follow": _FROM_STATUS,
     "launch --follow": _FROM_STATUS,
+    "simulate --memory": "Run zorse plan --html PAGE: its page has the figure. The table of zorse "
+    "simulate has the peaks.",
+    "simulate --topology": "Leave it out: zorse plan prints which GPUs are in which group.",
     "profile import": "Measure with zorse profile measure. For published tables in CSV: "
     "python -m scripts.import_profile, in a checkout of zorse-megatron.",
 }

@@ -1,4 +1,4 @@
-"""Figures and trace of a simulated iteration. Only figures import matplotlib."""
+"""Timeline and trace of a simulated iteration. Only the timeline imports matplotlib."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.simulated import capacities_bytes
-from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.schema.plan.plan import Plan
@@ -21,9 +19,7 @@ class Pictures:
     """Where to write what; None: do not."""
 
     timeline: Path | None = None
-    memory: Path | None = None
     trace: Path | None = None
-    topology: Path | None = None
 
     def by_option(self) -> dict[str, Path | None]:
         """Option -> path."""
@@ -49,17 +45,12 @@ def refuse_other_formats(pictures: Pictures) -> None:
 
 def refuse_without_matplotlib(pictures: Pictures) -> None:
     """Stop before the work where a picture is wanted that could not be drawn. Not the trace."""
-    wanted = [
-        option
-        for option, path in pictures.by_option().items()
-        if path is not None and option != "--trace"
-    ]
-    if wanted:
-        refuse_without("plots", what=" and ".join(wanted))
+    if pictures.timeline is not None:
+        refuse_without("plots", what="--timeline")
 
 
 def save_pictures(
-    pictures: Pictures, plan: Plan, costs: WorkloadCosts, result: "SimulationResult", *, title: str
+    pictures: Pictures, plan: Plan, result: "SimulationResult", *, title: str
 ) -> Sequence[Path]:
     """Write what was asked for, and return the paths."""
     written = []
@@ -67,25 +58,6 @@ def save_pictures(
         from zorse_megatron.plots.simulated_gantt import draw_timeline
 
         written.append(draw_timeline(pictures.timeline, plan=plan, result=result, title=title))
-    if pictures.memory is not None:
-        from zorse_megatron.plots.memory_bars import draw_memory
-
-        written.append(
-            draw_memory(
-                pictures.memory,
-                plan=plan,
-                result=result,
-                capacity_bytes=capacities_bytes(costs.cluster),
-                title=title,
-            )
-        )
-    if pictures.topology is not None:
-        from zorse_megatron.plots.topology import draw_topology
-
-        grouping = tuple(tuple(sorted(group.ranks)) for group in plan.groups)
-        written.append(
-            draw_topology(pictures.topology, spec=costs.inputs.spec, grouping=grouping, title=title)
-        )
     if pictures.trace is not None:
         from zorse_megatron.simulate.chrome_trace import save_chrome_trace
 

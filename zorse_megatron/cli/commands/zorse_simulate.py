@@ -67,14 +67,8 @@ def simulate(  # noqa: PLR0917
     timeline: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw each rank's timeline.")
     ] = None,
-    memory: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw each rank's peak memory.")
-    ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="JSON", help="Write a trace for ui.perfetto.dev.")
-    ] = None,
-    topology: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw the cluster, coloured by group.")
     ] = None,
     jitter: Jitter = 0.0,
     seed: Seed = 0,
@@ -84,7 +78,7 @@ def simulate(  # noqa: PLR0917
     as_json: AsJson = False,
 ) -> None:
     """Predict a plan's iteration time, tokens/s, and each rank's time and memory."""
-    pictures = Pictures(timeline=timeline, memory=memory, trace=trace, topology=topology)
+    pictures = Pictures(timeline=timeline, trace=trace)
     with reported_errors(as_json=as_json):
         refuse_other_formats(pictures)
         refuse_without_matplotlib(pictures)
@@ -115,7 +109,7 @@ def simulate(  # noqa: PLR0917
         with waiting("simulating", wanted=not as_json) as tell:
             result = simulated(plan, costs, source=str(path), perturbation=perturbation)
             tell("drawing")
-            written = save_pictures(pictures, plan, costs, result, title=_title(path, result))
+            written = save_pictures(pictures, plan, result, title=_title(path, result))
     problems = list(memory_problems(plan, result, costs.cluster, str(path), margin=margin))
     if as_json:
         answer = _as_json(plan, costs, result)
