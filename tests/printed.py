@@ -25,7 +25,7 @@ def each_search_once() -> Iterator[None]:
 
     def find_plan(inputs, **options):
         said = inputs.memory.activation_bytes(1, "none"), inputs.memory.gradient_bytes(1)
-        what = inputs.kinds, inputs.global_batch_size, said
+        what = inputs.spec, inputs.kinds, inputs.global_batch_size, said
         key = pickle.dumps((what, options.get("strategy")))
         if key not in found:
             found[key] = search(inputs, **options)

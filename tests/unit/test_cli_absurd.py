@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch):
         (tmp_path / "model.yaml").write_text(model)
         files = ("--cluster", "cluster.yaml", "--model", "model.yaml")
         size = ("--global-batch-size", batch)
-        return runner("plan", *files, *size, *more, "--out", "new.json"), runner
+        return runner("plan", "--use-all", *files, *size, *more, "--out", "new.json"), runner
 
     return plan
 

@@ -31,8 +31,9 @@ from zorse_megatron.schema.plan.plan import Group, Offload, Predictions, Recompu
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 from zorse_megatron.schema.text.figures import figure
 
-PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
-COMPARE = ("compare-plans", *PLAN[1:])
+CASE = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
+PLAN = ("plan", "--use-all", *CASE)
+COMPARE = ("compare-plans", *CASE)
 EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
 STOCK_SPEED = 2.0
 
@@ -268,8 +269,8 @@ def test_options_reach_the_search(run, search):
 
 
 def test_flags_of_the_training_command_say_everything(run, search):
-    after = run("plan", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py", *FLAGS)
-    quoted = run("plan", "--cluster", "cluster.yaml", "--model", " ".join(FLAGS))
+    after = run("plan", "--use-all", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py", *FLAGS)
+    quoted = run("plan", "--use-all", "--cluster", "cluster.yaml", "--model", " ".join(FLAGS))
     for result, inputs in zip((after, quoted), search.inputs, strict=True):
         assert result.exit_code == 0, result.output
         assert (inputs.global_batch_size, inputs.sequence_length) == (16, 512)
@@ -278,7 +279,16 @@ def test_flags_of_the_training_command_say_everything(run, search):
 
 
 def test_a_well_known_model(run, search):
-    run("plan", "--cluster", "cluster.yaml", "--model", "Llama-7B", "--global-batch-size", "4")
+    run(
+        "plan",
+        "--use-all",
+        "--cluster",
+        "cluster.yaml",
+        "--model",
+        "Llama-7B",
+        "--global-batch-size",
+        "4",
+    )
     assert search.inputs[0].num_layers == 32
 
 

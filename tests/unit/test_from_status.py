@@ -216,9 +216,3 @@ def test_a_status_of_another_plan_is_not_mixed_up(change: str, run: RunDirectory
     (problem,) = run.plans(code=1)["problems"]
     assert problem["where"] == str(run.directory)
     assert "the run is about to change its plan" in problem["remedy"]
-
-
-def test_all_ranks_of_the_run_stay(run: RunDirectory) -> None:
-    run.write(present(), SLOW)
-    (problem,) = run.plans("--may-leave-out", code=1)["problems"]
-    assert problem["where"] == "--from-status" and "all ranks" in problem["expected"]

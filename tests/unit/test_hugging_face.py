@@ -398,7 +398,7 @@ def test_the_commands_take_it(tmp_path, monkeypatch):
     small = LLAMA_3_8B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816}
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(small))
-    plan = ("plan", "--cluster", "cluster.yaml", "--model", "tiny", "--out", "p.json")
+    plan = ("plan", "--use-all", "--cluster", "cluster.yaml", "--model", "tiny", "--out", "p.json")
     lacking = run(*plan).output
     assert "--global-batch-size: found no" in lacking and "--seq-length: found no" in lacking
     made = run(*plan, "--global-batch-size", "8", "--seq-length", "256", "--max-tp", "1")

@@ -52,6 +52,18 @@ def found_in_lab(strategy: str) -> Outcome:
     return find_plan(lab(), strategy=strategy)
 
 
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize("seed", range(28, 38))
+def test_no_alternative_that_is_shown_beats_the_plan(seed):
+    """In case 33 the search alone stopped one layer before."""
+    inputs = random_case(seed)
+    outcome = find_plan(inputs)
+    told = explain(inputs, outcome.plan)
+    assert told.iteration_s == outcome.iteration_s
+    for other in told.alternatives:
+        assert other.iteration_s is None or other.iteration_s >= outcome.iteration_s, other
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_plans_are_valid_and_fit(strategy):
     inputs = lab()

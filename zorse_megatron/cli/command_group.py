@@ -19,7 +19,12 @@ _FROM_STATUS = (
     "Run zorse plan --from-status DIR: it plans at the speeds of the run's GPUs, says what a move "
     "would gain, and prints the zorse move command."
 )
+_USE_ALL = "Leave it out: GPUs that slow the others are left out, unless there is --use-all."
+_NO_PRICES = "Plan for a cluster file of the GPUs that you pay for: prices are no longer counted."
 _REMOVED = {
+    "plan --may-leave-out": _USE_ALL,
+    "plan --used-cluster": f"{_USE_ALL} The cluster file of the others is written beside --out.",
+    **dict.fromkeys(("plan --objective", "plan --budget", "plan --frontier"), _NO_PRICES),
     "follow": _FROM_STATUS,
     "launch --follow": _FROM_STATUS,
     "simulate --memory": "Run zorse plan --html PAGE: its page has the figure. The table of zorse "

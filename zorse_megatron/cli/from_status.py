@@ -115,18 +115,6 @@ class ObservedRun:
             yield f"{who} {factor:g} times as long as expected"
 
 
-def refuse_selection(directory: Path | None, *, selects: bool) -> None:
-    """Raise CommandError for a plan of a run's GPUs that may leave some out."""
-    if directory is not None and selects:
-        problem = Problem(
-            where="--from-status",
-            found="it with an option that may leave GPUs out",
-            expected="a plan of all ranks of the run",
-            remedy="Leave out --may-leave-out, --objective and --budget.",
-        )
-        raise CommandError("the command cannot be run", [problem])
-
-
 def observed_run(
     directory: Path,
     cluster_data: bytes,

@@ -1,23 +1,22 @@
 """`zorse plan` on as many GPUs as are worth it: the search, and their cluster file."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.workload_costs import WorkloadCosts
-from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import text_with_gpus
+from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS, text_with_gpus
+from zorse_megatron.schema.gpus.gpu import DTYPE_OF, common_dtype
 
 if TYPE_CHECKING:
+    from zorse_megatron.planner.inputs.search_inputs import Inputs
     from zorse_megatron.planner.outcome import Outcome, Strategy
-    from zorse_megatron.planner.selection.points import Objective, Point
-
-_SEARCHED = 2  # selections that get the whole search, beside that of all GPUs
-_MAX_LISTED = 8
+    from zorse_megatron.planner.planner_errors import NoPlanError
+    from zorse_megatron.planner.selection.explore import Point
 
 CostsOf = Callable[[Cluster], WorkloadCosts]
 OnProgress = Callable[[Any], None] | None
@@ -33,10 +32,10 @@ class Selected:
     outcome: "Outcome"
     point: "Point"
     points: tuple["Point", ...]
-    """All selections that were searched, best first."""
+    """All selections that got a whole search, best first; that of all GPUs is one of them."""
     whole: Cluster
-    cluster_text: str
-    """The cluster file of these GPUs."""
+    cluster_text: str | None
+    """The cluster file of these GPUs; None where they are all."""
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -44,111 +43,95 @@ class Selected:
         return tuple(sorted(set(range(self.whole.world_size)) - set(self.point.ranks)))
 
 
-def prices_per_hour(cluster: Cluster, objective: "Objective") -> tuple[float, ...] | None:
-    """Return the price of each rank's GPU; None where not all are known and none is needed.
-
-    Raises CommandError where the objective asks for prices and nodes have none.
-    """
-    without = [node.name for node in cluster.nodes if node.price_per_gpu_hour is None]
-    if not without:
-        return tuple(node.price_per_gpu_hour or 0.0 for node in cluster.nodes for _ in node.ranks)
-    if objective.aim == "fastest" and objective.most_per_gtoken is None:
-        return None
-    more = f" and {len(without) - _MAX_LISTED} more" if len(without) > _MAX_LISTED else ""
-    problem = Problem(
-        where="--objective cheapest" if objective.aim == "cheapest" else "--budget",
-        found=f"no price of node {', '.join(without[:_MAX_LISTED])}{more}",
-        expected="price_per_gpu_hour of every node of the cluster file",
-        remedy="Add it, such as price_per_gpu_hour: 1.25, in any one currency.",
-    )
-    raise CommandError("the command cannot be run", [problem])
-
-
-def select_gpus(  # noqa: PLR0917
+def select_gpus(
     data: bytes,
     costs: WorkloadCosts,
     costs_of: CostsOf,
-    objective: "Objective",
     strategy: "Strategy",
     on_progress: OnProgress,
 ) -> Selected:
-    """Search for the GPUs that meet the objective best. `data`: the cluster file.
+    """Search for the GPUs that train fastest, and for their plan. `data`: the cluster file.
 
-    Raises NoPlanError where nothing fits, CommandError without prices that the objective needs,
-    and where no plan is within the budget.
+    Raises NoPlanError where nothing fits, that of all GPUs.
     """
-    from zorse_megatron.planner.selection.explore import explore, short_search
+    from zorse_megatron.planner.selection.explore import explore
 
-    whole = costs.cluster
+    searches = _Searches(data, costs, costs_of, strategy, on_progress)
     points = explore(
         costs.inputs,
-        short_search(strategy),
-        objective=objective,
-        prices_per_hour=prices_per_hour(whole, objective),
+        searches.iteration_s,
+        part_of=searches.part_of,
+        short=None if strategy == "zorse" else searches.iteration_s,
         on_progress=on_progress,
     )
-    found = _searched(data, points, costs_of, objective, strategy, on_progress, whole)
-    best = min(found, key=lambda each: objective.rank(each.point))
-    if not objective.allows(best.point):
-        raise _too_dear(best, objective)
-    by_ranks = {each.point.ranks: each.point for each in found}
-    known = [by_ranks.get(point.ranks, point) for point in points]
-    return replace(best, points=tuple(sorted(known, key=objective.rank)))
-
-
-def _searched(  # noqa: PLR0917
-    data: bytes,
-    points: Sequence["Point"],
-    costs_of: CostsOf,
-    objective: "Objective",
-    strategy: "Strategy",
-    on_progress: OnProgress,
-    whole: Cluster,
-) -> list[Selected]:
-    """The whole search, on the best few and on all GPUs. Raises NoPlanError if nothing fits."""
-    from zorse_megatron.planner.find_plan import find_plan
-    from zorse_megatron.planner.planner_errors import NoPlanError
-
-    everything = next(point for point in points if len(point.ranks) == whole.world_size)
-    found, failure = [], None
-    for point in dict.fromkeys([everything, *points[:_SEARCHED]]):
-        text = text_with_gpus(data, point.ranks, header=_header(point))
-        costs = costs_of(parse_cluster(text.encode()))
-        try:
-            outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
-        except NoPlanError as error:
-            failure = failure or error
-            continue
-        found.append(
-            Selected(
-                costs=costs,
-                outcome=outcome,
-                point=replace(point, iteration_s=outcome.iteration_s),
-                points=(),
-                whole=whole,
-                cluster_text=text,
-            )
-        )
-    if not found:
-        assert failure is not None, "each search found a plan or failed"
-        raise failure
-    return found
-
-
-def _header(point: "Point") -> str:
-    ranks = ", ".join(map(str, point.ranks))
-    return f"Written by `zorse plan`: the GPUs that its plan uses.\nRanks before: {ranks}"
-
-
-def _too_dear(best: Selected, objective: "Objective") -> CommandError:
-    price, most = best.point.price_per_gtoken, objective.most_per_gtoken
-    problem = Problem(
-        where=f"--budget {most:g}",
-        found=f"{price:.4g} per 10^9 tokens at least, on {gpus_of(best.whole, best.point.ranks)}",
-        expected="plans that cost no more than the budget",
-        remedy="Raise the budget, or add cheaper GPUs.",
+    best = points[0]
+    if not best.fits:
+        assert searches.failure is not None, "each search found a plan or failed"
+        raise searches.failure
+    found, outcome = searches.found[best.ranks]
+    return Selected(
+        costs=found,
+        outcome=outcome,
+        point=best,
+        points=points,
+        whole=costs.cluster,
+        cluster_text=None if found is costs else searches.text_of(best.ranks),
     )
-    return CommandError("no plan is within the budget", [problem])
+
+
+class _Searches:
+    """Whole searches on some of the GPUs, each of them once."""
+
+    def __init__(
+        self,
+        data: bytes,
+        costs: WorkloadCosts,
+        costs_of: CostsOf,
+        strategy: "Strategy",
+        on_progress: OnProgress,
+    ) -> None:
+        self.data, self.costs, self.costs_of = data, costs, costs_of
+        self.strategy, self.on_progress = strategy, on_progress
+        self.found: dict[tuple[int, ...], tuple[WorkloadCosts, Outcome]] = {}
+        self.failure: NoPlanError | None = None
+        """The first one."""
+
+    def iteration_s(self, ranks: tuple[int, ...]) -> float:
+        """Infinite where nothing fits."""
+        from zorse_megatron.planner.find_plan import find_plan
+        from zorse_megatron.planner.planner_errors import NoPlanError
+
+        if ranks not in self.found:
+            costs = self._costs_on(ranks)
+            try:
+                outcome = find_plan(
+                    costs.inputs, strategy=self.strategy, on_progress=self.on_progress
+                )
+            except NoPlanError as error:
+                self.failure = self.failure or error
+                return math.inf
+            self.found[ranks] = costs, outcome
+        return self.found[ranks][1].iteration_s
+
+    def part_of(self, ranks: tuple[int, ...]) -> "Inputs":
+        """What a lower bound and a short search need."""
+        from zorse_megatron.planner.inputs.other_gpus import on_ranks
+
+        kinds = {self.costs.cluster.gpu_kinds[rank] for rank in ranks}
+        dtype = DTYPE_OF[common_dtype(self.costs.cluster.kinds[kind] for kind in kinds)]
+        if self.costs.workload.dtype is None and dtype != self.costs.dtype:
+            return self._costs_on(ranks).inputs  # without the kinds that lack a better type
+        return on_ranks(self.costs.inputs, ranks)
+
+    def text_of(self, ranks: tuple[int, ...]) -> str:
+        """The cluster file of these GPUs."""
+        header = f"{USED_GPUS}\nRanks before: {', '.join(map(str, ranks))}"
+        return text_with_gpus(self.data, ranks, header=header)
+
+    def _costs_on(self, ranks: tuple[int, ...]) -> WorkloadCosts:
+        if len(ranks) == self.costs.cluster.world_size:
+            return self.costs
+        return self.costs_of(parse_cluster(self.text_of(ranks).encode()))
 
 
 def gpus_of(cluster: Cluster, ranks: Sequence[int]) -> str:

@@ -14,7 +14,6 @@ from zorse_megatron.schema.text.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Strategy
-    from zorse_megatron.planner.selection.points import Objective
 
 _TOKENS = re.compile(r"(\d{1,20}(?:\.\d{0,20})?(?:[eE]\+?\d{1,2})?)\s*([kKmMbBtT]?)")
 _THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -63,43 +62,12 @@ HostActivations = Annotated[
         "layers. Takes about as long again.",
     ),
 ]
-MayLeaveOut = Annotated[
+UseAll = Annotated[
     bool,
     typer.Option(
-        "--may-leave-out",
-        help="Leave GPUs out where that is faster; they stay as spares. Needs --used-cluster.",
-    ),
-]
-ObjectiveName = Annotated[
-    str | None,
-    typer.Option(
-        "--objective",
-        help="fastest, or cheapest: the lowest price of a token, by the prices of the cluster "
-        "file. Implies --may-leave-out. Default: fastest.",
-    ),
-]
-Budget = Annotated[
-    float | None,
-    typer.Option(
-        "--budget",
-        metavar="PRICE",
-        help="The most that 10^9 tokens may cost. Implies --may-leave-out.",
-    ),
-]
-UsedCluster = Annotated[
-    Path | None,
-    typer.Option(
-        "--used-cluster",
-        metavar="YAML",
-        help="Write the cluster file of the GPUs that the plan uses, for zorse launch and others.",
-    ),
-]
-FrontierToWrite = Annotated[
-    Path | None,
-    typer.Option(
-        "--frontier",
-        metavar="PNG",
-        help="Draw price and speed of the selections of GPUs that were searched.",
+        "--use-all",
+        help="Use all GPUs. Default: those that slow the others are left out, as spares, and the "
+        "cluster file of the others is written beside the plan.",
     ),
 ]
 TokensToTrain = Annotated[
@@ -127,7 +95,7 @@ PageToWrite = Annotated[
         "--html",
         metavar="HTML",
         help="Write a report page: timeline, memory, the best stock layout, and what one more "
-        "GPU would bring (one more search per kind of GPU).",
+        "GPU would bring (several more searches).",
     ),
 ]
 
@@ -192,36 +160,3 @@ def communication_dtype_named(name: str | None) -> GradientCommDtype | None:
         remedy="Omit it to send gradients in the dtype they are accumulated in.",
     )
     raise CommandError("the command cannot be run", [problem])
-
-
-def objective_named(
-    name: str | None, budget: float | None, may_leave_out: bool
-) -> "Objective | None":
-    """Return what to select GPUs by; None: all GPUs are used. Raises CommandError."""
-    from zorse_megatron.planner.selection.points import AIMS, Objective
-
-    if name is None and budget is None and not may_leave_out:
-        return None
-    problems = []
-    aim = next((each for each in AIMS if each == (name or "fastest")), None)
-    if aim is None:
-        problems.append(
-            Problem(
-                where="--objective",
-                found=f'"{name}"',
-                expected=f"one of {', '.join(AIMS)}",
-                remedy=did_you_mean(name or "", AIMS),
-            )
-        )
-    if budget is not None and not 0 < budget < float("inf"):
-        problems.append(
-            Problem(
-                where="--budget",
-                found=f"{budget}",
-                expected="a price above 0",
-                remedy="Give the most that 10^9 tokens may cost.",
-            )
-        )
-    if problems or aim is None:
-        raise CommandError("the command cannot be run", problems)
-    return Objective(aim=aim, most_per_gtoken=budget)

@@ -10,8 +10,11 @@ from zorse_megatron.cli.plan_answer import notes_on
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.target import stream_of
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.files.write import NotWritten, write_text
+from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS
+from zorse_megatron.schema.cluster.rank_placement import used_cluster_file
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import save_plan
 
@@ -24,78 +27,59 @@ class PlanOutputs:
     """Where to write what; None: do not."""
 
     plan: Path | None
-    used_cluster: Path | None
-    """The cluster file of the GPUs that are used."""
-    frontier: Path | None
-    """A picture."""
     page: Path | None
     """The report page."""
+    may_leave_out: bool
+    """Whether the plan may be for fewer GPUs than there are."""
 
-    def refuse(self, *, selects: bool, inputs: list[Path | str | None]) -> None:
-        """Raise before the search, which takes a while, what would go wrong after it.
+    @property
+    def used_cluster(self) -> Path | None:
+        """Where the cluster file goes if GPUs are left out."""
+        return used_cluster_file(self.plan) if self.plan and self.may_leave_out else None
 
-        `selects`: whether the plan may be for fewer GPUs than there are.
-        """
+    def refuse(self, inputs: list[Path | str | None]) -> None:
+        """Raise before the search, which takes a while, what would go wrong after it."""
         told = Refusals()
-        told.gather(lambda: self._refuse_missing(selects=selects))
-        paths = {
-            "--out": self.plan,
-            "--used-cluster": self.used_cluster,
-            "--frontier": self.frontier,
-            "--html": self.page,
-        }
-        told.gather(lambda: refuse_unwritable(paths, inputs=inputs))
+        told.gather(lambda: self._refuse_unwritable(inputs))
+        told.gather(self._refuse_foreign)
         told.raise_all()
-        for option, path in {"--html": self.page, "--frontier": self.frontier}.items():
-            if path is not None:
-                refuse_without("plots", what=f"zorse plan {option}")
+        if self.page is not None:
+            refuse_without("plots", what="zorse plan --html")
 
-    def _refuse_missing(self, *, selects: bool) -> None:
-        problems = self._missing(selects=selects)
-        if problems:
-            raise CommandError("the command cannot be run", problems)
+    def _refuse_unwritable(self, inputs: list[Path | str | None]) -> None:
+        refuse_unwritable({"--out": self.plan, "--html": self.page}, inputs=inputs)
+        if self.plan is not None and stream_of(self.plan) is None:
+            what = f"--out {self.plan}: the cluster file beside it,"
+            refuse_unwritable({what: self.used_cluster, "--html": self.page}, inputs=inputs)
 
-    def _missing(self, *, selects: bool) -> list[Problem]:
-        problems = []
-        if selects and self.plan is not None and self.used_cluster is None:
-            problems.append(
-                Problem(
-                    where="--out",
-                    found="a plan that may leave GPUs out, without --used-cluster",
-                    expected="a file for the cluster that the plan is for",
-                    remedy="Add it, such as --used-cluster used.yaml; give that file to the other "
-                    "commands.",
-                )
-            )
-        for option, path in {
-            "--used-cluster": self.used_cluster,
-            "--frontier": self.frontier,
-        }.items():
-            if path is not None and not selects:
-                problems.append(
-                    Problem(
-                        where=option,
-                        found="a plan that uses all GPUs",
-                        expected="--may-leave-out, --objective or --budget",
-                        remedy=f"Add one of them, or leave out {option}.",
-                    )
-                )
-        if self.frontier is not None and self.frontier.suffix.lower() != ".png":
-            problems.append(
-                Problem(
-                    where="--frontier",
-                    found=f"{self.frontier}",
-                    expected="a name that ends in .png",
-                    remedy="Pictures are PNG files.",
-                )
-            )
-        return problems
+    def _refuse_foreign(self) -> None:
+        """Raise CommandError for a cluster file that would be replaced, and nobody would think of.
+
+        Also for a plan that is written to a stream: nothing can be beside it.
+        """
+        if self.plan is None or self.used_cluster is None:
+            return
+        if stream_of(self.plan) is not None:
+            found = "a stream, beside which there is no place for the cluster file of its GPUs"
+            expected, remedy = "a file", "Write a file, or add --use-all."
+        elif _is_foreign(self.used_cluster):
+            found = f"{self.used_cluster}, which zorse plan has not written"
+            expected = "a place for the cluster file of a plan that leaves GPUs out"
+            remedy = "Choose another --out, move that file, or add --use-all."
+        else:
+            return
+        problem = Problem(where=f"--out {self.plan}", found=found, expected=expected, remedy=remedy)
+        raise CommandError("the command cannot be run", [problem])
+
+    def written_cluster(self, selected: Selected | None) -> Path | None:
+        """The cluster file of a plan that leaves GPUs out; None where there is none."""
+        return self.used_cluster if selected and selected.cluster_text else None
 
     def not_saved(self, found: Plan, selected: Selected | None) -> NotWritten | None:
         """Write cluster file and plan; return why one could not be, for it is shown in any case."""
         try:
-            if self.used_cluster is not None and selected is not None:
-                write_text(self.used_cluster, selected.cluster_text)
+            if (path := self.written_cluster(selected)) and selected and selected.cluster_text:
+                write_text(path, selected.cluster_text)
             if self.plan is not None:
                 save_plan(found, self.plan)
         except NotWritten as error:
@@ -111,18 +95,22 @@ class PlanOutputs:
         is_silent: bool,
     ) -> None:
         """Draw after the plan, which is written and shown by then."""
-        written = []
-        if self.frontier is not None and selected is not None:
-            from zorse_megatron.cli.selection_answer import draw_selections
-
-            written.append(draw_selections(selected, self.frontier))
+        if (path := self.written_cluster(selected)) and not is_silent:
+            print_plain(f"written: {path}, the cluster file of these GPUs, for other commands")
         if self.page is not None:
             from zorse_megatron.cli.plan_report import plan_page
 
             notes = notes_on(costs, outcome)
             page = plan_page(costs, outcome, notes, shows_progress=not is_silent)
             write_text(self.page, page)
-            written.append(self.page)
-        if not is_silent:
-            for path in written:
-                print_plain(f"written: {path}")
+            if not is_silent:
+                print_plain(f"written: {self.page}")
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether there is a file that is none of ours."""
+    try:
+        with path.open("rb") as file:
+            return not file.read(len(USED_GPUS) + 2).endswith(USED_GPUS.encode())
+    except OSError:  # none, or one that the check of outputs refuses
+        return False

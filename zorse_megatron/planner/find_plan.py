@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 from zorse_megatron.costs.process_memory import crowding
 from zorse_megatron.errors import Problem
@@ -31,6 +32,7 @@ from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
 from zorse_megatron.planner.plans.describe import describe_plan, structure
 from zorse_megatron.planner.search.communication_dtype import with_narrow_gradients
 from zorse_megatron.planner.search.longer_batches import with_plans_of_shorter
+from zorse_megatron.planner.search.plan_changes import with_changes
 from zorse_megatron.planner.search.region_levels import with_best_levels
 from zorse_megatron.planner.search.set_search import search_with_sets
 from zorse_megatron.planner.search.split_backwards import with_split_backwards
@@ -75,6 +77,8 @@ def find_plan(
     best = with_split_backwards(search.evaluator, search.evaluations)
     best = with_best_levels(search.evaluator, best)
     best = with_narrow_gradients(search.evaluator, best)
+    if strategy == "zorse":
+        best = with_changes(search.evaluator, best)
     result = best.result or search.evaluator.simulated(best.plan)
     assert result is not None, "the plan has been simulated before"
     tokens_per_s = inputs.global_batch_size * inputs.sequence_length / best.iteration_s
@@ -92,7 +96,7 @@ def find_plan(
             for peak, capacity in zip(best.peaks_bytes, inputs.capacities_bytes, strict=True)
         ),
         extrapolated=best.is_extrapolated,
-        rejected=tuple(_rejected(inputs, search)),
+        rejected=tuple(islice(_rejected(inputs, search, best), _REJECTED)),
         considered=search.considered,
         plan_time_s=time.perf_counter() - started_s,
         margin=inputs.memory_margin,
@@ -224,13 +228,12 @@ def _no_baseline(inputs: Inputs, strategy: Strategy) -> NoPlanError:
     return NoPlanError(f"the strategy {strategy} has no plan", [problem])
 
 
-def _rejected(inputs: Inputs, search: _Searched) -> Iterator[Rejected]:
+def _rejected(inputs: Inputs, search: _Searched, best: Evaluation) -> Iterator[Rejected]:
     """The fastest of each structure; what differs from it in layers or sizes alone says no more."""
-    best = search.evaluations[0]
-    told = {structure(best.plan, inputs.kinds)}
+    told = {structure(each.plan, inputs.kinds) for each in (best, search.evaluations[0])}
     for evaluation in search.evaluations[1:]:
         looks = structure(evaluation.plan, inputs.kinds)
-        if looks in told or len(told) > _REJECTED:
+        if looks in told:
             continue
         told.add(looks)
         slower = 100 * (evaluation.iteration_s / best.iteration_s - 1)

@@ -49,7 +49,8 @@ def explain(  # noqa: PLR0917
         bool,
         typer.Option(
             "--no-replan",
-            help="Skip the searches for a better plan and for the gain from one more GPU per kind.",
+            help="Skip the searches for a better plan, and with one GPU, node or region more or "
+            "less.",
         ),
     ] = False,
     as_json: AsJson = False,

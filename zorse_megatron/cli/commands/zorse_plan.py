@@ -1,5 +1,7 @@
 """`zorse plan`: find the fastest plan for a model on a cluster, and explain it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from zorse_megatron.cli.console import (
     print_plain,
     reported_errors,
 )
-from zorse_megatron.cli.from_status import FromStatus, ObservedRun, observed_run, refuse_selection
+from zorse_megatron.cli.from_status import FromStatus, ObservedRun, observed_run
 from zorse_megatron.cli.gpu_selection import select_gpus
 from zorse_megatron.cli.next_command import next_command
 from zorse_megatron.cli.options import (
@@ -35,24 +37,19 @@ from zorse_megatron.cli.plan_answer import (
     print_answer,
 )
 from zorse_megatron.cli.plan_options import (
-    Budget,
     EqualParts,
-    FrontierToWrite,
     GradientCommDtypeName,
     HostActivations,
     MaxTensorParallel,
-    MayLeaveOut,
-    ObjectiveName,
     PageToWrite,
     PlanToWrite,
     SetsAcrossNodes,
     SplitBackward,
     StrategyName,
     TokensToTrain,
-    UsedCluster,
+    UseAll,
     Verbose,
     communication_dtype_named,
-    objective_named,
     strategy_named,
     tokens_named,
 )
@@ -72,7 +69,7 @@ from zorse_megatron.schema.plan.plan_json import dump_plan
 from zorse_megatron.schema.text.strict import read_file
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.outcome import Outcome, Strategy
+    from zorse_megatron.planner.outcome import Strategy
 
 # Beyond it, looking for what would fit takes longer than the search that found nothing.
 _SAY_WHAT_FITS_UP_TO_RANKS = 128
@@ -93,30 +90,24 @@ def plan(  # noqa: PLR0917
     equal_parts: EqualParts = False,
     split_backward: SplitBackward = False,
     offload_activations: HostActivations = False,
-    may_leave_out: MayLeaveOut = False,
-    objective: ObjectiveName = None,
-    budget: Budget = None,
     from_status: FromStatus = None,
+    use_all: UseAll = False,
     margin: Margin = DEFAULT_MARGIN,
     out: PlanToWrite = None,
-    used_cluster: UsedCluster = None,
-    frontier: FrontierToWrite = None,
     html: PageToWrite = None,
     tokens: TokensToTrain = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
-    outputs = PlanOutputs(plan=out, used_cluster=used_cluster, frontier=frontier, page=html)
+    use_all = use_all or from_status is not None  # a run goes on with the ranks that it has
+    outputs = PlanOutputs(plan=out, page=html, may_leave_out=not use_all)
     with reported_errors(as_json=as_json):
         told = Refusals()
         to_train = told.gather(lambda: tokens_named(tokens))
         wanted = told.gather(lambda: strategy_named(strategy))
-        best = told.gather(lambda: objective_named(objective, budget, may_leave_out))
         wire = told.gather(lambda: communication_dtype_named(comm_dtype))
-        selects = may_leave_out or objective is not None or budget is not None
-        inputs = [cluster, model, *(profile or ())]
-        told.gather(lambda: outputs.refuse(selects=selects, inputs=inputs))
+        told.gather(lambda: outputs.refuse([cluster, model, *(profile or ())]))
         workload = told.gather(
             lambda: workload_of(
                 model=model,
@@ -128,7 +119,6 @@ def plan(  # noqa: PLR0917
             )
         )
         data = told.gather(lambda: read_file(cluster, CLUSTER_FILE))
-        told.gather(lambda: refuse_selection(from_status, selects=selects))
         told.raise_all()
         costs_of = partial(
             costs_of_workload,
@@ -152,14 +142,17 @@ def plan(  # noqa: PLR0917
                 from_status, data, workload, profile or [], margin=margin, source=str(cluster)
             )
             whole = costs = costs_of(run.costs.cluster, profiles=run.profiles)
-        if best is None:
-            outcome = _found(costs, wanted, shows_progress=not as_json)
-        else:
-            with progress_bar(wanted=not as_json) as on_progress:
-                selected = select_gpus(data, costs, costs_of, best, wanted, on_progress)
-            costs, outcome = selected.costs, selected.outcome
+        with progress_bar(wanted=not as_json) as on_progress, _says_what_fits(costs, wanted):
+            if use_all:
+                from zorse_megatron.planner.find_plan import find_plan
+
+                outcome = find_plan(costs.inputs, strategy=wanted, on_progress=on_progress)
+            else:
+                selected = select_gpus(data, costs, costs_of, wanted, on_progress)
+                costs, outcome = selected.costs, selected.outcome
         outcome = outcome if run is None else run.named(outcome)
         lost = outputs.not_saved(outcome.plan, selected)
+        used = None if selected is None or lost else outputs.written_cluster(selected)
         answer = answer_of(
             whole,
             costs,
@@ -167,11 +160,11 @@ def plan(  # noqa: PLR0917
             selected,
             tokens=to_train,
             written=out if lost is None else lost.kept,
-            used_cluster=used_cluster if lost is None else None,
+            used_cluster=used,
             next_command=next_command(
                 context,
                 plan=out,
-                cluster=used_cluster if selected and used_cluster else cluster,
+                cluster=used or cluster,
                 model=model,
                 costs=costs,
                 can_be_trained=not_trainable_yet(outcome.plan) is None,
@@ -211,16 +204,15 @@ def _tell(
     raise typer.Exit(1)
 
 
-def _found(costs: WorkloadCosts, strategy: "Strategy", *, shows_progress: bool) -> "Outcome":
-    """Search. Raises NoPlanError that also says what would fit."""
-    from zorse_megatron.planner.find_plan import find_plan
+@contextmanager
+def _says_what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Iterator[None]:
+    """Raise the NoPlanError of a search with what would fit."""
     from zorse_megatron.planner.planner_errors import NoPlanError
 
-    with progress_bar(wanted=shows_progress) as on_progress:
-        try:
-            return find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
-        except NoPlanError as error:
-            raise error.with_problem(_what_fits(costs, strategy)) from None
+    try:
+        yield
+    except NoPlanError as error:
+        raise error.with_problem(_what_fits(costs, strategy)) from None
 
 
 def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:

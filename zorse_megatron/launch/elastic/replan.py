@@ -100,7 +100,7 @@ class Replanner:
 
     def _search(self, cluster: Path, plan: Path, saved: int | None) -> None:
         command = [self.python, "-m", "zorse_megatron", "plan", "--json"]
-        command += ["--cluster", str(cluster), "--out", str(plan), *self.options]
+        command += ["--cluster", str(cluster), "--out", str(plan), "--use-all", *self.options]
         try:
             done = subprocess.run(
                 [*command, "--", *self.training],

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from zorse_megatron.planner.baselines.link_bound import plan_link_bound
 from zorse_megatron.planner.baselines.lower_bound import plan_bound_s
-from zorse_megatron.planner.evaluate.node_host_memory import (
-    host_needs,
-)
+from zorse_megatron.planner.closed_form.estimator import Estimator
+from zorse_megatron.planner.evaluate.evaluator import Evaluator
+from zorse_megatron.planner.evaluate.node_host_memory import host_needs
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain.explanation import (
     Alternative,
@@ -21,22 +21,19 @@ from zorse_megatron.planner.explain.explanation import (
 from zorse_megatron.planner.explain.replan import Replans
 from zorse_megatron.planner.explain.sentences import sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.schema.plan.memory_settings import recomputes_anything, without_recompute
+from zorse_megatron.planner.search.plan_changes import busiest_group, changes
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_rules import problems_of
 from zorse_megatron.schema.text.figures import memory, percent
 from zorse_megatron.simulate.critical_path import CriticalStep
 from zorse_megatron.simulate.result import SimulationResult
-from zorse_megatron.simulate.simulation_errors import SimulationError
 
 
 def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Explanation:
     """Explain a plan on the cluster of `inputs`.
 
-    The plan is simulated, and so are its alternatives: every group without recomputation, all of
-    it recomputed, a layer moved away from the busiest group. `replans`: see `replan`. Raises
-    PlanError or SimulationError where it cannot be simulated, ValueError where the plan is for
-    another number of GPUs.
+    The plan is simulated, and so are its alternatives (`changes`): no recomputation, a layer moved
+    away from the busiest group. `replans`: see `replan`. Raises PlanError or SimulationError where
+    it cannot be simulated, ValueError where the plan is for another number of GPUs.
     """
     if plan.world_size != inputs.world_size:
         raise ValueError(
@@ -46,7 +43,7 @@ def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Expla
     result = _simulated(inputs, plan)
     loads = tuple(_loads(inputs, plan, result))
     path = _path(result.critical_path, result.iteration_s)
-    bottleneck = max(loads, key=lambda load: load.busy).group
+    bottleneck = busiest_group(plan, result)
     bound_s = plan_bound_s(inputs, plan)
     unworded = Explanation(
         iteration_s=result.iteration_s,
@@ -61,7 +58,7 @@ def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Expla
         loads=loads,
         headroom=_headroom(inputs, result),
         host=host_needs(inputs, result),
-        alternatives=tuple(_alternatives(inputs, plan, result, bottleneck)),
+        alternatives=tuple(_alternatives(inputs, plan, result)),
         replans=replans,
         sentences=(),
     )
@@ -124,52 +121,20 @@ def _headroom(inputs: Inputs, result: SimulationResult) -> tuple[Headroom, ...]:
     )
 
 
-def _alternatives(
-    inputs: Inputs, plan: Plan, result: SimulationResult, bottleneck: int
-) -> Iterator[Alternative]:
-    for what, other in _changes(plan, bottleneck):
-        if problems_of(other):
+def _alternatives(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[Alternative]:
+    evaluator = Evaluator(inputs, Estimator(inputs))
+    for what, other in changes(plan, result):
+        found = evaluator.evaluate_plan(other)
+        if found is None:
             continue
-        try:
-            found = _simulated(inputs, other)
-        except SimulationError:
-            continue
-        overflow = max(
-            peak - capacity
-            for peak, capacity in zip(found.peak_memory_bytes, inputs.capacities_bytes, strict=True)
-        )
+        overflow = max(found.overflow_bytes)
+        missing = [need for need in found.host if need.missing_bytes]
         change = found.iteration_s / result.iteration_s - 1
         if overflow > 0:
             why = f"{memory(overflow)} too much on one GPU"
-            yield Alternative(what=what, iteration_s=None, why_not=why)
+        elif missing:
+            why = f"{memory(missing[0].missing_bytes)} too much in the host memory of a node"
         else:
             why = f"{percent(abs(change))} {'slower' if change > 0 else 'faster'}"
-            yield Alternative(what=what, iteration_s=found.iteration_s, why_not=why)
-
-
-def _changes(plan: Plan, bottleneck: int) -> Iterator[tuple[str, Plan]]:
-    if recomputes_anything(plan):
-        yield "no recomputation", without_recompute(plan)
-    if len(plan.chunks) != len(plan.groups):
-        return
-    chunks = list(plan.chunks)
-    at = next(index for index, chunk in enumerate(chunks) if chunk.group == bottleneck)
-    first, stop = chunks[at].layers
-    if stop - first < 2:
-        return
-    if at > 0:
-        before, here = chunks[at - 1], chunks[at]
-        moved = list(chunks)
-        moved[at - 1] = replace(before, layers=(before.layers[0], first + 1))
-        moved[at] = replace(here, layers=(first + 1, stop))
-        yield f"one layer from group {bottleneck} to the one before", _with(plan, moved)
-    if at + 1 < len(chunks):
-        here, after = chunks[at], chunks[at + 1]
-        moved = list(chunks)
-        moved[at] = replace(here, layers=(first, stop - 1))
-        moved[at + 1] = replace(after, layers=(stop - 1, after.layers[1]))
-        yield f"one layer from group {bottleneck} to the next one", _with(plan, moved)
-
-
-def _with(plan: Plan, chunks: Sequence[object]) -> Plan:
-    return replace(plan, chunks=tuple(chunks))  # type: ignore[arg-type]
+        iteration_s = found.iteration_s if found.fits else None
+        yield Alternative(what=what, iteration_s=iteration_s, why_not=why)

@@ -1,125 +1,169 @@
-"""Look for selections of GPUs that train faster or cheaper than all of them.
+"""Look for GPUs of a cluster that train faster than all of them.
 
 A GPU that is reached over a slow link, or is slow itself, may cost a pipeline more than it brings:
-FlashFlex and Sailor leave such GPUs out, too. From all GPUs the search goes to smaller selections,
-on from those that no other one beats, and skips what a lower bound of the iteration says cannot be
-worth it.
+FlashFlex and Sailor leave such GPUs out, too. The plan for all GPUs comes first. From there the
+search goes to smaller selections, without those that cannot be faster by a lower bound of the
+iteration: the others are searched in short, or estimated where GPUs are many, and the most
+promising in full. From one that is faster it goes on to smaller ones.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from zorse_megatron.planner.baselines.link_bound import link_bound
-from zorse_megatron.planner.find_plan import find_plan
-from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress, Strategy
-from zorse_megatron.planner.planner_errors import NoPlanError
+from zorse_megatron.planner.outcome import SearchProgress
 from zorse_megatron.planner.search.effort import Effort
+from zorse_megatron.planner.search.quick_estimate import QuickEstimate
 from zorse_megatron.planner.search.zorse import search
-from zorse_megatron.planner.selection.fewer import Selection, fewer
-from zorse_megatron.planner.selection.points import Objective, Point, frontier, is_beaten
+from zorse_megatron.planner.selection.fewer import Fewer, Selection, fewer
 
-Evaluate = Callable[[Inputs], float]
-"""Iteration of the best plan for some GPUs; infinite where nothing fits."""
 Report = Callable[[SearchProgress], None]
+PartOf = Callable[[Selection], Inputs]
+"""The inputs on some GPUs alone."""
+Search = Callable[[Selection], float]
+"""Iteration of the best plan for some GPUs, by a whole search; infinite where nothing fits."""
 
-_MOST_OF_FEW, _MOST_OF_MANY = 48, 16  # selections that are searched
+WORTH_IT = 0.998
+"""Fewer GPUs are used where an iteration takes less than this part of that with all of them."""
 _FEW_GPUS = 32
-_FASTEST = Objective()
+_COMPARED = 8  # selections that are searched in short or estimated, in each step
+_SEARCHED, _SEARCHED_OF_MANY = 3, 1  # those of them that are searched in full
+_STEPS = 4
+# What is expected of a whole search, over the best so far, that it is worth it. A short search has
+# missed up to 15 %, so what it misses of the larger selection is taken off; whole nodes are what
+# clusters grow by. On many GPUs one estimate stands for a search: large gains only.
+_WORTH_A_SEARCH = {"nodes": 1.1, "parts": 1.0, "many": 0.97}
+# Some GPUs of a node less save little where all of them have the same fast links; and no plan was
+# seen so near the bound.
+_BEST_EFFICIENCY = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A selection, and the best plan that was found for it."""
+
+    ranks: Selection
+    iteration_s: float
+    """Infinite where nothing fits."""
+    tokens: int
+    """Of an iteration."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Zero where nothing fits."""
+        return self.tokens / self.iteration_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan does."""
+        return self.iteration_s < math.inf
 
 
 def explore(
     inputs: Inputs,
-    evaluate: Evaluate,
+    search_on: Search,
     *,
-    objective: Objective,
-    prices_per_hour: Sequence[float] | None = None,
+    part_of: PartOf,
+    short: Search | None = None,
     on_progress: Report | None = None,
 ) -> tuple[Point, ...]:
-    """Return the selections that were searched, best first; that of all GPUs is one of them.
+    """Return the selections that were searched in full, best first; all GPUs are one of them.
 
-    `prices_per_hour`: rank -> price of the GPU; None: none are known.
+    The best is that of all GPUs unless fewer are faster by 0.2 %. `short`: a search that takes
+    less; None: the usual one's (`short_search`).
     """
-    return _Exploration(
-        inputs, evaluate, objective, prices_per_hour, on_progress or (lambda progress: None)
-    ).run()
-
-
-def short_search(strategy: Strategy, on_progress: Report | None = None) -> Evaluate:
-    """Return an evaluation by a part of the usual search; of a baseline, by all of its search."""
     report = on_progress or (lambda progress: None)
+    return _Exploration(inputs, search_on, part_of, short or short_search(part_of), report).run()
 
-    def evaluate(inputs: Inputs) -> float:
-        if strategy != "zorse":
-            try:
-                return find_plan(inputs, strategy=strategy).iteration_s
-            except NoPlanError:
-                return math.inf
-        found = search(inputs, report, Effort.of(inputs).light).evaluations
+
+def short_search(part_of: PartOf) -> Search:
+    """Return a search with a small part of the usual effort, without tensor-parallel sets."""
+
+    def search_on(ranks: Selection) -> float:
+        part = part_of(ranks)
+        found = search(part, lambda progress: None, Effort.of(part).light).evaluations
         return min((each.iteration_s for each in found), default=math.inf)
 
-    return evaluate
+    return search_on
 
 
 class _Exploration:
     def __init__(
-        self,
-        inputs: Inputs,
-        evaluate: Evaluate,
-        objective: Objective,
-        prices_per_hour: Sequence[float] | None,
-        report: Report,
+        self, inputs: Inputs, search_on: Search, part_of: PartOf, short: Search, report: Report
     ) -> None:
-        self.inputs, self.evaluate, self.objective = inputs, evaluate, objective
-        self.prices_per_hour, self.report = prices_per_hour, report
-        self.most = _MOST_OF_FEW if inputs.world_size <= _FEW_GPUS else _MOST_OF_MANY
+        self.inputs, self.part_of, self.report = inputs, part_of, report
+        self.search_on, self.short = search_on, short
+        self.everything = tuple(range(inputs.world_size))
         self.points: dict[Selection, Point] = {}
-        self.seen: set[Selection] = set()
+        self.seen: set[Selection] = {self.everything}
+        self.compared: dict[Selection, float] = {}
 
     def run(self) -> tuple[Point, ...]:
-        everything = tuple(range(self.inputs.world_size))
-        self._try(everything)
-        expanded: set[Selection] = set()
-        while len(self.points) < self.most:
-            # Where nothing fits on all GPUs, it may where a small one need not hold a layer.
-            best = frontier(self.points.values()) or list(self.points.values())
-            fresh = [point for point in best if point.ranks not in expanded]
-            if not fresh:
+        here = self._searched(self.everything)
+        for _ in range(_STEPS):
+            for ranks in self._promising(here):
+                self._searched(ranks)
+            best = min(self.points.values(), key=self._order)
+            if best is here:
                 break
-            # In turns the best and the fastest, so that both ends of the frontier are looked at.
-            order = (self.objective, _FASTEST)[len(expanded) % 2]
-            point = min(fresh, key=order.rank)
-            expanded.add(point.ranks)
-            for optimistic in sorted(self._fewer(point), key=self.objective.rank):
-                if len(self.points) < self.most and not is_beaten(optimistic, self.points.values()):
-                    self._try(optimistic.ranks)
-        return tuple(sorted(self.points.values(), key=self.objective.rank))
+            here = best
+        return tuple(sorted(self.points.values(), key=self._order))
 
-    def _fewer(self, point: Point) -> list[Point]:
-        """New selections, each as fast as the bound of its GPUs."""
+    def _order(self, point: Point) -> tuple[float, int, Selection]:
+        """Least is best: all GPUs, unless fewer are worth it; of equal ones fewer GPUs."""
+        worth = WORTH_IT if point.ranks == self.everything else 1.0
+        return worth * point.iteration_s, len(point.ranks), point.ranks
+
+    def _searched(self, ranks: Selection) -> Point:
+        tokens = self.inputs.global_batch_size * self.inputs.sequence_length
+        point = Point(ranks=ranks, iteration_s=self.search_on(ranks), tokens=tokens)
+        self.points[ranks] = point
+        return point
+
+    def _promising(self, here: Point) -> Iterator[Selection]:
+        """Yield selections of fewer GPUs that may be faster, as long as the last one was not."""
+        some = self._not_ruled_out(here)[:_COMPARED]
+        if not some:
+            return
+        few = self.inputs.world_size <= _FEW_GPUS
+        rows = []
+        for done, less in enumerate(some):
+            phase = f"{len(less.ranks)} of {self.inputs.world_size} GPUs"
+            self.report(SearchProgress(phase=phase, done=done, total=len(some)))
+            found_s = self._in_short(less.ranks) if few else self._estimate(less.ranks)
+            how = ("nodes" if less.of_nodes else "parts") if few else "many"
+            rows.append((found_s / _WORTH_A_SEARCH[how], len(less.ranks), less.ranks))
+        missed = min(1.0, here.iteration_s / self._in_short(here.ranks)) if few else 1.0
+        for expected_s, _, ranks in sorted(rows)[: _SEARCHED if few else _SEARCHED_OF_MANY]:
+            if expected_s < math.inf and missed * expected_s < self._least_s:
+                yield ranks
+
+    @property
+    def _least_s(self) -> float:
+        """What another selection must be faster than."""
+        return min(self._order(point)[0] for point in self.points.values())
+
+    def _not_ruled_out(self, here: Point) -> list[Fewer]:
+        """Those less by a part whose lower bound of the iteration is short enough."""
+        bound = link_bound(self.part_of(here.ranks))
+        is_even = len({self.inputs.kinds[rank] for rank in here.ranks}) == 1 and bound.link is None
         found = []
-        for ranks in fewer(self.inputs, point.ranks):
-            if ranks not in self.seen:
-                self.seen.add(ranks)
-                bound_s = link_bound(on_ranks(self.inputs, ranks)).bound_s
-                found.append(self._point(ranks, bound_s))
+        for less in fewer(self.inputs, here.ranks):
+            if less.ranks in self.seen or (is_even and not less.of_nodes):
+                continue
+            self.seen.add(less.ranks)
+            limit_s = self._least_s * (1.0 if less.of_nodes else _BEST_EFFICIENCY)
+            if link_bound(self.part_of(less.ranks)).bound_s < limit_s:
+                found.append(less)
         return found
 
-    def _try(self, ranks: Selection) -> None:
-        phase = f"{len(ranks)} of {self.inputs.world_size} GPUs"
-        self.report(SearchProgress(phase=phase, done=len(self.points), total=self.most))
-        part = self.inputs if len(ranks) == self.inputs.world_size else on_ranks(self.inputs, ranks)
-        self.points[ranks] = self._point(ranks, self.evaluate(part))
+    def _in_short(self, ranks: Selection) -> float:
+        if ranks not in self.compared:
+            self.compared[ranks] = self.short(ranks)
+        return self.compared[ranks]
 
-    def _point(self, ranks: Selection, iteration_s: float) -> Point:
-        price = self.prices_per_hour
-        point = Point(
-            ranks=ranks,
-            iteration_s=iteration_s,
-            tokens=self.inputs.global_batch_size * self.inputs.sequence_length,
-        )
-        if price is None:
-            return point
-        return replace(point, price_per_hour=sum(price[rank] for rank in ranks))
+    def _estimate(self, ranks: Selection) -> float:
+        part = self.part_of(ranks)
+        return QuickEstimate(inputs=part).iteration_s(part)

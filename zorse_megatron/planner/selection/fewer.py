@@ -1,7 +1,9 @@
 """Selections of GPUs that differ from another one by what they leave out."""
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby
+from typing import Literal
 
 import networkx as nx
 
@@ -9,40 +11,106 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 Selection = tuple[int, ...]
 """Ranks of the whole cluster, ascending."""
+PartName = Literal["region", "node", "GPU"]
+_EVERY_SUBSET_UP_TO = 4  # classes of alike nodes
 
 
-def fewer(inputs: Inputs, selection: Selection) -> Iterator[Selection]:
-    """Yield selections with a node, half of some alike nodes, a kind or a region less.
+@dataclass(frozen=True, kw_only=True)
+class Fewer:
+    """A smaller selection."""
 
-    Of alike nodes the last goes first, and of a node with one kind its last GPUs, so that local
-    ranks stay what they are. Each selection once; none is empty, or in regions that no links join
-    without those that are left out.
+    ranks: Selection
+    of_nodes: bool
+    """Whether its nodes have all the GPUs that they had; else one has fewer."""
+
+
+def fewer(inputs: Inputs, selection: Selection) -> Iterator[Fewer]:
+    """Yield selections with a region, a kind, some nodes or some of a node's GPUs less.
+
+    Of alike nodes the last go first, and of a node its last GPUs, so that local ranks stay what
+    they are. Each selection once, those of whole nodes first; none is empty, or in regions that no
+    links join without those that are left out.
     """
-    seen = {selection, ()}
-    for without in _parts_to_leave_out(inputs, selection):
-        left = tuple(rank for rank in selection if rank not in without)
-        if left not in seen:
-            seen.add(left)
-            if _is_joined(inputs, left):
-                yield left
+    nodes = [tuple(ranks) for _, ranks in groupby(selection, key=inputs.spec.node_of)]
+    alike = _alike(inputs, nodes)
+    seen: set[Selection] = {selection, ()}
+    for of_nodes, ways in (
+        (True, _whole_nodes(inputs, nodes, alike)),
+        (False, _parts_of_nodes(inputs, alike)),
+    ):
+        for without in ways:
+            left = tuple(rank for rank in selection if rank not in without)
+            if left not in seen:
+                seen.add(left)
+                if _is_joined(inputs, left):
+                    yield Fewer(ranks=left, of_nodes=of_nodes)
 
 
-def _parts_to_leave_out(inputs: Inputs, selection: Selection) -> Iterator[frozenset[int]]:
-    nodes = _nodes(inputs, selection)
-    regions = [inputs.spec.nodes[node].region for node, _ in nodes]
-    for region in dict.fromkeys(regions):
-        yield _ranks(ranks for (_, ranks), its in zip(nodes, regions, strict=True) if its == region)
-    for kind in dict.fromkeys(inputs.kinds[rank] for rank in selection):
-        yield _ranks(ranks for _, ranks in nodes if {inputs.kinds[r] for r in ranks} == {kind})
-    for alike in _alike(inputs, nodes):
-        for count in dict.fromkeys((1, len(alike) // 2)):
-            if count:
-                yield _ranks(alike[-count:])
-        last = alike[-1]
-        if len({inputs.kinds[rank] for rank in last}) == 1:
-            for count in dict.fromkeys((1, len(last) // 2)):
-                if count:
-                    yield frozenset(last[-count:])
+def parts_of_cluster(inputs: Inputs) -> Iterator[tuple[PartName, str, Selection]]:
+    """Yield (what, name, ranks) of each region, of nodes and of GPUs, as one may leave them out.
+
+    Of alike nodes the last one, of each kind the last GPU of a node. Without it there is something
+    left, in regions that are joined.
+    """
+    everything = tuple(range(inputs.world_size))
+    for what, name, ranks in _parts_of_cluster(inputs, everything):
+        left = tuple(rank for rank in everything if rank not in ranks)
+        if left and _is_joined(inputs, left):
+            yield what, name, ranks
+
+
+def _parts_of_cluster(
+    inputs: Inputs, everything: Selection
+) -> Iterator[tuple[PartName, str, Selection]]:
+    spec = inputs.spec
+    nodes = [tuple(ranks) for _, ranks in groupby(everything, key=spec.node_of)]
+    regions = dict.fromkeys(_region(inputs, ranks) for ranks in nodes)
+    for region in regions:
+        inside = _ranks(ranks for ranks in nodes if _region(inputs, ranks) == region)
+        yield "region", region, tuple(sorted(inside))
+    for same in _alike(inputs, nodes):
+        yield "node", spec.nodes[spec.node_of(same[-1][0])].name, same[-1]
+    for kind in dict.fromkeys(inputs.kinds):
+        last = [ranks[-1] for ranks in nodes if inputs.kinds[ranks[-1]] == kind]
+        if last:
+            yield "GPU", f"{kind} of node {spec.nodes[spec.node_of(last[-1])].name}", (last[-1],)
+
+
+def _whole_nodes(
+    inputs: Inputs, nodes: Sequence[Selection], alike: Sequence[Sequence[Selection]]
+) -> Iterator[frozenset[int]]:
+    """What to leave out: a region or kind, or all but it; classes of nodes, or some of a class."""
+    some: dict[object, list[Selection]] = {}
+    for ranks in nodes:
+        some.setdefault(("region", _region(inputs, ranks)), []).append(ranks)
+    for ranks in nodes:
+        if len(kinds := {inputs.kinds[rank] for rank in ranks}) == 1:
+            some.setdefault(("kind", *kinds), []).append(ranks)
+    for each in some.values():
+        yield _ranks(each)
+        yield _ranks(nodes) - _ranks(each)
+    for count in range(1, len(alike) if len(alike) <= _EVERY_SUBSET_UP_TO else 2):
+        for classes in combinations(alike, count):
+            yield _ranks(node for each in classes for node in each)
+    for same in alike:
+        every = range(1, len(same))
+        for count in every if len(same) <= _EVERY_SUBSET_UP_TO else (1, len(same) // 2):
+            yield _ranks(same[-count:])
+
+
+def _parts_of_nodes(
+    inputs: Inputs, alike: Sequence[Sequence[Selection]]
+) -> Iterator[frozenset[int]]:
+    """The last GPU of a node, half of them, or those of the kind that comes last."""
+    for same in alike:
+        last = same[-1]
+        kind = inputs.kinds[last[-1]]
+        of_kind = next(
+            (at for at, rank in enumerate(reversed(last)) if inputs.kinds[rank] != kind), len(last)
+        )
+        for count in dict.fromkeys((of_kind, len(last) // 2, 1)):
+            if 0 < count < len(last):
+                yield frozenset(last[-count:])
 
 
 def _is_joined(inputs: Inputs, selection: Selection) -> bool:
@@ -54,15 +122,15 @@ def _is_joined(inputs: Inputs, selection: Selection) -> bool:
     return bool(nx.is_connected(graph))
 
 
-def _nodes(inputs: Inputs, selection: Selection) -> list[tuple[int, Selection]]:
-    return [(node, tuple(ranks)) for node, ranks in groupby(selection, key=inputs.spec.node_of)]
+def _region(inputs: Inputs, ranks: Selection) -> str:
+    return inputs.spec.nodes[inputs.spec.node_of(ranks[0])].region
 
 
-def _alike(inputs: Inputs, nodes: Sequence[tuple[int, Selection]]) -> list[list[Selection]]:
+def _alike(inputs: Inputs, nodes: Sequence[Selection]) -> list[list[Selection]]:
     """Nodes with the same selected GPUs and the same links, in order."""
     classes: dict[object, list[Selection]] = {}
-    for number, ranks in nodes:
-        node = inputs.spec.nodes[number]
+    for ranks in nodes:
+        node = inputs.spec.nodes[inputs.spec.node_of(ranks[0])]
         key = (
             tuple(inputs.kinds[rank] for rank in ranks),
             *(node.link, node.nics, node.host_link_bytes_per_s, node.host_memory_bytes),
@@ -72,5 +140,5 @@ def _alike(inputs: Inputs, nodes: Sequence[tuple[int, Selection]]) -> list[list[
     return list(classes.values())
 
 
-def _ranks(parts: Iterator[Selection] | Sequence[Selection]) -> frozenset[int]:
+def _ranks(parts: Iterable[Selection]) -> frozenset[int]:
     return frozenset(rank for part in parts for rank in part)

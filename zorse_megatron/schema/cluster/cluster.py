@@ -60,8 +60,6 @@ class Node:
     region: str
     switch: str | None = None
     """None: its adapters lead to the core of the region."""
-    price_per_gpu_hour: float | None = None
-    """Of each of its GPUs, in any currency; None where the file does not say."""
 
     @property
     def ranks(self) -> range:

@@ -22,7 +22,6 @@ from zorse_megatron.schema.text.quantities import (
 _CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 Name = Annotated[str, Field(min_length=1)]
-Price = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)
@@ -115,8 +114,6 @@ class NodesEntry:
     """The switch that its adapters lead to; left out: the core of the region."""
     region: Name | None = None
     """Where it is; left out: the cluster has one region."""
-    price_per_gpu_hour: Price | None = None
-    """Of each of its GPUs, in any currency, for plans that are to be cheap."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_CONFIG)

@@ -16,6 +16,9 @@ from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_clust
 from zorse_megatron.schema.cluster.short_forms import spelled_out
 from zorse_megatron.schema.text.yaml_text import read_yaml
 
+USED_GPUS = "Written by `zorse plan`: the GPUs that its plan uses."
+"""How the comment begins in the cluster file beside a plan for some of the GPUs."""
+
 
 def text_with_gpus(
     data: bytes, ranks: Collection[int], *, source: str = "cluster", header: str = ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.schema.cluster.cluster import Cluster
@@ -23,6 +24,15 @@ class RankLocation:
     """Whether the kind was declared: then it may be any kind of the cluster's."""
 
 
+def used_cluster_file(plan: Path) -> Path:
+    """Return where `zorse plan` writes the cluster file of a plan for some of the GPUs.
+
+    >>> str(used_cluster_file(Path("runs/plan.json")))
+    'runs/plan.cluster.yaml'
+    """
+    return plan.parent / f"{plan.stem}.cluster.yaml"
+
+
 def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iterator[Problem]:
     """Yield where the plan's ranks are not the cluster's GPUs, or these lack units for a type."""
     if plan.world_size != cluster.world_size:
@@ -30,7 +40,7 @@ def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iter
             where=source,
             found=f"{plan.world_size} ranks, while the cluster has {cluster.world_size} GPUs",
             expected="a plan for all GPUs of the cluster",
-            remedy="Make a plan for this cluster, or give the cluster that it was made for.",
+            remedy=_remedy(plan, cluster, source),
         )
         return
     for problem in without_units(plan, cluster.gpu_kinds, cluster.kinds):
@@ -56,6 +66,17 @@ def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iter
             remedy="Put the nodes of the cluster into the order that the plan was made for, or "
             "make a new plan.",
         )
+
+
+def _remedy(plan: Plan, cluster: Cluster, source: str) -> str:
+    """Name the cluster file that was written with a plan for fewer GPUs, if it is there."""
+    remedy = "Make a plan for this cluster, or give the cluster that it was made for"
+    if plan.world_size > cluster.world_size:
+        return f"{remedy}."
+    beside = used_cluster_file(Path(source))
+    if beside.is_file():
+        return f"Give {beside}: the cluster file of its GPUs, which zorse plan wrote beside it."
+    return f"{remedy}: zorse plan writes that of fewer GPUs beside their plan."
 
 
 def refuse_other_cluster(plan: Plan, cluster: Cluster, source: str) -> None:

@@ -153,7 +153,6 @@ def _nodes(file: ClusterFile, kinds: dict[str, GpuKind]) -> Iterator[Node]:
                 host_memory_bytes=host_memory,
                 region=entry.region or first_region(file),
                 switch=entry.switch,
-                price_per_gpu_hour=entry.price_per_gpu_hour,
             )
             rank += len(gpu_kinds)
 
