@@ -360,7 +360,15 @@ def test_plan_and_explain_say_the_same_of_tensor_parallelism(flags, said, run):
     """And search the same again: a plan that the training command rules out helps nobody."""
     told = ("--", "pretrain_gpt.py", *FLAGS, *flags)
     plan = run(
-        *("plan", "--cluster", "cluster.yaml", "--strategy", "zorse-paper", "--verbose"),
+        *(
+            "plan",
+            "--cluster",
+            "cluster.yaml",
+            "--strategy",
+            "zorse-paper",
+            "--use-all",
+            "--verbose",
+        ),
         *("--out", "new.json", *told),
     )
     explained = run("explain", "new.json", "--cluster", "cluster.yaml", "--no-replan", *told)
@@ -381,7 +389,7 @@ def test_plan_and_explain_say_the_same_of_tensor_parallelism(flags, said, run):
 def test_a_new_search_of_explain_has_the_sets_of_plan(run, search, monkeypatch):
     monkeypatch.setattr(replan_module, "replan", lambda inputs, **_: search(inputs) and None)
     told = ("--", "pretrain_gpt.py", *FLAGS)
-    run("plan", "--cluster", "cluster.yaml", *told)
+    run("plan", "--cluster", "cluster.yaml", "--use-all", *told)
     run("explain", "plan.json", "--cluster", "cluster.yaml", *told)
     planned, explained = (inputs.space for inputs in search.inputs)
     assert planned == explained

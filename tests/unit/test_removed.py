@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
 
+PLAN = ["plan", "--cluster", "lab.yaml"]
 LAUNCH = ["launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.sh"]
 
 
@@ -18,6 +19,9 @@ LAUNCH = ["launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.
         (["profile", "import", "t.csv"], "zorse profile import", "scripts.import_profile"),
         (["simulate", "p.json", "--memory", "m.png"], "zorse simulate --memory", "--html"),
         (["simulate", "p.json", "--topology", "t.png"], "zorse simulate --topology", "zorse plan"),
+        ([*PLAN, "--may-leave-out"], "zorse plan --may-leave-out", "unless there is --use-all"),
+        ([*PLAN, "--used-cluster=c.yaml"], "zorse plan --used-cluster", "written beside --out"),
+        ([*PLAN, "--budget=3"], "zorse plan --budget", "the GPUs that you pay for"),
         ([*LAUNCH, "--follow", "--gain 0.1"], "zorse launch --follow", "zorse plan --from-status"),
     ],
 )

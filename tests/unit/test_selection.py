@@ -271,18 +271,3 @@ def test_what_cannot_be_is_told_before_the_search(lab) -> None:
     (lab / "my.cluster.yaml").mkdir()
     status, answer = planned("--out", "my.json")
     assert "a directory" in answer["problems"][0]["found"]
-
-
-@pytest.mark.parametrize(
-    ("option", "now"),
-    [
-        ("--may-leave-out", "left out unless there is --use-all"),
-        ("--used-cluster=used.yaml", "written beside --out"),
-        ("--budget=3", "plan for a cluster file of the GPUs that you pay for"),
-    ],
-)
-def test_options_that_were_removed(option: str, now: str) -> None:
-    """The error says what to do now."""
-    result = CliRunner().invoke(app, ["plan", "--cluster", "lab.yaml", option, "--json"])
-    assert result.exit_code == 2
-    assert now in json.loads(result.stdout)["problems"][0]["found"]

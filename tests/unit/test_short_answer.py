@@ -18,7 +18,7 @@ from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.flags.shape import flags_of_shape, shape_from_flags
 from zorse_megatron.planner.baselines import stock_best
-from zorse_megatron.planner.selection.points import Point
+from zorse_megatron.planner.selection.explore import Point
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.text import figures
@@ -147,7 +147,18 @@ def test_a_long_training_command_stays_on_one_line(run):
 def test_what_is_to_be_done_is_in_the_short_answer(run, tmp_path):
     """Within the twelve lines: a build of torch, and an attention that the GPUs do not have."""
     told = planned(
-        *(run, tmp_path, MIX, "--strategy", "cephalo", "--out", "new.json", "--", "pretrain.py"),
+        *(
+            run,
+            tmp_path,
+            MIX,
+            "--strategy",
+            "cephalo",
+            "--use-all",
+            "--out",
+            "new.json",
+            "--",
+            "pretrain.py",
+        ),
         *(*FLAGS[:-1], "12", "--attention-backend", "flash"),
     )
     assert len(told.splitlines()) <= MOST_LINES
@@ -168,8 +179,17 @@ def test_details_follow_the_answer(run):
 
 def test_the_answer_for_programs_has_the_same_in_full_precision(run):
     told = run(
-        *("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--json", "--tokens"),
-        *("300B", "--global-batch-size", "16", "--strategy", "cephalo", "--out", "new.json"),
+        *("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--use-all", "--json"),
+        *(
+            "--tokens",
+            "300B",
+            "--global-batch-size",
+            "16",
+            "--strategy",
+            "cephalo",
+            "--out",
+            "new.json",
+        ),
     )
     answer = json.loads(told.stdout)
     low, high = answer["iteration_between_s"]

@@ -90,13 +90,10 @@ class PlanOutputs:
         self,
         costs: WorkloadCosts,
         outcome: "Outcome",
-        selected: Selected | None,
         *,
         is_silent: bool,
     ) -> None:
         """Draw after the plan, which is written and shown by then."""
-        if (path := self.written_cluster(selected)) and not is_silent:
-            print_plain(f"written: {path}, the cluster file of these GPUs, for other commands")
         if self.page is not None:
             from zorse_megatron.cli.plan_report import plan_page
 
