@@ -60,7 +60,7 @@ def test_one_gpu_node_or_region_less_is_planned_again():
 nodes:
   - {name: near, count: 2, gpus: 2 x A6000, nics: 100 Gb/s, region: here}
   - {name: far, gpus: 1 x T4, nics: 1 Gb/s, region: there}
-between_regions: [{bandwidth: 20 Mb/s, latency: 50 ms}]
+between_regions: [{bandwidth: 800 Mb/s, latency: 2 ms}]
 """
     )
     found = replan(inputs)
