@@ -17,6 +17,7 @@ TRAINING=(
     --untie-embeddings-and-output-weights --seq-length 2048 --max-position-embeddings 2048
     --tokenizer-type NullTokenizer --vocab-size 32000 --mock-data
     --micro-batch-size 1 --global-batch-size 128 --train-iters 1000 --lr 3e-4 --fp16
+    --eval-interval 500
     --save checkpoints --save-interval 100
 )
 

@@ -30,7 +30,7 @@ THIS_MACHINE = {"MASTER_ADDR": "127.0.0.1"}  # where all nodes are
 TRAINING = (
     *MODEL_FLAGS,
     *("--train-iters", str(STEPS), "--mock-data", "--split", "90,5,5", *TOKENIZER_FLAGS),
-    *("--eval-interval", "40"),
+    *("--eval-interval", "1000"),
     *(
         "--save",
         "checkpoints",
