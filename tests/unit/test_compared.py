@@ -65,6 +65,13 @@ def inputs_of(cluster, model):
     )
 
 
+@cache
+def ours(cluster, model):
+    """The shipped plan, simulated."""
+    plan = load_plan(ROOT / "examples" / f"{cluster}-{model}-plan.json")
+    return plan, simulate_plan(inputs_of(cluster, model), plan, merge_equal_ranks=True)
+
+
 def assert_is_shown(simulated_s, row):
     """The row's seconds and deviation, each as rounded as it is shown."""
     _, seconds, deviation = row
@@ -76,9 +83,8 @@ def assert_is_shown(simulated_s, row):
 @pytest.mark.parametrize(("cluster", "model"), BATCHES)
 def test_ours_is_the_shipped_plan_on_the_shipped_profile(cluster, model):
     inputs = inputs_of(cluster, model)
-    plan = load_plan(ROOT / "examples" / f"{cluster}-{model}-plan.json")
+    plan, simulated = ours(cluster, model)
     assert plan.model == inputs.model and plan.cluster == inputs.cluster
-    simulated = simulate_plan(inputs, plan, merge_equal_ranks=True)
     row = rows()[cluster, model]["zorse"]
     assert_is_shown(simulated.iteration_s, row)
     assert row[0].startswith(f"{len(plan.groups)} groups")
@@ -132,10 +138,8 @@ def test_readme_shows_these_rows():
 def test_readme_says_what_share_of_the_gpus_speed_these_plans_reach():
     shares = []
     for (cluster, model), (batch, tokens) in BATCHES.items():
-        inputs = inputs_of(cluster, model)
-        plan = load_plan(ROOT / "examples" / f"{cluster}-{model}-plan.json")
-        simulated = simulate_plan(inputs, plan, merge_equal_ranks=True)
-        shares.append(batch * tokens / simulated.iteration_s / aggregate_tokens_per_s(inputs))
+        alone = aggregate_tokens_per_s(inputs_of(cluster, model))
+        shares.append(batch * tokens / ours(cluster, model)[1].iteration_s / alone)
     said = re.search(r"These plans reach (\d+) to (\d+) % of the GPUs'", README)
     assert [int(share) for share in said.groups()] == [
         round(100 * share) for share in (min(shares), max(shares))
@@ -144,7 +148,7 @@ def test_readme_says_what_share_of_the_gpus_speed_these_plans_reach():
 
 def test_the_picture_shows_the_first_row_and_readme_says_so():
     """What a picture shows is in the file as text, too."""
-    (stock, ours) = (
+    (stock, planned) = (
         PIL.Image.open(ROOT / "docs" / "images" / "compare-timeline.png")
         .text["Description"]
         .split("\n")
@@ -152,14 +156,14 @@ def test_the_picture_shows_the_first_row_and_readme_says_so():
     row = next(iter(rows().values()))
     fastest = min(("stock, all GPUs", "stock, best GPUs"), key=lambda name: seconds(row[name]))
     layout = row[fastest][0]
-    assert stock.startswith(f"{fastest}: {layout}") and ours.startswith("zorse: groups of ")
+    assert stock.startswith(f"{fastest}: {layout}") and planned.startswith("zorse: groups of ")
     assert (
         f"The picture is the first row: above {fastest.replace(',', ' on its')} ({layout})"
         in README
     )
     cluster = load_cluster(ROOT / "examples" / "mini-b.yaml")
     names = [f"{kind}, GPU {gpu}" for gpu, kind in enumerate(cluster.gpu_kinds)]
-    assert ours.endswith(f"({', '.join(names)})")
+    assert planned.endswith(f"({', '.join(names)})")
 
 
 def seconds(row):
