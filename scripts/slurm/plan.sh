@@ -15,6 +15,9 @@ set -euo pipefail
 source ./settings.sh
 
 zorse plan --cluster "$CLUSTER" --profile "$PROFILE" --out "$PLAN" -- "${TRAINING[@]}"
+if [[ -e "${PLAN%.json}.cluster.yaml" ]]; then # GPUs are left out, as spares
+    CLUSTER="${PLAN%.json}.cluster.yaml"
+fi
 zorse explain "$PLAN" --cluster "$CLUSTER" --profile "$PROFILE" -- "${TRAINING[@]}"
 zorse check "$PLAN" "$CLUSTER" "$PROFILE" -- "${TRAINING[@]}"
 # The cluster file has the names of the nodes that were measured: the job asks for these.

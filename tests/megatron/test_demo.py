@@ -25,6 +25,7 @@ def test_the_demo_runs(tmp_path: Path, megatron_server: MegatronServer) -> None:
         .outputs[0]
     )
     assert "  zorse plan --cluster mixed.yaml --model llama-1b " in said
+    assert "Stock Megatron" in said and "(simulated" in said
     plan = load_plan(tmp_path / "out" / "plan.json")
     assert plan.cluster is not None and plan.cluster.gpu_kinds == ("A100-40", "T4")
     for rank, kind in enumerate(plan.cluster.gpu_kinds):

@@ -125,7 +125,7 @@ def test_measured_times_of_a_kind_in_its_own_type_are_used_and_missing_ones_are_
     assert inputs.compute.layer("T4", 2).forward_s == 0.002
     said = {note.partition(":")[0]: note for note in inputs.notes}
     assert "measured" in said["T4 in float16"]
-    assert "analytic" in said["A100-40 in bfloat16"]
+    assert "estimated" in said["A100-40 in bfloat16"]
     # Times in another width do not answer, and the note says so.
     other = priced_tiny("auto", tiny_profile(dtype="float32"))
     assert any(note.startswith("T4 in float16: analytic") for note in other.notes)

@@ -12,6 +12,7 @@ from zorse_megatron.planner.inputs.other_gpus import on_ranks, with_one_more
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.text.figures import duration
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("little_effort")]
 CLUSTER = """
@@ -84,7 +85,7 @@ def test_a_plan_that_is_not_the_best_is_told_so():
     slow = find_plan(inputs, strategy="cephalo").plan
     best_s = 0.5 * explain(inputs, slow).iteration_s
     told = " ".join(explain(inputs, slow, Replans(again_s=best_s, one_more=())).sentences)
-    assert f"finds {best_s:.3f} s on the same GPUs: 100.0 % faster than this plan." in told
+    assert f"finds {duration(best_s)} on the same GPUs: 100 % faster than this plan." in told
 
 
 def test_the_new_gpu_goes_where_there_is_room():

@@ -255,6 +255,8 @@ def test_gpus_that_slow_the_others_are_spares(lab) -> None:
     assert not (lab / "all.cluster.yaml").exists()
     status, _ = planned("--out", "plan.json")  # its own file is replaced
     assert status == 0
+    planned("--out", "plan.json", "--use-all")  # and gone where it is of another plan
+    assert not (lab / "plan.cluster.yaml").exists()
 
 
 def test_what_cannot_be_is_told_before_the_search(lab) -> None:

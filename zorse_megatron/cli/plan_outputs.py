@@ -84,6 +84,8 @@ class PlanOutputs:
                 save_plan(found, self.plan)
         except NotWritten as error:
             return error
+        if path is None and self.plan is not None and stream_of(self.plan) is None:
+            _remove_ours(used_cluster_file(self.plan))
         return None
 
     def draw(
@@ -102,6 +104,12 @@ class PlanOutputs:
             write_text(self.page, page)
             if not is_silent:
                 print_plain(f"written: {self.page}")
+
+
+def _remove_ours(path: Path) -> None:
+    """Remove the cluster file of an earlier plan of that name; this one is for all GPUs."""
+    if path.is_file() and not _is_foreign(path):
+        path.unlink(missing_ok=True)
 
 
 def _is_foreign(path: Path) -> bool:
