@@ -64,7 +64,7 @@ NOT_RUN = {
 # Where the search takes 9 to 15 s, another strategy reads the same files and prices the same.
 QUICKER = {
     "--cluster examples/mini-b.yaml --model llama-3b": ("--strategy", "cephalo"),
-    "--global-batch-size 512": ("--strategy", "cephalo"),
+    "--profile profile.json --out plan.json -- --num-layers 32": ("--strategy", "cephalo"),
 }
 FLAGS = (
     "--num-layers 6 --hidden-size 96 --num-attention-heads 4 --seq-length 64 "
