@@ -26,6 +26,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -287,6 +288,12 @@ def main(argv: Sequence[str] | None = None, *, setup: RankSetup | None = None) -
     except ZorseError as error:
         complain(str(error), everywhere=error.is_of_one_rank)
         sys.exit(BAD_INPUT)
+    except Exception as error:
+        # Python keeps an error that it shows to its end. Data loaders in the error's frames would
+        # keep their workers, which do not end by SIGTERM (`--exit-signal-handler`), and are waited
+        # for.
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 if __name__ == "__mp_main__":

@@ -121,6 +121,21 @@ def test_every_way_to_end(directory: Path, megatron_server: MegatronServer) -> N
         assert any(said in output for output in ended.outputs), ended.outputs
 
 
+def test_a_rank_that_fails_ends_by_itself(directory: Path, megatron_server: MegatronServer) -> None:
+    """Not by its watcher, which ends it if it does not: a job of one rank has none."""
+    words = words_for_ranks(launched("--train-iters", "6", "--save-interval", "6"))
+    failed = megatron_server.run_ranks(
+        words,
+        2,
+        entry="tests.megatron.dying_entry",
+        directory=directory,
+        env={"ZORSE_TEST_DEATH": "raise:1:2"},
+        timeout_s=60,
+        grace_after_failure_s=30,
+    )
+    assert failed.returncodes[1] == 1, failed.outputs[1]
+
+
 def test_prints_no_more_than_stock(directory: Path, megatron_server: MegatronServer) -> None:
     """Of a plan with more chunks than stock has stages."""
     flags = [*FLAGS, "--train-iters", "3", "--eval-iters", "2"]

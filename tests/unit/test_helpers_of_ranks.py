@@ -1,10 +1,15 @@
-"""A process that a rank spawns to save outlives the TERM that Slurm sends to all processes."""
+"""Processes that a rank starts: what saves outlives the TERM that Slurm sends to all, and what loads
+data ends with the rank, however that ends.
+"""
 
 import signal
 import subprocess
 import sys
+import weakref
 
 import pytest
+
+from zorse_megatron import pretrain
 
 SPAWNED = """\
 import os, runpy, signal
@@ -26,3 +31,18 @@ def test_a_spawned_process_ignores_the_signal() -> None:
 @pytest.mark.slow
 def test_whoever_imports_the_module_does_not() -> None:
     assert status_of("zorse_megatron.pretrain") == -signal.SIGTERM
+
+
+def test_what_fails_lets_go_of_its_iterators(monkeypatch):
+    """Before Python waits for their workers: it keeps the error, and so its frames, until then."""
+    held = []
+
+    def run(argv, *, setup=None):
+        iterator = type("Iterator", (), {})()
+        held.append(weakref.ref(iterator))
+        raise ValueError(argv)
+
+    monkeypatch.setattr(pretrain, "run", run)
+    with pytest.raises(ValueError, match="flag") as kept:
+        pretrain.main(["flag"])
+    assert held[0]() is None, kept

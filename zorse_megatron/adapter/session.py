@@ -312,7 +312,8 @@ class PlanSession:
             model.zero_grad_buffer()
 
     def save_records(self, *, training_ended: bool) -> None:
-        """Write what was executed and what memory held, if asked for."""
+        """Write what was executed and what memory held, if asked for; the last the session does."""
+        self.runner = None  # of a step that failed, which has an iterator
         if self.watch is not None:
             self.watch.reporter.close(ended=training_ended)
         if self.trace_directory is not None:
