@@ -1,5 +1,5 @@
-"""Processes that a rank starts: what saves outlives the TERM that Slurm sends to all, and what loads
-data ends with the rank, however that ends.
+"""Processes that a rank starts: what saves outlives the TERM that Slurm sends to all processes, and
+what loads data ends with the rank, however that ends.
 """
 
 import signal
