@@ -123,7 +123,7 @@ def _headroom(inputs: Inputs, result: SimulationResult) -> tuple[Headroom, ...]:
 
 def _alternatives(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[Alternative]:
     evaluator = Evaluator(inputs, Estimator(inputs))
-    for what, other in changes(plan, result):
+    for what, other in changes(inputs, plan, result):
         found = evaluator.evaluate_plan(other)
         if found is None:
             continue

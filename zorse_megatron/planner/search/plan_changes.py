@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, computations
+from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.memory_settings import recomputes_anything, without_recompute
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.result import SimulationResult
@@ -25,12 +26,12 @@ def with_changes(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     """
     if best.is_extrapolated or computations(best.plan) > _MOST_COMPUTATIONS:
         return best
-    last = evaluator.num_simulated + _MOST_SIMULATED
+    inputs, last = evaluator.inputs, evaluator.num_simulated + _MOST_SIMULATED
     while evaluator.num_simulated < last:
         result = best.result or evaluator.simulated(best.plan)
         assert result is not None, "the plan has been simulated before"
         here = replace(best, result=result)
-        found = [evaluator.evaluate_plan(other) for _, other in changes(best.plan, result)]
+        found = [evaluator.evaluate_plan(other) for _, other in changes(inputs, best.plan, result)]
         fitting = [each for each in found if each is not None and each.fits]
         best = min([here, *fitting], key=lambda each: each.iteration_s)
         if best is here:
@@ -38,12 +39,12 @@ def with_changes(evaluator: Evaluator, best: Evaluation) -> Evaluation:
     return best
 
 
-def changes(plan: Plan, result: SimulationResult) -> Iterator[tuple[str, Plan]]:
+def changes(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[tuple[str, Plan]]:
     """Yield (what, plan): no recomputation, and a layer less in the busiest group.
 
     `result`: of the plan. What is yielded may break the plan file's rules, or not fit.
     """
-    if recomputes_anything(plan):
+    if recomputes_anything(plan) and "none" in inputs.space.recompute:
         yield "no recomputation", without_recompute(plan)
     if len(plan.chunks) != len(plan.groups):
         return
