@@ -28,13 +28,16 @@ Search = Callable[[Selection], float]
 WORTH_IT = 0.998
 """Fewer GPUs are used where an iteration takes less than this part of that with all of them."""
 _FEW_GPUS = 32
-_COMPARED = 8  # selections that are searched in short or estimated, in each step
+_VERY_FEW_GPUS = 6
+# Selections that are searched in short or estimated, in each step: a short search of 8 GPUs takes a
+# tenth of a whole one.
+_COMPARED, _COMPARED_OF_VERY_FEW = 4, 8
 _SEARCHED, _SEARCHED_OF_MANY = 3, 1  # those of them that are searched in full
 _STEPS = 4
 # What is expected of a whole search, over the best so far, that it is worth it. A short search has
 # missed up to 15 %, so what it misses of the larger selection is taken off; whole nodes are what
 # clusters grow by. On many GPUs one estimate stands for a search: large gains only.
-_WORTH_A_SEARCH = {"nodes": 1.1, "parts": 1.0, "many": 0.97}
+_WORTH_A_SEARCH = {"nodes of very few": 1.1, "nodes": 1.03, "parts": 1.0, "many": 0.97}
 # Some GPUs of a node less save little where all of them have the same fast links; and no plan was
 # seen so near the bound.
 _BEST_EFFICIENCY = 0.95
@@ -96,6 +99,7 @@ class _Exploration:
         self.inputs, self.part_of, self.report = inputs, part_of, report
         self.search_on, self.short = search_on, short
         self.everything = tuple(range(inputs.world_size))
+        self.is_very_few = inputs.world_size <= _VERY_FEW_GPUS
         self.points: dict[Selection, Point] = {}
         self.seen: set[Selection] = {self.everything}
         self.compared: dict[Selection, float] = {}
@@ -124,16 +128,17 @@ class _Exploration:
 
     def _promising(self, here: Point) -> Iterator[Selection]:
         """Yield selections of fewer GPUs that may be faster, as long as the last one was not."""
-        some = self._not_ruled_out(here)[:_COMPARED]
+        some = self._not_ruled_out(here)
         if not some:
             return
         few = self.inputs.world_size <= _FEW_GPUS
+        nodes = "nodes of very few" if self.is_very_few else "nodes"
         rows = []
         for done, less in enumerate(some):
             phase = f"{len(less.ranks)} of {self.inputs.world_size} GPUs"
             self.report(SearchProgress(phase=phase, done=done, total=len(some)))
             found_s = self._in_short(less.ranks) if few else self._estimate(less.ranks)
-            how = ("nodes" if less.of_nodes else "parts") if few else "many"
+            how = (nodes if less.of_nodes else "parts") if few else "many"
             rows.append((found_s / _WORTH_A_SEARCH[how], len(less.ranks), less.ranks))
         missed = min(1.0, here.iteration_s / self._in_short(here.ranks)) if few else 1.0
         for expected_s, _, ranks in sorted(rows)[: _SEARCHED if few else _SEARCHED_OF_MANY]:
@@ -146,18 +151,24 @@ class _Exploration:
         return min(self._order(point)[0] for point in self.points.values())
 
     def _not_ruled_out(self, here: Point) -> list[Fewer]:
-        """Those less by a part whose lower bound of the iteration is short enough."""
+        """Those less by a part whose lower bound of the iteration is short enough.
+
+        No more than are compared: first those that spare slow links, then those of low bounds.
+        """
         bound = link_bound(self.part_of(here.ranks))
         is_even = len({self.inputs.kinds[rank] for rank in here.ranks}) == 1 and bound.link is None
-        found = []
+        found: list[tuple[bool, float, Fewer]] = []
         for less in fewer(self.inputs, here.ranks):
             if less.ranks in self.seen or (is_even and not less.of_nodes):
                 continue
             self.seen.add(less.ranks)
             limit_s = self._least_s * (1.0 if less.of_nodes else _BEST_EFFICIENCY)
-            if link_bound(self.part_of(less.ranks)).bound_s < limit_s:
-                found.append(less)
-        return found
+            bound_s = link_bound(self.part_of(less.ranks)).bound_s
+            if bound_s < limit_s:
+                found.append((not less.slow_links, bound_s, less))
+        found.sort(key=lambda row: row[:2])
+        most = _COMPARED_OF_VERY_FEW if self.is_very_few else _COMPARED
+        return [row[2] for row in found[:most]]
 
     def _in_short(self, ranks: Selection) -> float:
         if ranks not in self.compared:

@@ -22,6 +22,8 @@ class Fewer:
     ranks: Selection
     of_nodes: bool
     """Whether its nodes have all the GPUs that they had; else one has fewer."""
+    slow_links: bool
+    """Whether what is left out is, or leaves, a region or nodes with slower adapters."""
 
 
 def fewer(inputs: Inputs, selection: Selection) -> Iterator[Fewer]:
@@ -34,16 +36,17 @@ def fewer(inputs: Inputs, selection: Selection) -> Iterator[Fewer]:
     nodes = [tuple(ranks) for _, ranks in groupby(selection, key=inputs.spec.node_of)]
     alike = _alike(inputs, nodes)
     seen: set[Selection] = {selection, ()}
-    for of_nodes, ways in (
-        (True, _whole_nodes(inputs, nodes, alike)),
-        (False, _parts_of_nodes(inputs, alike)),
+    for of_nodes, slow_links, ways in (
+        (True, True, _far_nodes(inputs, nodes)),
+        (True, False, _whole_nodes(inputs, nodes, alike)),
+        (False, False, _parts_of_nodes(inputs, alike)),
     ):
         for without in ways:
             left = tuple(rank for rank in selection if rank not in without)
             if left not in seen:
                 seen.add(left)
                 if _is_joined(inputs, left):
-                    yield Fewer(ranks=left, of_nodes=of_nodes)
+                    yield Fewer(ranks=left, of_nodes=of_nodes, slow_links=slow_links)
 
 
 def parts_of_cluster(inputs: Inputs) -> Iterator[tuple[PartName, str, Selection]]:
@@ -76,16 +79,29 @@ def _parts_of_cluster(
             yield "GPU", f"{kind} of node {spec.nodes[spec.node_of(last[-1])].name}", (last[-1],)
 
 
+def _far_nodes(inputs: Inputs, nodes: Sequence[Selection]) -> Iterator[frozenset[int]]:
+    """What to leave out: a region, or all but it; the nodes with the slowest adapters."""
+    by_region: dict[str, list[Selection]] = {}
+    by_rate: dict[float, list[Selection]] = {}
+    for ranks in nodes:
+        by_region.setdefault(_region(inputs, ranks), []).append(ranks)
+        rate = inputs.spec.nodes[inputs.spec.node_of(ranks[0])].nics_bytes_per_s
+        by_rate.setdefault(rate, []).append(ranks)
+    for each in by_region.values():
+        yield _ranks(each)
+        yield _ranks(nodes) - _ranks(each)
+    if len(by_rate) > 1:
+        yield _ranks(by_rate[min(by_rate)])
+
+
 def _whole_nodes(
     inputs: Inputs, nodes: Sequence[Selection], alike: Sequence[Sequence[Selection]]
 ) -> Iterator[frozenset[int]]:
-    """What to leave out: a region or kind, or all but it; classes of nodes, or some of a class."""
-    some: dict[object, list[Selection]] = {}
-    for ranks in nodes:
-        some.setdefault(("region", _region(inputs, ranks)), []).append(ranks)
+    """What to leave out: a kind, or all but it; classes of nodes, or some of a class."""
+    some: dict[str, list[Selection]] = {}
     for ranks in nodes:
         if len(kinds := {inputs.kinds[rank] for rank in ranks}) == 1:
-            some.setdefault(("kind", *kinds), []).append(ranks)
+            some.setdefault(kinds.pop(), []).append(ranks)
     for each in some.values():
         yield _ranks(each)
         yield _ranks(nodes) - _ranks(each)
