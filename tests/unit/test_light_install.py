@@ -71,10 +71,7 @@ PLANS = {
     "simulate": f"simulate {GIVEN} --trace trace.json",
     "launch": f"launch plan.json --cluster cluster.yaml --torchrun -- {FLAGS}",
 }
-PICTURES = {
-    f"--{name}": f"simulate {GIVEN} --{name} {name}.png"
-    for name in ("timeline", "memory", "topology")
-}
+PICTURES = {"--timeline": f"simulate {GIVEN} --timeline timeline.png"}
 TRAINS = {
     "zorse emulate": f"emulate {GIVEN}",
     "discover": "discover",
