@@ -18,9 +18,7 @@ CLUSTER_FILE = FileKind(
     document="docs/cluster-file.md",
     error=ClusterError,
     root=ClusterFile,
-    removed={
-        "price_per_gpu_hour": "It was removed: plan for a cluster file of the GPUs that you pay for."
-    },
+    removed={"price_per_gpu_hour": "Prices are not counted: plan for the GPUs that you pay for."},
 )
 
 
