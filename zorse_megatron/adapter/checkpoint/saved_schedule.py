@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from megatron.training import get_args
-
 from zorse_megatron.adapter.patches.checkpoints import CHECK_SCHEDULE
 from zorse_megatron.adapter.patches.registry import REGISTRY
 from zorse_megatron.checkpoints.choice import TITLE
@@ -29,10 +27,13 @@ def same_schedule() -> Iterator[None]:
     with REGISTRY.applied({CHECK_SCHEDULE: partial(_noting, ours, saved)}):
         yield
     if saved:
+        from megatron.training import get_args  # where a checkpoint is loaded it has been imported
+
+        args = get_args()
         problem = Problem(
-            where=f"--load {get_args().load}",
-            found=f"{_listed(saved)} in the checkpoint",
-            expected=f"{_listed(ours)}, as in the command",
+            where=f"--load {args.load}",
+            found=f"{_listed(saved, args)} in the checkpoint",
+            expected=f"{_listed(ours, args)}, as in the command",
             remedy=_REMEDY,
         )
         raise CheckpointError(TITLE, [problem])
@@ -51,8 +52,7 @@ def _noting(
     return _check_and_set
 
 
-def _listed(values: Mapping[str, Any]) -> str:
-    args = get_args()
+def _listed(values: Mapping[str, Any], args: Any) -> str:
     # What stock calls iterations are samples.
     samples = args.global_batch_size if args.train_iters else 1
     scaled = {
