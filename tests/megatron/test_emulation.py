@@ -407,7 +407,7 @@ def test_the_commands(tmp_path, monkeypatch):
     assert stock["final_loss"] == pytest.approx(ours["final_loss"], abs=2e-5)
     assert stock["iteration_s_median"] > stock["predicted_iteration_s"]
     assert ours["speedup_vs_stock"] > 1
-    _run(("plan", *common[:4], "--global-batch-size", "6", "--out", "plan.json"))
+    _run(("plan", "--use-all", *common[:4], "--global-batch-size", "6", "--out", "plan.json"))
     slow = (*slow, "--slow-link", "new/nic0:out=50")
     answer = json.loads(_run(("emulate", "plan.json", *common, *slow)))
     assert answer["valid"] is True

@@ -36,7 +36,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With a cluster file and a plan; commands run there."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    plan = ["zorse", "plan", "--cluster", "cluster.yaml", "--out", "plan.json", "--"]
+    plan = ["zorse", "plan", "--use-all", "--cluster", "cluster.yaml", "--out", "plan.json", "--"]
     run_zorse([*plan, *FLAGS, "--train-iters", "3"])
     return tmp_path
 

@@ -143,7 +143,8 @@ def test_nothing_is_measured_twice(work: Path) -> None:
 
 def test_the_planner_makes_a_plan_of_both_files(work: Path) -> None:
     files = ("--cluster", str(work / "cluster.yaml"), "--profile", str(work / "profile.json"))
-    words = ["plan", *files, "--out", str(work / "plan.json"), "--verbose", "--", *TRAINING]
+    out = ("--out", str(work / "plan.json"))
+    words = ["plan", "--use-all", *files, *out, "--verbose", "--", *TRAINING]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     plan = load_plan(work / "plan.json")
@@ -179,7 +180,7 @@ def test_an_unknown_card_is_measured_alone_and_planned_with(tmp_path: Path) -> N
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(json.dumps({"gpu_kinds": [kind], "nodes": nodes}))
     files = ("--cluster", str(cluster), "--profile", str(profile))
-    planned = CliRunner().invoke(app, ["plan", *files, "--", *TRAINING])
+    planned = CliRunner().invoke(app, ["plan", *files, "--verbose", "--", *TRAINING])
     assert planned.exit_code == 0, planned.output
     assert "note: cpu-0: measured" in planned.output
 
