@@ -345,7 +345,15 @@ def test_what_is_not_nvidias_is_refused_by_name(name, whose, form):
 
 @pytest.mark.parametrize(
     "name",
-    ["RTX 4070 Laptop", "NVIDIA GeForce RTX 3080 Laptop GPU", "RTX A5000 Mobile", "RTX 2080 Max-Q"],
+    [
+        "RTX 4070 Laptop",
+        "NVIDIA GeForce RTX 3080 Laptop GPU",
+        "RTX A5000 Mobile",
+        "RTX 2080 Max-Q",
+        "RTX4070Laptop",
+        "RTX_4090_Mobile",
+        "RTX4090M",
+    ],
 )
 @pytest.mark.parametrize("form", ["nodes: [{{gpus: 4 x {}}}]", LIKE])
 def test_a_laptops_gpu_is_not_taken_for_a_desktop_card(name, form):

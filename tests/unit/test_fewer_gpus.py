@@ -71,6 +71,14 @@ def test_kept_gpus_are_as_they_were(ranks: set[int]) -> None:
     assert all(above[switch.name] == switch for switch in fewer.switches)
 
 
+def test_nodes_that_share_a_part_are_written_apart() -> None:
+    """The reader refuses YAML's anchors."""
+    nodes = b"nodes: [{name: n, count: 2, gpus: [1 x L4, 1 x T4], nics: {bandwidth: 100 Gb/s}}]"
+    left = parse_cluster(text_with_gpus(nodes, {0, 2}).encode())
+    assert left.gpu_kinds == ("L4", "L4")
+    assert [node.nics.total_bytes_per_s for node in left.nodes] == [12.5e9, 12.5e9]
+
+
 def test_the_whole_cluster_stays_as_written() -> None:
     """Entries with names keep their short forms and counts."""
     text = Path("examples/zorse-paper-cluster-c.yaml").read_bytes()

@@ -78,6 +78,9 @@ between_regions: [{bandwidth: 800 Mb/s, latency: 2 ms}]
         assert less.speedup == found.again_s / less.iteration_s
     assert found.faster_without[0] == rows["region", "there"]
     assert rows["region", "here"] not in found.faster_without
+    told = explain(inputs, find_plan(inputs).plan, found).sentences
+    assert any(each.startswith("Without region there: ") for each in told)
+    assert not any(each.startswith("Without region here: ") for each in told)
 
 
 def test_a_plan_that_is_not_the_best_is_told_so():

@@ -206,6 +206,7 @@ def test_what_is_left_out_are_the_last_gpus_of_nodes_and_whole_nodes() -> None:
     )
     found = [(each.ranks, each.of_nodes) for each in fewer(inputs, tuple(range(6)))]
     assert found == [
+        ((0, 2), True),
         ((0, 1, 2, 3), True),
         ((4, 5), True),
         ((0, 1, 4, 5), True),
@@ -255,6 +256,9 @@ def test_gpus_that_slow_the_others_are_spares(lab) -> None:
     assert not (lab / "all.cluster.yaml").exists()
     status, _ = planned("--out", "plan.json")  # its own file is replaced
     assert status == 0
+    same = ("--cluster", "plan.cluster.yaml", "--use-all", "--out", "plan.json")
+    planned(*same)  # and stays where it is an input
+    assert (lab / "plan.cluster.yaml").exists()
     planned("--out", "plan.json", "--use-all")  # and gone where it is of another plan
     assert not (lab / "plan.cluster.yaml").exists()
 

@@ -16,6 +16,7 @@ _OF_THIS_ANSWER = ("--json", "--verbose", "-v")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
 _CONTINUED = " \\"
 _INDENT = "  "
+_LACKING = "data, tokenizer, --lr, --train-iters, --eval-interval"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class NextCommand:
 
     @property
     def _start(self) -> str:
-        return "next (add your data): " if self.lacks_data else "next: "
+        return f"next (add {_LACKING}): " if self.lacks_data else "next: "
 
     def lines(self, width: int) -> list[str]:
         """For people, on lines of a width that a shell joins; one that is longer stays as it is."""
@@ -81,7 +82,14 @@ def next_command(
     if made:
         return NextCommand(words=(*launch, *made), lacks_data=True)
     what = ("--", *flags) if flags is not None else ("--model", model or "")
-    return NextCommand(words=("zorse", "simulate", *files, *what))
+    options = ("--profile", "--dtype", "--seq-length", "--margin")
+    kept = [
+        word
+        for piece in _pieces_of(own_options(context))
+        if piece[0].partition("=")[0] in options
+        for word in piece
+    ]
+    return NextCommand(words=("zorse", "simulate", *files, *kept, *what))
 
 
 def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
@@ -89,7 +97,9 @@ def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
     workload = costs.workload
     shape = workload.file_flags
     if shape:
+        positions = max(workload.model.max_positions, workload.model.seq_length)
         shape = (*shape, "--seq-length", str(workload.model.seq_length))
+        shape = (*shape, "--max-position-embeddings", str(positions))  # the last one counts
     elif shape is None:
         shape = flags_of_shape(workload.model)
     if not shape:
@@ -104,11 +114,15 @@ def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
 
 def _pieces(words: Sequence[str]) -> Iterator[str]:
     """Each option with its values, which stay on one line."""
+    return map(shlex.join, _pieces_of(words))
+
+
+def _pieces_of(words: Sequence[str]) -> Iterator[list[str]]:
     piece: list[str] = []
     for word in words:
         if word.startswith("-") and piece:
-            yield shlex.join(piece)
+            yield piece
             piece = []
         piece.append(word)
     if piece:
-        yield shlex.join(piece)
+        yield piece

@@ -75,8 +75,13 @@ class PlanOutputs:
         """The cluster file of a plan that leaves GPUs out; None where there is none."""
         return self.used_cluster if selected and selected.cluster_text else None
 
-    def not_saved(self, found: Plan, selected: Selected | None) -> NotWritten | None:
-        """Write cluster file and plan; return why one could not be, for it is shown in any case."""
+    def not_saved(
+        self, found: Plan, selected: Selected | None, *, cluster: Path
+    ) -> NotWritten | None:
+        """Write cluster file and plan; return why one could not be, for it is shown in any case.
+
+        `cluster`: the file that was read, which stays.
+        """
         try:
             if (path := self.written_cluster(selected)) and selected and selected.cluster_text:
                 write_text(path, selected.cluster_text)
@@ -85,7 +90,7 @@ class PlanOutputs:
         except NotWritten as error:
             return error
         if path is None and self.plan is not None and stream_of(self.plan) is None:
-            _remove_ours(used_cluster_file(self.plan))
+            _remove_ours(used_cluster_file(self.plan), keep=cluster)
         return None
 
     def draw(
@@ -106,9 +111,9 @@ class PlanOutputs:
                 print_plain(f"written: {self.page}")
 
 
-def _remove_ours(path: Path) -> None:
+def _remove_ours(path: Path, *, keep: Path) -> None:
     """Remove the cluster file of an earlier plan of that name; this one is for all GPUs."""
-    if path.is_file() and not _is_foreign(path):
+    if path.is_file() and not path.samefile(keep) and not _is_foreign(path):
         path.unlink(missing_ok=True)
 
 

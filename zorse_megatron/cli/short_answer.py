@@ -38,7 +38,7 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
     warnings = _wrapped(list(_warnings(answer)))
     most = MOST_LINES - len(head) - 1
     if len(warnings) > most:
-        warnings = [*warnings[: most - 1], "more to see to: --verbose"]
+        warnings = [*warnings[: max(0, most - 1)], "more to see to: --verbose"]
     command = [] if answer.next_command is None else answer.next_command.lines(WIDTH)
     room = MOST_LINES - len(head) - len(warnings)
     if len(command) > room and answer.next_command is not None:
@@ -49,12 +49,15 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
     return [*head, *groups, *warnings, *command]
 
 
+def _broken(line: str) -> list[str]:
+    """On lines of the width; a word that is longer, such as a path, stays whole."""
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
 def _wrapped(lines: Sequence[str]) -> list[str]:
-    return [
-        part
-        for line in lines
-        for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    ]
+    return [part for line in lines for part in _broken(line)]
 
 
 def _iteration(answer: "Answer") -> str:

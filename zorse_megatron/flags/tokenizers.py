@@ -59,7 +59,9 @@ def tokens_of(args: Namespace) -> int | None:
         if kind == "GPT2BPETokenizer":
             return _gpt2(special)
         if kind in _SENTENCEPIECE:
-            pieces = set(_pieces(Path(args.tokenizer_model or "")))
+            if args.tokenizer_model is None:
+                raise NotReadable("no --tokenizer-model")
+            pieces = set(_pieces(Path(args.tokenizer_model)))
             return len(pieces | set(special if args.tokenizer_sentencepiece_legacy else ()))
     except OSError as error:
         raise NotReadable(f"{args.tokenizer_model}: {error.strerror}") from error

@@ -151,7 +151,7 @@ def plan(  # noqa: PLR0917
                 selected = select_gpus(data, costs, costs_of, wanted, on_progress)
                 costs, outcome = selected.costs, selected.outcome
         outcome = outcome if run is None else run.named(outcome)
-        lost = outputs.not_saved(outcome.plan, selected)
+        lost = outputs.not_saved(outcome.plan, selected, cluster=cluster)
         used = None if selected is None or lost else outputs.written_cluster(selected)
         answer = answer_of(
             whole,

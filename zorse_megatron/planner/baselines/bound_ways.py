@@ -79,7 +79,7 @@ def ways_to_compute(inputs: Inputs, kind: str, dtypes: tuple[ComputeDtype, ...])
     allowed += [
         dtype
         for dtype in inputs.by_dtype
-        if dtype in dtypes or (own is not None and own.computes_in(dtype))
+        if (dtype in dtypes if own is None else own.computes_in(dtype))
     ]
     for dtype in allowed:
         compute = inputs.compute if dtype is None else inputs.by_dtype[dtype].compute

@@ -99,6 +99,11 @@ def _replanned(found: Explanation) -> Iterator[str]:
         gain = f"{duration(more.iteration_s)}, {faster(more.speedup)}"
         told = gain if more.speedup >= _FASTER else faster(more.speedup)
         yield f"With one more {more.kind} in node {more.node}: {told}."
+    for less in found.replans.faster_without:
+        yield (
+            f"Without {less.part} {less.name}: {duration(less.iteration_s)}, "
+            f"{faster(less.speedup)}. zorse plan leaves out what slows the others."
+        )
 
 
 def faster(speedup: float) -> str:

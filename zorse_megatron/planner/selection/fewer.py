@@ -80,7 +80,8 @@ def _parts_of_cluster(
 
 
 def _far_nodes(inputs: Inputs, nodes: Sequence[Selection]) -> Iterator[frozenset[int]]:
-    """What to leave out: a region, or all but it; the nodes with the slowest adapters."""
+    """What to leave out: a region, or all but it; a kind, where nodes are mixed and have it last;
+    the nodes with the slowest adapters."""
     by_region: dict[str, list[Selection]] = {}
     by_rate: dict[float, list[Selection]] = {}
     for ranks in nodes:
@@ -90,8 +91,22 @@ def _far_nodes(inputs: Inputs, nodes: Sequence[Selection]) -> Iterator[frozenset
     for each in by_region.values():
         yield _ranks(each)
         yield _ranks(nodes) - _ranks(each)
+    for kind in dict.fromkeys(inputs.kinds[ranks[-1]] for ranks in nodes):
+        tails = [_tail(inputs, ranks, kind) for ranks in nodes]
+        of_kind = sum(inputs.kinds[rank] == kind for ranks in nodes for rank in ranks)
+        is_mixed = any(0 < len(tail) < len(ranks) for tail, ranks in zip(tails, nodes, strict=True))
+        if is_mixed and sum(map(len, tails)) == of_kind:
+            yield _ranks(tails)
     if len(by_rate) > 1:
         yield _ranks(by_rate[min(by_rate)])
+
+
+def _tail(inputs: Inputs, ranks: Selection, kind: str) -> Selection:
+    """The last GPUs of a node, as far as they are of the kind."""
+    count = next(
+        (at for at, rank in enumerate(reversed(ranks)) if inputs.kinds[rank] != kind), len(ranks)
+    )
+    return ranks[len(ranks) - count :]
 
 
 def _whole_nodes(
@@ -120,10 +135,7 @@ def _parts_of_nodes(
     """The last GPU of a node, half of them, or those of the kind that comes last."""
     for same in alike:
         last = same[-1]
-        kind = inputs.kinds[last[-1]]
-        of_kind = next(
-            (at for at, rank in enumerate(reversed(last)) if inputs.kinds[rank] != kind), len(last)
-        )
+        of_kind = len(_tail(inputs, last, inputs.kinds[last[-1]]))
         for count in dict.fromkeys((of_kind, len(last) // 2, 1)):
             if 0 < count < len(last):
                 yield frozenset(last[-count:])

@@ -1,6 +1,10 @@
 """Reading `cluster.yaml`: short forms, strict checks, and everything made explicit."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from zorse_megatron.errors import ClusterError
 from zorse_megatron.schema.cluster.cluster import Cluster
@@ -34,3 +38,16 @@ def parse_cluster(data: bytes, *, source: str = "cluster") -> Cluster:
         spelled_out(value), problems, CLUSTER_FILE, source, rules=problems_of, lines=lines
     )
     return resolved(file)
+
+
+def dump_cluster(content: Mapping[str, Any]) -> str:
+    """Return the text of a cluster file; parts that nodes share are written for each."""
+    return yaml.dump(
+        dict(content), Dumper=_WithoutAnchors, sort_keys=False, allow_unicode=True, width=100
+    )
+
+
+class _WithoutAnchors(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        """Cluster files have no anchors: their reader refuses them."""
+        return True

@@ -8,11 +8,10 @@ from itertools import groupby
 from typing import Any
 
 import networkx as nx
-import yaml
 
 from zorse_megatron.errors import ClusterError, Problem
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, dump_cluster, parse_cluster
 from zorse_megatron.schema.cluster.short_forms import spelled_out
 from zorse_megatron.schema.text.yaml_text import read_yaml
 
@@ -37,7 +36,7 @@ def text_with_gpus(
     content = dict(value) | {"nodes": list(_entries(value["nodes"], cluster, wanted))}
     _drop_unused(content, kept, cluster)
     comment = "".join(f"# {line}\n" for line in header.splitlines())
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+    text = dump_cluster(content)
     parse_cluster(text.encode(), source="the cluster file that was to be written")
     return comment + text
 

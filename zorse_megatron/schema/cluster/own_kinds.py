@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import yaml
-
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, dump_cluster, parse_cluster
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.text.yaml_text import read_yaml
@@ -43,7 +41,7 @@ def text_with_own_kinds(
     if not content["gpu_kinds"]:
         del content["gpu_kinds"]
     comment = "".join(f"# {line}\n" for line in header.splitlines())
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+    text = dump_cluster(content)
     parse_cluster(text.encode(), source="the cluster file that was to be written")
     return comment + text
 

@@ -13,7 +13,7 @@ from zorse_megatron.schema.text.suggest import did_you_mean
 # What a name may have after the model's that does not say which memory: "A100 SXM4", "V100 PCIe".
 _FORM = re.compile(r"(sxm\d?|pcie|nvlink)$")
 # Chips, clocks and memory of their own, under the numbers of desktop cards.
-_LAPTOP = re.compile(r"\b(laptop|mobile|notebook|max-?q)\b", re.IGNORECASE)
+_LAPTOP = re.compile(r"laptop|mobile|notebook|max-?q|\d{4}m$", re.IGNORECASE)
 # What others call their accelerators -> whose they are, and what runs there in place of CUDA.
 _OTHERS = tuple(
     (re.compile(pattern, re.IGNORECASE), what, platform)

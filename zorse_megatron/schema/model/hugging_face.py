@@ -36,7 +36,7 @@ _LARGEST = 100_000_000
 # What a model is made of -> the keys that families have for it.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
+    "hidden": ("hidden_size", "n_embd", "n_embed"),
     "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "heads": ("num_attention_heads", "n_head"),
     "groups": ("num_key_value_heads", "num_kv_heads"),
@@ -402,9 +402,16 @@ class _Config:
         self.add(key or keys[1], repr(name)[:40], listed, "No other is known for this type.")
         return known[family.activation]
 
+    def _in_one(self) -> dict[str, Any]:
+        found = self.value.get("rope_parameters") or {}
+        if isinstance(found, dict):
+            return found
+        self.add("rope_parameters", repr(found)[:40], "an object", "As transformers writes it.")
+        return {}
+
     def _rope(self) -> tuple[float, Mapping[str, Any]]:
         """Return base and scaling of the rotary positions; newer files have both in one key."""
-        both = self.value.get("rope_parameters") or {}
+        both = self._in_one()
         scaling = self.value.get("rope_scaling") or both
         usual = self.value.get("rotary_emb_base", 10_000.0)
         base = self.value.get("rope_theta", both.get("rope_theta", usual) if both else usual)
@@ -412,7 +419,7 @@ class _Config:
 
     def _rotary_share(self, family: _Family) -> Any:
         """Share of a head that is rotated."""
-        both = self.value.get("rope_parameters") or {}
+        both = self._in_one()
         usual = self.value.get("rotary_pct", both.get("partial_rotary_factor", family.rotary))
         return self.value.get("partial_rotary_factor", usual)
 
@@ -463,6 +470,6 @@ class _Config:
             switches.append("--untie-embeddings-and-output-weights")
         if self._rope_kind() == "llama3":
             switches.append("--use-rope-scaling")
-            flags["--rope-scaling-factor"] = f"{scaling.get('factor', 8.0):g}"
+            flags["--rope-scaling-factor"] = scaling.get("factor", 8)
         valued = (word for pair in flags.items() for word in map(str, pair))
         return (*valued, *switches)
