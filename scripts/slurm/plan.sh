@@ -14,7 +14,8 @@ set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source ./settings.sh
 
-zorse plan --cluster "$CLUSTER" --profile "$PROFILE" --out "$PLAN" -- "${TRAINING[@]}"
+zorse plan --cluster "$CLUSTER" --profile "$PROFILE" --out "$PLAN" \
+    ${PLANNING[@]+"${PLANNING[@]}"} -- "${TRAINING[@]}"
 if [[ -e "${PLAN%.json}.cluster.yaml" ]]; then # GPUs are left out, as spares
     CLUSTER="${PLAN%.json}.cluster.yaml"
 fi

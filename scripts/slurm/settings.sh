@@ -23,6 +23,7 @@ TRAINING=(
 
 DISCOVER=()                     # options of zorse discover
 MEASURE=()                      # options of zorse profile measure
+PLANNING=()                     # options of zorse plan
 
 # For zorse launch: KIND=PARTITION, or one partition for all; options of sbatch.
 LAUNCH=(

@@ -53,6 +53,7 @@ JOB=train.sh
 TRAINING=({" ".join(TRAINING)})
 DISCOVER=(--largest-mb 1 --time-limit 0.1)
 MEASURE=(--max-micro-batch 2 --time-limit 1)
+PLANNING=(--use-all)
 LAUNCH=(--partition L4=new --partition T4=old)
 zorse() {{ "$PYTHON" -m zorse_megatron "$@"; }}
 """

@@ -175,6 +175,8 @@ def _scalar(node: yaml.ScalarEvent) -> Any:
 
 def _syntax_error(error: yaml.YAMLError, source: str, kind: FileKind) -> ZorseError:
     mark = getattr(error, "problem_mark", None)
+    if mark and "nesting depth" in str(getattr(error, "problem", "")):  # PyYAML 6.0.4, libyaml
+        return unreadable(source, f"{source}: line {mark.line + 1}", *_TOO_DEEP, kind)
     where = f"{source}: line {mark.line + 1} column {mark.column + 1}" if mark else source
     reason = getattr(error, "problem", None) or " ".join(str(error).split())
     remedy = "Check indentation (spaces only), colons, and quotes around texts with special signs."
