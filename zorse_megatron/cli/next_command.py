@@ -16,7 +16,7 @@ _OF_THIS_ANSWER = ("--json", "--verbose", "-v")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
 _CONTINUED = " \\"
 _INDENT = "  "
-_LACKING = "data, tokenizer, --lr, --train-iters, --eval-interval"
+_LACKING = "your data"
 
 
 @dataclass(frozen=True, kw_only=True)
