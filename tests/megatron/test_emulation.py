@@ -27,8 +27,9 @@ from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
 from zorse_megatron.emulate.jobs.tiny_shape import VOCABULARY, TinyShape
 from zorse_megatron.emulate.on_ranks import server_main
-from zorse_megatron.planner.baselines.stock_best import framework_of
 from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
+from zorse_megatron.planner.baselines.stock_placements import Placement
+from zorse_megatron.planner.baselines.stock_search import framework_of
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
@@ -159,7 +160,6 @@ def test_stock_interleaves_as_the_simulator_says(lab):
     """Two virtual stages of a layer on each of two GPUs: the bubble is half that of 1F1B."""
     grid = Grid(
         layers=(1,) * LAYERS,
-        counts_ends=(False, False),
         width=1,
         micro_batch_size=1,
         mode="none",
@@ -183,6 +183,35 @@ def test_stock_interleaves_as_the_simulator_says(lab):
     assert simulate_plan(inputs, plan, framework=never_waits).iteration_s < 0.99 * found.iteration_s
 
 
+@pytest.mark.parametrize("block", [None, 1])
+def test_stock_takes_any_layers_in_each_virtual_stage(lab, monkeypatch, block):
+    """A slower GPU first, which is on the later node; with no layer, or one, computed again."""
+    model = dataclasses.replace(MODEL, num_layers=9)
+    monkeypatch.setattr(lab, "training", dataclasses.replace(lab.training, model=model))
+    inputs = make_inputs(
+        load_cluster(CLUSTER), model, None, global_batch_size=BATCH, dtype="float16"
+    )
+    placed = Placement(nodes=((4,), (3,))).inputs(inputs)
+    assert placed.kinds == ("V100-16", "A6000")
+    grid = Grid(
+        layers=(1, 3, 2, 3),
+        width=1,
+        micro_batch_size=1,
+        mode="none" if block is None else "full",
+        recomputed=block,
+        virtual=2,
+    )
+    plan, flags = plan_of_grid(placed, grid), flags_of_grid(placed, grid)
+    assert "Et|ttt|tt|tttL" in flags
+    system = System(name="stock", gpus=(4, 3), flags=flags, stock_layout=plan)
+    found = run(lab, system, inputs)
+    predicted = simulate_plan(placed, plan, framework=framework_of(grid))
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.01)
+    assert found.peak_bytes == pytest.approx(
+        peaks_without(predicted, Category.BUFFERS, Category.FIXED), rel=0.02
+    )
+
+
 def stock_s(inputs, grid):
     """Stock's iteration as the simulator says."""
     plan = plan_of_grid(inputs, grid)
@@ -195,7 +224,6 @@ def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
     inputs = on_ranks(INPUTS, gpus)
     grid = Grid(
         layers=(2, 2),
-        counts_ends=(False, False),
         width=1,
         micro_batch_size=1,
         mode="none",

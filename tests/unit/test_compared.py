@@ -13,8 +13,10 @@ import PIL.Image
 import pytest
 
 from zorse_megatron.emulate.compare.comparison import aggregate_tokens_per_s
-from zorse_megatron.planner.baselines.stock_best import framework_of, subsets
-from zorse_megatron.planner.baselines.stock_grids import grid_estimates, grids, plan_of_grid
+from zorse_megatron.planner.baselines.stock_costs import grid_estimates
+from zorse_megatron.planner.baselines.stock_grids import grids, plan_of_grid
+from zorse_megatron.planner.baselines.stock_placements import subsets
+from zorse_megatron.planner.baselines.stock_search import framework_of
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import make_inputs

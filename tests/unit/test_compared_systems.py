@@ -67,9 +67,7 @@ def test_everybody_on_a_cluster_of_two_kinds():
 
 
 def test_flags_of_a_grid():
-    grid = Grid(
-        layers=(6, 7, 7, 6), counts_ends=(True, True), width=2, micro_batch_size=4, mode="full"
-    )
+    grid = Grid(layers=(6, 7, 7, 6), width=2, micro_batch_size=4, mode="full")
     flags = flags_of_grid(make(CLUSTER), grid)
     bucket = int(flags[flags.index("--ddp-bucket-size") + 1])
     tiny_layer = 12 * HIDDEN_SIZE**2 + 13 * HIDDEN_SIZE

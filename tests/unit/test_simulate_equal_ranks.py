@@ -27,6 +27,7 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
+from zorse_megatron.simulate.framework import RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED, Framework
 from zorse_megatron.simulate.perturb import Perturbation
 
 
@@ -173,15 +174,22 @@ MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
 
 
 @pytest.mark.slow
+def _may_train(plan: Plan, framework: Framework) -> Framework:
+    """Stock runs its own schedules alone; under others its ranks would wait for one another."""
+    stock = {"1f1b": STOCK_1F1B, "interleaved": STOCK_INTERLEAVED}.get(plan.schedule.name)
+    return framework if framework is stock else RUNTIME
+
+
 @given(
     case=equal_plans(),
     ranks_per_node=st.sampled_from([1, 2, 4]),
     nic=st.sampled_from([3.0, 8.0, 1000.0]),
     spine=st.sampled_from([None, 7.0]),
     forward_only=st.booleans(),
+    framework=st.sampled_from([RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED]),
 )
 @settings(max_examples=examples(100))
-def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only):
+def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only, framework):  # noqa: PLR0917
     plan, kinds = case
     links = node_links(ranks_per_node, nic, spine_bytes_per_s=spine)
     comm = FakeComm(latency_s=0.1, bytes_per_s=5.0, statistic_s=0.2, links=links)
@@ -191,6 +199,7 @@ def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only):
         "comm": comm,
         "kinds": kinds,
         "forward_only": forward_only,
+        "framework": _may_train(plan, framework),
     }
     whole = run(plan, **options)
     merged = run(plan, **options, merge_equal_ranks=True)

@@ -16,19 +16,11 @@ from zorse_megatron.emulate.compare.compared_systems import (
     ComparedSystem,
     compared_systems,
 )
-from zorse_megatron.planner.baselines.stock_best import (
-    framework_of,
-    stock_in_short,
-    stock_on_all,
-    stock_on_best,
-    subsets,
-)
-from zorse_megatron.planner.baselines.stock_grids import (
-    even_stages,
-    grid_estimates,
-    grids,
-    plan_of_grid,
-)
+from zorse_megatron.planner.baselines.stock_best import stock_in_short, stock_on_all, stock_on_best
+from zorse_megatron.planner.baselines.stock_costs import grid_estimates
+from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
+from zorse_megatron.planner.baselines.stock_placements import subsets
+from zorse_megatron.planner.baselines.stock_search import framework_of
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
@@ -104,15 +96,14 @@ def test_what_is_sent_decides_which_layout_is_simulated_first():
         make(parse_cluster(pair.replace("NICS", nics).encode())) for nics in ("400 Gb/s", "1 Gb/s")
     )
     near, far = (
-        {each.grid: each.sending_s for each in grid_estimates(inputs)} for inputs in (fast, slow)
+        {each.grid: each.iteration_s for each in grid_estimates(inputs)} for inputs in (fast, slow)
     )
     across = [grid for grid in near if grid.stages > 1 or grid.width > 2]
-    assert all(far[grid] > 20 * near[grid] for grid in across)
+    assert all(far[grid] > 1.5 * near[grid] for grid in across)
     first = stock_on_all(slow, most_computations=1).fitting
-    fitting = [each for each in grid_estimates(slow) if each.fullest <= 1]
-    computes_least = min(fitting, key=lambda each: each.iteration_s).grid
-    plan = plan_of_grid(slow, computes_least)
-    result = simulate_plan(slow, plan, framework=framework_of(computes_least))
+    best_near = stock_on_all(fast, most_computations=1).fitting.grid
+    plan = plan_of_grid(slow, best_near)
+    result = simulate_plan(slow, plan, framework=framework_of(best_near))
     assert first.iteration_s < 0.5 * result.iteration_s
 
 
@@ -131,7 +122,7 @@ def test_memory_is_told_from_divisibility():
         "batch of 7"
     )
     with pytest.raises(NoPlanError, match="divisibility: 8 GPUs make"):
-        find_plan(without_sets(make(batch=7, layers=9)), strategy="stock")
+        find_plan(without_sets(make(batch=7, layers=7)), strategy="stock")
 
 
 @pytest.mark.slow

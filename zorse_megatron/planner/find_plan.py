@@ -15,7 +15,7 @@ from zorse_megatron.planner.baselines.stock_best import stock_on_all
 from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
-from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
+from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, best_first
 from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import planned_micro_batch_times
 from zorse_megatron.planner.inputs.limits import refuse_too_large
@@ -54,6 +54,7 @@ __all__ = [
 ]
 
 _REJECTED = 10
+_MOST_GPUS_OF_STOCK = 256  # beyond, a search of stock's layouts takes longer than all else
 
 
 @gc_paused()
@@ -141,9 +142,9 @@ def _searched(
             evaluator,
             lambda part: _searched_in_all(part, on_progress),
         )
-        return _Searched(
-            evaluator=evaluator, evaluations=found.evaluations, before=found.considered
-        )
+        # Every layout of stock is a plan: ours is never slower.
+        evaluations = best_first([*found.evaluations, *_of_stock(evaluator)])
+        return _Searched(evaluator=evaluator, evaluations=evaluations, before=found.considered)
     inputs = _of_baselines(inputs)
     baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
     if strategy not in baselines:
@@ -156,6 +157,13 @@ def _searched(
     on_progress(SearchProgress(phase=strategy, done=1, total=1))
     before = Considered(groupings=len(evaluations), estimated=0, simulated=0)
     return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)
+
+
+def _of_stock(evaluator: Evaluator) -> list[Evaluation]:
+    inputs = evaluator.inputs
+    if inputs.world_size > _MOST_GPUS_OF_STOCK:
+        return []
+    return stock_plans(_of_baselines(inputs), evaluator, DeviceGroups(inputs))
 
 
 def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
@@ -209,7 +217,7 @@ def _with_rings(inputs: Inputs) -> Inputs:
 
 
 _LIMITS = {
-    "stock": "an even layout over all GPUs that fits",
+    "stock": "a layout of stock Megatron over all GPUs that fits",
     "zorse-paper": "groups, equal shards and one micro-batch size",
     "cephalo": "one group of all GPUs that gathers layer by layer",
 }

@@ -17,7 +17,12 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.action_costs import ActionCosts
 from zorse_megatron.simulate.engine import run_program
 from zorse_megatron.simulate.equal_ranks import EqualRanks, find_equal_ranks
-from zorse_megatron.simulate.framework import RUNTIME, Framework
+from zorse_megatron.simulate.framework import (
+    RUNTIME,
+    STOCK_1F1B,
+    STOCK_INTERLEAVED,
+    Framework,
+)
 from zorse_megatron.simulate.network_loads import NetworkLoads
 from zorse_megatron.simulate.perturb import NO_PERTURBATION, Perturbation
 from zorse_megatron.simulate.rank_sets import RankSets
@@ -26,6 +31,9 @@ from zorse_megatron.simulate.result import SimulationResult
 from zorse_megatron.simulate.simulation_errors import SimulationError
 from zorse_megatron.simulate.timeline import Timeline
 from zorse_megatron.simulate.translate import translate
+
+_MERGED = (RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED)
+"""Those that run equal ranks alike, as `equal_ranks` asks for."""
 
 
 def simulate(
@@ -76,7 +84,7 @@ def simulate(
     memories = {dtype: costs.memory for dtype, costs in by_dtype.items()}
     sizes = RankSizes(plan, memory, framework, memories, recompute, kinds=kinds, sets=sets)
     equal = None
-    may_merge = not has_sets and framework == RUNTIME and perturbation.treats_kinds_alike
+    may_merge = not has_sets and framework in _MERGED and perturbation.treats_kinds_alike
     if merge_equal_ranks and lists is None and may_merge:
         equal = find_equal_ranks(sizes, comm, kinds, fixed, forward_only=forward_only)
     if equal is None:

@@ -1,11 +1,11 @@
-"""Baseline `stock`: the best even layout as a plan, every GPU with the same work.
+"""Baseline `stock`: the best layouts of stock Megatron, as plans on all GPUs.
 
-The layouts are those of `stock_grids`, on all GPUs: a plan covers all ranks of its cluster. As a
-plan it is executed by this project's runtime and costed so; what stock Megatron itself takes, on
-all GPUs and on the best of them, says `stock_best`.
+As a plan a layout is executed by this project's runtime and costed so; what stock Megatron itself
+takes, on all GPUs and on the best of them, says `stock_best`.
 """
 
-from zorse_megatron.planner.baselines.stock_grids import grid_estimates, plan_of_grid
+from zorse_megatron.planner.baselines.stock_best import searched_layouts
+from zorse_megatron.planner.baselines.stock_grids import plan_of_grid
 from zorse_megatron.planner.closed_form.batch_split import ReplicaShare
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
 from zorse_megatron.planner.closed_form.stage import MemorySettings
@@ -14,23 +14,18 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import chunks_of, offload_setting, recompute_setting
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica, Schedule
 
-_SIMULATED = 6
-
 
 def stock_plans(
-    inputs: Inputs, evaluator: Evaluator, device_groups: DeviceGroups
+    inputs: Inputs,
+    evaluator: Evaluator,
+    device_groups: DeviceGroups,
 ) -> list[Evaluation]:
-    """Evaluations of the best grids that fit, fastest first."""
-    evaluations: list[Evaluation] = []
-    for estimate in grid_estimates(inputs):
-        if estimate.fullest > 1:
-            break
-        evaluation = evaluator.evaluate_plan(plan_of_grid(inputs, estimate.grid))
-        if evaluation is not None and evaluation.fits:
-            evaluations.append(evaluation)
-            if len(evaluations) == _SIMULATED:
-                break
-    return best_first(evaluations)
+    """Evaluations of the best layouts that fit, fastest first."""
+    found = [
+        evaluator.evaluate_plan(plan_of_grid(inputs, layout.grid, layout.ranks))
+        for layout in searched_layouts(inputs)
+    ]
+    return best_first([each for each in found if each is not None])
 
 
 def even_group(

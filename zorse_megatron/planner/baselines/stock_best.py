@@ -1,30 +1,26 @@
-"""Stock Megatron at its best: on all GPUs, and on the best subset of them.
+"""Stock Megatron at its best: in any layout, and in even ones on all GPUs and on the best of them.
 
 One answer for everybody who compares with stock. The simulator runs stock's own 1F1B, whose
 transfers stop the ranks (`STOCK_1F1B`), and its interleaved schedule, of whose transfers only the
 sends of activations do (`STOCK_INTERLEAVED`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
 
-from zorse_megatron.planner.baselines.lower_bound import best_layers_per_s
-from zorse_megatron.planner.baselines.stock_grids import (
-    Grid,
-    GridEstimate,
-    grid_estimates,
-    no_grid,
-    plan_of_grid,
-)
+from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
+from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
+from zorse_megatron.planner.baselines.stock_grids import Grid, no_grid, plan_of_grid
+from zorse_megatron.planner.baselines.stock_placements import subsets
+from zorse_megatron.planner.baselines.stock_search import StockSearch, framework_of
 from zorse_megatron.planner.evaluate.evaluator import computations
 from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.simulate.framework import STOCK_1F1B, STOCK_INTERLEAVED, Framework
 from zorse_megatron.simulate.result import SimulationResult
 
 _GIB = 2**30
@@ -35,18 +31,19 @@ _MAY_BE_FASTER = 1.5
 _MOST_COMPUTATIONS = 60_000
 _IN_SHORT = 3_000
 _MOST_SETS = 3
+_MOST_SEARCHED = 2  # sets of GPUs, besides all of them, on which uneven layouts are searched
+_MAY_BE_CLOSER = 1.03  # the closed form is mostly too short
 _MOST_MISFITS = 3  # layouts that the closed form says do not fit, simulated to see which is closest
-_MOST_KINDS = 5  # beyond, only the fastest ones together
 
 
 @dataclass(frozen=True, kw_only=True)
 class StockLayout:
-    """An even layout on some GPUs, by the simulator."""
+    """A layout on some GPUs, by the simulator."""
 
     inputs: Inputs
-    """With these GPUs alone."""
+    """With these GPUs alone, in the order of stock's ranks."""
     ranks: tuple[int, ...]
-    """In the whole cluster."""
+    """Rank of stock's job -> rank of the whole cluster."""
     grid: Grid
     iteration_s: float
     peaks_bytes: tuple[int, ...]
@@ -124,8 +121,7 @@ def stock_on_best(inputs: Inputs, *, most_computations: int = _MOST_COMPUTATIONS
         part = on_ranks(inputs, ranks)
         found = grid_estimates(part)
         if found:
-            best = min(found, key=_promise)
-            ranked.append((*_promise(best), ranks, part))
+            ranked.append((max(1.0, found[0].fullest), found[0].iteration_s, ranks, part))
     if not ranked:
         return Stock(layout=None, reason="divisibility: fewer GPUs make no even layout either")
     ranked.sort(key=lambda row: row[:3])
@@ -149,23 +145,42 @@ def stock_in_short(inputs: Inputs) -> Stock:
     return min(fitting, key=_iteration_s) if fitting else min(found, key=_fullest)
 
 
-def subsets(inputs: Inputs) -> Iterator[tuple[int, ...]]:
-    """Yield GPUs of some kinds, all of them and a power of two; the fastest kinds first."""
-    kinds = dict.fromkeys(inputs.kinds)
-    fastest = sorted(kinds, key=lambda kind: -best_layers_per_s(inputs, kind))
-    chosen = [
-        some
-        for count in range(1, len(fastest) + 1)
-        for some in combinations(fastest, count)
-        if len(fastest) <= _MOST_KINDS or some == tuple(fastest[:count])
+def best_stock(inputs: Inputs) -> Stock:
+    """Stock in the best layout of all: uneven ones too, in any order, on any GPUs."""
+    everything = tuple(range(inputs.world_size))
+    found = searched_layouts(inputs)[:1]
+    best_s = found[0].iteration_s if found else math.inf
+    hopeful = []
+    for ranks in subsets(inputs):
+        part = on_ranks(inputs, ranks)
+        if lower_bound_s(part) < best_s:
+            quick_s = StockSearch(part).quick_s()
+            if quick_s < min(_MAY_BE_CLOSER * best_s, math.inf):
+                hopeful.append((quick_s, ranks, part))
+    for _, ranks, part in sorted(hopeful, key=lambda row: row[:2])[:_MOST_SEARCHED]:
+        found += [
+            replace(layout, ranks=tuple(ranks[rank] for rank in layout.ranks))
+            for layout in searched_layouts(part)[:1]
+        ]
+    if found:
+        return Stock(layout=min(found, key=lambda each: each.iteration_s), reason="")
+    # Of even ones it is known which comes closest.
+    return _stock_on(inputs, everything, _MOST_COMPUTATIONS)
+
+
+def searched_layouts(inputs: Inputs) -> list[StockLayout]:
+    """Layouts on all GPUs that fit, fastest first; of which there may be none."""
+    search = StockSearch(inputs)
+    return [
+        StockLayout(
+            inputs=search.view(each.site.placement).inputs,
+            ranks=each.site.placement.ranks,
+            grid=each.site.grid,
+            iteration_s=each.iteration_s,
+            peaks_bytes=each.peaks_bytes,
+        )
+        for each in search.run()
     ]
-    seen = {tuple(range(inputs.world_size))}
-    for some in chosen:
-        ranks = tuple(rank for rank, kind in enumerate(inputs.kinds) if kind in some)
-        for number in (len(ranks), 2 ** (len(ranks).bit_length() - 1)):
-            if ranks[:number] not in seen:
-                seen.add(ranks[:number])
-                yield ranks[:number]
 
 
 def _stock_on(part: Inputs, ranks: tuple[int, ...], budget: int) -> Stock:
@@ -186,7 +201,7 @@ def _simulated(
 ) -> Iterator[StockLayout]:
     """Simulate what may be the fastest, best first; if nothing fits, what may come closest."""
     best_s, spent, misfits = float("inf"), 0, 0
-    for estimate in sorted(estimates, key=_promise):
+    for estimate in estimates:
         hopeless = estimate.iteration_s > _MAY_BE_FASTER * best_s
         if best_s < float("inf") and (hopeless or estimate.fullest > 1):
             continue
@@ -209,16 +224,6 @@ def _simulated(
         if layout.fullest <= 1:
             best_s = min(best_s, layout.iteration_s)
         yield layout
-
-
-def framework_of(grid: Grid) -> Framework:
-    """How stock runs a layout."""
-    return STOCK_1F1B if grid.virtual == 1 else STOCK_INTERLEAVED
-
-
-def _promise(estimate: GridEstimate) -> tuple[float, float]:
-    """Smaller is better: those that fit first, then by what they compute and send."""
-    return max(1.0, estimate.fullest), estimate.iteration_s + estimate.sending_s
 
 
 def _iteration_s(stock: Stock) -> float:

@@ -1,0 +1,263 @@
+"""The search of stock's layouts finds what trying all of them finds, and ours is never slower."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from tests.topologies import node
+from tests.unit.fake_costs import FakeMemory
+from tests.unit.planner_cases import CaseCompute
+from zorse_megatron.costs.comm import GraphComm
+from zorse_megatron.planner.baselines.stock_best import best_stock, stock_on_all
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.other_gpus import NodeLike, on_nodes
+from zorse_megatron.planner.inputs.search_inputs import Inputs, SearchSpace, make_inputs
+from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import (
+    Chunk,
+    ClusterFingerprint,
+    Group,
+    ModelFingerprint,
+    Plan,
+    Recompute,
+    Replica,
+    Schedule,
+)
+from zorse_megatron.simulate.framework import STOCK_1F1B, STOCK_INTERLEAVED
+from zorse_megatron.topology.cluster_topology import Topology
+
+SPEEDS = {"fast": 0.01, "middle": 0.017, "slow": 0.04}
+KINDS = ("none", "full")
+
+
+def cluster_of(*nodes, layers=8, batch=8, room=3.0, nic=2e5, fixed_s=0.002, most=2):
+    """Small numbers: layers of 640 parameters, GPUs with `room` times their part of the model."""
+    kinds = tuple(itertools.chain(*nodes))
+    made = [
+        node(
+            f"n{number}",
+            gpu_kinds=tuple(part),
+            link_bytes_per_s=1e6,
+            link_latency_s=1e-4,
+            host_link_bytes_per_s=1e6,
+            nic_bytes_per_s=nic,
+            nic_latency_s=1e-3,
+        )
+        for number, part in enumerate(nodes)
+    ]
+    spec = Topology.of(tuple(made))
+    memory = FakeMemory(embedding_count=300, head_count=300, boundary=100, head=200)
+    whole = 18 * (layers * memory.layer_count + 600)
+    return Inputs(
+        spec=spec,
+        compute=CaseCompute(sample_s=SPEEDS, fixed_s=fixed_s),
+        memory=memory,
+        comm=GraphComm(spec),
+        by_dtype={},
+        kinds=kinds,
+        capacities_bytes=tuple(
+            int(room * whole / len(kinds) * (1.5 if kind == "slow" else 1)) for kind in kinds
+        ),
+        host_bytes=(None,) * len(kinds),
+        global_batch_size=batch,
+        sequence_length=1,
+        num_layers=layers,
+        tied_embeddings=False,
+        model=ModelFingerprint(num_layers=layers),
+        cluster=ClusterFingerprint(gpu_kinds=kinds),
+        space=SearchSpace(
+            schedules=("1f1b", "interleaved"),
+            recompute=KINDS,
+            offload=False,
+            max_micro_batch_size=most,
+        ),
+        memory_margin=0.0,
+        best_sizes=dict.fromkeys(SPEEDS, (1, 2, 4)),
+    )
+
+
+def arrangements(inputs):
+    """Every set of GPUs in every order, nodes whole, as inputs; those that look alike once."""
+    seen = set()
+    for used in itertools.product((False, True), repeat=inputs.world_size):
+        nodes = [
+            [rank for rank in inputs.spec.ranks_of(number) if used[rank]]
+            for number in range(len(inputs.spec.nodes))
+        ]
+        for order in itertools.permutations([each for each in nodes if each]):
+            for inner in itertools.product(*(itertools.permutations(each) for each in order)):
+                look = tuple(tuple(inputs.kinds[rank] for rank in each) for each in inner)
+                if look and look not in seen:
+                    seen.add(look)
+                    likes = [
+                        NodeLike(node=inputs.spec.node_of(each[0]), ranks=each) for each in inner
+                    ]
+                    yield on_nodes(inputs, likes)
+
+
+def compositions(total, parts):
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
+
+
+def every_layout(inputs):
+    """(least time, plan, framework) of each layout that stock's argument check takes."""
+    world, batch, layers = inputs.world_size, inputs.global_batch_size, inputs.num_layers
+    for stages, virtual in itertools.product(range(1, world + 1), range(1, layers + 1)):
+        width, rest = divmod(world, stages)
+        if rest or stages * virtual > layers or (virtual > 1 and stages == 1):
+            continue
+        for size in range(1, inputs.space.max_micro_batch_size + 1):
+            count, rest = divmod(batch, width * size)
+            if rest or (virtual > 1 and count % stages):
+                continue
+            for split in compositions(layers, stages * virtual):
+                for again in range(max(split) + 1):
+                    yield _layout(inputs, split, stages, size, count, again)
+
+
+def _layout(inputs, split, stages, size, count, again):  # noqa: PLR0917
+    width = inputs.world_size // stages
+    groups = tuple(
+        Group(
+            replicas=tuple(
+                Replica(
+                    ranks=(rank,), micro_batch_size=size, num_microbatches=count, shard_weight=1.0
+                )
+                for rank in range(stage * width, (stage + 1) * width)
+            ),
+            recompute=Recompute(mode="full", num_layers=again) if again else None,
+        )
+        for stage in range(stages)
+    )
+    starts = [0, *itertools.accumulate(split)]
+    is_interleaved = len(split) > stages
+    plan = Plan(
+        schema_version=1,
+        global_batch_size=inputs.global_batch_size,
+        model=inputs.model,
+        groups=groups,
+        chunks=tuple(
+            Chunk(group=at % stages, layers=span)
+            for at, span in enumerate(itertools.pairwise(starts))
+        ),
+        schedule=Schedule(name="interleaved" if is_interleaved else "1f1b"),
+    )
+    framework = STOCK_INTERLEAVED if is_interleaved else STOCK_1F1B
+    return _least_s(inputs, split, stages, size, count, again), plan, framework
+
+
+def _least_s(inputs, split, stages, size, count, again):  # noqa: PLR0917
+    """A stage computes all of its micro-batches, after the first and before the last one has been
+    in the first virtual stages of all stages before.
+    """
+    width, compute = inputs.world_size // stages, inputs.compute
+    before_s = least_s = 0.0
+    for stage in range(stages):
+        kinds = inputs.kinds[stage * width : (stage + 1) * width]
+
+        def chunk_s(at, kinds=kinds):
+            found = []
+            for kind in kinds:
+                layer, head = compute.layer(kind, size), compute.head(kind, size)
+                one_s = split[at] * (layer.forward_s + layer.backward_s)
+                one_s += min(again, split[at]) * compute.recompute_s(kind, size, "full")
+                if at == 0:
+                    one_s += 2 * compute.embedding(kind, size).forward_s
+                if at == len(split) - 1:
+                    one_s += head.forward_s + head.backward_s
+                found.append(one_s)
+            return max(found)
+
+        each_s = [chunk_s(at) for at in range(stage, len(split), stages)]
+        least_s = max(least_s, before_s + count * sum(each_s))
+        before_s += each_s[0]
+    return least_s
+
+
+def fastest_by_trying(inputs):
+    """Iteration of the best layout of all, and how many there are."""
+    rows, best_s = [], math.inf
+    for part in arrangements(inputs):
+        rows += [
+            (least_s, number, part, plan, fw)
+            for number, (least_s, plan, fw) in enumerate(every_layout(part))
+        ]
+    for least_s, _, part, plan, framework in sorted(rows, key=lambda row: row[0]):
+        if least_s >= best_s:
+            break
+        result = simulate_plan(part, plan, framework=framework, merge_equal_ranks=True)
+        peaks = zip(result.peak_memory_bytes, part.capacities_bytes, strict=True)
+        if all(peak <= capacity for peak, capacity in peaks):
+            assert result.iteration_s >= least_s
+            best_s = min(best_s, result.iteration_s)
+    return best_s, len(rows)
+
+
+F, M, S = "fast", "middle", "slow"
+CASES = {
+    "two nodes": cluster_of((F, F), (S, S)),
+    "memory is short": cluster_of((F, F), (M, M), room=1.6),
+    "one node of two kinds": cluster_of((F, M, M, S)),
+    "slow network": cluster_of((F, F), (M, M), nic=4e4),
+    "five GPUs": cluster_of((F, F, F), (M, M), batch=12),
+    "three nodes": cluster_of((F, F), (M,), (S,), batch=12),
+    "six GPUs": cluster_of((F, F, F), (S, S, S), batch=12, most=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_search_finds_the_best_of_all_layouts(name):
+    inputs = CASES[name]
+    best_s, number = fastest_by_trying(inputs)
+    found = best_stock(inputs)
+    assert number > 1000
+    assert found.fitting.iteration_s == pytest.approx(best_s, rel=1e-9)
+
+
+TEN_GB = "nics: 10 Gb/s"
+NEVER_SLOWER = {
+    "two kinds in one PC": (
+        "nodes: [{name: pc, gpus: [1 x RTX4090, 1 x RTX3090]}]",
+        ("gpt-1.3b", 64),
+    ),
+    "eight equal GPUs": ("nodes: [{name: a, gpus: 8 x A100-80}]", ("llama-7b", 64)),
+    "one fast and three slow": (
+        f"nodes:\n  - {{name: a, gpus: 1 x H100-80, {TEN_GB}}}\n"
+        f"  - {{name: b, gpus: 3 x L4, {TEN_GB}}}",
+        ("llama-3b", 64),
+    ),
+}
+
+
+def inputs_named(name):
+    cluster, (model, batch) = NEVER_SLOWER[name]
+    return make_inputs(
+        parse_cluster(cluster.encode()),
+        dataclasses.replace(MODELS[model], seq_length=2048),
+        None,
+        global_batch_size=batch,
+        dtype="float16",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two kinds in one PC", "eight equal GPUs"])
+def test_ours_is_never_slower_than_stock_on_the_same_gpus(name):
+    stock = best_stock(inputs_named(name)).fitting
+    assert find_plan(stock.inputs).iteration_s <= stock.iteration_s * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_the_best_layout_is_no_slower_than_even_ones():
+    inputs = inputs_named("one fast and three slow")
+    best, even = best_stock(inputs).fitting, stock_on_all(inputs).fitting
+    assert best.iteration_s < even.iteration_s / 2
+    # The fast GPU is last, with most of the layers.
+    assert best.inputs.kinds[-1] == "H100-80"
+    assert best.grid.layers_of(best.grid.stages - 1) > max(map(best.grid.layers_of, range(3)))

@@ -1,0 +1,444 @@
+"""Search stock's layouts: seeds in closed form, then better neighbours by simulation.
+
+Seeds are costed on sets of GPUs, in orders, for all sizes of parallelism, virtual stages,
+micro-batches and ways to recompute, with layers shared out so that the slowest stage is as fast as
+can be. The best of them are simulated as stock runs them, on a part of the batch; from the fastest
+on, one layer is moved at a time, nodes are exchanged, sizes and settings changed, until nothing is
+faster. Which simulations there are depends on the inputs alone.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.planner.baselines.stock_costs import (
+    GridCosts,
+    GridEstimate,
+    Known,
+    grid_estimates,
+    in_virtual_stages,
+)
+from zorse_megatron.planner.baselines.stock_grids import (
+    Grid,
+    in_rounds,
+    may_run,
+    plan_of_grid,
+    shapes,
+    takes,
+    tensor_degrees,
+)
+from zorse_megatron.planner.baselines.stock_placements import Placement, placements, swapped
+from zorse_megatron.planner.evaluate.evaluator import computations
+from zorse_megatron.planner.evaluate.gc_paused import gc_paused
+from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.schedules.actions import Kind
+from zorse_megatron.simulate.framework import STOCK_1F1B, STOCK_INTERLEAVED, Framework
+from zorse_megatron.simulate.result import SimulationResult
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+_SEEDED = (1, 2, 4, 8, 16)
+"""Sizes of micro-batches that seeds have."""
+_MOST_VIRTUAL = 8
+_ROUNDS = 4
+"""Rounds of micro-batches, one for each stage, that stand for a longer batch."""
+_KEPT = 3
+"""Seeds of each placement, tensor-parallel degree and number of stages."""
+_FINALISTS = 5
+_QUICK_ORDERS = 2
+_PROMISING = 1.25
+"""Settings that take longer than so many times the best ones are not tried in other orders."""
+_COMPUTATIONS = ((16, 20_000), (256, 30_000))  # up to so many GPUs
+"""Forwards and backwards that are simulated, those of equal ranks once."""
+_BEYOND = 60_000
+_AS_LONG_AS = 100
+"""So many of them, a simulation takes beside them."""
+_CLOSE = 1.12
+"""Neighbours that the closed form says take so much longer are not simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A layout on GPUs in an order."""
+
+    placement: Placement
+    grid: Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """A layout, and what the simulator says of it."""
+
+    site: Site
+    iteration_s: float
+    peaks_bytes: tuple[int, ...]
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seed:
+    estimate: GridEstimate
+    site: Site
+
+
+_Hopeful = set[tuple[object, ...]]
+"""Of `_settings`."""
+
+
+def framework_of(grid: Grid) -> Framework:
+    """How stock runs a layout."""
+    framework = STOCK_1F1B if grid.virtual == 1 else STOCK_INTERLEAVED
+    return framework if grid.distributed else replace(framework, state="replicated")
+
+
+class View:
+    """The inputs of one placement, and its costs by tensor-parallel degree."""
+
+    def __init__(self, base: Inputs, placement: Placement, known: Known) -> None:
+        self.known = known
+        self.placement = placement
+        self.inputs = placement.inputs(base)
+        self._costs: dict[int, GridCosts] = {}
+
+    def costs(self, tensor: int) -> GridCosts:
+        """In closed form."""
+        if tensor not in self._costs:
+            self._costs[tensor] = GridCosts(self.inputs, tensor, self.known)
+        return self._costs[tensor]
+
+
+class StockSearch:
+    """One search, on all GPUs of `base`."""
+
+    def __init__(self, base: Inputs) -> None:
+        self.base = base
+        self.most = next((most for gpus, most in _COMPUTATIONS if base.world_size <= gpus), _BEYOND)
+        self.num_simulated = 0
+        self.num_computations = 0
+        self._known: Known = {}
+        self._views: dict[Placement, View] = {}
+        self._short: dict[Site, Simulated] = {}
+        self._whole: dict[Site, Simulated] = {}
+
+    def run(self) -> list[Simulated]:
+        """Layouts that fit, with their whole batch, fastest first."""
+        self._climb(self._seeds())
+        before, whole = self.num_computations, list[Simulated]()
+        for each in self._ranked()[:_FINALISTS]:
+            if self.num_computations - before < self.most / 3 or not any(w.fits for w in whole):
+                whole.append(self._simulated_whole(each.site))
+        return sorted((each for each in whole if each.fits), key=lambda each: each.iteration_s)
+
+    def proposed(self) -> tuple[Grid, ...]:
+        """All that is costed in a few orders, and all that was simulated."""
+        grids = [seed.site.grid for seed in self._in_few_orders()]
+        return tuple(dict.fromkeys([*grids, *(site.grid for site in self._short)]))
+
+    def view(self, placement: Placement) -> View:
+        """Each placement's once."""
+        if placement not in self._views:
+            self._views[placement] = View(self.base, placement, self._known)
+        return self._views[placement]
+
+    # Seeds.
+
+    def quick_s(self) -> float:
+        """What the closed form says of the best layout in a few orders; infinite if none fits."""
+        found = [seed.estimate.iteration_s for seed in self._in_few_orders()]
+        return min(found, default=math.inf)
+
+    def _in_few_orders(self) -> list[_Seed]:
+        """Everything that fits in the first orders."""
+        few = self._placements[:_QUICK_ORDERS]
+        seeds = [seed for each in few for seed in self._seeds_of(each, None)]
+        return [seed for seed in seeds if seed.estimate.fullest <= 1]
+
+    def _seeds(self) -> list[_Seed]:
+        """In all orders that are worth trying; in most of them what is promising in the first."""
+        few = self._in_few_orders()
+        limit_s = _PROMISING * min((e.estimate.iteration_s for e in few), default=math.inf)
+        hopeful = {_settings(e.site.grid) for e in few if e.estimate.iteration_s < limit_s}
+        seeds = []
+        for placement in self._placements:
+            by_shape: dict[tuple[bool, int, int], list[_Seed]] = {}
+            for seed in self._seeds_of(placement, hopeful or None):
+                grid, is_full = seed.site.grid, seed.estimate.fullest > 1
+                by_shape.setdefault((is_full, grid.tensor, grid.stages), []).append(seed)
+            for some in by_shape.values():
+                seeds += sorted(some, key=lambda seed: seed.estimate.iteration_s)[:_KEPT]
+        return seeds + list(self._even(self._placements[0]))
+
+    @cached_property
+    def _placements(self) -> list[Placement]:
+        return placements(self.base, tuple(range(self.base.world_size)))
+
+    def _even(self, placement: Placement) -> Iterator[_Seed]:
+        """The best even layouts."""
+        fitting = [
+            each
+            for each in grid_estimates(self.base)
+            if each.fullest <= 1 and self._may_be(each.grid)
+        ]
+        for estimate in fitting[:_KEPT]:
+            yield _Seed(estimate=estimate, site=Site(placement=placement, grid=estimate.grid))
+
+    def _may_be(self, grid: Grid) -> bool:
+        """Whether it is in the space that is searched."""
+        most = self.base.space.max_groups or grid.stages
+        sizes = self._sizes(grid.width)
+        is_known = grid.virtual in self._virtual(grid.stages)
+        return grid.stages <= most and is_known and grid.micro_batch_size in sizes
+
+    def _seeds_of(self, placement: Placement, hopeful: _Hopeful | None) -> Iterator[_Seed]:
+        """`hopeful`: settings that are tried; None: all."""
+        view = self.view(placement)
+        for tensor in tensor_degrees(view.inputs):
+            costs = view.costs(tensor)
+            for stages, width in shapes(view.inputs, tensor):
+                if stages > (self.base.space.max_groups or stages):
+                    continue
+                for size in self._sizes(width, _SEEDED):
+                    for virtual in self._virtual(stages):
+                        if virtual > 1 and not in_rounds(self.base, stages, width, size):
+                            break
+                        plain = Grid(
+                            layers=(1,) * (stages * virtual),
+                            width=width,
+                            micro_batch_size=size,
+                            mode="none",
+                            tensor=tensor,
+                            virtual=virtual,
+                        )
+                        for grid in self._filled(costs, plain, hopeful):
+                            site = Site(placement=placement, grid=grid)
+                            yield _Seed(estimate=costs.estimate(grid), site=site)
+
+    def _filled(self, costs: GridCosts, plain: Grid, hopeful: _Hopeful | None) -> Iterator[Grid]:
+        """With as much recomputed as may help."""
+        for mode, recomputed in self._ways(len(plain.layers)):
+            grid = replace(plain, mode=mode, recomputed=recomputed)
+            if hopeful is not None and _settings(grid) not in hopeful:
+                continue
+            yield from costs.filled(grid)
+            if costs.has_room(grid):
+                return  # more that is recomputed takes longer
+
+    def _virtual(self, stages: int) -> list[int]:
+        """Numbers of virtual stages; a single stage has none."""
+        schedules, found = self.base.space.schedules, []
+        if "1f1b" in schedules or stages == 1:
+            found.append(1)
+        if "interleaved" in schedules and stages > 1:
+            most = self.base.num_layers // stages
+            small = {most, most // 2, most // 3}  # chunks of one, two or three layers
+            found += [v for v in range(2, most + 1) if v <= _MOST_VIRTUAL or v in small]
+        return found
+
+    def _sizes(self, width: int, sizes: tuple[int, ...] = _SIZES) -> list[int]:
+        most = self.base.space.max_micro_batch_size or _SIZES[-1]
+        return [size for size in sizes if size <= most and takes(self.base, width, size)]
+
+    def _ways(self, virtual_stages: int) -> Iterator[tuple[RecomputeMode, int | None]]:
+        """What may be recomputed, least first."""
+        modes = self.base.space.recompute
+        if "none" in modes:
+            yield "none", None
+        if "selective" in modes:
+            yield "selective", None
+        if "full" in modes:
+            most = 2 * self.base.num_layers // virtual_stages
+            counts = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if count <= most]
+            yield from (("full", count) for count in counts)
+            yield "full", None
+
+    # Climbing.
+
+    def _climb(self, seeds: list[_Seed]) -> None:
+        """Simulate seeds while there is hope, then follow the fastest ones.
+
+        Then the same with those that the closed form says do not fit, as it may be wrong.
+        """
+        tried: set[Site] = set()
+        for full in (False, True):
+            some = [seed for seed in seeds if (seed.estimate.fullest > 1) == full]
+            before = self.num_computations
+            for seed in _in_turn(some):
+                if self.num_computations - before > self.most / 2 and self._best_s < math.inf:
+                    break
+                if seed.estimate.least_s < self._best_s:
+                    self._try(seed.site)
+            while self.num_computations < self.most and (here := self._next(tried)) is not None:
+                tried.add(here.site)
+                self._step_from(here)
+            if self.num_computations >= self.most and self._best_s < math.inf:
+                return
+
+    def _next(self, tried: set[Site]) -> Simulated | None:
+        """The fastest that has not been followed yet, of the fastest few and of each shape's."""
+        ranked = self._ranked()
+        firsts = {_shape(each.site.grid): each for each in reversed(ranked)}
+        few = [each for each in ranked[:_FINALISTS] if each.site not in tried]
+        others = [each for each in firsts.values() if each.site not in tried]
+        hopeful = [each for each in others if each.iteration_s < _CLOSE * self._best_s]
+        return min((*few, *hopeful), key=lambda each: each.iteration_s, default=None)
+
+    def _ranked(self) -> list[Simulated]:
+        fitting = [each for each in self._short.values() if each.fits]
+        return sorted(fitting, key=lambda each: each.iteration_s)
+
+    @property
+    def _best_s(self) -> float:
+        return min((e.iteration_s for e in self._short.values() if e.fits), default=math.inf)
+
+    def _step_from(self, here: Simulated) -> None:
+        """Simulate neighbours, up to the first that is clearly faster."""
+        for site in self._neighbours(here):
+            if self.num_computations >= self.most:
+                return
+            found = self._try(site)
+            if found.fits and found.iteration_s < 0.999 * here.iteration_s:
+                return
+
+    def _neighbours(self, here: Simulated) -> list[Site]:
+        """Those that may be faster, by the closed form."""
+        grid, placement = here.site.grid, here.site.placement
+        view = self.view(placement)
+        sites = [Site(placement=placement, grid=each) for each in self._near(view, grid)]
+        for other in swapped(placement, self.base):
+            costs = self.view(other).costs
+            if grid.tensor in tensor_degrees(self.view(other).inputs):
+                found = dict.fromkeys([grid, *costs(grid.tensor).filled(grid)])
+                sites += [Site(placement=other, grid=each) for each in found]
+        limit_s = _CLOSE * view.costs(grid.tensor).estimate(grid).iteration_s
+        rows: list[tuple[float, float, int, Site]] = []
+        for number, site in enumerate(sites):
+            if site not in self._short:
+                estimate = self.view(site.placement).costs(grid.tensor).estimate(site.grid)
+                if estimate.iteration_s < limit_s and estimate.least_s < here.iteration_s:
+                    rows.append((max(1.0, estimate.fullest), estimate.iteration_s, number, site))
+        return [site for *_, site in sorted(rows, key=lambda row: row[:3])]
+
+    def _near(self, view: View, grid: Grid) -> list[Grid]:
+        """Layouts that differ in one thing."""
+        near = [*_layers_moved(grid, view.costs(grid.tensor).loads_s(grid))]
+        changed = [
+            *(replace(grid, micro_batch_size=size) for size in self._sizes(grid.width)),
+            *(
+                replace(grid, mode=mode, recomputed=count)
+                for mode, count in self._ways(len(grid.layers))
+            ),
+        ]
+        near += changed
+        changed += [
+            replace(grid, virtual=virtual, layers=(1,) * (grid.stages * virtual))
+            for virtual in self._virtual(grid.stages)
+        ]
+        for each in changed:
+            near += view.costs(grid.tensor).filled(each)
+        if grid.virtual > 1:
+            counts = [grid.layers_of(at) for at in range(grid.stages)]
+            near += [
+                replace(grid, layers=in_virtual_stages(counts, grid.virtual, more_first=first))
+                for first in (False, True)
+            ]
+        if grid.width > 1:
+            near.append(replace(grid, distributed=not grid.distributed))
+        return [each for each in dict.fromkeys(near) if may_run(view.inputs, each)]
+
+    # Simulations.
+
+    def _try(self, site: Site) -> Simulated:
+        if site not in self._short:
+            self._short[site] = self._simulated(site, self._few(site))
+        return self._short[site]
+
+    def _few(self, site: Site) -> int:
+        """Micro-batches that stand for all."""
+        grid = site.grid
+        count = self.base.global_batch_size // (grid.width * grid.micro_batch_size)
+        return min(count, _ROUNDS * grid.stages)
+
+    def _simulated_whole(self, site: Site) -> Simulated:
+        if site not in self._whole:
+            grid = site.grid
+            count = self.base.global_batch_size // (grid.width * grid.micro_batch_size)
+            same = self._few(site) == count and site in self._short
+            self._whole[site] = self._short[site] if same else self._simulated(site, count)
+        return self._whole[site]
+
+    def _simulated(self, site: Site, count: int) -> Simulated:
+        grid, inputs = site.grid, self.view(site.placement).inputs
+        samples = grid.width * grid.micro_batch_size
+        part = replace(inputs, global_batch_size=count * samples)
+        plan = plan_of_grid(part, grid)
+        with gc_paused():
+            result = simulate_plan(part, plan, framework=framework_of(grid), merge_equal_ranks=True)
+            peaks = result.peak_memory_bytes
+        share = len(result.simulated_ranks) / len(result.stands_in)
+        self.num_simulated += 1
+        self.num_computations += _AS_LONG_AS + math.ceil(computations(plan) * share)
+        more = inputs.global_batch_size // samples - count
+        beat_s = _beat_s(result, grid, count) if more else 0.0
+        return Simulated(
+            site=site,
+            iteration_s=result.iteration_s + more * beat_s,
+            peaks_bytes=peaks,
+            fits=all(p <= c for p, c in zip(peaks, inputs.capacities_bytes, strict=True)),
+        )
+
+
+def _settings(grid: Grid) -> tuple[object, ...]:
+    """All but the layers."""
+    return (
+        *(grid.tensor, grid.stages, grid.width, grid.virtual, grid.micro_batch_size),
+        *(grid.mode, grid.recomputed),
+    )
+
+
+def _shape(grid: Grid) -> tuple[int, ...]:
+    return grid.tensor, grid.stages, grid.width, min(grid.virtual, 2)
+
+
+def _in_turn(seeds: Iterable[_Seed]) -> list[_Seed]:
+    """The fastest of each shape, then the next of each, and so on."""
+    turns: Counter[tuple[int, ...]] = Counter()
+    rows: list[tuple[int, float, int, _Seed]] = []
+    for seed in sorted(seeds, key=lambda each: each.estimate.iteration_s):
+        shape = _shape(seed.site.grid)
+        rows.append((turns[shape] // 2, seed.estimate.iteration_s, len(rows), seed))
+        turns[shape] += 1
+    return [seed for *_, seed in sorted(rows, key=lambda row: row[:3])]
+
+
+def _layers_moved(grid: Grid, loads_s: list[float]) -> Iterator[Grid]:
+    """Yield layouts with one layer in another virtual stage, those of the slowest stages first."""
+    slowest = sorted(range(grid.stages), key=lambda at: -loads_s[at])
+    numbers = range(len(grid.layers))
+    for stage in slowest:
+        for source, target in itertools.product(numbers[stage :: grid.stages], numbers):
+            if source != target and grid.layers[source] > 1:
+                layers = list(grid.layers)
+                layers[source] -= 1
+                layers[target] += 1
+                yield replace(grid, layers=tuple(layers))
+
+
+def _beat_s(result: SimulationResult, grid: Grid, count: int) -> float:
+    """What one more micro-batch adds: from one backward of the last virtual stage to the next.
+
+    Measured over the last round of those, in which stages before have not begun to run dry.
+    """
+    timeline = result.timeline
+    track = timeline.program.tracks[result.stands_in[-1]]
+    last = len(grid.layers) - 1
+    ends_s = [
+        timeline.times.end_s[track.tasks[position]]
+        for position, action in enumerate(track.actions)
+        if action.kind is Kind.BACKWARD and action.chunk == last
+    ]
+    back = min(grid.stages, count - 1)
+    return (ends_s[-1] - ends_s[-1 - back]) / back if back else ends_s[-1]
