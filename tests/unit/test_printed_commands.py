@@ -45,6 +45,7 @@ NOT_RUN = {
     "nodes; tests/unit/test_elastic_slurm.py",
     "zorse launch plan.json --cluster cluster.yaml --torchrun --elastic": "the same; "
     "tests/unit/test_elastic_torchrun.py",
+    "zorse profile measure --out": "five minutes on a CPU; tests/megatron/test_measure.py",
     "zorse profile correct ": "a run with --zorse-status; tests/unit/test_run_status.py",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
     "python -m scripts.launch_order.check": "minutes; tests/unit/test_launch_order.py checks less",
