@@ -1,0 +1,173 @@
+"""Tables and picture of scripts/bench_stock.py."""
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.where_time_goes import LOSSES
+
+BEGIN = "<!-- begin: against stock (scripts/bench_stock.py --write-docs) -->\n"
+END = "<!-- end: against stock -->\n"
+SYSTEMS = {"even": "stock, best even layout", "best": "stock, best layout", "ours": "zorse"}
+
+Row = dict[str, Any]
+"""What is found of one cluster, as plain values."""
+
+
+def gain(row: Row) -> float | None:
+    """How many times as fast as stock's best layout ours is; None where none fits."""
+    return _ratio(row["best"]["iteration_s"], row["ours"]["iteration_s"])
+
+
+def _ratio(more: float | None, less: float | None) -> float | None:
+    return more / less if more and less else None
+
+
+def with_tables(text: str, rows: Sequence[Row]) -> str:
+    """Return the text of the document with the tables between its two marks."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + "\n" + tables(rows) + "\n\n" + END + rest.split(END)[1]
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """All tables, in Markdown."""
+    ran = [row for row in rows if "emulated" in row]
+    parts = [_speeds(rows), _summary(rows), _losses(rows), *([_emulations(ran)] if ran else [])]
+    return "\n\n".join(parts)
+
+
+def _speeds(rows: Sequence[Row]) -> str:
+    head = [
+        "Cluster, simulated",
+        "Trains",
+        *(f"{name}, s" for name in SYSTEMS.values()),
+        "No plan below, s",
+    ]
+    head += ["zorse against best", "by the runtime", "by the plan", "zorse against even"]
+    head += ["Of summed speed: best", "zorse", "Planning, CPU s"]
+    return _table(head, map(_speed_cells, rows))
+
+
+def _speed_cells(row: Row) -> Iterator[str]:
+    train, ours_s = row["train"], row["ours"]["iteration_s"]
+    best_s, moved_s = row["best"]["iteration_s"], row.get("best_on_our_runtime_s")
+    yield f"{row['name']}: {row['what']}"
+    yield f"{train['model']}, {train['global_batch_size']} x {train['seq_length']}"
+    for system in SYSTEMS:
+        yield _said(row[system]["iteration_s"], "{:.4g}", "does not fit")
+    yield f"{row['link_bound_s']:.4g}"
+    for pair in ((best_s, ours_s), (best_s, moved_s), (moved_s, ours_s)):
+        yield _said(_ratio(*pair), "{:.3f}")
+    yield _said(_ratio(row["even"]["iteration_s"], ours_s), "{:.2f}")
+    for each_s in (best_s, ours_s):
+        yield _said(_ratio(row["ideal_s"], each_s), "{:.2f}")
+    yield f"{row['planning_cpu_s']:.0f}"
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    pairs = {
+        "our plan against stock's best layout": ("best", "ours"),
+        "our plan against stock's best even layout": ("even", "ours"),
+        "stock's best layout against its best even one": ("even", "best"),
+    }
+    told = []
+    for what, (slow, fast) in pairs.items():
+        found = [_ratio(row[slow]["iteration_s"], row[fast]["iteration_s"]) for row in rows]
+        known = sorted(each for each in found if each is not None)
+        if known:
+            median = statistics.median(known)
+            told.append(f"{what}: {median:.2f} ({known[0]:.2f} to {known[-1]:.2f})")
+    return f"Medians of speed, and ranges, over {len(rows)} clusters: {'; '.join(told)}."
+
+
+def _losses(rows: Sequence[Row]) -> str:
+    head = ["Cluster, simulated", "System", *LOSSES, "Fullest GPU"]
+    cells = [
+        [row["name"] if system == "best" else "", SYSTEMS[system], *_loss_cells(row[system])]
+        for row in rows
+        for system in ("best", "ours")
+    ]
+    return "Shares of each iteration that are lost:\n\n" + _table(head, cells)
+
+
+def _loss_cells(found: Row) -> list[str]:
+    whole_s = found["iteration_s"]
+    if whole_s is None:
+        return ["-"] * (len(LOSSES) + 1)
+    shares = [*(found["lost_s"][name] / whole_s for name in LOSSES), found["fullest"]]
+    return [f"{100 * share:.1f} %".replace("-0.0", "0.0") for share in shares]
+
+
+def _emulations(rows: Sequence[Row]) -> str:
+    head = [
+        "Cluster",
+        "System",
+        "Emulated on CPU, s",
+        "Simulator, time",
+        "Simulator, peak of a rank",
+    ]
+    cells = []
+    for row in rows:
+        for system, found in row["emulated"].items():
+            errors = [_said(found.get(f"{each}_error"), "{:+.2%}") for each in ("time", "memory")]
+            emulated_s = _said(found["iteration_s"], "{:.4g}", "out of memory")
+            best_s = row["emulated"].get("best", found)["iteration_s"]
+            speed = _said(_ratio(best_s, found["iteration_s"]), "{:.3f}")
+            cells.append([row["name"], SYSTEMS[system], emulated_s, speed, *errors])
+    return "Emulated, and how far the simulator is off:\n\n" + _table(head, cells)
+
+
+def _table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [" | ".join(cells) for cells in (head, *rows)]
+    lines.insert(1, "|".join(["---"] * len(head)))
+    return "\n".join(
+        f"| {line} |" if number != 1 else f"|{line}|" for number, line in enumerate(lines)
+    )
+
+
+def _said(value: float | None, form: str, otherwise: str = "-") -> str:
+    return otherwise if value is None else form.format(value).replace("%", " %")
+
+
+def draw(path: Path, rows: Sequence[Row]) -> Path:
+    """Draw speeds against stock's best layout, a row for each cluster, the largest gain on top."""
+    from zorse_megatron.plots.figure import FAINT, TEXT, new_figure, save_figure
+
+    shown = sorted((row for row in rows if gain(row)), key=lambda row: gain(row) or 0.0)
+    figure = new_figure(width_inches=9, height_inches=1.6 + 0.3 * len(shown))
+    axes = figure.subplots()
+    axes.axvline(1.0, color=FAINT, linewidth=1)
+    colours = {"even": "#B0B0B0", "best": "#E69F00", "ours": "#0072B2"}
+    for system, colour in colours.items():
+        points = [(_ratio(r["best"]["iteration_s"], r[system]["iteration_s"]), r) for r in shown]
+        heights = [height for height, (speed, _) in enumerate(points) if speed]
+        speeds = [speed for speed, _ in points if speed]
+        axes.scatter(speeds, heights, color=colour, label=SYSTEMS[system], zorder=3)
+    for height, row in enumerate(shown):
+        axes.annotate(
+            f"{gain(row):.2f}",
+            (gain(row) or 0.0, height),
+            xytext=(7, -3),
+            color=TEXT,
+            textcoords="offset points",
+            fontsize=8,
+        )
+        speeds = [_ratio(row["best"]["iteration_s"], row[s]["iteration_s"]) or 1.0 for s in SYSTEMS]
+        axes.plot([min(speeds), max(speeds)], [height, height], color="#DDDDDD", zorder=1)
+    axes.set_yticks(range(len(shown)), [row["what"] for row in shown], fontsize=8)
+    axes.set_xlabel("tokens/s, simulated; stock Megatron in its best layout is 1")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=FAINT, labelcolor=TEXT)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return save_figure(figure, path, description=described(rows))
+
+
+def described(rows: Sequence[Row]) -> str:
+    """What the picture shows, for those who cannot see it."""
+    lines = []
+    for row in rows:
+        speeds = [_ratio(row["best"]["iteration_s"], row[s]["iteration_s"]) for s in SYSTEMS]
+        cells = zip(SYSTEMS.values(), (_said(each, "{:.2f}") for each in speeds), strict=True)
+        lines.append(f"{row['what']}: {', '.join(f'{name} {speed}' for name, speed in cells)}")
+    return "\n".join(lines)
