@@ -177,8 +177,8 @@ def test_stock_interleaves_as_the_simulator_says(lab):
     inputs = on_ranks(INPUTS, gpus)
     system = System(name="stock", gpus=gpus, flags=flags_of_grid(inputs, grid))
     found = run(lab, system)
-    assert found.iteration_s == pytest.approx(stock_s(inputs, grid), rel=0.005)
-    never_waits = dataclasses.replace(framework_of(grid), blocking_activations=False)
+    assert found.iteration_s == pytest.approx(stock_s(inputs, grid), rel=0.0005)
+    never_waits = dataclasses.replace(framework_of(grid), interleaves_as_megatron=False)
     plan = plan_of_grid(inputs, grid)
     assert simulate_plan(inputs, plan, framework=never_waits).iteration_s < 0.99 * found.iteration_s
 
@@ -206,7 +206,7 @@ def test_stock_takes_any_layers_in_each_virtual_stage(lab, monkeypatch, block):
     system = System(name="stock", gpus=(4, 3), flags=flags, stock_layout=plan)
     found = run(lab, system, inputs)
     predicted = simulate_plan(placed, plan, framework=framework_of(grid))
-    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.01)
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.0005)
     assert found.peak_bytes == pytest.approx(
         peaks_without(predicted, Category.BUFFERS, Category.FIXED), rel=0.02
     )

@@ -173,23 +173,50 @@ COMPUTE = FakeCompute(
 MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
 
 
-@pytest.mark.slow
 def _may_train(plan: Plan, framework: Framework) -> Framework:
     """Stock runs its own schedules alone; under others its ranks would wait for one another."""
-    stock = {"1f1b": STOCK_1F1B, "interleaved": STOCK_INTERLEAVED}.get(plan.schedule.name)
-    return framework if framework is stock else RUNTIME
+    return framework if plan.schedule.name == "1f1b" else RUNTIME
 
 
-@given(
-    case=equal_plans(),
-    ranks_per_node=st.sampled_from([1, 2, 4]),
-    nic=st.sampled_from([3.0, 8.0, 1000.0]),
-    spine=st.sampled_from([None, 7.0]),
-    forward_only=st.booleans(),
-    framework=st.sampled_from([RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED]),
-)
+@st.composite
+def stock_plans(draw):
+    """Stock's layouts with virtual stages, and the kind of GPU of each rank."""
+    stages, width, size = (draw(st.integers(low, 4)) for low in (2, 1, 1))
+    batch = stages * width * size * draw(st.integers(1, 3))
+    plan = plan_of([(width, size)] * stages, batch, list(range(stages * width)), [1.0])
+    plan = with_owners(plan, list(range(stages)) * draw(st.integers(2, 3)), "interleaved")
+    return plan, ["xyz"[rank // width % 3] for rank in range(stages * width)]
+
+
+LINKS = {
+    "ranks_per_node": st.sampled_from([1, 2, 4]),
+    "nic": st.sampled_from([3.0, 8.0, 1000.0]),
+    "spine": st.sampled_from([None, 7.0]),
+    "forward_only": st.booleans(),
+}
+
+
+@pytest.mark.slow
+@given(case=equal_plans(), framework=st.sampled_from([RUNTIME, STOCK_1F1B]), **LINKS)
 @settings(max_examples=examples(100))
-def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only, framework):  # noqa: PLR0917
+def test_merged_equals_whole(case, framework, **cluster):
+    plan, _ = case
+    merged = merged_as_whole(case, _may_train(plan, framework), **cluster)
+    lists = lower_plan(plan, forward_only=cluster["forward_only"])
+    for rank in merged.simulated_ranks:
+        words = [span.action for span in merged.spans(rank)]
+        assert words == [str(action) for action in from_norm(lists.ranks[rank])]
+
+
+@pytest.mark.slow
+@given(case=stock_plans(), **LINKS)
+@settings(max_examples=examples(50))
+def test_merged_equals_whole_as_stock_interleaves(case, **cluster):
+    merged_as_whole(case, STOCK_INTERLEAVED, **cluster)
+
+
+def merged_as_whole(case, framework, *, ranks_per_node, nic, spine, forward_only):
+    """Simulate both, and compare them; returns the merged one."""
     plan, kinds = case
     links = node_links(ranks_per_node, nic, spine_bytes_per_s=spine)
     comm = FakeComm(latency_s=0.1, bytes_per_s=5.0, statistic_s=0.2, links=links)
@@ -199,13 +226,12 @@ def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only, fra
         "comm": comm,
         "kinds": kinds,
         "forward_only": forward_only,
-        "framework": _may_train(plan, framework),
+        "framework": framework,
     }
     whole = run(plan, **options)
     merged = run(plan, **options, merge_equal_ranks=True)
     assert merged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
     assert merged.tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-9)
-    lists = lower_plan(plan, forward_only=forward_only)
     for rank in range(plan.world_size):
         for name in ("busy_s", "communication_s", "wait_s", "idle_s"):
             one, other = (getattr(r.usage[rank], name) for r in (merged, whole))
@@ -216,10 +242,11 @@ def test_merged_equals_whole(case, ranks_per_node, nic, spine, forward_only, fra
         # What arrives at the same moment may arrive in another order when times are rounded.
         assert first == pytest.approx(second, abs=2 * 6 * 4 * 4)
     for rank in merged.simulated_ranks:
-        words = [span.action for span in merged.spans(rank)]
-        assert words == [str(action) for action in from_norm(lists.ranks[rank])]
-        starts = [span.start_s for span in merged.spans(rank)]
-        assert starts == pytest.approx([span.start_s for span in whole.spans(rank)], abs=1e-6)
+        one, other = ([(s.action, s.start_s) for s in r.spans(rank)] for r in (merged, whole))
+        assert [action for action, _ in one] == [action for action, _ in other]
+        starts = [start_s for _, start_s in other]
+        assert [start_s for _, start_s in one] == pytest.approx(starts, abs=1e-6)
+    return merged
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ class Framework:
     blocking_transfers: bool = False
     """Whether a rank stops at each send and each receive until it is done, as with `send` and
     `recv` of torch.distributed on the stream that computes."""
-    blocking_activations: bool = False
-    """Whether a rank stops at each send of an activation, though not at others."""
+    interleaves_as_megatron: bool = False
+    """Whether transfers are posted and waited for as by Megatron's interleaved schedule: a rank
+    stops at each send of an activation, though not at others (`stock_interleaved`)."""
     paired_transfers: bool = False
     """Whether, where transfers block, an activation and the gradient of the other direction are
     started together, as in Megatron's `send_forward_recv_backward`."""
@@ -50,13 +51,6 @@ STOCK_1F1B = Framework(
     blocking_transfers=True, paired_transfers=True, gathers_ahead=False, sums_after_step=3
 )
 """Megatron's own 1F1B with a distributed optimizer."""
-STOCK_INTERLEAVED = Framework(
-    blocking_activations=True,
-    receives_ahead=1,
-    sends_behind=1,
-    gathers_ahead=False,
-    sums_after_step=3,
-)
-"""Its interleaved schedule with `--overlap-p2p-communication-warmup-flush`. A receive is posted one
-computation ahead, a gradient must have left when the next one is sent; the rank stops until an
+STOCK_INTERLEAVED = Framework(interleaves_as_megatron=True, gathers_ahead=False, sums_after_step=3)
+"""Its interleaved schedule with `--overlap-p2p-communication-warmup-flush`. The rank stops until an
 activation has left, whose memory is freed (`pp_post_forward`, deallocate_pipeline_outputs)."""

@@ -13,6 +13,7 @@ from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.set_tasks import SetTasks
 from zorse_megatron.simulate.stage_tasks import StageTasks
+from zorse_megatron.simulate.stock_interleaved import gradient_closings, with_receives_posted
 from zorse_megatron.simulate.streams import Streams
 from zorse_megatron.simulate.task_graph import NOTHING, Role, Track, live
 from zorse_megatron.simulate.transfers import MatchedTransfers
@@ -44,6 +45,11 @@ class RankTranslator:
         self.collectives = collectives
         self.costs = collectives.costs
         self.sizes = self.costs.sizes
+        framework = self.sizes.framework
+        self.as_megatron = framework.interleaves_as_megatron
+        if self.as_megatron:
+            passes = with_receives_posted(actions[num_updating:])
+            actions = (*actions[:num_updating], *passes)
         self.transfers = transfers
         self.residency = Residency(self.sizes, rank, actions)
         self.track = Track(
@@ -53,9 +59,7 @@ class RankTranslator:
             openings=self._openings(actions),
             closings=self._closings(actions),
         )
-        framework = self.sizes.framework
         self.blocks, self.pairs = framework.blocking_transfers, framework.paired_transfers
-        self.blocks_activations = framework.blocking_activations
         self.pace = perturbation.pace_of(rank, self.costs.kinds[rank])
         self.streams = Streams(rank=rank, graph=self.graph, track=self.track)
         self.stages = StageTasks(collectives, self.streams)
@@ -105,7 +109,8 @@ class RankTranslator:
 
     def _openings(self, actions: Sequence[Action]) -> Mapping[int, int]:
         framework = self.sizes.framework
-        ahead = 0 if framework.blocking_transfers else framework.receives_ahead
+        in_place = framework.blocking_transfers or self.as_megatron
+        ahead = 0 if in_place else framework.receives_ahead
         return self._in_passes(receive_openings(actions[self.num_updating :], ahead=ahead))
 
     def _closings(self, actions: Sequence[Action]) -> Mapping[int, int]:
@@ -113,6 +118,8 @@ class RankTranslator:
         if framework.blocking_transfers:
             return {}
         passes = actions[self.num_updating :]
+        if self.as_megatron:
+            return self._in_passes(gradient_closings(passes))
         return self._in_passes(send_closings(passes, behind=framework.sends_behind))
 
     def _in_passes(self, places: Mapping[int, int]) -> Mapping[int, int]:
@@ -124,7 +131,7 @@ class RankTranslator:
         after = self.track.before[self.track.openings.get(position, position)]
         if self.pairs and self._is_second(position):
             after = self.track.before[position - 1]
-        stops = self.blocks or (self.blocks_activations and action.kind is Kind.SEND_ACTIVATION)
+        stops = self.blocks or (self.as_megatron and action.kind is Kind.SEND_ACTIVATION)
         gate = self._stop(position, action) if stops else NOTHING
         self.transfers.start(action, rank=self.rank, position=position, after=after, gate=gate)
 

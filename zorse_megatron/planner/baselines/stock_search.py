@@ -324,7 +324,8 @@ class StockSearch:
 
     def _near(self, view: View, grid: Grid) -> list[Grid]:
         """Layouts that differ in one thing."""
-        near = [*_layers_moved(grid, view.costs(grid.tensor).loads_s(grid))]
+        costs = view.costs(grid.tensor)
+        near = [*_layers_moved(grid, costs.loads_s(grid))]
         changed = [
             *(replace(grid, micro_batch_size=size) for size in self._sizes(grid.width)),
             *(
@@ -337,14 +338,9 @@ class StockSearch:
             replace(grid, virtual=virtual, layers=(1,) * (grid.stages * virtual))
             for virtual in self._virtual(grid.stages)
         ]
-        for each in changed:
-            near += view.costs(grid.tensor).filled(each)
-        if grid.virtual > 1:
-            counts = [grid.layers_of(at) for at in range(grid.stages)]
-            near += [
-                replace(grid, layers=in_virtual_stages(counts, grid.virtual, more_first=first))
-                for first in (False, True)
-            ]
+        shared = [grid, *(each for one in changed for each in costs.filled(one))]
+        near += shared
+        near += [each for one in shared if one.virtual > 1 for each in _either_way(one)]
         if grid.width > 1:
             near.append(replace(grid, distributed=not grid.distributed))
         return [each for each in dict.fromkeys(near) if may_run(view.inputs, each)]
@@ -412,6 +408,15 @@ def _in_turn(seeds: Iterable[_Seed]) -> list[_Seed]:
         rows.append((turns[shape] // 2, seed.estimate.iteration_s, len(rows), seed))
         turns[shape] += 1
     return [seed for *_, seed in sorted(rows, key=lambda row: row[:3])]
+
+
+def _either_way(grid: Grid) -> list[Grid]:
+    """As many layers of each stage, the later or the earlier virtual stages having more."""
+    counts = [grid.layers_of(at) for at in range(grid.stages)]
+    return [
+        replace(grid, layers=in_virtual_stages(counts, grid.virtual, more_first=first))
+        for first in (False, True)
+    ]
 
 
 def _layers_moved(grid: Grid, loads_s: list[float]) -> Iterator[Grid]:
