@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.workload_costs import WorkloadCosts
@@ -11,8 +12,10 @@ from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS, text_with_gpus
 from zorse_megatron.schema.gpus.gpu import DTYPE_OF, common_dtype
+from zorse_megatron.schema.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from zorse_megatron.planner.baselines.stock_best import StockAtBest, StockLayout, StockSearches
     from zorse_megatron.planner.inputs.search_inputs import Inputs
     from zorse_megatron.planner.outcome import Outcome, Strategy
     from zorse_megatron.planner.planner_errors import NoPlanError
@@ -24,12 +27,25 @@ OnProgress = Callable[[Any], None] | None
 
 
 @dataclass(frozen=True, kw_only=True)
+class StockFound:
+    """What stock Megatron takes, and its best layout as a plan."""
+
+    at_best: "StockAtBest"
+    plan: Plan | None
+    """Of the GPUs that the layout uses; None: none fits."""
+    cluster_text: str | None
+    """The cluster file of these GPUs; None where they are all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selected:
     """GPUs of a cluster, and the plan that was found for them."""
 
     costs: WorkloadCosts
     """On these GPUs."""
     outcome: "Outcome"
+    stock: StockFound | None
+    """Stock Megatron on the best GPUs of the whole cluster; None: there are too many."""
     point: "Point"
     points: tuple["Point", ...]
     """All selections that got a whole search, best first; that of all GPUs is one of them."""
@@ -57,26 +73,46 @@ def select_gpus(
     from zorse_megatron.planner.selection.explore import explore
 
     searches = _Searches(data, costs, costs_of, strategy, on_progress)
+    if strategy == "stock":
+        return searches.selected(searches.points_of_stock())
     points = explore(
         costs.inputs,
         searches.iteration_s,
         part_of=searches.part_of,
         short=None if strategy == "zorse" else searches.iteration_s,
+        stock_s=searches.stock_s() if strategy == "zorse" else None,
         on_progress=on_progress,
     )
-    best = points[0]
-    if not best.fits:
+    if not points[0].fits:
         assert searches.failure is not None, "each search found a plan or failed"
         raise searches.failure
-    found, outcome = searches.found[best.ranks]
-    return Selected(
-        costs=found,
-        outcome=outcome,
-        point=best,
-        points=points,
-        whole=costs.cluster,
-        cluster_text=None if found is costs else searches.text_of(best.ranks),
+    return searches.selected(points)
+
+
+def plan_for_all(
+    costs: WorkloadCosts, strategy: "Strategy", on_progress: OnProgress
+) -> tuple["Outcome", StockFound | None]:
+    """Search for the plan of all GPUs; also return what stock Megatron takes on all of them.
+
+    Raises NoPlanError where nothing fits.
+    """
+    from zorse_megatron.planner.baselines.stock_best import (
+        MOST_GPUS,
+        StockSearches,
+        no_stock_layout,
     )
+    from zorse_megatron.planner.find_plan import find_plan
+
+    stock, layouts = None, []
+    if strategy == "stock" or costs.inputs.world_size <= MOST_GPUS:
+        at_best = StockSearches(costs.inputs).on_all()
+        layouts = [at_best.best.fitting] if at_best.best.fitting else []
+        plan = layouts[0].plan_on(costs.inputs) if layouts else None
+        stock = StockFound(at_best=at_best, plan=plan, cluster_text=None)
+        if strategy == "stock" and not layouts:
+            raise no_stock_layout(at_best.best)
+    found = find_plan(costs.inputs, strategy=strategy, stock=layouts, on_progress=on_progress)
+    return found, stock
 
 
 class _Searches:
@@ -96,6 +132,74 @@ class _Searches:
         self.failure: NoPlanError | None = None
         """The first one."""
 
+    @cached_property
+    def stock(self) -> "StockSearches | None":
+        """None: there are too many GPUs."""
+        from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, StockSearches
+
+        if self.costs.inputs.world_size > MOST_GPUS and self.strategy != "stock":
+            return None
+        return StockSearches(self.costs.inputs, self.part_of)
+
+    def stock_s(self) -> dict[tuple[int, ...], float]:
+        """What stock takes on the sets of GPUs that its layouts were searched on."""
+        if self.stock is None:
+            return {}
+        best = self.stock.at_best().best.fitting
+        found = {ranks: some[0].iteration_s for ranks, some in self.stock.found.items() if some}
+        return found if best is None else found | {best.gpu_ranks: best.iteration_s}
+
+    def points_of_stock(self) -> tuple["Point", ...]:
+        """The sets of GPUs that stock's layouts were searched on, best first."""
+        from zorse_megatron.planner.baselines.stock_best import no_stock_layout
+        from zorse_megatron.planner.selection.explore import Point
+
+        if not (found := self.stock_s()):
+            assert self.stock is not None, "its layouts are searched on any number of GPUs"
+            raise no_stock_layout(self.stock.at_best().best)
+        tokens = self.costs.inputs.global_batch_size * self.costs.inputs.sequence_length
+        points = [Point(ranks=ranks, iteration_s=s, tokens=tokens) for ranks, s in found.items()]
+        return tuple(sorted(points, key=lambda each: (each.iteration_s, each.ranks)))
+
+    def selected(self, points: tuple["Point", ...]) -> Selected:
+        """The best of the points, whose plan is searched by then or is now."""
+        best = points[0]
+        self.iteration_s(best.ranks)
+        costs, outcome = self.found[best.ranks]
+        return Selected(
+            costs=costs,
+            outcome=outcome,
+            stock=self._stock_found(),
+            point=best,
+            points=points,
+            whole=self.costs.cluster,
+            cluster_text=None if costs is self.costs else self.text_of(best.ranks),
+        )
+
+    def _stock_found(self) -> StockFound | None:
+        if self.stock is None:
+            return None
+        at_best = self.stock.at_best()
+        if (best := at_best.best.fitting) is None:
+            return StockFound(at_best=at_best, plan=None, cluster_text=None)
+        ranks = best.gpu_ranks
+        is_all = len(ranks) == self.costs.cluster.world_size
+        return StockFound(
+            at_best=at_best,
+            plan=best.plan_on(self._costs_on(ranks).inputs),
+            cluster_text=None if is_all else self.text_of(ranks),
+        )
+
+    def _layouts_on(self, ranks: tuple[int, ...]) -> "list[StockLayout] | None":
+        """Stock's, fastest first, for the strategies that start from them."""
+        if self.strategy not in {"zorse", "stock"}:
+            return None
+        if self.stock is None:
+            return []
+        best = self.stock.at_best().best.fitting  # also if it is an even one
+        found = [best] if best is not None and best.gpu_ranks == ranks else []
+        return [*found, *self.stock.on(ranks)]
+
     def iteration_s(self, ranks: tuple[int, ...]) -> float:
         """Infinite where nothing fits."""
         from zorse_megatron.planner.find_plan import find_plan
@@ -105,7 +209,10 @@ class _Searches:
             costs = self._costs_on(ranks)
             try:
                 outcome = find_plan(
-                    costs.inputs, strategy=self.strategy, on_progress=self.on_progress
+                    costs.inputs,
+                    strategy=self.strategy,
+                    stock=self._layouts_on(ranks),
+                    on_progress=self.on_progress,
                 )
             except NoPlanError as error:
                 self.failure = self.failure or error

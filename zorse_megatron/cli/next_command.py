@@ -61,11 +61,13 @@ def next_command(
     model: str | None,
     costs: WorkloadCosts,
     can_be_trained: bool,
+    is_stock: bool,
 ) -> NextCommand:
     """Write the plan, or start one that was written; simulate one that this version cannot train.
 
-    `plan`: its file; None: none was asked for. `cluster`: of the GPUs that it uses. `model`: what
-    `--model` says. A model without a training command is started with the flags of its shape.
+    `is_stock`: whether it is for unmodified Megatron. `plan`: its file; None: none was asked for.
+    `cluster`: of the GPUs that it uses. `model`: what `--model` says. A model without a training
+    command is started with the flags of its shape.
     """
     flags = training_flags(context)
     if plan is None:
@@ -73,9 +75,11 @@ def next_command(
         after = () if flags is None else ("--", *flags)
         return NextCommand(words=("zorse", "plan", *kept, "--out", "plan.json", *after))
     files = (str(plan), "--cluster", str(cluster))
+    can_be_trained = can_be_trained or is_stock
     if flags is None and model is not None and "--" in model:
         flags = tuple(shlex.split(model))
-    launch = ("zorse", "launch", *files, "--torchrun", "--")
+    stock = ("--stock",) if is_stock else ()
+    launch = ("zorse", "launch", files[0], *stock, *files[1:], "--torchrun", "--")
     if can_be_trained and flags is not None:
         return NextCommand(words=(*launch, *flags))
     made = _flags_of(costs) if can_be_trained else ()

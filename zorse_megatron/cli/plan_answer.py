@@ -11,7 +11,7 @@ from zorse_megatron.cli.next_command import NextCommand
 from zorse_megatron.cli.plan_options import Tokens
 from zorse_megatron.cli.plan_table import plan_line, print_plan
 from zorse_megatron.cli.selection_answer import print_selection, selection_as_json
-from zorse_megatron.cli.short_answer import short_lines
+from zorse_megatron.cli.short_answer import flag_lines, short_lines
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.schedules.refusals import refuse_unsupported
@@ -22,7 +22,7 @@ from zorse_megatron.schema.text.strict import plain
 from zorse_megatron.software.torch_builds import build_notes
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.baselines.stock_best import Stock
+    from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, StockLayout
     from zorse_megatron.planner.explain.error_bar import ErrorBar
     from zorse_megatron.planner.explain.explanation import Explanation
     from zorse_megatron.planner.outcome import Outcome
@@ -32,14 +32,28 @@ _MAX_REASONS = 3
 _DAY_S = 86_400.0
 # Beyond it, explaining takes as long as searching; `zorse explain` still does it.
 MOST_EXPLAINED = 512
-# Beyond it, stock's layouts take too long to simulate beside the search.
-_MOST_WITH_STOCK = 64
+_WORTH_A_PLUGIN = 1.03
+"""Stock Megatron is recommended where its best layout takes less than so many times as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Files that were written; None: that one was not."""
+
+    plan: Path | None = None
+    used_cluster: Path | None = None
+    """The cluster file of the GPUs that are used, where some are not."""
+    stock: Path | None = None
+    """Stock's best layout beside another plan."""
+    stock_cluster: Path | None = None
+    """The cluster file of the GPUs that it uses, where it leaves some out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """A plan, and what is told of it."""
 
+    whole: WorkloadCosts
     costs: WorkloadCosts
     """On the GPUs that are used."""
     outcome: "Outcome"
@@ -48,19 +62,45 @@ class Answer:
     explanation: "Explanation | None"
     """None: there are too many GPUs."""
     error_bar: "ErrorBar"
-    stock: "Stock | None"
-    """Stock Megatron on the whole cluster; None: there are too many GPUs."""
+    stock: "StockAtBest | None"
+    """Stock Megatron on the whole cluster; None: there are too many GPUs, or a run goes on."""
     tokens: Tokens | None
     """How many to train on, if that is asked."""
-    written: Path | None
-    used_cluster: Path | None
-    """Where the cluster file of the GPUs that are used is written."""
+    written: Written
     next_command: NextCommand | None
 
     @property
     def num_gpus(self) -> int:
         """Those of the whole cluster."""
-        return (self.selected.whole if self.selected else self.costs.cluster).world_size
+        return self.whole.cluster.world_size
+
+    @property
+    def best_stock(self) -> "StockLayout | None":
+        """Stock's best layout; None where none fits, or none was searched."""
+        return None if self.stock is None else self.stock.best.fitting
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the plan is a layout for unmodified Megatron."""
+        return self.outcome.strategy == "stock"
+
+    @property
+    def iteration_s(self) -> float:
+        """By what runs the plan: unmodified Megatron, or this package's runtime."""
+        if self.is_stock and self.best_stock is not None:
+            return self.best_stock.iteration_s
+        return self.outcome.iteration_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """As `iteration_s`."""
+        return self.outcome.tokens_per_s * self.outcome.iteration_s / self.iteration_s
+
+    @property
+    def recommends_stock(self) -> bool:
+        """Whether stock's best layout is hardly slower than the plan."""
+        stock = self.best_stock
+        return stock is not None and stock.iteration_s < _WORTH_A_PLUGIN * self.iteration_s
 
     @property
     def cannot_train(self) -> str | None:
@@ -70,7 +110,7 @@ class Answer:
     def days(self, factor: float = 1.0) -> float:
         """How long `tokens` take if an iteration takes so many times what is predicted."""
         assert self.tokens is not None
-        return factor * self.tokens.count / self.outcome.tokens_per_s / _DAY_S
+        return factor * self.tokens.count / self.tokens_per_s / _DAY_S
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -85,28 +125,27 @@ def answer_of(
     costs: WorkloadCosts,
     outcome: "Outcome",
     selected: Selected | None,
+    stock: "StockAtBest | None",
     *,
     tokens: Tokens | None,
-    written: Path | None,
-    used_cluster: Path | None,
+    written: Written,
     next_command: NextCommand | None,
 ) -> Answer:
     """Collect what is told of a plan. `whole`: of all GPUs, `costs`: of those that are used."""
-    from zorse_megatron.planner.baselines.stock_best import stock_in_short
     from zorse_megatron.planner.explain.analysis import explain
     from zorse_megatron.planner.explain.error_bar import error_bar
 
-    found, size = outcome.plan, whole.inputs.world_size
+    found = outcome.plan
     return Answer(
+        whole=whole,
         costs=costs,
         outcome=outcome,
         selected=selected,
         explanation=explain(costs.inputs, found) if found.world_size <= MOST_EXPLAINED else None,
         error_bar=error_bar(costs.inputs, num_groups=len(found.groups)),
-        stock=stock_in_short(whole.inputs) if size <= _MOST_WITH_STOCK else None,
+        stock=stock,
         tokens=tokens,
         written=written,
-        used_cluster=used_cluster,
         next_command=next_command,
     )
 
@@ -135,6 +174,9 @@ def _print_details(answer: Answer) -> None:
     outcome, counts = answer.outcome, answer.outcome.considered
     print_plain(plan_line(outcome.plan))
     print_plan(outcome.plan)
+    if answer.best_stock is not None and not answer.is_stock:
+        for line in flag_lines(answer, answer.best_stock):
+            print_plain(line)
     if answer.selected is not None:
         print_selection(answer.selected)
     for sentence in answer.sentences:
@@ -190,12 +232,13 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
     return {
         "ok": True,
         "strategy": outcome.strategy,
-        "iteration_s": outcome.iteration_s,
-        "iteration_between_s": list(bar.between(outcome.iteration_s)),
-        "tokens_per_s": outcome.tokens_per_s,
+        "iteration_s": answer.iteration_s,
+        "iteration_between_s": list(bar.between(answer.iteration_s)),
+        "tokens_per_s": answer.tokens_per_s,
+        "runtime_iteration_s": outcome.iteration_s,
         "error_share": bar.share,
         "times_rest_on": bar.basis,
-        "stock": _stock_as_json(answer.stock),
+        "stock": _stock_as_json(answer),
         "training": _training_as_json(answer),
         "bound_s": outcome.bound_s,
         "recomputing_bound_s": outcome.recomputing_bound_s,
@@ -212,26 +255,43 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         "reasons": list(answer.sentences),
         "notes": notes_on(costs, outcome),
         "plan": plain(outcome.plan),
-        "written": None if answer.written is None else str(answer.written),
-        "used_cluster": None if answer.used_cluster is None else str(answer.used_cluster),
+        "written": _text(answer.written.plan),
+        "used_cluster": _text(answer.written.used_cluster),
+        "written_stock": _text(answer.written.stock),
+        "stock_cluster": _text(answer.written.stock_cluster),
         "next_command": None if answer.next_command is None else answer.next_command.text,
         **(everything if selected is None else selection_as_json(selected)),
     }
 
 
-def _stock_as_json(stock: "Stock | None") -> dict[str, Any] | None:
-    if stock is None:
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _stock_as_json(answer: Answer) -> dict[str, Any] | None:
+    if answer.stock is None:
         return None
+    return {
+        "even": _layout_as_json(answer, answer.stock.even),
+        "best": _layout_as_json(answer, answer.stock.best),
+        "recommended": answer.recommends_stock,
+    }
+
+
+def _layout_as_json(answer: Answer, stock: "Stock") -> dict[str, Any]:
+    from zorse_megatron.planner.baselines.stock_flags import hosts_of, layout_flags
+
     layout = stock.fitting
     if layout is None:
         return {"fits": False, "reason": stock.reason}
     return {
         "fits": True,
-        "of": "the best even layout",
         "iteration_s": layout.iteration_s,
         "tokens_per_s": layout.tokens_per_s,
         "layout": layout.description,
         "ranks": list(layout.ranks),
+        "flags": list(layout_flags(layout.grid)),
+        "hosts": plain(hosts_of(answer.whole.inputs, layout.ranks)),
     }
 
 

@@ -1,22 +1,22 @@
 """The files that `zorse plan` writes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError, Refusals, print_plain
-from zorse_megatron.cli.gpu_selection import Selected
-from zorse_megatron.cli.plan_answer import notes_on
+from zorse_megatron.cli.gpu_selection import Selected, StockFound
+from zorse_megatron.cli.plan_answer import Written, notes_on
 from zorse_megatron.cli.workload_costs import WorkloadCosts
-from zorse_megatron.errors import Problem
+from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.target import stream_of
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.files.write import NotWritten, write_text
 from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS
-from zorse_megatron.schema.cluster.rank_placement import used_cluster_file
+from zorse_megatron.schema.cluster.rank_placement import stock_plan_file, used_cluster_file
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import save_plan
+from zorse_megatron.schema.plan.plan_json import load_plan, save_plan
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Outcome
@@ -31,11 +31,24 @@ class PlanOutputs:
     """The report page."""
     may_leave_out: bool
     """Whether the plan may be for fewer GPUs than there are."""
+    with_stock: bool
+    """Whether stock's best layout goes beside the plan."""
 
     @property
     def used_cluster(self) -> Path | None:
         """Where the cluster file goes if GPUs are left out."""
         return used_cluster_file(self.plan) if self.plan and self.may_leave_out else None
+
+    @property
+    def stock(self) -> Path | None:
+        """Where stock's best layout goes; nowhere beside a stream."""
+        is_file = self.plan is not None and stream_of(self.plan) is None
+        return stock_plan_file(self.plan) if is_file and self.with_stock and self.plan else None
+
+    @property
+    def stock_cluster(self) -> Path | None:
+        """Where its cluster file goes if it leaves GPUs out."""
+        return used_cluster_file(self.stock) if self.stock and self.may_leave_out else None
 
     def refuse(self, inputs: list[Path | str | None]) -> None:
         """Raise before the search, which takes a while, what would go wrong after it."""
@@ -47,51 +60,85 @@ class PlanOutputs:
             refuse_without("plots", what="zorse plan --html")
 
     def _refuse_unwritable(self, inputs: list[Path | str | None]) -> None:
-        refuse_unwritable({"--out": self.plan, "--html": self.page}, inputs=inputs)
+        given = {"--out": self.plan, "--html": self.page}
+        refuse_unwritable(given, inputs=inputs)
         if self.plan is not None and stream_of(self.plan) is None:
-            what = f"--out {self.plan}: the cluster file beside it,"
-            refuse_unwritable({what: self.used_cluster, "--html": self.page}, inputs=inputs)
+            start = f"--out {self.plan}: "
+            beside = {
+                f"{start}the cluster file beside it,": self.used_cluster,
+                f"{start}stock's best layout beside it,": self.stock,
+                f"{start}the cluster file of stock's best layout,": self.stock_cluster,
+            }
+            refuse_unwritable(beside | given, inputs=inputs)
 
     def _refuse_foreign(self) -> None:
-        """Raise CommandError for a cluster file that would be replaced, and nobody would think of.
+        """Raise CommandError for files that would be replaced, and nobody would think of.
 
         Also for a plan that is written to a stream: nothing can be beside it.
         """
-        if self.plan is None or self.used_cluster is None:
+        if self.plan is None:
             return
+        where, problems = f"--out {self.plan}", []
         if stream_of(self.plan) is not None:
-            found = "a stream, beside which there is no place for the cluster file of its GPUs"
-            expected, remedy = "a file", "Write a file, or add --use-all."
-        elif _is_foreign(self.used_cluster):
-            found = f"{self.used_cluster}, which zorse plan has not written"
-            expected = "a place for the cluster file of a plan that leaves GPUs out"
-            remedy = "Choose another --out, move that file, or add --use-all."
+            if self.may_leave_out:
+                found = "a stream, beside which there is no place for the cluster file of its GPUs"
+                remedy = "Write a file, or add --use-all."
+                problems.append(Problem(where=where, found=found, expected="a file", remedy=remedy))
         else:
-            return
-        problem = Problem(where=f"--out {self.plan}", found=found, expected=expected, remedy=remedy)
-        raise CommandError("the command cannot be run", [problem])
+            for path, what in (
+                (self.used_cluster, "the cluster file of a plan that leaves GPUs out"),
+                (self.stock, "stock Megatron's best layout"),
+                (self.stock_cluster, "the cluster file of stock's best layout"),
+            ):
+                if path is not None and _is_foreign(path):
+                    is_cluster = ", or add --use-all" if path is not self.stock else ""
+                    problems.append(
+                        Problem(
+                            where=where,
+                            found=f"{path}, which zorse plan has not written",
+                            expected=f"a place for {what}",
+                            remedy=f"Choose another --out, or move that file{is_cluster}.",
+                        )
+                    )
+        if problems:
+            raise CommandError("the command cannot be run", problems)
 
-    def written_cluster(self, selected: Selected | None) -> Path | None:
-        """The cluster file of a plan that leaves GPUs out; None where there is none."""
-        return self.used_cluster if selected and selected.cluster_text else None
+    def saved(
+        self, found: Plan, selected: Selected | None, stock: StockFound | None, *, cluster: Path
+    ) -> tuple[Written, NotWritten | None]:
+        """Write plans and cluster files; also return why one could not be.
 
-    def not_saved(
-        self, found: Plan, selected: Selected | None, *, cluster: Path
-    ) -> NotWritten | None:
-        """Write cluster file and plan; return why one could not be, for it is shown in any case.
-
-        `cluster`: the file that was read, which stays.
+        The plan is shown in any case. `cluster`: the file that was read, which stays.
         """
+        used = self.used_cluster if selected and selected.cluster_text else None
+        beside = self.stock if stock and stock.plan else None
+        stock_cluster = self.stock_cluster if beside and stock and stock.cluster_text else None
         try:
-            if (path := self.written_cluster(selected)) and selected and selected.cluster_text:
-                write_text(path, selected.cluster_text)
+            if used and selected and selected.cluster_text:
+                write_text(used, selected.cluster_text)
             if self.plan is not None:
                 save_plan(found, self.plan)
         except NotWritten as error:
-            return error
-        if path is None and self.plan is not None and stream_of(self.plan) is None:
-            _remove_ours(used_cluster_file(self.plan), keep=cluster)
-        return None
+            return Written(plan=error.kept), error
+        written = Written(plan=self.plan, used_cluster=used)
+        try:
+            if stock_cluster and stock and stock.cluster_text:
+                write_text(stock_cluster, stock.cluster_text)
+            if beside and stock and stock.plan:
+                save_plan(stock.plan, beside)
+        except NotWritten as error:
+            return written, error
+        self._remove_left_over({used, beside, stock_cluster}, keep=cluster)
+        return replace(written, stock=beside, stock_cluster=stock_cluster), None
+
+    def _remove_left_over(self, new: set[Path | None], *, keep: Path) -> None:
+        """Remove what an earlier plan of that name had beside it, and this one has not."""
+        if self.plan is None or stream_of(self.plan) is not None:
+            return
+        stock = stock_plan_file(self.plan)
+        for path in {used_cluster_file(self.plan), stock, used_cluster_file(stock)} - new:
+            if path.is_file() and not path.samefile(keep) and not _is_foreign(path):
+                path.unlink(missing_ok=True)
 
     def draw(
         self,
@@ -111,16 +158,20 @@ class PlanOutputs:
                 print_plain(f"written: {self.page}")
 
 
-def _remove_ours(path: Path, *, keep: Path) -> None:
-    """Remove the cluster file of an earlier plan of that name; this one is for all GPUs."""
-    if path.is_file() and not path.samefile(keep) and not _is_foreign(path):
-        path.unlink(missing_ok=True)
-
-
 def _is_foreign(path: Path) -> bool:
     """Whether there is a file that is none of ours."""
     try:
+        if path.suffix == ".json":
+            return path.is_file() and not _is_plan(path)
         with path.open("rb") as file:
             return not file.read(len(USED_GPUS) + 2).endswith(USED_GPUS.encode())
     except OSError:  # none, or one that the check of outputs refuses
         return False
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        load_plan(path)
+    except ZorseError:
+        return False
+    return True

@@ -1,5 +1,6 @@
 """What `zorse plan` prints by default: what one wants to know first, on at most 12 lines."""
 
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,14 @@ from zorse_megatron.software.torch_builds import short_build_note
 
 if TYPE_CHECKING:
     from zorse_megatron.cli.plan_answer import Answer
+    from zorse_megatron.planner.baselines.stock_best import StockLayout
 
 MOST_LINES = 12
 WIDTH = 100
 _MOST_SIZES = 3
+_NO_FASTER = 1e-3  # shares below are told as none
+_TIMES = 2.0  # ratios above are told as such
+_MOST_WITH_STOCK = 256
 
 
 def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
@@ -27,11 +32,11 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
     """
     head = _wrapped(
         [
-            _iteration(answer),
-            _stock(answer),
+            *_iteration(answer),
+            *_stock(answer),
             *_tokens(answer),
             _gpus(answer),
-            _limit(answer),
+            *([] if answer.is_stock else [_limit(answer)]),
             _plan(answer, is_all=is_all),
         ]
     )
@@ -46,7 +51,10 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
     groups = list(_groups(answer.outcome.plan, answer.costs.inputs.kinds))
     if len(groups) > room - len(command):
         groups = []
-    return [*head, *groups, *warnings, *command]
+    stock, lines = _stock_command(answer), [*groups, *warnings, *command]
+    if stock and not answer.recommends_stock and len(head) + len(lines) < MOST_LINES:
+        head += [f"{stock} starts stock Megatron in its best layout"]
+    return [*head, *lines]
 
 
 def _broken(line: str) -> list[str]:
@@ -60,29 +68,89 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
     return [part for line in lines for part in _broken(line)]
 
 
-def _iteration(answer: "Answer") -> str:
-    outcome, bar = answer.outcome, answer.error_bar
-    return (
-        f"{duration(outcome.iteration_s)} per iteration, {figure(outcome.tokens_per_s)} tokens/s, "
-        f"± {percent(bar.share)} (simulated, {bar.basis})"
+def _iteration(answer: "Answer") -> Iterator[str]:
+    bar = answer.error_bar
+    megatron = " on unmodified Megatron" if answer.is_stock else ""
+    yield (
+        f"{duration(answer.iteration_s)} per iteration{megatron}, {figure(answer.tokens_per_s)} "
+        f"tokens/s, ± {percent(bar.share)} (simulated, {bar.basis})"
     )
+    if answer.is_stock:
+        told = _against(answer.outcome.iteration_s, answer.iteration_s)
+        took = duration(answer.outcome.iteration_s)
+        yield f"The same layout on this package's runtime: {took} ({told})"
 
 
-def _stock(answer: "Answer") -> str:
-    stock = answer.stock
-    if stock is None:
-        return "Stock Megatron: not computed for so many GPUs; zorse compare-plans does it"
-    layout = stock.fitting
-    if layout is None:
-        none = "Stock Megatron has no even layout that fits"
-        return _shortest(f"{none} ({stock.reason})", f"{none}; zorse compare-plans says why")
-    ratio = layout.iteration_s / answer.outcome.iteration_s
-    gpus = f" on {layout.gpus}" if len(layout.ranks) < answer.num_gpus else ""
-    said = (
-        f"Stock Megatron, best even layout: {duration(layout.iteration_s)} ({figure(ratio)} x as "
-        f"long), {figure(layout.tokens_per_s)} tokens/s{gpus}"
-    )
-    return _shortest(f"{said}: {layout.grid.parallelism}", said)
+def _stock(answer: "Answer") -> Iterator[str]:
+    if answer.stock is None:
+        few = answer.selected is None and answer.num_gpus <= _MOST_WITH_STOCK
+        yield f"Stock Megatron: not computed for {'a run that goes on' if few else 'so many GPUs'}"
+        return
+    best, even = answer.stock.best, answer.stock.even
+    if best.fitting is None:
+        none = "Stock Megatron has no layout that fits"
+        yield _shortest(f"{none} ({best.reason})", f"{none}; zorse plan --strategy stock says why")
+        return
+    if answer.is_stock:
+        if even.fitting is not None and even.fitting.iteration_s > best.fitting.iteration_s:
+            longer = _against(even.fitting.iteration_s, best.fitting.iteration_s)
+            took = f"{duration(even.fitting.iteration_s)}{_on(answer, even.fitting)} ({longer})"
+            yield f"Best even layout, without layers of each stage: {took}"
+        yield from flag_lines(answer, best.fitting)
+    else:
+        yield from _best_stock(answer, best.fitting, even.fitting)
+
+
+def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None") -> Iterator[str]:
+    is_even = even is not None and best.iteration_s >= even.iteration_s
+    more = ", an even one" if is_even else ", none of the even ones fits"
+    if even is not None and not is_even:
+        more = f", {duration(even.iteration_s)}{_on(answer, even)} in its best even one"
+    told = _against(best.iteration_s, answer.iteration_s)
+    start = f"Stock Megatron: {duration(best.iteration_s)} in its best layout"
+    yield _shortest(f"{start}{_on(answer, best)} ({told}){more}", f"{start} ({told}){more}")
+    if answer.recommends_stock:
+        faster = best.iteration_s / answer.iteration_s - 1
+        gain = f"Only {percent(faster)} faster" if faster > _NO_FASTER else "No faster"
+        command = _stock_command(answer) or "zorse plan --strategy stock"
+        yield f"{gain} than stock Megatron, which needs no plugin: {command}"
+
+
+def _stock_command(answer: "Answer") -> str | None:
+    """What starts stock's best layout; None where it was not written."""
+    written = answer.written
+    if written.stock is None:
+        return None
+    cluster = "" if written.stock_cluster is None else f" --cluster {written.stock_cluster}"
+    return f"zorse launch {written.stock} --stock{cluster}"
+
+
+def flag_lines(answer: "Answer", layout: "StockLayout") -> Iterator[str]:
+    """Yield Megatron's flags of a layout, and the hosts that its ranks are on."""
+    from zorse_megatron.planner.baselines.stock_flags import hosts_of, layout_flags
+
+    hosts = hosts_of(answer.whole.inputs, layout.ranks)
+    listed = ", ".join(f"{host.name} ({','.join(map(str, host.gpus))})" for host in hosts)
+    yield f"Flags of stock Megatron: {shlex.join(layout_flags(layout.grid))}"
+    yield f"GPUs in the order of its ranks: {listed}"
+
+
+def _on(answer: "Answer", layout: "StockLayout") -> str:
+    return f" on {layout.gpus}" if len(layout.ranks) < answer.num_gpus else ""
+
+
+def _against(found_s: float, iteration_s: float) -> str:
+    """For people: how much longer.
+
+    >>> _against(6.98, 6.63), _against(10.9, 6.63), _against(6.8, 6.98), _against(1.0, 1.0)
+    ('5.3 % longer', '64 % longer', '2.6 % shorter', 'as long')
+    """
+    ratio = found_s / iteration_s
+    if abs(ratio - 1) <= _NO_FASTER:
+        return "as long"
+    if ratio > _TIMES:
+        return f"{figure(ratio)} x as long"
+    return f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
 
 
 def _tokens(answer: "Answer") -> Iterator[str]:
@@ -121,9 +189,10 @@ def _limit(answer: "Answer") -> str:
 
 def _plan(answer: "Answer", *, is_all: bool) -> str:
     plan = answer.outcome.plan
-    where = "not written" if answer.written is None else f"written to {answer.written}"
-    if answer.used_cluster is not None:
-        where += f", its cluster file to {answer.used_cluster}"
+    written = answer.written
+    where = "not written" if written.plan is None else f"written to {written.plan}"
+    if written.used_cluster is not None:
+        where += f", its cluster file to {written.used_cluster}"
     groups = number_of(len(plan.groups), "group")
     said = f"Plan: {groups}, schedule {plan.schedule.name}; {where}"
     return said if is_all else _shortest(f"{said}; --verbose shows all of it, and why", said)

@@ -1,7 +1,7 @@
 """The search: the entry to this package."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 
@@ -10,8 +10,8 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.planner.baselines.cephalo import cephalo_inputs, cephalo_plans
 from zorse_megatron.planner.baselines.link_bound import link_bound
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
-from zorse_megatron.planner.baselines.stock import stock_plans
-from zorse_megatron.planner.baselines.stock_best import stock_on_all
+from zorse_megatron.planner.baselines.stock import stock_layouts, stock_plans
+from zorse_megatron.planner.baselines.stock_best import StockLayout, no_stock_layout, stock_on_all
 from zorse_megatron.planner.baselines.zorse_paper import zorse_paper_plans
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 _REJECTED = 10
-_MOST_GPUS_OF_STOCK = 256  # beyond, a search of stock's layouts takes longer than all else
 
 
 @gc_paused()
@@ -62,22 +61,28 @@ def find_plan(
     inputs: Inputs,
     *,
     strategy: Strategy = "zorse",
+    stock: Sequence[StockLayout] | None = None,
     on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> Outcome:
     """Return the best plan that `strategy` finds; the simulator has checked that it fits.
 
-    The result depends on the inputs only, but for `plan_time_s`. Raises NoPlanError with the
-    smallest missing amount where nothing fits, PlannerInputError for what is too large, ValueError
-    for a strategy that does not exist.
+    `stock`: its layouts on all GPUs, fastest first: the strategy stock takes the first one, and
+    zorse finds no slower plan; None: they are searched. The result depends on the inputs only, but
+    for `plan_time_s`. Raises NoPlanError with the smallest missing amount where nothing fits,
+    PlannerInputError for what is too large, ValueError for a strategy that does not exist.
     """
     started_s = time.perf_counter()
     refuse_too_large(inputs)
-    search = _searched(inputs, strategy, on_progress or (lambda progress: None))
+    if stock is None and strategy in {"zorse", "stock"}:
+        stock = stock_layouts(inputs)
+    search = _searched(inputs, strategy, stock or (), on_progress or (lambda progress: None))
     if not search.evaluations:
         raise no_plan(inputs) if strategy == "zorse" else _no_baseline(inputs, strategy)
-    best = with_split_backwards(search.evaluator, search.evaluations)
-    best = with_best_levels(search.evaluator, best)
-    best = with_narrow_gradients(search.evaluator, best)
+    best = search.evaluations[0]
+    if strategy != "stock":  # unmodified Megatron has nothing of this
+        best = with_split_backwards(search.evaluator, search.evaluations)
+        best = with_best_levels(search.evaluator, best)
+        best = with_narrow_gradients(search.evaluator, best)
     if strategy == "zorse":
         best = with_changes(search.evaluator, best)
     result = best.result or search.evaluator.simulated(best.plan)
@@ -133,7 +138,10 @@ class _Searched:
 
 
 def _searched(
-    inputs: Inputs, strategy: Strategy, on_progress: Callable[[SearchProgress], None]
+    inputs: Inputs,
+    strategy: Strategy,
+    stock: Sequence[StockLayout],
+    on_progress: Callable[[SearchProgress], None],
 ) -> _Searched:
     if strategy == "zorse":
         evaluator = Evaluator(inputs, Estimator(inputs))
@@ -143,27 +151,23 @@ def _searched(
             lambda part: _searched_in_all(part, on_progress),
         )
         # Every layout of stock is a plan: ours is never slower.
-        evaluations = best_first([*found.evaluations, *_of_stock(evaluator)])
+        evaluations = best_first([*found.evaluations, *stock_plans(evaluator, stock)])
         return _Searched(evaluator=evaluator, evaluations=evaluations, before=found.considered)
     inputs = _of_baselines(inputs)
-    baselines = {"stock": stock_plans, "zorse-paper": zorse_paper_plans, "cephalo": cephalo_plans}
-    if strategy not in baselines:
+    if strategy not in STRATEGIES:
         raise ValueError(f"found strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if strategy == "cephalo":
         inputs = cephalo_inputs(inputs)
     on_progress(SearchProgress(phase=strategy, done=0, total=1))
     evaluator = Evaluator(inputs, Estimator(inputs))
-    evaluations = baselines[strategy](inputs, evaluator, DeviceGroups(inputs))
+    if strategy == "stock":
+        evaluations = stock_plans(evaluator, stock)
+    else:
+        baseline = cephalo_plans if strategy == "cephalo" else zorse_paper_plans
+        evaluations = baseline(inputs, evaluator, DeviceGroups(inputs))
     on_progress(SearchProgress(phase=strategy, done=1, total=1))
     before = Considered(groupings=len(evaluations), estimated=0, simulated=0)
     return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)
-
-
-def _of_stock(evaluator: Evaluator) -> list[Evaluation]:
-    inputs = evaluator.inputs
-    if inputs.world_size > _MOST_GPUS_OF_STOCK:
-        return []
-    return stock_plans(_of_baselines(inputs), evaluator, DeviceGroups(inputs))
 
 
 def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], None]) -> SearchResult:
@@ -217,19 +221,17 @@ def _with_rings(inputs: Inputs) -> Inputs:
 
 
 _LIMITS = {
-    "stock": "a layout of stock Megatron over all GPUs that fits",
     "zorse-paper": "groups, equal shards and one micro-batch size",
     "cephalo": "one group of all GPUs that gathers layer by layer",
 }
 
 
 def _no_baseline(inputs: Inputs, strategy: Strategy) -> NoPlanError:
-    found = "no plan that fits"
     if strategy == "stock":
-        found += f" ({stock_on_all(inputs).reason or 'under this runtime'})"
+        return no_stock_layout(stock_on_all(inputs))
     problem = Problem(
         where=f"strategy {strategy}",
-        found=found,
+        found="no plan that fits",
         expected=_LIMITS[strategy],
         remedy="The strategy zorse has no such restriction.",
     )

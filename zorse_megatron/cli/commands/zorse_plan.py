@@ -16,7 +16,7 @@ from zorse_megatron.cli.console import (
     reported_errors,
 )
 from zorse_megatron.cli.from_status import FromStatus, ObservedRun, observed_run
-from zorse_megatron.cli.gpu_selection import select_gpus
+from zorse_megatron.cli.gpu_selection import plan_for_all, select_gpus
 from zorse_megatron.cli.next_command import next_command
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
@@ -101,7 +101,12 @@ def plan(  # noqa: PLR0917
 ) -> None:
     """Find the plan that trains a model fastest on a cluster."""
     use_all = use_all or from_status is not None  # a run goes on with the ranks that it has
-    outputs = PlanOutputs(plan=out, page=html, may_leave_out=not use_all)
+    outputs = PlanOutputs(
+        plan=out,
+        page=html,
+        may_leave_out=not use_all,
+        with_stock=strategy == "zorse" and from_status is None,
+    )
     with reported_errors(as_json=as_json):
         told = Refusals()
         to_train = told.gather(lambda: tokens_named(tokens))
@@ -142,37 +147,40 @@ def plan(  # noqa: PLR0917
                 from_status, data, workload, profile or [], margin=margin, source=str(cluster)
             )
             whole = costs = costs_of(run.costs.cluster, profiles=run.profiles)
-        with progress_bar(wanted=not as_json) as on_progress, _says_what_fits(costs, wanted):
-            if use_all:
-                from zorse_megatron.planner.find_plan import find_plan
+        from zorse_megatron.planner.find_plan import find_plan
 
+        with progress_bar(wanted=not as_json) as on_progress, _says_what_fits(costs, wanted):
+            if run is not None:  # which stock Megatron does not go on with
                 outcome = find_plan(costs.inputs, strategy=wanted, on_progress=on_progress)
+                stock = None
+            elif use_all:
+                outcome, stock = plan_for_all(costs, wanted, on_progress)
             else:
                 selected = select_gpus(data, costs, costs_of, wanted, on_progress)
-                costs, outcome = selected.costs, selected.outcome
+                costs, outcome, stock = selected.costs, selected.outcome, selected.stock
         outcome = outcome if run is None else run.named(outcome)
-        lost = outputs.not_saved(outcome.plan, selected, cluster=cluster)
-        used = None if selected is None or lost else outputs.written_cluster(selected)
+        written, lost = outputs.saved(outcome.plan, selected, stock, cluster=cluster)
         answer = answer_of(
             whole,
             costs,
             outcome,
             selected,
+            None if stock is None else stock.at_best,
             tokens=to_train,
-            written=out if lost is None else lost.kept,
-            used_cluster=used,
+            written=written,
             next_command=next_command(
                 context,
                 plan=out,
-                cluster=used or cluster,
+                cluster=written.used_cluster or cluster,
                 model=model,
                 costs=costs,
                 can_be_trained=not_trainable_yet(outcome.plan) is None,
+                is_stock=outcome.strategy == "stock",
             )
             if lost is None and run is None
             else None,
         )
-        move = None if run is None else run.move_to(outcome, answer.written)
+        move = None if run is None else run.move_to(outcome, written.plan)
     _tell(answer, run, move, lost=lost, verbose=verbose, as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
         outputs.draw(costs, outcome, is_silent=as_json)
@@ -199,7 +207,7 @@ def _tell(
         return
     if not as_json:
         print_plain(str(lost), to_stderr=True)
-        if lost.kept is None:  # it took a search to find
+        if answer.written.plan is None:  # it took a search to find
             print_plain(dump_plan(answer.outcome.plan).rstrip())
     raise typer.Exit(1)
 
@@ -219,6 +227,16 @@ def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:
     from zorse_megatron.planner.shortage.what_fits import fits_problem, not_looked_for, what_fits
 
     ranks, most = costs.inputs.world_size, _SAY_WHAT_FITS_UP_TO_RANKS
+    if strategy == "stock" and ranks <= most:
+        from zorse_megatron.planner.shortage.gpu_memory import fitting
+
+        fits = fitting(costs.inputs) is not None
+        return Problem(
+            where="strategy zorse",
+            found=f"{'a' if fits else 'no'} plan that fits these GPUs",
+            expected="one" if fits else "more memory, or less to train",
+            remedy="Leave out --strategy stock." if fits else "zorse plan says what is missing.",
+        )
     if strategy != "zorse":
         return not_looked_for(f"the strategy {strategy}", "zorse, the only one it is looked for")
     if ranks > most:

@@ -1,31 +1,32 @@
-"""Baseline `stock`: the best layouts of stock Megatron, as plans on all GPUs.
+"""Baseline `stock`: the best layouts of stock Megatron, as plans.
 
 As a plan a layout is executed by this project's runtime and costed so; what stock Megatron itself
-takes, on all GPUs and on the best of them, says `stock_best`.
+takes says `stock_best`.
 """
 
-from zorse_megatron.planner.baselines.stock_best import searched_layouts
-from zorse_megatron.planner.baselines.stock_grids import plan_of_grid
+from collections.abc import Sequence
+
+from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, StockLayout, StockSearches
 from zorse_megatron.planner.closed_form.batch_split import ReplicaShare
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, DeviceGroups
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroup
 from zorse_megatron.planner.closed_form.stage import MemorySettings
-from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, best_first
+from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import chunks_of, offload_setting, recompute_setting
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica, Schedule
 
 
-def stock_plans(
-    inputs: Inputs,
-    evaluator: Evaluator,
-    device_groups: DeviceGroups,
-) -> list[Evaluation]:
-    """Evaluations of the best layouts that fit, fastest first."""
-    found = [
-        evaluator.evaluate_plan(plan_of_grid(inputs, layout.grid, layout.ranks))
-        for layout in searched_layouts(inputs)
-    ]
-    return best_first([each for each in found if each is not None])
+def stock_layouts(inputs: Inputs) -> tuple[StockLayout, ...]:
+    """Stock's layouts on all GPUs that fit, fastest first; none are looked for on too many."""
+    searches = StockSearches(inputs)
+    return searches.on(searches.everything) if inputs.world_size <= MOST_GPUS else ()
+
+
+def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:
+    """Evaluations of layouts on all GPUs, in their order."""
+    plans = [layout.plan_on(evaluator.inputs) for layout in layouts]
+    found = map(evaluator.evaluate_plan, plans)
+    return [each for each in found if each is not None]
 
 
 def even_group(

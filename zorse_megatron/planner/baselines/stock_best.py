@@ -7,22 +7,27 @@ sends of activations do (`STOCK_INTERLEAVED`).
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
+from zorse_megatron.errors import Problem
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.baselines.stock_costs import GridEstimate, grid_estimates
 from zorse_megatron.planner.baselines.stock_grids import Grid, no_grid, plan_of_grid
 from zorse_megatron.planner.baselines.stock_placements import subsets
-from zorse_megatron.planner.baselines.stock_search import StockSearch, framework_of
+from zorse_megatron.planner.baselines.stock_search import Simulated, StockSearch, framework_of
 from zorse_megatron.planner.evaluate.evaluator import computations
 from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.simulate.result import SimulationResult
 
+MOST_GPUS = 256
+"""Beyond, searching stock's layouts takes longer than searching for plans."""
 _GIB = 2**30
 # The closed form only computes; what layouts send decides what is simulated first.
 _MAY_BE_FASTER = 1.5
@@ -31,8 +36,12 @@ _MAY_BE_FASTER = 1.5
 _MOST_COMPUTATIONS = 60_000
 _IN_SHORT = 3_000
 _MOST_SETS = 3
-_MOST_SEARCHED = 2  # sets of GPUs, besides all of them, on which uneven layouts are searched
-_MAY_BE_CLOSER = 1.03  # the closed form is mostly too short
+# Sets of GPUs, besides all of them, on which uneven layouts are searched: of few GPUs, and of many.
+_MOST_SEARCHED, _FEW_GPUS, _MOST_SEARCHED_OF_MANY = 2, 16, 1
+_MAY_BE_CLOSER = 1.06  # a few layouts are costed, in a closed form that is mostly too short
+
+PartOf = Callable[[tuple[int, ...]], Inputs]
+"""The inputs on some GPUs alone, in the order of the cluster."""
 _MOST_MISFITS = 3  # layouts that the closed form says do not fit, simulated to see which is closest
 
 
@@ -55,8 +64,18 @@ class StockLayout:
 
     @property
     def plan(self) -> Plan:
-        """The same layout as a plan."""
+        """The same layout as a plan, of ranks in stock's order."""
         return plan_of_grid(self.inputs, self.grid)
+
+    @property
+    def gpu_ranks(self) -> tuple[int, ...]:
+        """Ranks of the whole cluster that it uses, ascending."""
+        return tuple(sorted(self.ranks))
+
+    def plan_on(self, inputs: Inputs) -> Plan:
+        """The same as a plan for these GPUs in the cluster's order, which `inputs` have."""
+        place = {rank: at for at, rank in enumerate(self.gpu_ranks)}
+        return plan_of_grid(inputs, self.grid, [place[rank] for rank in self.ranks])
 
     @property
     def tokens_per_s(self) -> float:
@@ -116,12 +135,100 @@ class StockAtBest:
     """The fastest of all layouts; never slower than `even`."""
 
 
+class StockSearches:
+    """Searches of layouts on sets of GPUs of one cluster, each of them once.
+
+    `part_of`: None: the same inputs on fewer GPUs.
+    """
+
+    def __init__(self, inputs: Inputs, part_of: PartOf | None = None) -> None:
+        self.inputs = inputs
+        self.part_of = part_of or partial(on_ranks, inputs)
+        self.everything = tuple(range(inputs.world_size))
+        self.found: dict[tuple[int, ...], tuple[StockLayout, ...]] = {}
+        """Ranks, ascending -> layouts on these GPUs that fit, fastest first."""
+        self._closest: StockLayout | None = None
+
+    def on(self, ranks: tuple[int, ...]) -> tuple[StockLayout, ...]:
+        """Layouts on these GPUs that fit, fastest first."""
+        if ranks not in self.found:
+            part = self.inputs if ranks == self.everything else self.part_of(ranks)
+            search = StockSearch(part)
+            self.found[ranks] = tuple(_layout(search, each, ranks) for each in search.run())
+            closest = search.closest
+            if ranks == self.everything and closest is not None:
+                self._closest = _layout(search, closest, ranks)
+        return self.found[ranks]
+
+    def on_all(self) -> StockAtBest:
+        """Both figures with all GPUs in use."""
+        even = stock_on_all(self.inputs, most_computations=_IN_SHORT)
+        return StockAtBest(even=even, best=self._fastest(even, self.on(self.everything)))
+
+    def at_best(self) -> StockAtBest:
+        """Both figures, of all sets that are promising or were searched for another's sake."""
+        for ranks in self._promising:
+            self.on(ranks)
+        found = [layout for layouts in self.found.values() for layout in layouts[:1]]
+        return StockAtBest(even=self._even, best=self._fastest(self._even, found))
+
+    @cached_property
+    def _even(self) -> Stock:
+        return stock_in_short(self.inputs)
+
+    @cached_property
+    def _promising(self) -> tuple[tuple[int, ...], ...]:
+        """All GPUs; and those smaller sets on which a layout may be faster."""
+        best_s = min((each.iteration_s for each in self.on(self.everything)), default=math.inf)
+        hopeful = []
+        for ranks in subsets(self.inputs):
+            part = self.part_of(ranks)
+            if lower_bound_s(part) < best_s:
+                quick_s = StockSearch(part).quick_s()
+                if quick_s < min(_MAY_BE_CLOSER * best_s, math.inf):
+                    hopeful.append((quick_s, ranks))
+        is_many = self.inputs.world_size > _FEW_GPUS
+        most = _MOST_SEARCHED_OF_MANY if is_many else _MOST_SEARCHED
+        return (self.everything, *(ranks for _, ranks in sorted(hopeful)[:most]))
+
+    def _fastest(self, even: Stock, found: Sequence[StockLayout]) -> Stock:
+        """If nothing fits: the layout that comes closest."""
+        fitting = [*found, *([even.fitting] if even.fitting else [])]
+        if fitting:
+            return Stock(layout=min(fitting, key=lambda each: each.iteration_s), reason="")
+        near = [each for each in (self._closest, even.layout) if each is not None]
+        if not near:
+            return even
+        closest = min(near, key=lambda each: each.fullest)
+        return Stock(layout=closest, reason=closest.reason)
+
+
 def stock_at_best(inputs: Inputs) -> StockAtBest:
     """Search both."""
-    even = stock_in_short(inputs)
-    best = best_stock(inputs)
-    faster = [each for each in (best, even) if each.fitting is not None]
-    return StockAtBest(even=even, best=min(faster, key=_iteration_s) if faster else best)
+    return StockSearches(inputs).at_best()
+
+
+def no_stock_layout(found: Stock) -> NoPlanError:
+    """The error where no layout fits, with what the closest one lacks."""
+    problem = Problem(
+        where="strategy stock",
+        found=f"no layout that fits ({found.reason})",
+        expected="a layout of stock Megatron that fits, on all GPUs or some of them",
+        remedy="The strategy zorse also gives GPUs different micro-batches, sets and offloading.",
+    )
+    error = NoPlanError("the strategy stock has no plan", [problem])
+    if (layout := found.layout) is not None:
+        lacking = {
+            rank: peak - capacity
+            for rank, (peak, capacity) in enumerate(
+                zip(layout.peaks_bytes, layout.inputs.capacities_bytes, strict=True)
+            )
+            if peak > capacity
+        }
+        error.missing_bytes = sum(lacking.values())
+        error.bytes_per_gpu = max(lacking.values(), default=0)
+        error.gpu_kinds = tuple(dict.fromkeys(layout.inputs.kinds[rank] for rank in lacking))
+    return error
 
 
 def stock_on_all(inputs: Inputs, *, most_computations: int = _MOST_COMPUTATIONS) -> Stock:
@@ -163,42 +270,15 @@ def stock_in_short(inputs: Inputs) -> Stock:
     return min(fitting, key=_iteration_s) if fitting else min(found, key=_fullest)
 
 
-def best_stock(inputs: Inputs) -> Stock:
-    """Stock in the best layout of all: uneven ones too, in any order, on any GPUs."""
-    everything = tuple(range(inputs.world_size))
-    found = searched_layouts(inputs)[:1]
-    best_s = found[0].iteration_s if found else math.inf
-    hopeful = []
-    for ranks in subsets(inputs):
-        part = on_ranks(inputs, ranks)
-        if lower_bound_s(part) < best_s:
-            quick_s = StockSearch(part).quick_s()
-            if quick_s < min(_MAY_BE_CLOSER * best_s, math.inf):
-                hopeful.append((quick_s, ranks, part))
-    for _, ranks, part in sorted(hopeful, key=lambda row: row[:2])[:_MOST_SEARCHED]:
-        found += [
-            replace(layout, ranks=tuple(ranks[rank] for rank in layout.ranks))
-            for layout in searched_layouts(part)[:1]
-        ]
-    if found:
-        return Stock(layout=min(found, key=lambda each: each.iteration_s), reason="")
-    # Of even ones it is known which comes closest.
-    return _stock_on(inputs, everything, _MOST_COMPUTATIONS)
-
-
-def searched_layouts(inputs: Inputs) -> list[StockLayout]:
-    """Layouts on all GPUs that fit, fastest first; of which there may be none."""
-    search = StockSearch(inputs)
-    return [
-        StockLayout(
-            inputs=search.view(each.site.placement).inputs,
-            ranks=each.site.placement.ranks,
-            grid=each.site.grid,
-            iteration_s=each.iteration_s,
-            peaks_bytes=each.peaks_bytes,
-        )
-        for each in search.run()
-    ]
+def _layout(search: StockSearch, found: Simulated, ranks: tuple[int, ...]) -> StockLayout:
+    """`ranks`: of the search -> of the whole cluster."""
+    return StockLayout(
+        inputs=search.view(found.site.placement).inputs,
+        ranks=tuple(ranks[rank] for rank in found.site.placement.ranks),
+        grid=found.site.grid,
+        iteration_s=found.iteration_s,
+        peaks_bytes=found.peaks_bytes,
+    )
 
 
 def _stock_on(part: Inputs, ranks: tuple[int, ...], budget: int) -> Stock:

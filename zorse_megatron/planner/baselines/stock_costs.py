@@ -1,7 +1,7 @@
 """Stock's layouts in closed form: what they take, what they fill, and how layers are shared out."""
 
 import heapq
-import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -169,17 +169,31 @@ class GridCosts:
         of its virtual stages. Where memory stands in the way: within it, and a little beyond, as
         the simulator counts it more closely. Empty where layers do not fit.
         """
-        found = dict.fromkeys(self._filled(grid, room) for room in _ROOMS)
-        return [each for each in found if each is not None]
+        return list(dict.fromkeys(found for found in self._in_rooms(grid) if found is not None))
 
     def has_room(self, grid: Grid) -> bool:
         """Whether memory does not stand in the way of that."""
-        return self._filled(grid, _ROOMS[0]) == self._filled(grid, math.inf)
+        return len(self._in_rooms(grid)) == 1
 
-    def _filled(self, grid: Grid, room: float) -> Grid | None:
+    def _in_rooms(self, grid: Grid) -> list[Grid | None]:
+        """One layout where there is room, else one for each of the rooms."""
         lines = [self._line(grid, at) for at in range(grid.stages)]
-        most = [line.most(room) for line in lines]
-        if not all(most):
+        most = [[line.most(room) for line in lines] for room in _ROOMS]
+        free = self._shared_out(grid, lines, [self.inputs.num_layers] * grid.stages)
+        if free is None or all(map(operator.le, free, most[0])):
+            found = [free]
+        else:
+            found = [self._shared_out(grid, lines, each) for each in most]
+        return [
+            None if each is None else replace(grid, layers=in_virtual_stages(each, grid.virtual))
+            for each in found
+        ]
+
+    def _shared_out(
+        self, grid: Grid, lines: Sequence[_Line], most: Sequence[int]
+    ) -> list[int] | None:
+        """Layers of each stage."""
+        if min(most) < grid.virtual:
             return None
         counts = [grid.virtual] * grid.stages
         waiting = [
@@ -195,32 +209,29 @@ class GridCosts:
             counts[at] += 1
             if counts[at] < most[at]:
                 heapq.heappush(waiting, (lines[at].both_s(counts[at] + 1), at))
-        return replace(grid, layers=in_virtual_stages(counts, grid.virtual))
+        return counts
 
     def _line(self, grid: Grid, at: int) -> _Line:
-        key = ("line", *self._key(grid, at), grid.recomputed)
+        """Of layers of which the first are recomputed, where any are."""
+        least, layers = grid.virtual, self.inputs.num_layers
+        knee = layers if grid.recomputed is None else min(layers, grid.recomputed * least)
+        key = ("line", *self._key(grid, at))
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = self._find_line(grid, at)
         assert isinstance(found, _Line)
-        return found
+        return found if found.knee == knee else replace(found, knee=knee)
 
     def _find_line(self, grid: Grid, at: int) -> _Line:
-        layers, least = self.inputs.num_layers, grid.virtual
-        knee = layers if grid.recomputed is None else min(layers, grid.recomputed * least)
-
-        def of(count: int) -> StageEstimate:
-            recomputed = 0 if grid.mode == "none" else min(count, knee)
-            return self._stage_estimate(grid, at, count, recomputed)
-
-        first, next_, bend, behind = of(least), of(least + 1), of(knee), of(knee + 1)
+        least, some = grid.virtual, grid.mode != "none"
+        first = self._stage_estimate(grid, at, least, least * some)
+        slope = _slope(first, self._stage_estimate(grid, at, least + 1, (least + 1) * some))
+        behind = slope
+        if some:
+            behind = _slope(first, self._stage_estimate(grid, at, least + 1, least))
+        layers = self.inputs.num_layers
         return _Line(
-            least=least,
-            knee=knee,
-            layers=layers,
-            first=first,
-            slope=_slope(first, next_),
-            slope_behind=_slope(bend, behind),
+            least=least, knee=layers, layers=layers, first=first, slope=slope, slope_behind=behind
         )
 
     def _stages(self, grid: Grid) -> list[StageEstimate]:

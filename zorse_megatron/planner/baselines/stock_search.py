@@ -43,13 +43,18 @@ from zorse_megatron.simulate.result import SimulationResult
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 _SEEDED = (1, 2, 4, 8, 16)
 """Sizes of micro-batches that seeds have."""
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Layers of each virtual stage that are recomputed."""
 _MOST_VIRTUAL = 8
 _ROUNDS = 4
 """Rounds of micro-batches, one for each stage, that stand for a longer batch."""
 _KEPT = 3
 """Seeds of each placement, tensor-parallel degree and number of stages."""
 _FINALISTS = 5
-_QUICK_ORDERS = 2
+_FEW_ORDERS = 2
+_QUICK_SIZES, _QUICK_COUNTS, _QUICK_VIRTUAL = (1, 4), (2,), 1
+"""Micro-batches, layers to recompute of each virtual stage, and virtual stages at most, that tell
+whether a set of GPUs is worth a search."""
 _PROMISING = 1.25
 """Settings that take longer than so many times the best ones are not tried in other orders."""
 _COMPUTATIONS = ((16, 20_000), (256, 30_000))  # up to so many GPUs
@@ -133,6 +138,15 @@ class StockSearch:
                 whole.append(self._simulated_whole(each.site))
         return sorted((each for each in whole if each.fits), key=lambda each: each.iteration_s)
 
+    @property
+    def closest(self) -> Simulated | None:
+        """Of those that were simulated the one that comes closest to fitting."""
+        return min(self._short.values(), key=self._fullest, default=None)
+
+    def _fullest(self, each: Simulated) -> float:
+        capacities = self.view(each.site.placement).inputs.capacities_bytes
+        return max(p / c for p, c in zip(each.peaks_bytes, capacities, strict=True))
+
     def proposed(self) -> tuple[Grid, ...]:
         """All that is costed in a few orders, and all that was simulated."""
         grids = [seed.site.grid for seed in self._in_few_orders()]
@@ -147,14 +161,14 @@ class StockSearch:
     # Seeds.
 
     def quick_s(self) -> float:
-        """What the closed form says of the best layout in a few orders; infinite if none fits."""
-        found = [seed.estimate.iteration_s for seed in self._in_few_orders()]
-        return min(found, default=math.inf)
+        """What the closed form says of the best layout of a few; infinite if none of them fits."""
+        few = self._in_few_orders(is_quick=True)
+        return min((seed.estimate.iteration_s for seed in few), default=math.inf)
 
-    def _in_few_orders(self) -> list[_Seed]:
+    def _in_few_orders(self, *, is_quick: bool = False) -> list[_Seed]:
         """Everything that fits in the first orders."""
-        few = self._placements[:_QUICK_ORDERS]
-        seeds = [seed for each in few for seed in self._seeds_of(each, None)]
+        few = self._placements[:_FEW_ORDERS]
+        seeds = [seed for each in few for seed in self._seeds_of(each, None, is_quick=is_quick)]
         return [seed for seed in seeds if seed.estimate.fullest <= 1]
 
     def _seeds(self) -> list[_Seed]:
@@ -193,16 +207,20 @@ class StockSearch:
         is_known = grid.virtual in self._virtual(grid.stages)
         return grid.stages <= most and is_known and grid.micro_batch_size in sizes
 
-    def _seeds_of(self, placement: Placement, hopeful: _Hopeful | None) -> Iterator[_Seed]:
-        """`hopeful`: settings that are tried; None: all."""
+    def _seeds_of(
+        self, placement: Placement, hopeful: _Hopeful | None, *, is_quick: bool = False
+    ) -> Iterator[_Seed]:
+        """`hopeful`: settings that are tried; None: all, or a few if `is_quick`."""
         view = self.view(placement)
         for tensor in tensor_degrees(view.inputs):
             costs = view.costs(tensor)
             for stages, width in shapes(view.inputs, tensor):
                 if stages > (self.base.space.max_groups or stages):
                     continue
-                for size in self._sizes(width, _SEEDED):
+                for size in self._sizes(width, _QUICK_SIZES if is_quick else _SEEDED):
                     for virtual in self._virtual(stages):
+                        if is_quick and virtual > _QUICK_VIRTUAL:
+                            break
                         if virtual > 1 and not in_rounds(self.base, stages, width, size):
                             break
                         plain = Grid(
@@ -213,13 +231,16 @@ class StockSearch:
                             tensor=tensor,
                             virtual=virtual,
                         )
-                        for grid in self._filled(costs, plain, hopeful):
+                        counts = _QUICK_COUNTS if is_quick else _COUNTS
+                        for grid in self._filled(costs, plain, hopeful, counts):
                             site = Site(placement=placement, grid=grid)
                             yield _Seed(estimate=costs.estimate(grid), site=site)
 
-    def _filled(self, costs: GridCosts, plain: Grid, hopeful: _Hopeful | None) -> Iterator[Grid]:
+    def _filled(
+        self, costs: GridCosts, plain: Grid, hopeful: _Hopeful | None, counts: tuple[int, ...]
+    ) -> Iterator[Grid]:
         """With as much recomputed as may help."""
-        for mode, recomputed in self._ways(len(plain.layers)):
+        for mode, recomputed in self._ways(len(plain.layers), counts):
             grid = replace(plain, mode=mode, recomputed=recomputed)
             if hopeful is not None and _settings(grid) not in hopeful:
                 continue
@@ -242,7 +263,9 @@ class StockSearch:
         most = self.base.space.max_micro_batch_size or _SIZES[-1]
         return [size for size in sizes if size <= most and takes(self.base, width, size)]
 
-    def _ways(self, virtual_stages: int) -> Iterator[tuple[RecomputeMode, int | None]]:
+    def _ways(
+        self, virtual_stages: int, counts: tuple[int, ...] = _COUNTS
+    ) -> Iterator[tuple[RecomputeMode, int | None]]:
         """What may be recomputed, least first."""
         modes = self.base.space.recompute
         if "none" in modes:
@@ -251,8 +274,7 @@ class StockSearch:
             yield "selective", None
         if "full" in modes:
             most = 2 * self.base.num_layers // virtual_stages
-            counts = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if count <= most]
-            yield from (("full", count) for count in counts)
+            yield from (("full", count) for count in counts if count <= most)
             yield "full", None
 
     # Climbing.

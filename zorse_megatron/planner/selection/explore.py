@@ -8,7 +8,7 @@ promising in full. From one that is faster it goes on to smaller ones.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zorse_megatron.planner.baselines.link_bound import link_bound
@@ -70,15 +70,25 @@ def explore(
     *,
     part_of: PartOf,
     short: Search | None = None,
+    stock_s: Mapping[Selection, float] | None = None,
     on_progress: Report | None = None,
 ) -> tuple[Point, ...]:
     """Return the selections that were searched in full, best first; all GPUs are one of them.
 
     The best is that of all GPUs unless fewer are faster by 0.2 %. `short`: a search that takes
-    less; None: the usual one's (`short_search`).
+    less; None: the usual one's (`short_search`). `stock_s`: what stock Megatron takes on some
+    selections, on which a whole search finds no slower plan: the best is no slower than any.
     """
     report = on_progress or (lambda progress: None)
-    return _Exploration(inputs, search_on, part_of, short or short_search(part_of), report).run()
+    short = short or short_search(part_of)
+    return _Exploration(
+        inputs,
+        search_on=search_on,
+        part_of=part_of,
+        short=short,
+        stock_s=stock_s or {},
+        report=report,
+    ).run()
 
 
 def short_search(part_of: PartOf) -> Search:
@@ -94,10 +104,18 @@ def short_search(part_of: PartOf) -> Search:
 
 class _Exploration:
     def __init__(
-        self, inputs: Inputs, search_on: Search, part_of: PartOf, short: Search, report: Report
+        self,
+        inputs: Inputs,
+        *,
+        search_on: Search,
+        part_of: PartOf,
+        short: Search,
+        stock_s: Mapping[Selection, float],
+        report: Report,
     ) -> None:
         self.inputs, self.part_of, self.report = inputs, part_of, report
-        self.search_on, self.short = search_on, short
+        self.search_on, self.short, self.stock_s = search_on, short, stock_s
+        self.best_stock_s = min(stock_s.values(), default=math.inf)
         self.everything = tuple(range(inputs.world_size))
         self.is_very_few = inputs.world_size <= _VERY_FEW_GPUS
         self.points: dict[Selection, Point] = {}
@@ -106,6 +124,10 @@ class _Exploration:
 
     def run(self) -> tuple[Point, ...]:
         here = self._searched(self.everything)
+        for ranks, stock_s in sorted(self.stock_s.items(), key=lambda item: item[1]):
+            if stock_s < self._least_s:
+                self.seen.add(ranks)
+                self._searched(ranks)
         for _ in range(_STEPS):
             for ranks in self._promising(here):
                 self._searched(ranks)
@@ -117,7 +139,8 @@ class _Exploration:
 
     def _order(self, point: Point) -> tuple[float, int, Selection]:
         """Least is best: all GPUs, unless fewer are worth it; of equal ones fewer GPUs."""
-        worth = WORTH_IT if point.ranks == self.everything else 1.0
+        is_preferred = point.ranks == self.everything and point.iteration_s <= self.best_stock_s
+        worth = WORTH_IT if is_preferred else 1.0
         return worth * point.iteration_s, len(point.ranks), point.ranks
 
     def _searched(self, ranks: Selection) -> Point:

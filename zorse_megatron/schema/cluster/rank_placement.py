@@ -33,6 +33,15 @@ def used_cluster_file(plan: Path) -> Path:
     return plan.parent / f"{plan.stem}.cluster.yaml"
 
 
+def stock_plan_file(plan: Path) -> Path:
+    """Return where `zorse plan` writes stock Megatron's best layout beside a plan.
+
+    >>> str(stock_plan_file(Path("runs/plan.json")))
+    'runs/plan.stock.json'
+    """
+    return plan.parent / f"{plan.stem}.stock.json"
+
+
 def cluster_problems(plan: Plan, cluster: Cluster, source: str = "plan") -> Iterator[Problem]:
     """Yield where the plan's ranks are not the cluster's GPUs, or these lack units for a type."""
     if plan.world_size != cluster.world_size:
