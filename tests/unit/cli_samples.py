@@ -13,14 +13,22 @@ from zorse_megatron.cli.main import app
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAB_KINDS = ["A6000"] * 4 + ["V100-16"] * 4
-MODEL = """\
-name: small
-num_layers: 8
-hidden_size: 1024
-num_attention_heads: 16
-vocab_size: 32000
-seq_length: 512
-"""
+MODEL = {
+    "model_type": "starcoder2",
+    "_name_or_path": "small",
+    "num_hidden_layers": 8,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "vocab_size": 32000,
+    "max_position_embeddings": 512,
+    "use_bias": True,
+    "tie_word_embeddings": False,
+}
+WORKLOAD = (
+    *("--cluster", "cluster.yaml", "--model", "model.json"),
+    *("--seq-length", "512", "--global-batch-size", "16"),
+)
+"""Options of a command that plans for `MODEL`."""
 FLAGS_IN_ONE_TEXT = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 32000 "
@@ -49,9 +57,9 @@ def lab_plan() -> dict[str, Any]:
 
 
 def write_lab(directory: Path) -> None:
-    """Write cluster.yaml, model.yaml, profile.json and plan.json, which go together."""
+    """Write cluster.yaml, model.json, profile.json and plan.json, which go together."""
     shutil.copy(EXAMPLES / "two-node-lab.yaml", directory / "cluster.yaml")
-    (directory / "model.yaml").write_text(MODEL)
+    (directory / "model.json").write_text(json.dumps(MODEL))
     (directory / "profile.json").write_text(json.dumps(good_profile()))
     (directory / "plan.json").write_text(json.dumps(lab_plan()))
 

@@ -12,9 +12,25 @@ from zorse_megatron.schema.plan.plan_json import load_plan
 
 pytestmark = pytest.mark.slow
 
-LAYER = "{num_layers: 1, hidden_size: 64, num_attention_heads: 4, vocab_size: 128, seq_length: 32}"
-DEEP = LAYER.replace("num_layers: 1,", "num_layers: 150,")
+LAYER = MODEL | {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 32,
+}
+DEEP = LAYER | {"num_hidden_layers": 150}
 SMALL_KIND = "gpu_kinds: [{{name: T4-small, like: T4, memory: {memory}}}]\n"
+
+LLAMA_65B = {
+    "model_type": "llama",
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 22016,
+    "num_attention_heads": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
 
 
 def small(memory, nodes):
@@ -27,9 +43,9 @@ def run(tmp_path, monkeypatch):
 
     def plan(cluster, model, batch, *more):
         (tmp_path / "cluster.yaml").write_text(cluster)
-        (tmp_path / "model.yaml").write_text(model)
-        files = ("--cluster", "cluster.yaml", "--model", "model.yaml")
-        size = ("--global-batch-size", batch)
+        (tmp_path / "model.json").write_text(json.dumps(model))
+        files = ("--cluster", "cluster.yaml", "--model", "model.json")
+        size = ("--global-batch-size", batch, "--seq-length", model["max_position_embeddings"])
         return runner("plan", "--use-all", *files, *size, *more, "--out", "new.json"), runner
 
     return plan
@@ -66,16 +82,16 @@ FEASIBLE = {
 def test_there_is_a_plan(run, case):
     result, runner = run(*case)
     assert result.exit_code == 0, result.output
-    checked = runner("check", "new.json", "cluster.yaml", "model.yaml")
+    checked = runner("check", "new.json", "cluster.yaml", "model.json")
     assert checked.exit_code == 0, checked.output
 
 
 REFUSED = {
     "no GPU holds a layer": (small("20MB", "gpus: 4 x T4-small"), MODEL, 8, *NO_SETS, "T4-small"),
-    "too few GPUs": ("nodes: [{gpus: 2 x T4}]", "preset: llama-65b", 8, *NO_SETS, "T4 (2 GPUs"),
+    "too few GPUs": ("nodes: [{gpus: 2 x T4}]", LLAMA_65B, 8, *NO_SETS, "T4 (2 GPUs"),
     "more samples than memory for one": (
         "nodes: [{gpus: 2 x T4}]",
-        MODEL.replace("seq_length: 512", "seq_length: 9000000"),
+        MODEL | {"max_position_embeddings": 9_000_000},
         1,
         "T4",
     ),

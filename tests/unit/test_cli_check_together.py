@@ -22,17 +22,17 @@ def spoilt(tmp_path, path, value):
 
 
 def test_files_of_all_kinds(run):
-    result = run("check", "profile.json", "model.yaml", "cluster.yaml", "plan.json")
+    result = run("check", "profile.json", "model.json", "cluster.yaml", "plan.json")
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if ": OK, " in line]
     assert [line.partition(": OK")[0] for line in lines] == [
         "profile.json",
-        "model.yaml",
+        "model.json",
         "cluster.yaml",
         "plan.json",
-        "plan.json for model.yaml",
+        "plan.json for model.json",
         "plan.json on cluster.yaml",
-        "memory of plan.json on cluster.yaml with model.yaml",
+        "memory of plan.json on cluster.yaml with model.json",
     ]
     assert lines[0] == (
         "profile.json: OK, profile: 1 series of times on 1 kind of GPU, 1 optimizer step, "
@@ -46,12 +46,12 @@ def test_files_of_all_kinds(run):
 
 
 def test_json(run):
-    answer = json.loads(run("check", "--json", "cluster.yaml", "plan.json", "model.yaml").stdout)
+    answer = json.loads(run("check", "--json", "cluster.yaml", "plan.json", "model.json").stdout)
     assert answer["ok"] is True
     assert [(file["path"], file["kind"]) for file in answer["files"]] == [
         ("cluster.yaml", "cluster"),
         ("plan.json", "plan"),
-        ("model.yaml", "model"),
+        ("model.json", "model"),
     ]
     assert len(answer["together"]) == 3
 
@@ -61,6 +61,7 @@ def test_json(run):
     [
         ("a.yaml", "nodes: [{gpus: 8 x T4}]", "cluster"),
         ("a.yaml", "{preset: llama-7b}", "model"),
+        ("a.json", '{"hidden_size": 8}', "model"),
         ("a.yaml", "", "cluster"),
         ("my-model.yml", "", "model"),
         ("a.json", '{"nodes": ["p4d.24xlarge"]}', "cluster"),
@@ -68,8 +69,7 @@ def test_json(run):
         ("my-profile.json", "{", "profile"),
         ("a.json", '{"sources": [], "schema_version": 1}', "profile"),
         ("a.txt", '{"chunks": [], "schema_version": 1}', "plan"),
-        ("a.txt", "preset: llama-7b", "model"),
-        ("a.yaml", "{name: x, num_layer: 3}", "model"),
+        ("a.txt", '{"architecture": []}', "model"),
         ("a.yaml", "{name: x, node: 3}", "cluster"),
     ],
 )
@@ -94,13 +94,13 @@ def test_what_cannot_be_read_is_of_no_kind(run, tmp_path, name):
 
 def test_every_file_gets_its_problems(run, tmp_path):
     (tmp_path / "cluster.yaml").write_text("nodes: [{gpus: 8 x T5}]")
-    (tmp_path / "model.yaml").write_text("num_layers: 0")
-    result = run("check", "cluster.yaml", "model.yaml", "none.json", "profile.json")
+    (tmp_path / "model.json").write_text("{}")
+    result = run("check", "cluster.yaml", "model.json", "none.json", "profile.json")
     assert result.exit_code == 1
     titles = [line for line in result.stdout.splitlines() if line.endswith("problem):")]
     assert [line.partition(" (")[0] for line in titles] == [
         "cluster.yaml cannot be used",
-        "model.yaml cannot be used",
+        "model.json cannot be planned",
         "cannot read none.json",
     ]
     assert "profile.json: OK" in result.stdout
@@ -121,19 +121,18 @@ def test_plan_on_another_cluster(run, tmp_path):
 
 def test_plan_for_another_model(run, tmp_path):
     spoilt(tmp_path, ["model", "hidden_size"], 2048)
-    result = run("check", "plan.json", "cluster.yaml", "model.yaml")
+    result = run("check", "plan.json", "cluster.yaml", "model.json")
     assert result.exit_code == 1
     assert "model.hidden_size: found 2048, while the model has 1024" in result.stdout
     assert "memory of" not in result.stdout
 
 
 def test_plan_that_does_not_fit_into_memory(run, tmp_path):
-    (tmp_path / "model.yaml").write_text("preset: llama-13b")
     plan = lab_plan()
     plan["model"] = {"num_layers": 40}
     plan["chunks"] = [{"group": 0, "layers": [0, 10]}, {"group": 1, "layers": [10, 40]}]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    result = run("check", "plan.json", "cluster.yaml", "model.yaml")
+    result = run("check", "plan.json", "cluster.yaml", "--model", "llama-13b")
     assert result.exit_code == 1
     assert "plan.json does not fit into memory (1 problem):" in result.stdout
     assert "groups[1], ranks 4 to 7: found " in result.stdout
@@ -209,7 +208,7 @@ def lines_of(result):
     return [line for line in result.stdout.splitlines() if ": OK, " in line]
 
 
-@pytest.mark.parametrize("model", ["model.yaml", "phi", "phi/config.json", FLAGS_IN_ONE_TEXT])
+@pytest.mark.parametrize("model", ["model.json", "phi", "phi/config.json", FLAGS_IN_ONE_TEXT])
 def test_models_are_taken_as_plan_takes_them(run, tmp_path, model):
     (tmp_path / "phi").mkdir()
     (tmp_path / "phi" / "config.json").write_text(json.dumps(PHI))
@@ -226,6 +225,19 @@ def test_a_model_of_hugging_faces_is_a_file_like_others(run, tmp_path):
     assert "plan.json for other-name.json: OK, the same model" in lines
     answer = json.loads(run("check", "--json", "other-name.json").stdout)
     assert answer["files"][0]["kind"] == "model" and answer["files"][0]["seq_length"] == 2048
+
+
+def test_a_model_in_yaml_is_answered_with_the_ways_there_are(run, tmp_path):
+    (tmp_path / "model.yaml").write_text("preset: llama-7b")
+    said = (
+        "model.yaml: found a YAML file: models in YAML are no longer read; expected a config.json"
+    )
+    for name in ("model.yaml", "none.yml"):  # the way is wrong, whether there is a file or not
+        result = run("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", name)
+        assert result.exit_code == 1
+        assert said.replace("model.yaml", name, 1) in result.output
+        assert "--model llama-13b, with --seq-length 4096" in result.output
+    assert said in run("check", "model.yaml").output
 
 
 def test_a_well_known_model(run):
@@ -250,7 +262,7 @@ def test_a_well_known_model(run):
     ],
 )
 def test_options_are_those_of_plan(run, option, value, found):
-    options = ("--cluster", "cluster.yaml", "--profile", "profile.json", "--model", "model.yaml")
+    options = ("--cluster", "cluster.yaml", "--profile", "profile.json", "--model", "model.json")
     assert run("check", "plan.json", *options).exit_code == 0
     result = run("check", "plan.json", *options, option, value)
     assert result.exit_code == 1
@@ -268,7 +280,7 @@ def test_nothing_to_check(run):
 )
 def test_broken_json_is_called_so(run, tmp_path, option, kind):
     (tmp_path / "broken.json").write_text('{"a": 1,\n "b": 2,}')
-    given = {"--cluster": "cluster.yaml", "--model": "model.yaml"} | {option: "broken.json"}
+    given = {"--cluster": "cluster.yaml", "--model": "model.json"} | {option: "broken.json"}
     plan = given.pop("", "plan.json")
     result = run("simulate", plan, *(word for pair in given.items() for word in pair))
     assert result.exit_code == 1
@@ -281,7 +293,7 @@ def test_broken_json_is_called_so(run, tmp_path, option, kind):
 
 @pytest.mark.parametrize("command", [("simulate",), ("explain", "--no-replan")])
 def test_options_that_made_a_plan_go_with_it(run, command):
-    given = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--margin", "0.1")
+    given = ("--cluster", "cluster.yaml", "--model", "model.json", "--margin", "0.1")
     same = run(*command, "plan.json", *given, "--global-batch-size", "16", "--seq-length", "512")
     assert same.exit_code == 0, same.output
     other = run(*command, "plan.json", *given, "--global-batch-size", "8", "--seq-length", "256")
@@ -291,7 +303,7 @@ def test_options_that_made_a_plan_go_with_it(run, command):
 
 
 def test_a_margin_counts_where_memory_is_simulated(run):
-    given = ("plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+    given = ("plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
     assert "does not fit" not in run("simulate", *given).stdout
     tight = run("simulate", *given, "--margin", "0.99")
     assert "does not fit: plan.json: groups[0]" in tight.stdout

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in
 from zorse_megatron.cli.commands import zorse_compare as compare
 from zorse_megatron.cli.commands import zorse_emulate as command
 from zorse_megatron.cli.console import CommandError
@@ -26,7 +26,7 @@ from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.plan.plan_json import parse_plan
 
-BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+BASE = ("emulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 
 
 @pytest.fixture
@@ -82,14 +82,14 @@ def test_a_good_plan_would_be_started(run):
 
 
 def test_compare_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
-    compare = ("compare", "--cluster", "cluster.yaml", "--model", "model.yaml")
+    compare = ("compare", *WORKLOAD)
     (tmp_path / "there").write_text("a file")
-    result = CliRunner().invoke(app, [*compare, "--out", "there", "--global-batch-size", "16"])
+    result = CliRunner().invoke(app, [*compare, "--out", "there"])
     assert result.exit_code == 1
     assert "--out there: found a file; expected a directory, or nothing" in result.output
     many = "nodes:\n  - {name: n, count: 5, gpus: 8 x T4, nics: 25 Gb/s}\n"
     (tmp_path / "cluster.yaml").write_text(many)
-    result = CliRunner().invoke(app, [*compare, "--out", "new", "--global-batch-size", "16"])
+    result = CliRunner().invoke(app, [*compare, "--out", "new"])
     assert result.exit_code == 1
     assert "--cluster: found 40 GPUs; expected at most 32" in result.output
 
@@ -123,9 +123,8 @@ def test_a_comparison_that_could_not_be_written_is_not_begun(tmp_path, monkeypat
 
     monkeypatch.setattr(compare, "_compared", nothing_is_trained)
     run = runner_in(tmp_path, monkeypatch)
-    inputs = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
     for out, why in (("plan.json", "a file"), ("plan.json/compared", "no directory that can be")):
-        result = run("compare", *inputs, "--out", out)
+        result = run("compare", *WORKLOAD, "--out", out)
         assert result.exit_code == 1
         assert f"--out {out}: found {why}" in result.output
 

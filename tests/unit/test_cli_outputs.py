@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli_samples import FLAGS, lab_plan, runner_in, write_lab
+from tests.unit.cli_samples import FLAGS, WORKLOAD, lab_plan, runner_in, write_lab
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 
 pytestmark = pytest.mark.slow
 
-PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
-SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+PLAN = ("plan", *WORKLOAD)
+SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 LAUNCH = ("launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.sh")
 TWO = "nodes: [{gpus: 2 x T4}]"
 COMPARE = ("compare", *PLAN[1:])
@@ -74,13 +74,12 @@ def test_two_outputs_to_one_path(run, tmp_path):
 
 
 def test_nothing_that_a_command_reads_is_replaced(run, tmp_path):
-    (tmp_path / "link.yaml").symlink_to("model.yaml")
+    (tmp_path / "link.yaml").symlink_to("model.json")
     said = "found a file that this command reads"
     told(run(*PLAN, "--out", "link.yaml"), said)
-    told(run(*PLAN, "--out", "model.yaml"), said)
-    told(run(*SIMULATE[:-1], "model.json", "--trace", "model.json"), "cannot read")
-    (tmp_path / "model.json").write_text((tmp_path / "model.yaml").read_text())
-    told(run(*SIMULATE[:-1], "model.json", "--trace", "model.json"), said)
+    told(run(*PLAN, "--out", "model.json"), said)
+    told(run(*SIMULATE, "--trace", "model.json"), said)
+    told(run(*SIMULATE[:-1], "none.json", "--trace", "none.json"), "cannot read")
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -12,7 +12,7 @@ import re
 import matplotlib.image
 import pytest
 
-from tests.unit.cli_samples import FLAGS, cells, lab_plan, runner_in
+from tests.unit.cli_samples import FLAGS, WORKLOAD, cells, lab_plan, runner_in
 from zorse_megatron import extras
 from zorse_megatron.cli import plan_answer as answer_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
@@ -31,10 +31,9 @@ from zorse_megatron.schema.plan.plan import Group, Offload, Predictions, Recompu
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 from zorse_megatron.schema.text.figures import figure
 
-CASE = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
-PLAN = ("plan", "--use-all", *CASE)
-COMPARE = ("compare-plans", *CASE)
-EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+PLAN = ("plan", "--use-all", *WORKLOAD)
+COMPARE = ("compare-plans", *WORKLOAD)
+EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 STOCK_SPEED = 2.0
 
 
@@ -168,7 +167,7 @@ def test_plan_writes_a_plan_with_predictions(run, search):
     written = load_plan("new.json")
     assert written.predictions.iteration_s > 0
     assert len(written.predictions.peak_memory_bytes) == 8
-    assert run("check", "new.json", "cluster.yaml", "model.yaml").exit_code == 0
+    assert run("check", "new.json", "cluster.yaml", "model.json").exit_code == 0
 
 
 @pytest.mark.slow
@@ -424,14 +423,14 @@ def test_a_plan_in_types_of_its_own_is_priced_alike_by_all_commands(run):
     assert "fp16" in types and types <= {"fp16", "bf16"}
     assert types == {cell for row in cells(written.stdout) for cell in row} & {"fp16", "bf16"}
     # Other commands need not be told, and are not misled by what they are told.
-    files = ("own.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+    files = ("own.json", "--cluster", "cluster.yaml", "--model", "model.json")
     for told in ((), ("--dtype", "bf16"), ("--dtype", "float32")):
         simulated = json.loads(run("simulate", *files, *told, "--json").stdout)
         assert simulated["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
         assert simulated["fits_in_memory"] is True
     explained = json.loads(run("explain", *files, "--no-replan", "--json").stdout)
     assert explained["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
-    checked = run("check", "own.json", "cluster.yaml", "model.yaml")
+    checked = run("check", "own.json", "cluster.yaml", "model.json")
     assert checked.exit_code == 0, checked.output
     assert "computing in fp16" in checked.stdout
 
@@ -444,6 +443,6 @@ def test_a_kind_of_ones_own_without_units_for_a_plans_type_is_named(run, tmp_pat
     (tmp_path / "own.json").write_text(json.dumps(plan))
     cluster = (tmp_path / "cluster.yaml").read_text().replace("V100-16", "relic")
     (tmp_path / "own.yaml").write_text(f"gpu_kinds: [{relic}]\n{cluster}")
-    result = run("simulate", "own.json", "--cluster", "own.yaml", "--model", "model.yaml")
+    result = run("simulate", "own.json", "--cluster", "own.yaml", "--model", "model.json")
     assert result.exit_code == 1
     assert 'own.json: groups[1].compute_dtype: found "fp16" on relic' in result.stderr

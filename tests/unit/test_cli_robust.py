@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.unit.cli_samples import FLAGS, MODEL, lab_plan, runner_in, write_lab
+from tests.unit.cli_samples import FLAGS, MODEL, WORKLOAD, lab_plan, runner_in, write_lab
 from tests.unit.profile_samples import good as good_profile
 
 LAB = "nodes:\n  - {gpus: 4 x A6000, nics: 100 Gb/s}\n  - {gpus: 4 x V100-16, nics: 100 Gb/s}\n"
-PLAN = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
+PLAN = ("plan", *WORKLOAD)
 PLAN_FOR_FLAGS = ("plan", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py")
-SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.yaml")
+SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 EXPLAIN = ("explain", *SIMULATE[1:])
 COMPARE = ("compare-plans", *PLAN[1:])
 WITH_PROFILE = (*PLAN, "--profile", "profile.json")
@@ -95,13 +95,17 @@ CLUSTERS = {
 }
 MODELS = {
     "unknown": ({}, (*PLAN, "--model", "llama-7c"), ['"llama-7c"', 'Did you mean "llama-7b"?']),
-    "no file": ({}, (*PLAN, "--model", "no.yaml"), ["cannot read no.yaml", "a model file"]),
-    "unknown preset": ("preset: lama-7b", PLAN, ["not a well-known model", 'mean "llama-7b"']),
-    "nothing said": ("name: x", PLAN, ["no num_layers, hidden_size"]),
-    "a fraction": (MODEL.replace("8", "8.5", 1), PLAN, ["num_layers: found 8.5", "an integer"]),
-    "no layers": (MODEL.replace("8", "-8", 1), PLAN, ["num_layers: found -8", "at least 1"]),
-    "too many layers": (MODEL.replace("8", "8" * 30, 1), PLAN, ["num_layers", "at most 100000"]),
-    "heads": (MODEL.replace("16", "17"), PLAN, ["17 heads with hidden_size 1024"]),
+    "no file": ({}, (*PLAN, "--model", "no.json"), ["cannot read no.json", "a model file"]),
+    "YAML": ({}, (*PLAN, "--model", "no.yaml"), ["no.yaml: found a YAML file", "a config.json"]),
+    "nothing said": ("{}", PLAN, ["model_type: found no such key", "a dense model of llama, "]),
+    "a fraction": (spoilt(MODEL, "num_hidden_layers", 8.5), PLAN, ["num_hidden_layers: found 8.5"]),
+    "no layers": (spoilt(MODEL, "num_hidden_layers", -8), PLAN, ["an integer from 1 to 100000"]),
+    "too many layers": (
+        spoilt(MODEL, "num_hidden_layers", 10**30),
+        PLAN,
+        ["num_hidden_layers", "an integer from 1 to 100000"],
+    ),
+    "heads": (spoilt(MODEL, "num_key_value_heads", 5), PLAN, ["found 5 with 16 query heads"]),
     "none": ({}, (*PLAN[:3], "--global-batch-size", "16"), ["--model: found no model"]),
     "two": ({}, (*PLAN, "--", *FLAGS), ["flags after --", "one of the two"]),
     "flags, no layers": (
@@ -198,7 +202,7 @@ PLANS = {
     ),
     "another model": (
         spoilt(lab_plan(), "model", "seq_length", 2048),
-        SIMULATE,
+        (*SIMULATE, "--seq-length", 512),
         ["model.seq_length: found 2048, while the model has 512"],
     ),
     "other GPUs": (
@@ -245,7 +249,7 @@ OPTIONS = {
     "too many samples": ((*PLAN[:-1], "9" * 20), ["--global-batch-size"]),
     "no tokens": ((*PLAN, "--seq-length", "0"), ["--seq-length"]),
     "nothing to check": (("check",), ["FILE"]),
-    "no cluster": (("plan", "--model", "model.yaml"), ["--cluster"]),
+    "no cluster": (("plan", "--model", "model.json"), ["--cluster"]),
 }
 
 
@@ -277,7 +281,7 @@ def cases(table, file_name):
     ("files", "command", "said"),
     [
         *cases(CLUSTERS, "cluster.yaml"),
-        *cases(MODELS, "model.yaml"),
+        *cases(MODELS, "model.json"),
         *cases(PROFILES, "profile.json"),
         *cases(PLANS, "plan.json"),
         *(pytest.param({}, *case, id=f"options: {what}") for what, case in OPTIONS.items()),
@@ -368,7 +372,7 @@ def torn(draw, text):
 
 PLAIN = {
     "cluster.yaml": yaml.safe_load(LAB),
-    "model.yaml": yaml.safe_load(MODEL),
+    "model.json": MODEL,
     "profile.json": good_profile(),
     "plan.json": lab_plan(),
 }

@@ -17,7 +17,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_table_of_ranks_and_critical_path(run):
-    result = run("--model", "model.yaml")
+    result = run("--model", "model.json")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert re.match(r"plan.json: one iteration takes [\d.]+ ms: [\d,.]+ tokens/s ", lines[0])
@@ -37,7 +37,7 @@ def test_table_of_ranks_and_critical_path(run):
 
 
 def test_json_has_every_rank_and_adds_up(run):
-    answer = json.loads(run("--model", "model.yaml", "--json").stdout)
+    answer = json.loads(run("--model", "model.json", "--json").stdout)
     assert answer["fits_in_memory"] is True
     assert [rank["gpu_kind"] for rank in answer["ranks"]] == ["A6000"] * 4 + ["V100-16"] * 4
     for rank in answer["ranks"]:
@@ -54,8 +54,8 @@ def test_json_has_every_rank_and_adds_up(run):
 
 
 def test_the_model_may_come_from_flags(run):
-    by_file = json.loads(run("--model", "model.yaml", "--json").stdout)
-    # A model file says nothing of dropout, and gradients in fp32.
+    by_file = json.loads(run("--model", "model.json", "--json").stdout)
+    # A config.json says nothing of dropout, and gradients in fp32.
     no_dropout = ["--hidden-dropout", "0", "--attention-dropout", "0"]
     more = [*no_dropout, "--accumulate-allreduce-grads-in-fp32"]
     after = run("--json", "--", "pretrain_gpt.py", *FLAGS, *more)
@@ -66,15 +66,15 @@ def test_the_model_may_come_from_flags(run):
 
 
 def test_a_slow_rank_slows_the_iteration(run):
-    usual = json.loads(run("--model", "model.yaml", "--json").stdout)
-    slow = run("--model", "model.yaml", "--json", "--slow-rank", "3=1.5")
+    usual = json.loads(run("--model", "model.json", "--json").stdout)
+    slow = run("--model", "model.json", "--json", "--slow-rank", "3=1.5")
     by_rank = json.loads(slow.stdout)
     assert by_rank["ranks"][3]["busy_s"] == pytest.approx(1.5 * usual["ranks"][3]["busy_s"])
     assert by_rank["iteration_s"] > usual["iteration_s"]
-    by_kind = run("--model", "model.yaml", "--json", "--slow-kind", "A6000=1.5").stdout
+    by_kind = run("--model", "model.json", "--json", "--slow-kind", "A6000=1.5").stdout
     assert json.loads(by_kind)["ranks"][0]["busy_s"] == pytest.approx(by_rank["ranks"][3]["busy_s"])
     assert [
-        row[1] for row in cells(run("--model", "model.yaml", "--slow-rank", "3=1.5").stdout)
+        row[1] for row in cells(run("--model", "model.json", "--slow-rank", "3=1.5").stdout)
     ] == [
         "3",
         "0 to 2",
@@ -84,11 +84,11 @@ def test_a_slow_rank_slows_the_iteration(run):
 
 def test_a_slow_link_slows_what_crosses_it(run):
     def iteration_s(*more):
-        result = run("--model", "model.yaml", "--json", *more)
+        result = run("--model", "model.json", "--json", *more)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["iteration_s"]
 
-    names = re.findall(r"\S+/nic0:out", run("--slow-link", "x=2", "--model", "model.yaml").output)
+    names = re.findall(r"\S+/nic0:out", run("--slow-link", "x=2", "--model", "model.json").output)
     usual_s = iteration_s()
     slow_s = max(iteration_s("--slow-link", f"{name.strip(',.')}=50") for name in names)
     assert slow_s > 1.01 * usual_s
@@ -96,7 +96,7 @@ def test_a_slow_link_slows_what_crosses_it(run):
 
 def test_jitter_is_drawn_from_the_seed(run):
     def iteration_s(*more):
-        return json.loads(run("--model", "model.yaml", "--json", *more).stdout)["iteration_s"]
+        return json.loads(run("--model", "model.json", "--json", *more).stdout)["iteration_s"]
 
     first, second = (iteration_s("--jitter", "0.1", "--seed", seed) for seed in ("1", "2"))
     assert first != second
@@ -108,7 +108,7 @@ def test_jitter_is_drawn_from_the_seed(run):
 def test_pictures_and_trace(run, tmp_path):
     names = {"timeline": "timeline.png", "trace": "trace.json"}
     options = [word for name, path in names.items() for word in (f"--{name}", path)]
-    result = run("--model", "model.yaml", *options)
+    result = run("--model", "model.json", *options)
     assert result.exit_code == 0, result.output
     written = [line for line in result.stdout.splitlines() if line.startswith("written: ")]
     assert {line.removeprefix("written: ") for line in written} == set(names.values())
@@ -117,33 +117,33 @@ def test_pictures_and_trace(run, tmp_path):
 
 
 def test_a_profile_is_used(run):
-    result = run("--model", "model.yaml", "--profile", "profile.json")
+    result = run("--model", "model.json", "--profile", "profile.json")
     assert result.exit_code == 0, result.output
-    usual = json.loads(run("--model", "model.yaml", "--json").stdout)
+    usual = json.loads(run("--model", "model.json", "--json").stdout)
     profiled = json.loads(
-        run("--model", "model.yaml", "--profile", "profile.json", "--json").stdout
+        run("--model", "model.json", "--profile", "profile.json", "--json").stdout
     )
     # It has no times of these GPUs, but an entry of another one changes nothing either.
     assert profiled["iteration_s"] == usual["iteration_s"]
 
 
 def test_what_does_not_fit_is_simulated_and_said(run, tmp_path):
-    (tmp_path / "model.yaml").write_text("preset: llama-13b")
     plan = lab_plan()
     plan["model"] = {"num_layers": 40}
     plan["chunks"] = [{"group": 0, "layers": [0, 10]}, {"group": 1, "layers": [10, 40]}]
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    result = run("--model", "model.yaml")
+    model = ("--model", "llama-13b", "--seq-length", "512")
+    result = run(*model)
     assert result.exit_code == 0
     assert "does not fit: plan.json: groups[1], ranks 4 to 7: found" in result.stdout
-    assert json.loads(run("--model", "model.yaml", "--json").stdout)["fits_in_memory"] is False
+    assert json.loads(run(*model, "--json").stdout)["fits_in_memory"] is False
 
 
 def test_recomputation_costs_time_and_saves_memory(run, tmp_path):
-    usual = json.loads(run("--model", "model.yaml", "--json").stdout)
+    usual = json.loads(run("--model", "model.json", "--json").stdout)
     plan = lab_plan()
     plan["groups"][0]["recompute"] = {"mode": "full"}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    saved = json.loads(run("--model", "model.yaml", "--json").stdout)
+    saved = json.loads(run("--model", "model.json", "--json").stdout)
     assert saved["iteration_s"] > usual["iteration_s"]
     assert saved["ranks"][0]["peak_memory_bytes"] < usual["ranks"][0]["peak_memory_bytes"]

@@ -338,7 +338,7 @@ def test_it_is_known_by_its_keys_or_its_name(name, tmp_path, monkeypatch):
 
 
 def test_the_document_lists_each_type_where_it_belongs():
-    document = (Path(__file__).parents[2] / "docs" / "model-file.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| Planned; a note .*\|$", document, re.MULTILINE)
     trained, planned = (re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows)
     assert {*trained, *planned} == set(_FAMILIES)

@@ -16,12 +16,11 @@ from zorse_megatron.schema.cluster.cluster_file import ClusterFile
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS, canonical_kind
 from zorse_megatron.schema.model.model_presets import MODELS
-from zorse_megatron.schema.model.model_yaml import ModelFile, parse_model
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import parse_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
-ROOTS = {"cluster-file.md": ClusterFile, "model-file.md": ModelFile, "profile-file.md": Profile}
+ROOTS = {"cluster-file.md": ClusterFile, "profile-file.md": Profile}
 LINKS = {"nvswitch": "NVSwitch", "nvlink": "NVLink", "pcie": "PCIe"}
 
 
@@ -38,20 +37,15 @@ def test_cluster_examples_load(text):
     assert parse_cluster(text.encode()).world_size >= 8
 
 
-@pytest.mark.parametrize("text", blocks("model-file.md", "yaml"))
-def test_model_examples_load(text):
-    assert parse_model(text.encode()).num_parameters > 1e9
-
-
 @pytest.mark.parametrize("text", blocks("profile-file.md", "json"))
 def test_profile_examples_load(text):
     assert parse_profile(text.encode()).gpu_kinds() == ("L4",)
 
 
 def test_there_are_examples():
-    languages = dict(zip(ROOTS, ("yaml", "yaml", "json"), strict=True))
+    languages = dict(zip(ROOTS, ("yaml", "json"), strict=True))
     counts = [len(blocks(name, kind)) for name, kind in languages.items()]
-    assert counts == [3, 2, 1]
+    assert counts == [3, 1]
 
 
 def test_what_the_example_says_of_ranks():
@@ -152,7 +146,7 @@ def test_spellings_are_as_said():
     ("name", "heading", "known"),
     [
         ("cluster-file.md", "## Cloud instances", INSTANCES),
-        ("model-file.md", "## Well-known models", MODELS),
+        ("cli.md", "### Well-known models", MODELS),
     ],
 )
 def test_lists_are_complete(name, heading, known):

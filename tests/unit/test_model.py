@@ -11,7 +11,6 @@ from zorse_megatron.schema.model import model_presets
 from zorse_megatron.schema.model import model_shape as model_module
 from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
 from zorse_megatron.schema.model.model_shape import ModelShape, padded_vocab_size
-from zorse_megatron.schema.model.model_yaml import parse_model
 
 
 def shape(**changes):
@@ -125,41 +124,6 @@ def test_published_parameters_by_tensor_parallel_size():
         model = dataclasses.replace(MODELS[canonical_model(row["model"])], vocab_size=vocab)
         count = model.embedding_parameters if row["layer_index"] == "0" else model.layer_parameters
         assert count(ranks) == int(float(row["params_floats"]))
-
-
-def model_of(text):
-    return parse_model(text.encode(), source="model.yaml")
-
-
-def test_yaml_defaults_are_those_of_megatron():
-    found = model_of(
-        "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nvocab_size: 128\nseq_length: 32"
-    )
-    assert found == ModelShape(
-        name="model",
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=4,
-        kv_channels=16,
-        vocab_size=128,
-        seq_length=32,
-    )
-
-
-def test_yaml_preset():
-    assert model_of("preset: llama-7b") == MODELS["llama-7b"]
-    changed = model_of("preset: Llama-7B\nseq_length: 4096\nnum_attention_heads: 16")
-    assert changed.seq_length == 4096
-    assert (changed.num_query_groups, changed.kv_channels) == (16, 256)
-    assert changed.layer_parameters() == MODELS["llama-7b"].layer_parameters()
-    assert model_of("preset: gpt-1.3b\nseq_length: 4096").max_positions == 4096
-
-
-def test_yaml_learned_positions():
-    text = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nvocab_size: 128\n"
-    assert model_of(text + "seq_length: 32\nposition_embedding: learned").max_positions == 32
 
 
 def test_fingerprint():

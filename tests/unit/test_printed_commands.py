@@ -99,7 +99,6 @@ def run_in(directory: Path, document: str) -> Iterator[str]:
     """Run what can be run of a document in an empty directory; the lines that were run."""
     (directory / "examples").symlink_to(ROOT / "examples")
     (directory / "cluster.yaml").write_text(CLUSTERS.get(document, UNEQUAL))
-    (directory / "model.yaml").write_text("preset: llama-3b\nseq_length: 512\n")
     (directory / "config.json").write_text(json.dumps(LLAMA_3_2_1B))
     (directory / "plan.json").write_text(dump_plan(uneven_plan()))
     shutil.copy(ROOT / "examples" / "mini-profile.json", directory / "profile.json")

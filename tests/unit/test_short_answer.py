@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.unit.cli_samples import EXAMPLES, FLAGS, runner_in
+from tests.unit.cli_samples import EXAMPLES, FLAGS, WORKLOAD, runner_in
 from zorse_megatron.cli.gpu_selection import Selected
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import tokens_named
@@ -167,10 +167,9 @@ def test_what_is_to_be_done_is_in_the_short_answer(run, tmp_path):
 
 
 def test_details_follow_the_answer(run):
-    plan = ("plan", "--cluster", "cluster.yaml", "--model", "model.yaml")
-    more = ("--global-batch-size", "16", "--strategy", "cephalo")
-    short = run(*plan, *more).stdout.splitlines()
-    long = run(*plan, *more, "--verbose").stdout.splitlines()
+    plan = ("plan", *WORKLOAD, "--strategy", "cephalo")
+    short = run(*plan).stdout.splitlines()
+    long = run(*plan, "--verbose").stdout.splitlines()
     assert not any(line.startswith(("note: ", "rejected: ", "No plan can")) for line in short)
     assert long[0] == short[0]
     for start in ("note: ", "No plan can take less than ", "Searched in "):
@@ -179,17 +178,8 @@ def test_details_follow_the_answer(run):
 
 def test_the_answer_for_programs_has_the_same_in_full_precision(run):
     told = run(
-        *("plan", "--cluster", "cluster.yaml", "--model", "model.yaml", "--use-all", "--json"),
-        *(
-            "--tokens",
-            "300B",
-            "--global-batch-size",
-            "16",
-            "--strategy",
-            "cephalo",
-            "--out",
-            "new.json",
-        ),
+        *("plan", *WORKLOAD, "--use-all", "--json"),
+        *("--tokens", "300B", "--strategy", "cephalo", "--out", "new.json"),
     )
     answer = json.loads(told.stdout)
     low, high = answer["iteration_between_s"]

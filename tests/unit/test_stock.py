@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli_samples import runner_in
+from tests.unit.cli_samples import WORKLOAD, runner_in
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import costs_of_workload
 from zorse_megatron.emulate.compare import compared_systems as compared_systems_module
@@ -30,8 +30,7 @@ from zorse_megatron.schema.model.model_presets import MODELS
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
-FILES = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "16")
-COMPARE = ("compare-plans", *FILES, "--strategy", "stock", "--json")
+COMPARE = ("compare-plans", *WORKLOAD, "--strategy", "stock", "--json")
 
 
 def make(cluster=CLUSTER, batch=16, layers=8):
@@ -152,7 +151,7 @@ def test_compare_and_compare_plans_agree(tmp_path, monkeypatch):
     skipped = ComparedSystem(name="-", layout="-", system=None, predicted_s=None)
     monkeypatch.setattr(compared_systems_module, "_ours", lambda inputs: skipped)
     monkeypatch.setattr(compared_systems_module, "_by_strategy", lambda inputs, strategy: skipped)
-    workload = workload_of(model="model.yaml", flags=None)
+    workload = workload_of(model="model.json", flags=None, seq_length=512)
     inputs = costs_of_workload(
         load_cluster("cluster.yaml"), workload, [], global_batch_size=16
     ).inputs

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.unit.cli_samples import runner_in
+from tests.unit.cli_samples import WORKLOAD, runner_in
 from tests.unit.profile_samples import good
 from zorse_megatron.costs.unlikely import unlikely_times
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
@@ -63,11 +63,10 @@ def test_what_no_gpu_does_is_told(factor, said, tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     (tmp_path / "profile.json").write_text(json.dumps(profile(factor)))
     (tmp_path / "cluster.yaml").write_text("nodes: [{gpus: 1 x A100-80}]")
-    words = ("--cluster", "cluster.yaml", "--model", "model.yaml", "--global-batch-size", "2")
     for command in (
         ("check", "profile.json"),
         ("profile", "show", "profile.json"),
-        ("plan", *words, "--profile", "profile.json"),
+        ("plan", *WORKLOAD, "--profile", "profile.json"),
     ):
         result = run(*command)
         assert result.exit_code == 0, result.output

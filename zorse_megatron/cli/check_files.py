@@ -18,8 +18,7 @@ from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
-from zorse_megatron.schema.model.hugging_face import config_path, is_config
-from zorse_megatron.schema.model.model_yaml import MODEL_FILE
+from zorse_megatron.schema.model.hugging_face import CONFIG_FILE, config_path
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import PLAN_FILE, parse_plan
 from zorse_megatron.schema.profile.profile import Profile
@@ -33,11 +32,13 @@ from zorse_megatron.software.torch_builds import build_notes
 Content = Plan | Cluster | Workload | Profile
 
 # Of equally likely kinds the first one is taken.
-_KINDS = (PLAN_FILE, CLUSTER_FILE, MODEL_FILE, PROFILE_FILE)
+_KINDS = (PLAN_FILE, CLUSTER_FILE, CONFIG_FILE, PROFILE_FILE)
 _ANY_KIND = "a plan, cluster, model or profile"
 _MAX_KEY = 40  # longer than any key of ours
-_YAML_KINDS = (CLUSTER_FILE, MODEL_FILE)
+_YAML_KINDS = (CLUSTER_FILE, CONFIG_FILE)
 _OF_HUGGING_FACE = "config.json"
+# The last two are of YAML files, which are refused as models.
+_OF_MODELS = ("architectures", "hidden_size", "num_layers", "preset")
 _PARSERS: dict[str, Callable[..., Content]] = {
     "plan": parse_plan,
     "cluster": parse_cluster,
@@ -100,9 +101,9 @@ def check_file(path: Path) -> CheckedFile:
 def _kind_of(data: bytes, path: Path) -> FileKind:
     """The kind whose keys are at the top level; where none is, what the name suggests."""
     keys = _top_level_keys(data)
-    if "model_type" in keys or is_config(data, str(path)):
-        return MODEL_FILE
-    fields = {kind.name: {f.name for f in dataclasses.fields(kind.root)} for kind in _KINDS}
+    if "model_type" in keys or path.name.endswith(_OF_HUGGING_FACE):
+        return CONFIG_FILE
+    fields = {kind.name: set(_keys_of(kind)) for kind in _KINDS}
     # Keys that several kinds have, such as `name`, say nothing.
     counts = Counter(field for names in fields.values() for field in names)
     told = {
@@ -113,6 +114,12 @@ def _kind_of(data: bytes, path: Path) -> FileKind:
     if not best:
         return _kind_of_name(path)
     return next(kind for kind in _KINDS if told[kind.name] == best)
+
+
+def _keys_of(kind: FileKind) -> Iterable[str]:
+    if kind is CONFIG_FILE:
+        return _OF_MODELS
+    return [field.name for field in dataclasses.fields(kind.root)]
 
 
 def _is_among(key: str, names: Iterable[str]) -> bool:
@@ -134,7 +141,7 @@ def _top_level_keys(data: bytes) -> set[str]:
 def _kind_of_name(path: Path) -> FileKind:
     kinds = _YAML_KINDS if path.suffix.lower() in (".yaml", ".yml") else _KINDS
     if path.name.lower().endswith(_OF_HUGGING_FACE):
-        return MODEL_FILE
+        return CONFIG_FILE
     return next((kind for kind in kinds if kind.name in path.name.lower()), kinds[0])
 
 

@@ -20,7 +20,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="A model file, a Hugging Face config.json, a well-known model such as llama-7b, or "
+        help="A Hugging Face config.json or its folder, a well-known model such as llama-7b, or "
         "your training command's flags in quotes. You can also put those flags after --.",
     ),
 ]

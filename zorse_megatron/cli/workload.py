@@ -1,4 +1,4 @@
-"""The model and batch to train, from a model file, a preset or Megatron's flags."""
+"""The model and batch to train, from a config.json, a preset or Megatron's flags."""
 
 import dataclasses
 import shlex
@@ -20,18 +20,19 @@ from zorse_megatron.flags.shape import (
 )
 from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind
 from zorse_megatron.schema.model.computing import USUAL, Computing
-from zorse_megatron.schema.model.hugging_face import config_path, is_config, parse_config
+from zorse_megatron.schema.model.hugging_face import CONFIG_FILE, config_path, parse_config
 from zorse_megatron.schema.model.model_presets import MODELS, canonical_model
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.model.model_yaml import MODEL_FILE, parse_model
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.strict import read_file
 from zorse_megatron.schema.text.suggest import did_you_mean
 
-# As in model files: a number with digits too many is reported, not computed with.
+# A number with digits too many is reported, not computed with.
 MAX_LAYERS = 100_000
 MAX_SIZE = 100_000_000
 MAX_GLOBAL_BATCH_SIZE = 100_000
+_WAYS = "a config.json, a well-known model or the flags of a training command"
+_YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def workload_of(
         raise _one_problem(
             "--model",
             "no model",
-            "--model with a file or a well-known model, or the training command's flags after --",
+            f"--model with {_WAYS}, or those flags after --",
             "Such as --model llama-7b, or: -- pretrain_gpt.py --num-layers 32 ...",
         )
     is_auto = dtype_may_be_auto and dtype == "auto"
@@ -189,22 +190,22 @@ def named_model(name: str) -> Workload:
     """
     if _is_file_name(name):
         path = config_path(name)
-        return model_in(read_file(path, MODEL_FILE), source=str(path))
+        _refuse_yaml(path)
+        return model_in(read_file(path, CONFIG_FILE), source=str(path))
     known = MODELS.get(canonical_model(name))
     if known is None:
         raise _one_problem(
             "--model",
             f'"{name}", which is neither a file nor a well-known model',
-            "a model file, a well-known model or the flags of a training command",
+            _WAYS,
             did_you_mean(name, MODELS),
         )
     return Workload(model=known, dtype=None, global_batch_size=None)
 
 
 def model_in(data: bytes, source: str) -> Workload:
-    """The model in a file of ours, or in a config.json. Raises ModelError with every problem."""
-    if not is_config(data, source):
-        return Workload(model=parse_model(data, source=source), dtype=None, global_batch_size=None)
+    """The model in a config.json. Raises ModelError with every problem."""
+    _refuse_yaml(Path(source))
     found = parse_config(data, source=source)
     flags = [f"Megatron's flags for {source}: {' '.join(found.flags)}"] if found.flags else []
     return Workload(
@@ -215,6 +216,19 @@ def model_in(data: bytes, source: str) -> Workload:
         file_flags=found.flags,
         notes=(*found.notes, *flags),
     )
+
+
+def _refuse_yaml(path: Path) -> None:
+    """Models were once in YAML files of their own."""
+    if path.suffix.lower() in _YAML:
+        problem = Problem(
+            where=str(path),
+            found="a YAML file: models in YAML are no longer read",
+            expected=_WAYS,
+            remedy="Such as --model config.json or --model llama-13b, with --seq-length 4096, or "
+            "Megatron's flags for a model of other sizes.",
+        )
+        raise ModelError(f"{path} cannot be used", [problem])
 
 
 def at_seq_length(workload: Workload, seq_length: int) -> Workload:
@@ -250,7 +264,7 @@ def _split(text: str) -> list[str]:
 
 def _is_file_name(name: str) -> bool:
     is_there = config_path(name).is_file()
-    return is_there or "/" in name or Path(name).suffix in (".yaml", ".yml", ".json")
+    return is_there or "/" in name or Path(name).suffix.lower() in (*_YAML, ".json")
 
 
 def _refuse_absurd(shape: ModelShape) -> None:

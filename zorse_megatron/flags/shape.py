@@ -20,8 +20,8 @@ from zorse_megatron.schema.model.model_shape import (
     PositionEmbedding,
     default_ffn_hidden_size,
     padded_vocab_size,
+    problems_of,
 )
-from zorse_megatron.schema.model.model_yaml import problems_of
 
 _DIGITS = 9
 _USUAL_DIVISOR = 128  # Megatron's, of the rows of the embedding table
@@ -77,7 +77,7 @@ class _Flags:
 
     def add(self, flag: str, found: str, expected: str, remedy: str | None = None) -> None:
         """Note a problem."""
-        remedy = remedy or f"Add {flag}, or describe the model in a YAML file."
+        remedy = remedy or f"Add {flag}, or give the model with --model."
         self.problems.append(Problem(where=flag, found=found, expected=expected, remedy=remedy))
 
 

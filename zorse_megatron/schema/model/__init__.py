@@ -1,1 +1,1 @@
-"""The model file: the shape of the model, and how a training command computes it."""
+"""The shape of the model, and how a training command computes it."""

@@ -6,7 +6,6 @@ Megatron's flags cannot build of it is planned as if they could, and said. Whate
 equal dense layers (experts, latent attention, images) is refused by its key.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,17 +19,13 @@ from zorse_megatron.schema.model.model_shape import (
     Norm,
     PositionEmbedding,
     padded_vocab_size,
+    problems_of,
 )
-from zorse_megatron.schema.model.model_yaml import problems_of
 from zorse_megatron.schema.text.file_kind import FileKind
 from zorse_megatron.schema.text.json_text import read_json
 
 CONFIG_FILE = FileKind(
-    name="Hugging Face model",
-    syntax="JSON",
-    document="docs/model-file.md",
-    error=ModelError,
-    root=None,
+    name="model", syntax="JSON", document="docs/cli.md", error=ModelError, root=None
 )
 _LARGEST = 100_000_000
 # What a model is made of -> the keys that families have for it.
@@ -217,16 +212,6 @@ def config_path(name: str | Path) -> Path:
     return inside if inside.is_file() else Path(name)
 
 
-def is_config(data: bytes, source: str) -> bool:
-    """Whether a file is a `config.json`, by its name or its keys, and not a model file of ours."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        value = None
-    keys = value.keys() if isinstance(value, dict) else ()
-    return source.endswith("config.json") or "model_type" in keys or "architectures" in keys
-
-
 def parse_config(data: bytes, *, source: str = "config.json") -> HuggingFaceModel:
     """Read the model of the text of a `config.json`. Raises ModelError with every problem."""
     value, problems = read_json(data, source, CONFIG_FILE)
@@ -265,7 +250,7 @@ class _Config:
             "model_type",
             "no such key" if kind is None else f"{kind!r}" + (f", which has {lacks}" * bool(lacks)),
             f"a dense model of {', '.join(_FAMILIES)}",
-            "Describe a model of another kind with Megatron's flags, or in a model file.",
+            "Describe a model of another kind with Megatron's flags.",
         )
         return None
 
@@ -384,11 +369,11 @@ class _Config:
         for key, usual in _UNCOUNTED.items():
             if self.flag(key, usual) != usual:
                 found, expected = (str(each).lower() for each in (not usual, usual))
-                self.add(key, found, expected, "Describe the model in a model file.")
+                self.add(key, found, expected, "Describe the model with Megatron's flags.")
         narrow = self.value.get("word_embed_proj_dim")
         if narrow not in (None, hidden):
             expected = f"{hidden}, the hidden size"
-            remedy = "Describe the model in a model file."
+            remedy = "Describe the model with Megatron's flags."
             self.add("word_embed_proj_dim", repr(narrow)[:40], expected, remedy)
 
     def _activation(self, family: _Family) -> Activation:

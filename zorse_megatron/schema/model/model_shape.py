@@ -5,9 +5,11 @@ attention, before the feed-forward block and at the end. `tensor_parallel` ranks
 and the biases that follow their columns; norms and the other biases are on every rank.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan.plan import ModelFingerprint
 
 Activation = Literal["gelu", "relu", "squared_relu", "swiglu", "geglu"]
@@ -158,3 +160,29 @@ def default_ffn_hidden_size(hidden_size: int, activation: Activation) -> int:
     if activation == "swiglu":
         return int((4 * hidden_size * 2 / 3) / 64) * 64
     return 4 * hidden_size
+
+
+def problems_of(shape: ModelShape, *, has_kv_channels: bool = True) -> Iterator[Problem]:
+    """Yield what does not fit together in a shape."""
+    heads, groups = shape.num_attention_heads, shape.num_query_groups
+    if not has_kv_channels and shape.hidden_size % heads:
+        yield Problem(
+            where="num_attention_heads",
+            found=f"{heads} heads with hidden_size {shape.hidden_size}",
+            expected="a number of heads that divides hidden_size",
+            remedy="Correct one of them, or give kv_channels.",
+        )
+    if heads % groups:
+        yield Problem(
+            where="num_query_groups",
+            found=f"{groups} with {heads} query heads",
+            expected="a divisor of num_attention_heads",
+            remedy="Every key head serves the same number of query heads.",
+        )
+    if shape.position_embedding == "learned" and shape.max_positions < shape.seq_length:
+        yield Problem(
+            where="max_positions",
+            found=f"{shape.max_positions} with seq_length {shape.seq_length}",
+            expected="at least seq_length",
+            remedy="Learned positions must reach to the end of a sample.",
+        )
