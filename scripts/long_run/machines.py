@@ -9,8 +9,9 @@ from zorse_megatron.costs.own_speeds import GpuSpeed, with_own_speeds
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import nodes_without, text_with_gpus
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.fewer_gpus import nodes_without, with_gpus
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import load_profile
@@ -35,8 +36,7 @@ SAMPLES = 128
 class Machines:
     """Nodes, and what is known of them."""
 
-    cluster: bytes
-    """Their cluster file."""
+    cluster: Cluster
     inputs: Inputs
     plan: Plan
     planned_in_s: float
@@ -45,9 +45,8 @@ class Machines:
     def without(cls, names: Collection[str]) -> "Machines":
         """All nodes of mini-b but these."""
         path = EXAMPLES / "mini-b.yaml"
-        data = path.read_bytes()
-        left = nodes_without(parse_cluster(data), names, source=str(path))
-        cluster = text_with_gpus(data, left).encode()
+        whole = load_cluster(path)
+        cluster = with_gpus(whole, nodes_without(whole, names, source=str(path)))
         inputs = _inputs(cluster, load_profile(PROFILE))
         found = find_plan(inputs)
         return cls(cluster=cluster, inputs=inputs, plan=found.plan, planned_in_s=found.plan_time_s)
@@ -59,7 +58,7 @@ class Machines:
             for rank in range(self.plan.world_size)
         ]
         slower = with_own_speeds(self.cluster, load_profile(PROFILE), speeds, origin="known")
-        return find_plan(_inputs(slower.cluster.encode(), slower.profile)).plan
+        return find_plan(_inputs(slower.cluster, slower.profile)).plan
 
     def iteration_s(self, plan: Plan, slow_ranks: dict[int, float]) -> float:
         """Simulated, with the counts of the plan."""
@@ -67,9 +66,9 @@ class Machines:
         return simulate_plan(self.inputs, plan, perturbation=perturbation).iteration_s
 
 
-def _inputs(cluster: bytes, profile: Profile | None) -> Inputs:
+def _inputs(cluster: Cluster, profile: Profile | None) -> Inputs:
     return make_inputs(
-        parse_cluster(cluster),
+        cluster,
         WORKLOAD.model,
         profile,
         global_batch_size=SAMPLES,

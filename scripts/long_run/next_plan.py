@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.long_run.machines import FLAGS, PROFILE, Machines
+from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan, save_plan
 from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, STATUS_NAME
@@ -35,7 +36,7 @@ def next_plan(
     """
     directory.mkdir(parents=True, exist_ok=True)
     cluster, out = directory / "cluster.yaml", directory / "next.json"
-    cluster.write_bytes(machines.cluster)
+    cluster.write_text(dump_cluster(machines.cluster))
     # The run's own plan file is that of the tiny model.
     status = replace(load_status(part), plan=fingerprint(plan), ended=False, moves=())
     (directory / STATUS_NAME).write_text(dump_status(status))

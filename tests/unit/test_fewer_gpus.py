@@ -1,4 +1,4 @@
-"""The file of a cluster without some of its GPUs, against the whole cluster's topology."""
+"""A cluster without some of its GPUs, and its file, against the whole cluster's topology."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zorse_megatron.errors import ClusterError
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, load_cluster, parse_cluster
 from zorse_megatron.schema.cluster.fewer_gpus import joined_without, nodes_without, text_with_gpus
 
 SITES = b"""
@@ -71,21 +71,39 @@ def test_kept_gpus_are_as_they_were(ranks: set[int]) -> None:
     assert all(above[switch.name] == switch for switch in fewer.switches)
 
 
-def test_nodes_that_share_a_part_are_written_apart() -> None:
-    """The reader refuses YAML's anchors."""
-    nodes = b"nodes: [{name: n, count: 2, gpus: [1 x L4, 1 x T4], nics: {bandwidth: 100 Gb/s}}]"
-    left = parse_cluster(text_with_gpus(nodes, {0, 2}).encode())
-    assert left.gpu_kinds == ("L4", "L4")
-    assert [node.nics.total_bytes_per_s for node in left.nodes] == [12.5e9, 12.5e9]
+@pytest.mark.parametrize(
+    "path", sorted(Path("examples").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_what_is_written_loads_to_an_equal_cluster(path: Path) -> None:
+    whole = load_cluster(path)
+    assert parse_cluster(dump_cluster(whole).encode()) == whole
 
 
-def test_the_whole_cluster_stays_as_written() -> None:
-    """Entries with names keep their short forms and counts."""
-    text = Path("examples/zorse-paper-cluster-c.yaml").read_bytes()
-    whole = parse_cluster(text)
-    again = text_with_gpus(text, range(whole.world_size))
-    assert parse_cluster(again.encode()) == whole
-    assert "count: " in again
+OWN_KINDS = """
+  - {name: full, memory: 1.5GB, memory_bandwidth: 3 GB/s, 
+     peak: {float32: 1 TFLOP/s, tf32: 2 TFLOP/s}}
+  - {name: T4, memory: 8GB}
+  - {name: as it is, like: a100 40}
+  - {name: its size, like: A100-40, memory: 40GB, attention: unfused}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SITES.decode(),
+        "nodes: [{gpus: 1 x T4}]",
+        "{name: '1e9', nodes: [{name: 'yes', gpus: T4, nics: 1 Gb/s}, {name: '1e3', gpus: 2 x L4, "
+        "nics: {count: 3, bandwidth: 7 Gb/s, latency: 0 s}, link: NVLink 33.3 GB/s}]}",
+        "nodes: [{gpus: [2 x full, T4, as it is, its size, L4], host_memory: 1TB}]\n"
+        "gpu_kinds:" + OWN_KINDS,
+        "nodes: [{gpus: T4, region: ü}]",
+    ],
+)
+def test_kinds_and_names_are_written_as_they_are(text: str) -> None:
+    """Also those that YAML would take for numbers, and figures that no unit spells."""
+    whole = parse_cluster(text.encode())
+    assert parse_cluster(dump_cluster(whole, "Two\nlines.").encode()) == whole
 
 
 def test_unknown_nodes_and_ranks_are_refused() -> None:

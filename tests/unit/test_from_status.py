@@ -1,4 +1,4 @@
-"""`zorse plan --from-status`: at the speeds of a run's GPUs, and what a move would gain."""
+"""What is planned and kept by the speeds of a run's GPUs, and what a move would gain."""
 
 import json
 import shlex
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.unit.cli_samples import FLAGS
+from tests.unit.cli_samples import EXAMPLES, FLAGS
 from zorse_megatron.cli.from_status import observed_run
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.workload import workload_of
@@ -19,9 +19,11 @@ from zorse_megatron.planner.evaluate.simulate_plan import planned_micro_batch_ti
 from zorse_megatron.rebalance.balancer import with_counts
 from zorse_megatron.rebalance.iteration_times import IterationTimes
 from zorse_megatron.rebalance.run_status import RunStatus
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Replica, Schedule
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster, parse_cluster
+from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Predictions, Replica, Schedule
 from zorse_megatron.schema.plan.plan_json import dump_plan, fingerprint, load_plan
+from zorse_megatron.schema.profile.profile import Profile
+from zorse_megatron.schema.profile.profile_json import load_profile
 from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME, STATUS_NAME
 from zorse_megatron.schema.status.status_json import dump_status
 from zorse_megatron.simulate.perturb import Perturbation
@@ -51,8 +53,8 @@ def present() -> Plan:
     )
 
 
-def costs_of(plan: Plan) -> Any:
-    return costs_on(plan, parse_cluster(CLUSTER.encode()), WORKLOAD, []).inputs
+def costs_of(plan: Plan, *profiles: Profile) -> Any:
+    return costs_on(plan, parse_cluster(CLUSTER.encode()), WORKLOAD, profiles).inputs
 
 
 class RunDirectory:
@@ -65,11 +67,18 @@ class RunDirectory:
         self.directory.mkdir()
         self.cluster.write_text(CLUSTER)
 
-    def write(self, plan: Plan, factors: tuple[float, ...], *, ended: bool = False) -> None:
+    def write(
+        self,
+        plan: Plan,
+        factors: tuple[float, ...],
+        *profiles: Profile,
+        ended: bool = False,
+        iterations: int = 30,
+    ) -> None:
         """The status after some iterations at these speeds."""
-        modelled = planned_micro_batch_times(costs_of(plan), plan)
+        modelled = planned_micro_batch_times(costs_of(plan, *profiles), plan)
         status = RunStatus(plan=plan, tokens_per_iteration=1, first_iteration=0)
-        for number in range(30):
+        for number in range(iterations):
             status.take(
                 tuple(
                     IterationTimes(
@@ -150,6 +159,46 @@ def test_a_gpu_is_as_slow_after_a_move_as_before(run: RunDirectory) -> None:
     assert again["factors"] == list(SLOW)
     assert again["pays_after_iterations"] is None and again["command"] is None
     assert again["present_s"] == pytest.approx(again["next_s"])
+
+
+def corrected(run: RunDirectory) -> Any:
+    """What `zorse profile correct` answers."""
+    profile, out = EXAMPLES / "mini-profile.json", run.cluster.parent / "new"
+    words = ["profile", "correct", str(profile), str(run.directory), "--cluster", str(run.cluster)]
+    words += ["--out", f"{out}.json", "--cluster-out", f"{out}.yaml", "--json", "--"]
+    result = CliRunner().invoke(app, [*words, *FLAGS])
+    return json.loads(result.stdout)
+
+
+def test_corrected_files_know_a_slow_gpu_also_after_a_move(run: RunDirectory) -> None:
+    """A plan that expects it to be slow changes nothing: what counts is the profile."""
+    profile = load_profile(EXAMPLES / "mini-profile.json")
+    costs = costs_of(present(), profile)
+    slow_s = [
+        seconds * factor
+        for seconds, factor in zip(planned_micro_batch_times(costs, present()), SLOW, strict=True)
+    ]
+    moved = replace(
+        present(), predictions=Predictions(iteration_s=1.0, micro_batch_s=tuple(slow_s))
+    )
+    for plan in (present(), moved):
+        run.write(plan, SLOW, profile)
+        answer = corrected(run)
+        assert answer["ok"], answer
+        assert answer["kinds"] == ["T4", "T4", "T4-x2.5"]
+        assert answer["factors"] == list(SLOW)
+    cluster, kept = load_cluster(answer["cluster"]), load_profile(answer["profile"])
+    after = costs_on(
+        replace(present(), cluster=cluster.fingerprint()), cluster, WORKLOAD, [kept]
+    ).inputs
+    assert planned_micro_batch_times(after, present()) == pytest.approx(slow_s)
+
+
+def test_what_has_no_times_is_not_corrected(run: RunDirectory) -> None:
+    run.write(present(), SLOW, iterations=1)
+    (problem,) = corrected(run)["problems"]
+    assert problem["found"] == "no rank with times of its micro-batches"
+    assert run.plans(code=1)["problems"] == [problem]
 
 
 MOVE = {"present_s": 4.0, "next_s": 3.0, "move_s": 60.5, "pays_after_iterations": 61}

@@ -46,7 +46,7 @@ NOT_RUN = {
     "zorse launch plan.json --cluster cluster.yaml --torchrun --elastic": "the same; "
     "tests/unit/test_elastic_torchrun.py",
     "zorse profile measure --out": "five minutes on a CPU; tests/megatron/test_measure.py",
-    "zorse profile correct ": "a run with --zorse-status; tests/unit/test_run_status.py",
+    "zorse profile correct ": "a run with --zorse-status; tests/unit/test_from_status.py",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
     "python -m scripts.launch_order.check": "minutes; tests/unit/test_launch_order.py checks less",
     "python -m scripts.bench_stock": "half an hour of searches; tests/unit/test_bench_stock.py",

@@ -1,8 +1,7 @@
-"""Who is slow, since when; the command that shows it; and a profile that is corrected by it."""
+"""Who is slow, since when; and the command that shows it."""
 
 import dataclasses
 import json
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,6 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.schema.profile.profile import Profile, ProfiledModel, Source, Times
-from zorse_megatron.schema.profile.profile_correct import corrected
-from zorse_megatron.schema.profile.profile_json import load_profile, save_profile
 from zorse_megatron.schema.status.status import STATUS_NAME, LinkStatus, Move
 from zorse_megatron.schema.status.status_json import dump_status, load_status
 
@@ -143,69 +139,3 @@ def test_a_status_that_cannot_be_used(text: str, tmp_path: Path) -> None:
 def test_no_status(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert result.exit_code == 1 and "no readable file" in result.output
-
-
-def _profile() -> Profile:
-    numbers = count(1)
-    model = ProfiledModel(
-        name="m",
-        num_layers=1,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        num_attention_heads=1,
-        num_query_groups=1,
-        kv_channels=8,
-        vocab_size=8,
-        seq_length=8,
-    )
-    return Profile(
-        schema_version=1,
-        sources=(Source(name="corrected", kind="measured"),),
-        models=(model,),
-        times=tuple(
-            Times(
-                part="layer",
-                model="m",
-                gpu_kind=kind,
-                seq_length=8,
-                dtype="float16",
-                source="corrected",
-                micro_batch_sizes=(1, 2),
-                forward_s=(float(next(numbers)), float(next(numbers))),
-                backward_s=(float(next(numbers)), float(next(numbers))),
-            )
-            for kind in ("A", "B", "C")
-        ),
-    )
-
-
-def test_times_of_a_slow_kind_are_corrected_and_a_slow_gpu_is_named(tmp_path: Path) -> None:
-    """The next plan, made from the new profile, expects what the run took."""
-    status, before = _status(), _profile()
-    _run(status, range(10), (1.0, 1.5, 1.25, 1.25))
-    found = corrected(before, status.now(written_s=1.7e9), origin="a run")
-    assert found.factors == {"B": pytest.approx(1.25)}
-    assert len(found.notes) == 1 and "rank 1 takes 1.50 times as long" in found.notes[0]
-    a, b, c = found.profile.times
-    assert (a, c) == (before.times[0], before.times[2])
-    assert b.forward_s == pytest.approx([1.25 * each for each in before.times[1].forward_s])
-    assert b.backward_s == pytest.approx([1.25 * each for each in before.times[1].backward_s])
-    assert b.source == "corrected1"
-
-    (tmp_path / STATUS_NAME).write_text(dump_status(status.now(written_s=1.7e9)))
-    save_profile(before, tmp_path / "old.json")
-    words = ["profile", "correct", str(tmp_path / "old.json"), str(tmp_path)]
-    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new.json")])
-    assert result.exit_code == 0 and "B times 1.25" in result.output
-    assert load_profile(tmp_path / "new.json").times == found.profile.times
-
-
-def test_what_a_plan_does_not_say_cannot_be_corrected(tmp_path: Path) -> None:
-    status = _status(dataclasses.replace(PLAN, predictions=None))
-    _run(status, range(10), (1.0, 1.5, 1.25, 1.25))
-    (tmp_path / STATUS_NAME).write_text(dump_status(status.now(written_s=1.7e9)))
-    save_profile(_profile(), tmp_path / "old.json")
-    words = ["profile", "correct", str(tmp_path / "old.json"), str(tmp_path)]
-    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "new.json")])
-    assert result.exit_code == 1 and "predictions.micro_batch_s" in result.output
-    assert not (tmp_path / "new.json").exists()

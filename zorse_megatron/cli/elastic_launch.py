@@ -12,9 +12,8 @@ from zorse_megatron.launch.components import components_of
 from zorse_megatron.launch.elastic.elastic_script import elastic_script
 from zorse_megatron.launch.training_command import training_of
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import nodes_without, text_with_gpus
-from zorse_megatron.schema.text.strict import read_file
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.fewer_gpus import nodes_without, with_gpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +57,11 @@ class ElasticJob:
 
     def whole(self) -> Cluster:
         """The cluster with all nodes."""
-        return parse_cluster(read_file(self.cluster, CLUSTER_FILE), source=str(self.cluster))
+        return load_cluster(self.cluster)
 
     def _without(self, lost: Collection[str]) -> Cluster:
-        data, source = read_file(self.cluster, CLUSTER_FILE), str(self.cluster)
-        ranks = nodes_without(self.whole(), lost, source=source)
-        return parse_cluster(text_with_gpus(data, ranks, source=source).encode(), source=source)
+        whole, source = self.whole(), str(self.cluster)
+        return with_gpus(whole, nodes_without(whole, lost, source=source), source=source)
 
     def _words(self) -> list[str]:
         words = [str(self.plan), "--cluster", str(self.cluster), *self.elastic.words()]

@@ -59,6 +59,16 @@ class ObservedRun:
     """Of the run's plan, at these speeds."""
 
     @property
+    def origin(self) -> str:
+        """Of the figures of GPUs at these speeds."""
+        return _origin(self.status)
+
+    @property
+    def factors(self) -> list[float]:
+        """Rank -> how many times as long as expected it computes."""
+        return [self.speeds.factors.get(each, ("", 1.0))[1] for each in self.speeds.kinds]
+
+    @property
     def profiles(self) -> tuple[Profile, ...]:
         """Of GPUs at these speeds."""
         return () if self.speeds.profile is None else (self.speeds.profile,)
@@ -78,7 +88,7 @@ class ObservedRun:
         return {
             "iteration": self.status.iteration,
             "ended": self.status.ended,
-            "factors": [self.speeds.factors.get(each, ("", 1.0))[1] for each in self.speeds.kinds],
+            "factors": self.factors,
             "present_s": present_s,
             "next_s": outcome.iteration_s,
             "move_s": move.seconds,
@@ -88,7 +98,7 @@ class ObservedRun:
 
     def told(self, move: dict[str, Any]) -> Iterator[str]:
         """Yield lines for people."""
-        said = ", ".join(self._slower_ranks()) or "all GPUs compute as fast as expected"
+        said = ", ".join(self.slower_ranks()) or "all GPUs compute as fast as expected"
         yield f"iteration {self.status.iteration} of the run in {self.directory}: {said}"
         present_s, next_s, after = move["present_s"], move["next_s"], move["pays_after_iterations"]
         if after is None:
@@ -107,7 +117,8 @@ class ObservedRun:
         else:
             yield f"to move: {move['command'] or 'write the plan with --out'}"
 
-    def _slower_ranks(self) -> Iterator[str]:
+    def slower_ranks(self) -> Iterator[str]:
+        """Yield who computes slower or faster than expected."""
         for name, (kind, factor) in self.speeds.factors.items():
             ranks = [rank for rank, each in enumerate(self.speeds.kinds) if each == name]
             who = f"ranks {spell(spans_of(ranks))} ({kind}) take"
@@ -137,7 +148,7 @@ def observed_run(
     # Not the times that the plan predicts: those may be of corrected speeds already.
     expected_s = planned_micro_batch_times(costs.inputs, plan)
     speeds = with_own_speeds(
-        cluster_data,
+        cluster,
         costs.profile,
         [
             GpuSpeed(factor=each.micro_batch_s / expected, noise=each.noise or 0.0)
@@ -145,10 +156,8 @@ def observed_run(
             else None
             for each, expected in zip(status.ranks, expected_s, strict=True)
         ],
-        origin=f"Scaled by iteration {status.iteration} of a run of plan {status.plan}.",
-        source=source,
+        origin=_origin(status),
     )
-    corrected = parse_cluster(speeds.cluster.encode(), source=source)
     known = () if speeds.profile is None else (speeds.profile,)
     return ObservedRun(
         directory=directory,
@@ -156,8 +165,12 @@ def observed_run(
         plan=plan,
         cluster=cluster,
         speeds=speeds,
-        costs=costs_on(plan, corrected, workload, known, margin=margin),
+        costs=costs_on(plan, speeds.cluster, workload, known, margin=margin),
     )
+
+
+def _origin(status: Status) -> str:
+    return f"Scaled by iteration {status.iteration} of a run of plan {status.plan}."
 
 
 def _read(directory: Path) -> tuple[Status, Plan]:
@@ -175,6 +188,14 @@ def _read(directory: Path) -> tuple[Status, Plan]:
             remedy="Try again: the run is about to change its plan.",
         )
         raise CommandError("the run's speeds cannot be read", [problem])
+    if not any(each.micro_batch_s for each in status.ranks):
+        problem = Problem(
+            where=str(directory),
+            found="no rank with times of its micro-batches",
+            expected="the status of a run that has trained",
+            remedy="Let the run make four iterations or more.",
+        )
+        raise CommandError("the run's speeds are not known", [problem])
     counts = [[0] * len(group.replicas) for group in plan.groups]
     for each in status.ranks:
         counts[each.group][each.replica] = each.num_microbatches

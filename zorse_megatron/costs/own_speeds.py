@@ -1,8 +1,8 @@
-"""A profile and a cluster file in which each GPU has the speed that a run found it to have.
+"""A profile and a cluster in which each GPU has the speed that a run found it to have.
 
 GPUs of a kind that take as long as each other stay one kind. One that differs becomes a kind of its
 own, which computes so many times as long as the kind it was of: in all that the profile has of it,
-and in the rates of the cluster file where the profile has nothing.
+and in the rates of the cluster where the profile has nothing.
 """
 
 import statistics
@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from zorse_megatron.costs.same_chip import equal_kinds
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.cluster.own_kinds import text_with_own_kinds
+from zorse_megatron.schema.gpus.gpu import GpuKind, PeakFlops
 from zorse_megatron.schema.profile.profile import (
     LinkCurve,
     PartMemory,
@@ -41,31 +40,27 @@ class GpuSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSpeeds:
-    """Files that know it."""
+    """What knows it."""
 
-    cluster: str
-    """Text of the cluster file."""
+    cluster: Cluster
     profile: Profile | None
     kinds: tuple[str, ...]
-    """Rank -> kind in these files."""
+    """Rank -> kind there."""
     factors: Mapping[str, tuple[str, float]]
     """New kind -> the kind it is made of, and how many times as long it computes."""
 
 
 def with_own_speeds(
-    data: bytes,
+    cluster: Cluster,
     profile: Profile | None,
     speeds: Sequence[GpuSpeed | None],
     *,
     origin: str,
-    source: str = "cluster",
 ) -> OwnSpeeds:
-    """Correct the files by what each rank was found to take (None: it is not known).
+    """Correct both by what each rank was found to take (None: it is not known).
 
-    `data`: the cluster file. `origin`: of the new figures. Raises ClusterError for a file with
-    problems.
+    `origin`: of the new figures.
     """
-    cluster = parse_cluster(data, source=source)
     found = alike_factors(cluster.gpu_kinds, speeds)
     factors: dict[str, tuple[str, float]] = {}
     kinds = []
@@ -75,10 +70,39 @@ def with_own_speeds(
             factors[name] = kind, factor
         kinds.append(name)
     return OwnSpeeds(
-        cluster=text_with_own_kinds(data, kinds, factors, source=source, header=origin),
+        cluster=_of_kinds(cluster, kinds, factors),
         profile=None if profile is None else _with_kinds(profile, cluster, factors, origin),
         kinds=tuple(kinds),
         factors=factors,
+    )
+
+
+def _of_kinds(
+    cluster: Cluster, kinds: Sequence[str], factors: Mapping[str, tuple[str, float]]
+) -> Cluster:
+    slower = {
+        name: _slower(cluster.kinds[base], name, factor) for name, (base, factor) in factors.items()
+    }
+    return replace(
+        cluster,
+        kinds={name: slower.get(name) or cluster.kinds[name] for name in dict.fromkeys(kinds)},
+        nodes=tuple(
+            replace(node, gpu_kinds=tuple(kinds[rank] for rank in node.ranks))
+            for node in cluster.nodes
+        ),
+    )
+
+
+def _slower(base: GpuKind, name: str, factor: float) -> GpuKind:
+    """The same with lower rates, of arithmetic and of its own memory."""
+    rates = {key: rate and rate / factor for key, rate in vars(base.peak).items()}
+    return replace(
+        base,
+        name=name,
+        memory_bytes_per_s=base.memory_bytes_per_s / factor,
+        peak=PeakFlops(**rates),
+        source=f"{base.source}; {factor:g} times slower in a run",
+        unconfirmed=(),
     )
 
 

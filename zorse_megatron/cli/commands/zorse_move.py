@@ -50,7 +50,7 @@ def refuse_other_run(status: Status, plan: Plan, path: str) -> None:
             where=path,
             found=f"plan {status.plan}, under which the run is",
             expected="another one",
-            remedy="Make one, for instance with a corrected profile (zorse profile correct).",
+            remedy="Make one, for instance with zorse plan --from-status.",
         )
     else:
         return

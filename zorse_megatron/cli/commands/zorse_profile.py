@@ -29,7 +29,7 @@ profile = typer.Typer(
     help="Measure, correct and show profiles of layer times and memory.",
 )
 profile.command("measure", cls=TakesTrainingFlags)(measure_profile)
-profile.command("correct")(correct)
+profile.command("correct", cls=TakesTrainingFlags)(correct)
 # Below this a correction is the rounding of a fall between two points.
 _SMALL_CHANGE = 0.005
 

@@ -1,19 +1,16 @@
-"""The file of a cluster without some of its GPUs: entries that stay whole stay as they are written.
+"""A cluster without some of its GPUs.
 
 Kept GPUs keep their nodes' names and order, so their new ranks are in the order of the old ones.
 """
 
-from collections.abc import Collection, Iterator
-from itertools import groupby
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 import networkx as nx
 
 from zorse_megatron.errors import ClusterError, Problem
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, dump_cluster, parse_cluster
-from zorse_megatron.schema.cluster.short_forms import spelled_out
-from zorse_megatron.schema.text.yaml_text import read_yaml
+from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, parse_cluster
 
 USED_GPUS = "Written by `zorse plan`: the GPUs that its plan uses."
 """How the comment begins in the cluster file beside a plan for some of the GPUs."""
@@ -25,20 +22,33 @@ def text_with_gpus(
     """Return the text of a cluster file with the GPUs of `ranks` alone.
 
     `data`: the file of the whole cluster. `header`: lines of comment above it, without `#`.
-    Raises ClusterError for a file with problems, for ranks it lacks, and where the regions that are
-    left were joined only by way of one that is not.
+    Raises ClusterError for a file with problems, and as `with_gpus`.
     """
     cluster = parse_cluster(data, source=source)
+    return dump_cluster(with_gpus(cluster, ranks, source=source), header)
+
+
+def with_gpus(cluster: Cluster, ranks: Collection[int], *, source: str = "cluster") -> Cluster:
+    """Return the cluster of the GPUs of `ranks` alone.
+
+    Raises ClusterError for ranks it lacks, and where the regions that are left were joined only by
+    way of one that is not.
+    """
     wanted = frozenset(ranks)
     _refuse(cluster, wanted, source)
-    value, _, _ = read_yaml(data, source, CLUSTER_FILE)
-    kept = [node for node in cluster.nodes if wanted.intersection(node.ranks)]
-    content = dict(value) | {"nodes": list(_entries(value["nodes"], cluster, wanted))}
-    _drop_unused(content, kept, cluster)
-    comment = "".join(f"# {line}\n" for line in header.splitlines())
-    text = dump_cluster(content)
-    parse_cluster(text.encode(), source="the cluster file that was to be written")
-    return comment + text
+    nodes = tuple(_nodes(cluster, wanted))
+    regions = {node.region for node in nodes}
+    kinds = dict.fromkeys(kind for node in nodes for kind in node.gpu_kinds)
+    switches = _switches_above(cluster, nodes)
+    return replace(
+        cluster,
+        kinds={kind: cluster.kinds[kind] for kind in kinds},
+        nodes=nodes,
+        switches=tuple(each for each in cluster.switches if each.name in switches),
+        region_links=tuple(
+            each for each in cluster.region_links if regions.issuperset(each.regions)
+        ),
+    )
 
 
 def nodes_without(cluster: Cluster, names: Collection[str], *, source: str) -> tuple[int, ...]:
@@ -93,75 +103,22 @@ def _refuse(cluster: Cluster, wanted: frozenset[int], source: str) -> None:
         raise ClusterError("there is no such cluster", problems)
 
 
-def _entries(entries: list[Any], cluster: Cluster, wanted: frozenset[int]) -> Iterator[Any]:
-    """Entries of `nodes`: as written where all of their GPUs stay, else one for each node."""
-    nodes = iter(cluster.nodes)
-    for entry in entries:
-        written: dict[str, Any] = {"instance": entry} if isinstance(entry, str) else entry
-        its = [next(nodes) for _ in range(written.get("count", 1))]
-        if "name" in written and all(wanted.issuperset(node.ranks) for node in its):
-            yield entry
-            continue
-        for node in its:
-            if wanted.intersection(node.ranks):
-                yield _entry(written, node, wanted)
+def _nodes(cluster: Cluster, wanted: frozenset[int]) -> Iterator[Node]:
+    first_rank = 0
+    for node in cluster.nodes:
+        kept = [rank for rank in node.ranks if rank in wanted]
+        if kept:
+            kinds = tuple(node.gpu_kinds[rank - node.first_rank] for rank in kept)
+            yield replace(node, first_rank=first_rank, gpu_kinds=kinds)
+            first_rank += len(kept)
 
 
-def _entry(written: dict[str, Any], node: Node, wanted: frozenset[int]) -> dict[str, Any]:
-    entry = {"name": node.name} | {k: v for k, v in written.items() if k not in {"name", "count"}}
-    kinds = [kind for rank, kind in zip(node.ranks, node.gpu_kinds, strict=True) if rank in wanted]
-    if len(kinds) < len(node.gpu_kinds):
-        entry["gpus"] = [f"{len(list(same))} x {kind}" for kind, same in groupby(kinds)]
-    if set(kinds) != set(node.gpu_kinds):  # what was left out followed from all of its GPUs
-        entry["link"] = {
-            "type": node.link.type,
-            "bandwidth": node.link.bandwidth_bytes_per_s,
-            "latency": node.link.latency_s,
-        }
-        entry["host_link"] = node.host_link_bytes_per_s
-    return entry
-
-
-def _drop_unused(content: dict[str, Any], kept: list[Node], cluster: Cluster) -> None:
-    """Remove switches and links of regions, and kinds of GPU, that nothing uses any more."""
-    regions = {node.region for node in kept}
+def _switches_above(cluster: Cluster, nodes: Iterable[Node]) -> set[str]:
     above = {switch.name: switch.uplink_to for switch in cluster.switches}
     used: set[str] = set()
-    for node in kept:
+    for node in nodes:
         name = node.switch
         while name is not None and name not in used:
             used.add(name)
             name = above[name]
-    places = spelled_out(content).get("switches") or []
-    _replace(
-        content,
-        "switches",
-        [
-            switch
-            for switch, place in zip(content.get("switches") or [], places, strict=True)
-            if place["name"] in used
-        ],
-    )
-    links = content.get("between_regions") or []
-    _replace(
-        content,
-        "between_regions",
-        [
-            each
-            for each in links
-            if len(regions) > 1 and regions.issuperset(each.get("regions") or ())
-        ],
-    )
-    own = {kind for node in kept for kind in node.gpu_kinds}
-    _replace(
-        content,
-        "gpu_kinds",
-        [each for each in content.get("gpu_kinds") or [] if each["name"] in own],
-    )
-
-
-def _replace(content: dict[str, Any], key: str, entries: list[Any]) -> None:
-    if entries:
-        content[key] = entries
-    else:
-        content.pop(key, None)
+    return used

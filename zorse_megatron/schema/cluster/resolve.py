@@ -117,6 +117,7 @@ def _kind(entry: GpuKindEntry) -> GpuKind:
     model = base or GPU_KINDS["A10G"]
     return GpuKind(
         name=entry.name,
+        like=base.name if base else None,
         memory_bytes=entry.memory or model.memory_bytes,
         memory_bytes_per_s=entry.memory_bandwidth or model.memory_bytes_per_s,
         peak=PeakFlops(**rates),  # type: ignore[arg-type]

@@ -64,6 +64,8 @@ class GpuKind:
     """What one GPU reaches to pinned host memory, one way."""
     source: str
     """Where the figures come from."""
+    like: str | None = None
+    """The well-known kind that it is, or that gave what a cluster file left out."""
     unconfirmed: tuple[str, ...] = ()
     """Those of them that its vendor was not found to have published, as the documents call them."""
     advertised_gb: int | None = None

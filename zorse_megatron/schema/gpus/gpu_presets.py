@@ -32,6 +32,7 @@ def _kind(name: str, entry: dict[str, Any]) -> GpuKind:
     link_type, link_gb_per_s = chip.get("link", ("pcie", peer_bytes_per_s / _GB))
     return GpuKind(
         name=name,
+        like=name,
         memory_bytes=int(figures["memory_gb"] * _GB if cuda_mib is None else cuda_mib * _MIB),
         memory_bytes_per_s=figures["memory_gb_per_s"] * 1e9,
         peak=PeakFlops(
