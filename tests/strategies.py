@@ -25,7 +25,6 @@ from zorse_megatron.schema.plan.plan import (
     Hop,
     ModelFingerprint,
     Offload,
-    ParameterValue,
     Plan,
     Predictions,
     Recompute,
@@ -172,7 +171,7 @@ def _schedule(draw: DrawFn, names: tuple[ScheduleName, ...], with_parameters: bo
 
 
 @cache
-def _parameters(schedule: ScheduleName) -> SearchStrategy[dict[str, ParameterValue]]:
+def _parameters(schedule: ScheduleName) -> SearchStrategy[dict[str, str]]:
     known = SCHEDULE_PARAMETERS[schedule]
     return st.fixed_dictionaries(
         {}, optional={key: st.sampled_from(values) for key, values in known.items()}

