@@ -17,7 +17,7 @@ from zorse_megatron.cli.selection_answer import spares
 from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.flags.shape import flags_of_shape, shape_from_flags
-from zorse_megatron.planner.baselines import stock_best
+from zorse_megatron.planner.baselines import stock_best, stock_search
 from zorse_megatron.planner.selection.explore import Point
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
@@ -66,6 +66,13 @@ CLUSTERS = {
 def few_layouts(monkeypatch):
     """What stock takes is another test's."""
     monkeypatch.setattr(stock_best, "_IN_SHORT", 100)
+    monkeypatch.setattr(stock_search, "_COMPUTATIONS", ((1000, 100),))
+    monkeypatch.setattr(stock_search, "_SIZES", (1,))
+    monkeypatch.setattr(stock_search, "_SEEDED", (1,))
+    monkeypatch.setattr(stock_search, "_COUNTS", ())
+    monkeypatch.setattr(stock_search, "_MOST_VIRTUAL", 1)
+    monkeypatch.setattr(stock_best, "_MOST_SEARCHED", 0)
+    monkeypatch.setattr(stock_best, "_MOST_SEARCHED_OF_MANY", 0)
 
 
 @pytest.fixture
@@ -186,7 +193,11 @@ def test_the_answer_for_programs_has_the_same_in_full_precision(run):
     assert low == pytest.approx(answer["iteration_s"] * (1 - answer["error_share"]))
     assert high == pytest.approx(answer["iteration_s"] * (1 + answer["error_share"]))
     assert answer["times_rest_on"] == "from published figures"
-    assert answer["stock"]["fits"] and answer["stock"]["of"] == "the best even layout"
+    even, best = answer["stock"]["even"], answer["stock"]["best"]
+    assert best["fits"] and best["iteration_s"] <= even["iteration_s"]
+    assert "--pipeline-model-parallel-size" in best["flags"]
+    assert [len(host["gpus"]) for host in best["hosts"]] == [4, 4]
+    assert answer["stock"]["recommended"] is False  # not instead of a baseline
     days = answer["training"]["days"]
     assert days == pytest.approx(3e11 / answer["tokens_per_s"] / 86400)
     assert answer["training"]["days_between"] == pytest.approx(
@@ -240,7 +251,13 @@ def test_spares_are_named():
     cluster = parse_cluster(example("two-sites").encode())
     point = Point(ranks=(0, 1, 2, 3, 5), iteration_s=1.0, tokens=1)
     selected = Selected(
-        costs=None, outcome=None, point=point, points=(point,), whole=cluster, cluster_text=""
+        costs=None,
+        outcome=None,
+        stock=None,
+        point=point,
+        points=(point,),
+        whole=cluster,
+        cluster_text="",
     )
     assert spares(selected) == "left out as spares: 1 L4 of node l4, 2 T4 of node t4"
 

@@ -10,7 +10,7 @@ from tests.topologies import node
 from tests.unit.fake_costs import FakeMemory
 from tests.unit.planner_cases import CaseCompute
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.planner.baselines.stock_best import best_stock, stock_on_all
+from zorse_megatron.planner.baselines.stock_best import stock_at_best, stock_on_all
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.other_gpus import NodeLike, on_nodes
@@ -215,7 +215,7 @@ CASES = {
 def test_the_search_finds_the_best_of_all_layouts(name):
     inputs = CASES[name]
     best_s, number = fastest_by_trying(inputs)
-    found = best_stock(inputs)
+    found = stock_at_best(inputs).best
     assert number > 1000
     assert found.fitting.iteration_s == pytest.approx(best_s, rel=1e-9)
 
@@ -249,14 +249,14 @@ def inputs_named(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two kinds in one PC", "eight equal GPUs"])
 def test_ours_is_never_slower_than_stock_on_the_same_gpus(name):
-    stock = best_stock(inputs_named(name)).fitting
+    stock = stock_at_best(inputs_named(name)).best.fitting
     assert find_plan(stock.inputs).iteration_s <= stock.iteration_s * (1 + 1e-9)
 
 
 @pytest.mark.slow
 def test_the_best_layout_is_no_slower_than_even_ones():
     inputs = inputs_named("one fast and three slow")
-    best, even = best_stock(inputs).fitting, stock_on_all(inputs).fitting
+    best, even = stock_at_best(inputs).best.fitting, stock_on_all(inputs).fitting
     assert best.iteration_s < even.iteration_s / 2
     # The fast GPU is last, with most of the layers.
     assert best.inputs.kinds[-1] == "H100-80"

@@ -98,9 +98,11 @@ class Answer:
 
     @property
     def recommends_stock(self) -> bool:
-        """Whether stock's best layout is hardly slower than the plan."""
-        stock = self.best_stock
-        return stock is not None and stock.iteration_s < _WORTH_A_PLUGIN * self.iteration_s
+        """Whether stock's best layout is hardly slower than the best plan."""
+        stock, is_best = self.best_stock, self.outcome.strategy == "zorse"
+        return (
+            is_best and stock is not None and stock.iteration_s < _WORTH_A_PLUGIN * self.iteration_s
+        )
 
     @property
     def cannot_train(self) -> str | None:

@@ -30,21 +30,14 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
 
     `is_all`: whether details follow.
     """
-    head = _wrapped(
-        [
-            *_iteration(answer),
-            *_stock(answer),
-            *_tokens(answer),
-            _gpus(answer),
-            *([] if answer.is_stock else [_limit(answer)]),
-            _plan(answer, is_all=is_all),
-        ]
-    )
+    command = [] if answer.next_command is None else answer.next_command.lines(WIDTH)
+    head = _head(answer, is_all=is_all)
+    if answer.recommends_stock and len(head) + len(command) > MOST_LINES:
+        head = _head(answer, is_all=is_all, with_limit=False)
     warnings = _wrapped(list(_warnings(answer)))
     most = MOST_LINES - len(head) - 1
     if len(warnings) > most:
         warnings = [*warnings[: max(0, most - 1)], "more to see to: --verbose"]
-    command = [] if answer.next_command is None else answer.next_command.lines(WIDTH)
     room = MOST_LINES - len(head) - len(warnings)
     if len(command) > room and answer.next_command is not None:
         command = [answer.next_command.line]  # a terminal wraps it, and a shell runs it
@@ -55,6 +48,20 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
     if stock and not answer.recommends_stock and len(head) + len(lines) < MOST_LINES:
         head += [f"{stock} starts stock Megatron in its best layout"]
     return [*head, *lines]
+
+
+def _head(answer: "Answer", *, is_all: bool, with_limit: bool = True) -> list[str]:
+    """All but groups, warnings and command."""
+    return _wrapped(
+        [
+            *_iteration(answer),
+            *_stock(answer),
+            *_tokens(answer),
+            _gpus(answer),
+            *([_limit(answer)] if with_limit and not answer.is_stock else []),
+            _plan(answer, is_all=is_all),
+        ]
+    )
 
 
 def _broken(line: str) -> list[str]:
@@ -103,12 +110,17 @@ def _stock(answer: "Answer") -> Iterator[str]:
 
 def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None") -> Iterator[str]:
     is_even = even is not None and best.iteration_s >= even.iteration_s
-    more = ", an even one" if is_even else ", none of the even ones fits"
-    if even is not None and not is_even:
-        more = f", {duration(even.iteration_s)}{_on(answer, even)} in its best even one"
     told = _against(best.iteration_s, answer.iteration_s)
-    start = f"Stock Megatron: {duration(best.iteration_s)} in its best layout"
-    yield _shortest(f"{start}{_on(answer, best)} ({told}){more}", f"{start} ({told}){more}")
+    texts = []
+    for on_best, on_even in ((True, True), (False, True), (False, False)):
+        more = ", an even one" if is_even else ", none of the even ones fits"
+        if even is not None and not is_even:
+            more = (
+                f", {duration(even.iteration_s)}{_on(answer, even) * on_even} in its best even one"
+            )
+        start = f"{duration(best.iteration_s)} in its best layout{_on(answer, best) * on_best}"
+        texts.append(f"Stock Megatron: {start} ({told}){more}")
+    yield _shortest(*texts)
     if answer.recommends_stock:
         faster = best.iteration_s / answer.iteration_s - 1
         gain = f"Only {percent(faster)} faster" if faster > _NO_FASTER else "No faster"

@@ -15,6 +15,8 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import chunks_of, offload_setting, recompute_setting
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica, Schedule
 
+_MOST_PLANS = 2  # this runtime orders them hardly otherwise
+
 
 def stock_layouts(inputs: Inputs) -> tuple[StockLayout, ...]:
     """Stock's layouts on all GPUs that fit, fastest first; none are looked for on too many."""
@@ -23,8 +25,8 @@ def stock_layouts(inputs: Inputs) -> tuple[StockLayout, ...]:
 
 
 def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:
-    """Evaluations of layouts on all GPUs, in their order."""
-    plans = [layout.plan_on(evaluator.inputs) for layout in layouts]
+    """Evaluations of the first layouts on all GPUs, in their order."""
+    plans = [layout.plan_on(evaluator.inputs) for layout in layouts[:_MOST_PLANS]]
     found = map(evaluator.evaluate_plan, plans)
     return [each for each in found if each is not None]
 

@@ -38,6 +38,7 @@ _IN_SHORT = 3_000
 _MOST_SETS = 3
 # Sets of GPUs, besides all of them, on which uneven layouts are searched: of few GPUs, and of many.
 _MOST_SEARCHED, _FEW_GPUS, _MOST_SEARCHED_OF_MANY = 2, 16, 1
+_SHARE_OF_FEWER = 0.5  # of the simulations on all GPUs
 _MAY_BE_CLOSER = 1.06  # a few layouts are costed, in a closed form that is mostly too short
 
 PartOf = Callable[[tuple[int, ...]], Inputs]
@@ -153,7 +154,7 @@ class StockSearches:
         """Layouts on these GPUs that fit, fastest first."""
         if ranks not in self.found:
             part = self.inputs if ranks == self.everything else self.part_of(ranks)
-            search = StockSearch(part)
+            search = StockSearch(part, 1.0 if ranks == self.everything else _SHARE_OF_FEWER)
             self.found[ranks] = tuple(_layout(search, each, ranks) for each in search.run())
             closest = search.closest
             if ranks == self.everything and closest is not None:

@@ -117,11 +117,12 @@ class View:
 
 
 class StockSearch:
-    """One search, on all GPUs of `base`."""
+    """One search, on all GPUs of `base`. `share`: of the simulations that there may be."""
 
-    def __init__(self, base: Inputs) -> None:
+    def __init__(self, base: Inputs, share: float = 1.0) -> None:
         self.base = base
-        self.most = next((most for gpus, most in _COMPUTATIONS if base.world_size <= gpus), _BEYOND)
+        most = next((most for gpus, most in _COMPUTATIONS if base.world_size <= gpus), _BEYOND)
+        self.most = int(share * most)
         self.num_simulated = 0
         self.num_computations = 0
         self._known: Known = {}
