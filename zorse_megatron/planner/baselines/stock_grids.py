@@ -22,6 +22,8 @@ from zorse_megatron.schema.plan.plan import Chunk, Group, Plan, Recompute, Repli
 
 _SIZES = (1, 2, 4, 8, 16)
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+STOCK_OPTIMIZER, REPLICATED = "stock_optimizer", "replicated"
+"""Setting of a plan's schedule, and its value for a job without `--use-distributed-optimizer`."""
 _ENDS = ((False, False), (True, True), (False, True), (True, False))
 
 
@@ -221,7 +223,7 @@ def _listed(numbers: Sequence[int | str]) -> str:
 
 
 def plan_of_grid(inputs: Inputs, grid: Grid, order: Sequence[int] | None = None) -> Plan:
-    """The same layout as a plan.
+    """The same layout as a plan, which `stock_plans.grid_of_plan` reads back.
 
     `order`: rank of stock's job -> rank of the plan; None: they are the same.
     """
@@ -254,6 +256,9 @@ def plan_of_grid(inputs: Inputs, grid: Grid, order: Sequence[int] | None = None)
             Chunk(group=number % grid.stages, layers=layers)
             for number, layers in enumerate(itertools.pairwise([*starts, inputs.num_layers]))
         ),
-        schedule=Schedule(name=grid.schedule),
+        schedule=Schedule(
+            name=grid.schedule,
+            parameters={} if grid.distributed else {STOCK_OPTIMIZER: REPLICATED},
+        ),
         cluster=inputs.cluster,
     )

@@ -19,8 +19,8 @@ from zorse_megatron.schema.plan.spans import Span, gaps, overlaps, spans_of, spe
 
 # Which parameters each schedule takes, and their values; the first one is the default.
 SCHEDULE_PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "1f1b": {},
-    "interleaved": {},
+    "1f1b": {"stock_optimizer": ("distributed", "replicated")},
+    "interleaved": {"stock_optimizer": ("distributed", "replicated")},
     "breadth_first": {"parameters": ("per_pass", "resident", "per_micro_batch")},
 }
 
