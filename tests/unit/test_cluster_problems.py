@@ -35,6 +35,18 @@ ONE_PROBLEM = {
         'unknown key "nic"',
         "only the keys name, count",
     ),
+    "too few numbers": (
+        "nodes: [{gpus: 2 x T4, gpu_numbers: [1]}]",
+        "line 1: nodes[0].gpu_numbers",
+        "[1], for 2 GPUs",
+        "one number for each GPU, each once",
+    ),
+    "a number twice": (
+        "nodes: [{gpus: 2 x T4, gpu_numbers: [1, 1]}]",
+        "line 1: nodes[0].gpu_numbers",
+        "[1, 1], for 2 GPUs",
+        "one number for each GPU, each once",
+    ),
     "unknown kind": (
         "nodes: [{gpus: 4 x A1000-40}]",
         "line 1: nodes[0].gpus[0].kind",

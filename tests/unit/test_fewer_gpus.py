@@ -19,7 +19,7 @@ nodes:
   - {name: a, count: 3, gpus: 2 x half, nics: 100 Gb/s, switch: leaf, region: west}
   - {gpus: [1 x A100-40, 2 x T4], nics: 2 x 50 Gb/s, region: west, host_memory: 64GiB}
   - {instance: g5.12xlarge, region: east}
-  - {name: far, gpus: 2 x other, nics: 10 Gb/s, region: north}
+  - {name: far, gpus: 2 x other, gpu_numbers: [3, 1], nics: 10 Gb/s, region: north}
 switches:
   - {name: leaf, region: west, uplink: {to: top, bandwidth: 200 Gb/s}}
   - {name: top, region: west, uplink: {bandwidth: 400 Gb/s}}
@@ -36,6 +36,7 @@ def reduced(whole: Cluster, ranks: set[int]) -> list[tuple[object, ...]]:
     return [
         (
             node.name,
+            node.numbers[rank - node.first_rank],
             kind,
             whole.kinds[kind],
             node.link,

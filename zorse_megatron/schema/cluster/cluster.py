@@ -60,6 +60,13 @@ class Node:
     region: str
     switch: str | None = None
     """None: its adapters lead to the core of the region."""
+    gpu_numbers: tuple[int, ...] | None = None
+    """Their numbers on the node, which may have more GPUs; None: 0, 1 and so on."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As CUDA_VISIBLE_DEVICES takes them, in local order."""
+        return self.gpu_numbers or tuple(range(len(self.gpu_kinds)))
 
     @property
     def ranks(self) -> range:

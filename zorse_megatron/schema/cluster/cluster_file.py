@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from zorse_megatron.schema.gpus.gpu import Attention, LinkType
-from zorse_megatron.schema.plan.plan import Positive
+from zorse_megatron.schema.plan.plan import Count, Positive
 from zorse_megatron.schema.text.quantities import (
     Bytes,
     BytesPerSecond,
@@ -102,6 +102,8 @@ class NodesEntry:
     """A cloud instance that gives what is left out."""
     gpus: Annotated[tuple[GpusEntry, ...], Field(min_length=1)] | None = None
     """The GPUs in local order."""
+    gpu_numbers: tuple[Count, ...] | None = None
+    """Their numbers on the node, as nvidia-smi has them; left out: 0, 1 and so on."""
     link: LinkEntry | None = None
     """Left out: what is usual for the kind of GPU."""
     nics: NicsEntry | None = None

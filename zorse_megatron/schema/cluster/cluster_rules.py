@@ -94,6 +94,14 @@ def _node(file: ClusterFile, node: NodesEntry, where: str) -> Iterator[Problem]:
                 _known_kinds(file),
                 expected="a well-known kind or one of gpu_kinds",
             )
+    numbers = node.gpu_numbers
+    if numbers is not None and (len(set(numbers)), len(numbers)) != (gpus_in(node),) * 2:
+        yield Problem(
+            where=f"{where}.gpu_numbers",
+            found=f"{list(numbers)}, for {gpus_in(node)} GPUs",
+            expected="one number for each GPU, each once",
+            remedy="Take those of nvidia-smi, in the order of gpus; leave it out for 0, 1, 2, ...",
+        )
 
 
 def _link(file: ClusterFile, node: NodesEntry, where: str) -> Iterator[Problem]:

@@ -87,6 +87,7 @@ def _node(node: Node) -> dict[str, Any]:
         {
             "name": node.name,
             "gpus": gpus,
+            "gpu_numbers": node.gpu_numbers and list(node.gpu_numbers),
             "link": {"type": node.link.type, **_line(node.link)},
             "nics": {"count": node.nics.count, **_line(node.nics)} if node.nics else None,
             "host_link": node.host_link_bytes_per_s,

@@ -109,7 +109,13 @@ def _nodes(cluster: Cluster, wanted: frozenset[int]) -> Iterator[Node]:
         kept = [rank for rank in node.ranks if rank in wanted]
         if kept:
             kinds = tuple(node.gpu_kinds[rank - node.first_rank] for rank in kept)
-            yield replace(node, first_rank=first_rank, gpu_kinds=kinds)
+            numbers = tuple(node.numbers[rank - node.first_rank] for rank in kept)
+            yield replace(
+                node,
+                first_rank=first_rank,
+                gpu_kinds=kinds,
+                gpu_numbers=None if numbers == tuple(range(len(kept))) else numbers,
+            )
             first_rank += len(kept)
 
 

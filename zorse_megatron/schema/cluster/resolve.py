@@ -154,6 +154,7 @@ def _nodes(file: ClusterFile, kinds: dict[str, GpuKind]) -> Iterator[Node]:
                 host_memory_bytes=host_memory,
                 region=entry.region or first_region(file),
                 switch=entry.switch,
+                gpu_numbers=entry.gpu_numbers,
             )
             rank += len(gpu_kinds)
 
