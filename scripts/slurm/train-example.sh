@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains under plan.json (plan 41ed355ef2ccf125) on the GPUs of two-node lab.
 # Written by zorse launch; submit it with sbatch, from the directory of its files.
-# checksum 1e3a0743235eae24
+# checksum c322a863f713bab0
 #   component 0: ranks 0 to 3, 4 A6000
 #   component 1: ranks 4 to 7, 4 V100-16
 #SBATCH --job-name=zorse
@@ -49,6 +49,7 @@ srun --het-group=0,1 --mpi=none --distribution=block --kill-on-bad-exit=0 --wait
     --vocab-size 32000 \
     --fp16 \
     --global-batch-size 16 \
+    --eval-interval 1000 \
     --save checkpoints \
     --save-interval 100 \
     --zorse-plan plan.json \

@@ -32,7 +32,7 @@ WORKLOAD = (
 FLAGS_IN_ONE_TEXT = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 32000 "
-    "--fp16 --global-batch-size 16"
+    "--fp16 --global-batch-size 16 --eval-interval 1000"
 )
 FLAGS = FLAGS_IN_ONE_TEXT.split()
 

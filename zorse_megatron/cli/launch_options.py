@@ -23,6 +23,14 @@ Force = Annotated[
     bool,
     typer.Option("--force", help="With --slurm: overwrite FILE even if it was edited by hand."),
 ]
+Stock = Annotated[
+    bool,
+    typer.Option(
+        "--stock",
+        help="Start unmodified Megatron in the plan's layout, with its GPUs in stock's order; the "
+        "nodes need not have zorse-megatron.",
+    ),
+]
 Torchrun = Annotated[bool, typer.Option("--torchrun", help="Print each node's torchrun command.")]
 NodeNames = Annotated[
     bool,
@@ -46,7 +54,11 @@ Sbatch = Annotated[
     ),
 ]
 Python = Annotated[
-    str, typer.Option(help="With --slurm: the nodes' Python interpreter that has zorse-megatron.")
+    str,
+    typer.Option(
+        help="With --slurm: the nodes' Python interpreter that has zorse-megatron; with --stock, "
+        "that has Megatron."
+    ),
 ]
 MasterAddr = Annotated[
     str | None,
@@ -69,6 +81,7 @@ def refuse_odd_options(
     *,
     slurm: Path | None,
     torchrun: bool,
+    stock: bool,
     partition: Sequence[str],
     sbatch: Sequence[str],
     inputs: Sequence[Path],
@@ -77,6 +90,7 @@ def refuse_odd_options(
     problems = [
         *unwritable_problems({"--slurm": slurm}, inputs=inputs),
         *_mode_problems(context, slurm, torchrun),
+        *(_stock_problems(context, torchrun=torchrun) if stock else ()),
         *_partition_problems(partition),
         *_sbatch_problems(sbatch),
     ]
@@ -112,6 +126,21 @@ def _mode_problems(context: typer.Context, slurm: Path | None, torchrun: bool) -
                 found=f"it with {chosen}",
                 expected=f"it only with {other}",
                 remedy=f"Remove it, since it has no effect, or use {other} instead.",
+            )
+
+
+def _stock_problems(context: typer.Context, *, torchrun: bool) -> Iterator[Problem]:
+    """What unmodified Megatron cannot do, or has no use for."""
+    reasons = {"elastic": "Stock Megatron cannot go on in another layout when nodes are lost."}
+    if torchrun:
+        reasons["node_names"] = "Each line names its node; stock Megatron does not check it."
+    for name, reason in reasons.items():
+        if is_given(context, name):
+            yield Problem(
+                where=f"--{name.replace('_', '-')}",
+                found="it with --stock",
+                expected="one of the two",
+                remedy=f"{reason} Leave one of them out.",
             )
 
 

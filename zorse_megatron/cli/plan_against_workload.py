@@ -55,7 +55,7 @@ def workload_in_flags(
     figures of GPUs that only the cluster file has; `options`: as of `workload_of`. Raises FlagError
     for flags that the plan does not go with, ModelError for an inconsistent model.
     """
-    options |= {"model": None, "plan": plan, "kinds": kinds}
+    options |= {"model": None, "plan": plan, "kinds": kinds, "is_whole": True}
     try:
         return workload_of(flags=flags, **options), True
     except ModelError as error:

@@ -7,7 +7,7 @@ from zorse_megatron.flags.built_in import left_out_problems
 from zorse_megatron.flags.command import Command
 from zorse_megatron.flags.flags_against_plan import world_problems
 from zorse_megatron.flags.flags_against_split import split_backward_problems
-from zorse_megatron.flags.rules import command_problems
+from zorse_megatron.flags.rules import command_problems, evaluation_problems
 from zorse_megatron.flags.unknown import unknown_flag_findings
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan
@@ -33,17 +33,23 @@ def refuse_misfit(
         *unknown,
         *command.problems,
         *_of_arguments(command, plan, kinds),
+        *evaluation_problems(command.args),
     ]
     if problems:
         raise FlagError("The command does not fit the plan", problems)
 
 
 def findings_of(
-    command: Command, plan: Plan | None, kinds: Mapping[str, GpuKind] | None = None
+    command: Command,
+    plan: Plan | None,
+    kinds: Mapping[str, GpuKind] | None = None,
+    *,
+    is_whole: bool = False,
 ) -> Findings:
     """Problems and notes of a command that is to be run later, perhaps on another machine.
 
-    Without a plan: of a command that a plan is to be made for.
+    Without a plan: of a command that a plan is to be made for. `is_whole`: whether it is run as it
+    is, and does not only say what is trained.
     """
     problems, notes = unknown_flag_findings(command)
     # A run asks about `split_backward` once it has found out which layers it has.
@@ -53,6 +59,7 @@ def findings_of(
         *command.problems,
         *_of_arguments(command, plan, kinds),
         *split,
+        *(evaluation_problems(command.args) if is_whole else ()),
     ], notes
 
 

@@ -77,6 +77,21 @@ def plain_value(value: Any) -> Any:
     return getattr(value, "name", value)
 
 
+def evaluation_problems(args: Namespace) -> Iterator[Problem]:
+    """No interval, by which Megatron divides before it trains, also with --eval-iters 0.
+
+    Source: `get_train_valid_test_num_samples`; without a default it is a TypeError there.
+    """
+    interval = getattr(args, "eval_interval", None)
+    if interval is None or interval < 1:
+        yield Problem(
+            where="--eval-interval",
+            found="no such flag" if interval is None else f"{interval}",
+            expected="a number of iterations: Megatron counts evaluations before it trains",
+            remedy="Such as --eval-interval 1000; with --eval-iters 0 it then evaluates nothing.",
+        )
+
+
 def _refused(args: Namespace) -> Iterator[Problem]:
     unset = defaults()
     for name in refusable():

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from zorse_megatron.checkpoints.folder import TRACKER
 from zorse_megatron.launch.components import JobComponent
+from zorse_megatron.launch.node_starter import TASK, asked_for_node, node_starter
 from zorse_megatron.launch.torchrun_lines import described
-from zorse_megatron.launch.training_command import MODULE, TrainingCommand
+from zorse_megatron.launch.training_command import TrainingCommand
 from zorse_megatron.schema.plan.spans import spell
 
 _OF_SRUN_TOO = "cpus-per-task="
@@ -129,10 +130,19 @@ def batch_script(
         _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
         *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
         _RANKS,
+        *(f"export {variable}" for variable in training.variables),
+        *_starter(components, training, options),
         *([_SIGNALS] if training.resumes else []),
         _srun(components, training, options),
     ]
     return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
+
+
+def _starter(
+    components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
+) -> list[str]:
+    """What is started on each node, where that is not a rank on each GPU."""
+    return [node_starter(components, save_s=options.signal_s)] if training.module is None else []
 
 
 def _tracker(training: TrainingCommand) -> str:
@@ -165,8 +175,9 @@ def sbatch_lines(
     blocks = []
     for component in components:
         stays = ["--no-kill"] if options.survives_nodes else []
-        asked = [*_nodes(component, options), *restarts, *stays]
-        blocks.append([*asked, *(f"--{option}" for option in options.more)])
+        asked = [*_nodes(component, training, options), *restarts, *stays]
+        more = (f"--{option}" for option in _further(training, options))
+        blocks.append([*asked, *more])
     blocks[0] = job + blocks[0]
     if training.resumes:
         blocks[0].append(f"--signal=B:USR1@{options.signal_s}")
@@ -177,14 +188,22 @@ def sbatch_lines(
     return lines
 
 
-def _nodes(component: JobComponent, options: BatchOptions) -> list[str]:
+def _further(training: TrainingCommand, options: BatchOptions) -> list[str]:
+    """Those of the user's that are not for a rank, where Slurm starts nodes."""
+    mine = training.module is not None
+    return [option for option in options.more if mine or not option.startswith(_OF_SRUN_TOO)]
+
+
+def _nodes(component: JobComponent, training: TrainingCommand, options: BatchOptions) -> list[str]:
     gpus = component.gpus_per_node
-    asked = [f"--nodes={len(component.nodes)}", f"--ntasks-per-node={gpus}"]
+    asked = [f"--nodes={len(component.nodes)}"]
     if component.partition is not None:
         asked.insert(0, f"--partition={component.partition}")
     if options.names_nodes:
         asked.append(f"--nodelist={','.join(node.name for node in component.nodes)}")
-    return [*asked, f"--gpus-per-node={gpus}"]
+    if training.module is None:
+        return [*asked, *asked_for_node(component, options.more)]
+    return [*asked, f"--ntasks-per-node={gpus}", f"--gpus-per-node={gpus}"]
 
 
 def _srun(
@@ -192,13 +211,18 @@ def _srun(
 ) -> str:
     # Since 22.05 srun does not take this one over from sbatch.
     asked = [
-        shlex.quote(f"--{option}") for option in options.more if option.startswith(_OF_SRUN_TOO)
+        shlex.quote(f"--{option}")
+        for option in _further(training, options)
+        if option.startswith(_OF_SRUN_TOO)
     ]
+    # Of a node's one task all ranks may use all cores.
+    asked += ["--cpu-bind=none"] if training.module is None else []
     if len(components) > 1:
         asked.append(f"--het-group={','.join(map(str, range(len(components))))}")
     flags = " \\\n    ".join(training.lines())
+    task = TASK if training.module is None else f'"$PYTHON" -m {training.module}'
     return (
         f"{' '.join(['srun', *asked])} --mpi=none --distribution=block --kill-on-bad-exit=0 "
         '--wait="$GRACE_S" \\\n'
-        f'    "$PYTHON" -m {MODULE} \\\n    {flags}{" &" if training.resumes else ""}'
+        f"    {task} \\\n    {flags}{' &' if training.resumes else ''}"
     )

@@ -71,7 +71,8 @@ def refuse_odd_names(cluster: Cluster) -> None:
 
 
 def _partition_of(node: Node, partitions: Mapping[str, str]) -> str | None:
-    for key in (node.name, node.gpu_kinds[0], ""):
+    _, first = min(zip(node.numbers, node.gpu_kinds, strict=True))
+    for key in (node.name, first, ""):
         if key in partitions:
             return partitions[key]
     return None

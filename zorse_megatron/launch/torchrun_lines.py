@@ -7,11 +7,11 @@ says: the numbers need not be equal (`_assign_worker_ranks` in torch's
 
 import shlex
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from zorse_megatron.launch.training_command import MODULE, TrainingCommand
+from zorse_megatron.launch.training_command import TrainingCommand
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
 from zorse_megatron.schema.plan.spans import spell
 
@@ -72,8 +72,7 @@ def _elastic_line(
         *("-m", "zorse_megatron", "join", *words),
     ]
     # A port of its own for each round, so that nobody meets those of an earlier one.
-    variables = "CUDA_DEVICE_ORDER=PCI_BUS_ID TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    return f"{variables} {shlex.join(line)}"
+    return shlex.join([*gpu_variables(node), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *line])
 
 
 def _fewest_nodes(cluster: Cluster, min_gpus: int) -> int:
@@ -100,12 +99,19 @@ def described(node: Node) -> str:
 
 
 def _line(cluster: Cluster, number: int, training: TrainingCommand, address: str, port: int) -> str:
+    node = cluster.nodes[number]
     words = [
-        "torchrun",
+        *(*gpu_variables(node), *training.variables, "torchrun"),
         *("--nnodes", str(len(cluster.nodes)), "--node-rank", str(number)),
-        *("--nproc-per-node", str(len(cluster.nodes[number].gpu_kinds))),
+        *("--nproc-per-node", str(len(node.gpu_kinds))),
         *("--master-addr", address, "--master-port", str(port)),
-        *("-m", MODULE, *training.words),
+        *training.program,
     ]
-    # Local ranks count GPUs as the cluster file does, and not the fastest one first.
-    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID {shlex.join(words)}"
+    return shlex.join(words)
+
+
+def gpu_variables(node: Node) -> Iterator[str]:
+    """With these local ranks count GPUs as the cluster file does, and not the fastest one first."""
+    yield "CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    if node.gpu_numbers is not None:
+        yield f"CUDA_VISIBLE_DEVICES={','.join(map(str, node.gpu_numbers))}"

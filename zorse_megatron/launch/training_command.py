@@ -11,18 +11,29 @@ from zorse_megatron.flags.scan import last_values
 MODULE = "zorse_megatron.pretrain"
 _DAMAGED = "--zorse-damaged-checkpoint"
 _ADDED = ("--zorse-plan", "--zorse-cluster")
-_READ = (*_ADDED, _DAMAGED, "--save", "--load", "--exit-signal-handler")
+_HANDLER = "--exit-signal-handler"
+_READ = (*_ADDED, _DAMAGED, "--save", "--load", _HANDLER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCommand:
-    """Words after `python -m zorse_megatron.pretrain`."""
+    """What every rank runs."""
 
     words: tuple[str, ...]
+    """After `python -m MODULE`, or after `python`: a script, if there is one, and flags."""
     resumes: bool
     """Whether it resumes from its own checkpoint when it is started again."""
     save: str | None = None
     """The folder of its checkpoints."""
+    module: str | None = MODULE
+    """None: the script itself is run, by torchrun."""
+    variables: tuple[str, ...] = ()
+    """Of its environment, `NAME=VALUE`."""
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """All words of torchrun's after its options."""
+        return (*(() if self.module is None else ("-m", self.module)), *self.words)
 
     def lines(self) -> list[str]:
         """Return the words for a shell: the script, then each flag with its values."""
@@ -42,21 +53,26 @@ def training_of(given: Sequence[str], *, plan: str, cluster: str | None) -> Trai
     node. Raises LaunchError for flags that contradict it.
     """
     values = last_values(given, _READ)
-    problems = list(_problems(given, values))
+    problems = [*_problems(given, values), *folder_problems(given)]
     if problems:
         raise LaunchError("the training command cannot be launched", problems)
     ours = ["--zorse-plan", plan]
     if cluster is not None:
         ours += ["--zorse-cluster", cluster]
-    saves = values.get("--save")
-    if saves is not None:
-        if "--load" not in values:
-            ours += ["--load", saves]
-        if "--exit-signal-handler" not in values:
-            ours.append("--exit-signal-handler")
-        if _DAMAGED not in values:
-            ours += [_DAMAGED, "skip"]
-    return TrainingCommand(words=(*given, *ours), resumes=saves is not None, save=saves)
+    more, save = resuming_flags(given)
+    if save is not None and _DAMAGED not in values:
+        more += (_DAMAGED, "skip")
+    return TrainingCommand(words=(*given, *ours, *more), resumes=save is not None, save=save)
+
+
+def resuming_flags(given: Sequence[str]) -> tuple[tuple[str, ...], str | None]:
+    """Megatron's flags with which a command that saves goes on when requeued, and its folder."""
+    values = last_values(given, _READ)
+    save = values.get("--save")
+    if save is None:
+        return (), None
+    load = () if "--load" in values else ("--load", save)
+    return (*load, *(() if _HANDLER in values else (_HANDLER,))), save
 
 
 def _problems(given: Sequence[str], values: Mapping[str, str | None]) -> Iterator[Problem]:
@@ -75,6 +91,11 @@ def _problems(given: Sequence[str], values: Mapping[str, str | None]) -> Iterato
                 expected="zorse launch to add it",
                 remedy="Leave it out.",
             )
+
+
+def folder_problems(given: Sequence[str]) -> Iterator[Problem]:
+    """Yield what is wrong with where a command saves and loads."""
+    values = last_values(given, _READ)
     if "--save" not in values:
         return
     saves, loads = values["--save"], values.get("--load", values["--save"])

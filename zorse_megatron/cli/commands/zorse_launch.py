@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -32,32 +31,24 @@ from zorse_megatron.cli.launch_options import (
     Python,
     Sbatch,
     Slurm,
+    Stock,
     Torchrun,
     partitions_of,
     refuse_odd_options,
     sbatch_options_of,
 )
+from zorse_megatron.cli.launched_job import LaunchedJob, planned_job, stock_job
 from zorse_megatron.cli.options import AsJson, ClusterFile, PlanFile
-from zorse_megatron.cli.plan_against_workload import workload_in_flags, workload_problems
-from zorse_megatron.errors import FlagError
 from zorse_megatron.files.write import write_text
 from zorse_megatron.launch.as_written import refuse_edited, with_checksum
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
-from zorse_megatron.launch.components import components_of, refuse_odd_names
+from zorse_megatron.launch.components import components_of
 from zorse_megatron.launch.torchrun_lines import (
     DEFAULT_PORT,
     Rendezvous,
     elastic_torchrun_lines,
     torchrun_lines,
 )
-from zorse_megatron.launch.training_command import TrainingCommand, training_of
-from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
-from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
-from zorse_megatron.software.torch_builds import build_notes
 
 
 def launch(  # noqa: PLR0917
@@ -67,6 +58,7 @@ def launch(  # noqa: PLR0917
     slurm: Slurm = None,
     force: Force = False,
     torchrun: Torchrun = False,
+    stock: Stock = False,
     node_names: NodeNames = False,
     partition: Partitions = None,
     sbatch: Sbatch = None,
@@ -87,6 +79,7 @@ def launch(  # noqa: PLR0917
             context,
             slurm=slurm,
             torchrun=torchrun,
+            stock=stock,
             partition=partition or [],
             sbatch=sbatch or [],
             inputs=[path, cluster],
@@ -99,12 +92,13 @@ def launch(  # noqa: PLR0917
             grow=grow,
         )
         refuse_odd_elastic(context, when_lost, is_elastic=elastic, torchrun=torchrun)
-        job = _job_of(context, path, cluster, names_nodes=node_names or elastic)
+        given, make = training_flags(context) or (), stock_job if stock else planned_job
+        job = make(path, cluster, given, names_nodes=node_names or elastic)
         if slurm is None and elastic:
             refuse_without_save(job.training)
             lines = elastic_torchrun_lines(
                 job.cluster,
-                _joined(path, cluster, when_lost, training_flags(context) or ()),
+                _joined(path, cluster, when_lost, given),
                 rendezvous=Rendezvous(
                     name=job.name, address=master_addr, port=master_port, min_gpus=min_gpus
                 ),
@@ -123,7 +117,7 @@ def launch(  # noqa: PLR0917
                 ElasticJob(
                     plan=path,
                     cluster=cluster,
-                    given=training_flags(context) or (),
+                    given=given,
                     partitions=tuple(partition or ()),
                     sbatch=tuple(sbatch or ()),
                     python=python,
@@ -141,36 +135,6 @@ def launch(  # noqa: PLR0917
     _say(job, lines, slurm, as_json=as_json)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What is to be started, and where."""
-
-    cluster: Cluster
-    training: TrainingCommand
-    title: str
-    name: str
-    """The same for the same plan."""
-    notes: tuple[str, ...]
-    """For the user, on the training command and the GPUs."""
-
-
-def _job_of(context: typer.Context, path: Path, cluster: Path, *, names_nodes: bool) -> _Job:
-    """Read the files and the training command. Raises ZorseError if they do not go together."""
-    plan = load_plan(path)
-    refuse_unsupported(plan, str(path))
-    there = load_cluster(cluster)
-    refuse_other_cluster(plan, there, str(path))
-    given = training_flags(context) or ()
-    training = training_of(given, plan=str(path), cluster=str(cluster) if names_nodes else None)
-    notes = _refuse_other_training(plan, given, path, there)
-    if names_nodes:
-        refuse_odd_names(there)
-    title = _title(plan, path, there)
-    notes = (*notes, *build_notes(list(there.kinds)))
-    name = f"zorse-{fingerprint(plan)}"
-    return _Job(cluster=there, training=training, title=title, name=name, notes=notes)
-
-
 def _joined(
     path: Path, cluster: Path, when_lost: ElasticOptions, given: Sequence[str]
 ) -> list[str]:
@@ -180,7 +144,7 @@ def _joined(
 
 
 def _write_script(
-    target: Path, job: _Job, options: BatchOptions, partitions: Sequence[str], *, force: bool
+    target: Path, job: LaunchedJob, options: BatchOptions, partitions: Sequence[str], *, force: bool
 ) -> str:
     """Write the batch script and return it. Raises ZorseError."""
     components = components_of(job.cluster, partitions_of(partitions))
@@ -191,7 +155,7 @@ def _write_script(
     return script
 
 
-def _write_elastic(target: Path, job: _Job, elastic: ElasticJob, *, force: bool) -> str:
+def _write_elastic(target: Path, job: LaunchedJob, elastic: ElasticJob, *, force: bool) -> str:
     """Write the batch script that goes on without lost nodes. Raises ZorseError."""
     refuse_without_save(job.training)
     script = elastic.script([node.name for node in job.cluster.nodes], job.title)
@@ -201,7 +165,7 @@ def _write_elastic(target: Path, job: _Job, elastic: ElasticJob, *, force: bool)
     return script
 
 
-def _say(job: _Job, lines: str, slurm: Path | None, *, as_json: bool) -> None:
+def _say(job: LaunchedJob, lines: str, slurm: Path | None, *, as_json: bool) -> None:
     """Print torchrun's lines, or where the script is."""
     resumes = job.training.resumes
     if as_json:
@@ -219,19 +183,3 @@ def _say(job: _Job, lines: str, slurm: Path | None, *, as_json: bool) -> None:
         print_plain(f"note: {note}")
     if not resumes:
         print_plain("note: the command has no --save, so the job is not requeued after a failure")
-
-
-def _title(plan: Plan, path: Path, cluster: Cluster) -> str:
-    name = f" of {cluster.name}" if cluster.name else ""
-    return f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{name}."
-
-
-def _refuse_other_training(
-    plan: Plan, given: Sequence[str], path: Path, cluster: Cluster
-) -> tuple[str, ...]:
-    """Raise FlagError for a command that the plan is not for; return notes on it."""
-    workload, _ = workload_in_flags(given, plan, cluster.kinds)
-    problems = list(workload_problems(plan, workload, str(path)))
-    if problems:
-        raise FlagError(f"the training command does not fit {path}", problems)
-    return workload.notes

@@ -1,0 +1,109 @@
+"""What `zorse launch` starts, from its files and the training command."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zorse_megatron.cli.plan_against_workload import workload_in_flags, workload_problems
+from zorse_megatron.errors import FlagError
+from zorse_megatron.launch.components import refuse_odd_names
+from zorse_megatron.launch.stock_command import (
+    in_order,
+    refuse_other_dtype,
+    stock_training_of,
+    without_layout,
+)
+from zorse_megatron.launch.training_command import TrainingCommand, training_of
+from zorse_megatron.schedules.refusals import refuse_unsupported
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import fingerprint, load_plan
+from zorse_megatron.software.torch_builds import build_notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedJob:
+    """What is to be started, and where."""
+
+    cluster: Cluster
+    """Nodes, and the GPUs of each, in the order of ranks."""
+    training: TrainingCommand
+    title: str
+    name: str
+    """The same for the same plan."""
+    notes: tuple[str, ...]
+    """For the user, on the training command and the GPUs."""
+
+
+def planned_job(
+    path: Path, cluster: Path, given: Sequence[str], *, names_nodes: bool
+) -> LaunchedJob:
+    """Our runtime under a plan. Raises ZorseError if files and command do not go together."""
+    plan, there = _files(path, cluster)
+    refuse_unsupported(plan, str(path))
+    training = training_of(given, plan=str(path), cluster=str(cluster) if names_nodes else None)
+    notes = _refuse_other_training(plan, given, path, there)
+    if names_nodes:
+        refuse_odd_names(there)
+    title = f"Trains under {path} (plan {fingerprint(plan)}) on the GPUs{_of(there)}."
+    return _job(plan, there, training, title, notes)
+
+
+def stock_job(path: Path, cluster: Path, given: Sequence[str], *, names_nodes: bool) -> LaunchedJob:
+    """Unmodified Megatron in a plan's layout. Raises ZorseError as `planned_job`, and for a plan
+    that is no layout of stock's or a command that contradicts it."""
+    from zorse_megatron.planner.baselines.stock_flags import layout_flags
+    from zorse_megatron.planner.baselines.stock_plans import grid_of_plan
+
+    plan, there = _files(path, cluster)
+    grid, order = grid_of_plan(plan, [node.ranks for node in there.nodes], str(path))
+    refuse_unsupported(plan, str(path))
+    layout = layout_flags(grid)
+    rest = without_layout(given, layout)
+    refuse_other_dtype(rest, plan.groups[0].compute_dtype)
+    training = stock_training_of(rest, layout, grid.tensor)
+    # What may not be said beside types of its own groups, stock says of the whole job.
+    untyped = dataclasses.replace(
+        plan, groups=tuple(dataclasses.replace(g, compute_dtype=None) for g in plan.groups)
+    )
+    notes = _refuse_other_training(untyped, rest, path, there)
+    if names_nodes:
+        refuse_odd_names(there)
+    title = f"Unmodified Megatron in the layout of {path} ({fingerprint(plan)}){_of(there)}."
+    return _job(plan, in_order(there, order), training, title, notes)
+
+
+def _files(path: Path, cluster: Path) -> tuple[Plan, Cluster]:
+    plan, there = load_plan(path), load_cluster(cluster)
+    refuse_other_cluster(plan, there, str(path))
+    return plan, there
+
+
+def _job(
+    plan: Plan, cluster: Cluster, training: TrainingCommand, title: str, notes: tuple[str, ...]
+) -> LaunchedJob:
+    return LaunchedJob(
+        cluster=cluster,
+        training=training,
+        title=title,
+        name=f"zorse-{fingerprint(plan)}",
+        notes=(*notes, *build_notes(list(cluster.kinds))),
+    )
+
+
+def _of(cluster: Cluster) -> str:
+    return f" of {cluster.name}" if cluster.name else ""
+
+
+def _refuse_other_training(
+    plan: Plan, given: Sequence[str], path: Path, cluster: Cluster
+) -> tuple[str, ...]:
+    """Raise FlagError for a command that the plan is not for; return notes on it."""
+    workload, _ = workload_in_flags(given, plan, cluster.kinds)
+    problems = list(workload_problems(plan, workload, str(path)))
+    if problems:
+        raise FlagError(f"the training command does not fit {path}", problems)
+    return workload.notes

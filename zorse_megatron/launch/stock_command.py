@@ -1,0 +1,155 @@
+"""Unmodified Megatron in a layout: the user's command with the layout's flags, and its nodes."""
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from zorse_megatron.errors import LaunchError, Problem
+from zorse_megatron.flags.command import Command, read_command
+from zorse_megatron.flags.scan import find_flags, split_script
+from zorse_megatron.flags.table import flags, spelling_of
+from zorse_megatron.flags.types import job_dtype
+from zorse_megatron.launch.max_connections import VARIABLE
+from zorse_megatron.launch.training_command import (
+    TrainingCommand,
+    folder_problems,
+    resuming_flags,
+)
+from zorse_megatron.schema.cluster.cluster import Cluster, Node
+from zorse_megatron.schema.gpus.gpu import ComputeDtype
+
+_LAYOUT = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"),
+    *("num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_vp_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("micro_batch_size", "use_distributed_optimizer", "use_tp_pp_dp_mapping"),
+    *("overlap_grad_reduce", "overlap_param_gather"),
+    *("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush"),
+    *("recompute_granularity", "recompute_activations"),
+    *("recompute_method", "recompute_num_layers"),
+)
+"""Arguments that a layout decides."""
+
+
+def without_layout(given: Sequence[str], layout: Sequence[str]) -> tuple[str, ...]:
+    """Return the command without the flags that a layout decides.
+
+    `layout`: its flags. Raises LaunchError with all that contradict it, and for a command that
+    unmodified Megatron cannot run.
+    """
+    command, wanted = read_command(given), read_command(layout).args
+    problems = [*_unknown_to_stock(given, command), *_contradictions(command, wanted)]
+    if problems:
+        raise LaunchError("the training command does not fit the layout", problems)
+    spelt = {
+        spelling: 0 if flag.kind != "store" else "?"
+        for flag in flags()
+        if flag.name in _LAYOUT
+        for spelling in flag.spellings
+    }
+    return find_flags(given, spelt)[1]  # type: ignore[arg-type]
+
+
+def refuse_other_dtype(given: Sequence[str], dtype: ComputeDtype | None) -> None:
+    """Raise LaunchError where a command says another type than the layout was made for."""
+    said = job_dtype(read_command(given).args)
+    if dtype is None or dtype == said:
+        return
+    wanted = "neither --fp16 nor --bf16" if dtype == "fp32" else f"--{dtype}"
+    problem = Problem(
+        where="--fp16, --bf16",
+        found=f"--{said}" if said != "fp32" else "neither",
+        expected=f"{wanted}, as the layout was made for (compute_dtype)",
+        remedy="Stock Megatron has one type for the job, and the command says which one.",
+    )
+    raise LaunchError("the training command does not fit the layout", [problem])
+
+
+def stock_training_of(given: Sequence[str], layout: Sequence[str], tensor: int) -> TrainingCommand:
+    """Add the layout's flags, and those with which a job that saves goes on when requeued.
+
+    `given`: what `without_layout` returns; `tensor`: tensor-parallel ranks. Raises LaunchError.
+    """
+    problems = list(folder_problems(given))
+    if problems:
+        raise LaunchError("the training command cannot be launched", problems)
+    more, save = resuming_flags(given)
+    # Megatron's `validate_args` asks for it (0.19: but on Blackwell).
+    variables = (f"{VARIABLE}=1",) if tensor > 1 else ()
+    return TrainingCommand(
+        words=(*given, *layout, *more),
+        resumes=save is not None,
+        save=save,
+        module=None,
+        variables=variables,
+    )
+
+
+def in_order(cluster: Cluster, ranks: Sequence[int]) -> Cluster:
+    """Return the cluster with its nodes, and the GPUs of each, in the order of stock's ranks.
+
+    `ranks`: rank of stock's job -> rank of the cluster; those of a node follow each other.
+    """
+    nodes: list[Node] = []
+    for _, some in groupby(ranks, key=lambda rank: cluster.node_of_rank(rank).first_rank):
+        its = list(some)
+        node = cluster.node_of_rank(its[0])
+        local = [rank - node.first_rank for rank in its]
+        numbers = tuple(node.numbers[at] for at in local)
+        nodes.append(
+            dataclasses.replace(
+                node,
+                first_rank=sum(len(each.gpu_kinds) for each in nodes),
+                gpu_kinds=tuple(node.gpu_kinds[at] for at in local),
+                gpu_numbers=None if numbers == tuple(range(len(numbers))) else numbers,
+            )
+        )
+    return dataclasses.replace(cluster, nodes=tuple(nodes))
+
+
+def _unknown_to_stock(given: Sequence[str], command: Command) -> Iterator[Problem]:
+    if split_script(given)[0] is None:
+        yield Problem(
+            where="--",
+            found="no script at the start of the training command",
+            expected="Megatron-LM's own, or yours: the built-in GPT entry needs this package",
+            remedy="Such as: -- pretrain_gpt.py --num-layers 32",
+        )
+    for word in dict.fromkeys(word.partition("=")[0] for word in given):
+        if word.startswith("--zorse-"):
+            yield Problem(
+                where=word,
+                found="it in the training command",
+                expected="flags of unmodified Megatron",
+                remedy="Leave it out.",
+            )
+
+
+def _contradictions(command: Command, wanted: Namespace) -> Iterator[Problem]:
+    args = _plain_recompute(command.args)
+    for name in _LAYOUT:
+        found, expected = getattr(args, name), getattr(wanted, name)
+        if name in command.given and found != expected:
+            yield Problem(
+                where=spelling_of(name),
+                found="it" if isinstance(found, bool) else f"{found}",
+                expected=f"{_said(found, expected)}, as the layout has",
+                remedy="Leave it out: zorse launch adds the layout's flags.",
+            )
+
+
+def _plain_recompute(args: Namespace) -> Namespace:
+    """`--recompute-activations` is another word for the granularity "selective"."""
+    if not args.recompute_activations:
+        return args
+    granularity = args.recompute_granularity or "selective"
+    plain = {"recompute_activations": False, "recompute_granularity": granularity}
+    return Namespace(**{**vars(args), **plain})
+
+
+def _said(found: Any, expected: Any) -> str:
+    return "no such flag" if isinstance(found, bool) or expected is None else f"{expected}"
