@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
 from zorse_megatron.emulate.forks.fork_client import output_of
+from zorse_megatron.emulate.forks.rank_jobs import RankJob, runner_here
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
@@ -153,8 +153,8 @@ def run_all(results: Results, options: argparse.Namespace, batch: int, work: Pat
                 directory=work,
                 limit_s=TIME_LIMIT_S,
             )
-            with runner_here(has_gpu=False) as runner:
-                runner.run(job)
+            with runner_here(has_gpu=False) as run_job:
+                run_job(job)
             results.add(name, outcome_of(output_of(work, job.world_size - 1)))  # the last one logs
             print(name, file=sys.stderr, flush=True)
 

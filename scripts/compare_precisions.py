@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
-from zorse_megatron.doctor.workshop import read_metrics
+from zorse_megatron.doctor.doctor_run import read_metrics
+from zorse_megatron.emulate.forks.rank_jobs import RankJob, runner_here
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan import Chunk, Group, ModelFingerprint, Plan, Replica, Schedule
@@ -107,8 +107,8 @@ def final_loss(name: str, number: int, flags: list[str], work: Path) -> float:
         directory=work,
         limit_s=TIME_LIMIT_S,
     )
-    with runner_here(has_gpu=False) as runner:
-        runner.run(job)
+    with runner_here(has_gpu=False) as run_job:
+        run_job(job)
     losses = read_metrics(metrics).losses
     last = sorted(losses)[-max(1, len(losses) // 10) :]
     return mean(losses[iteration] for iteration in last)

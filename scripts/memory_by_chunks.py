@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
-from zorse_megatron.doctor.rank_jobs import RankJob, runner_here
+from zorse_megatron.emulate.forks.rank_jobs import RankJob, runner_here
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT, WITHOUT_EVALUATION, WITHOUT_WORKERS
 from zorse_megatron.planner.inputs.search_inputs import Inputs, make_inputs
@@ -170,8 +170,8 @@ def measure(plan: Plan, work: Path, corpus: Path, tokenizer: list[str]) -> list[
         directory=work,
         limit_s=420.0,
     )
-    with runner_here(has_gpu=False) as runner:
-        runner.run(job)
+    with runner_here(has_gpu=False) as run_job:
+        run_job(job)
     ledgers = [work / f"memory-rank{rank}.json" for rank in range(plan.world_size)]
     peaks = [json.loads(path.read_text())["peaks"] for path in ledgers]
     return [peak["parameters and gradients"]["num_bytes"] for peak in peaks]

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.doctor.rank_jobs import RankJob, spawned_statuses
 from zorse_megatron.emulate.forks.fork_client import (
     GRACE_AFTER_FAILURE_S,
     ForkClient,
@@ -25,6 +24,7 @@ from zorse_megatron.emulate.forks.fork_client import (
     output_of,
     tail_of,
 )
+from zorse_megatron.emulate.forks.rank_jobs import RankJob, spawned_statuses
 from zorse_megatron.errors import Problem, RankFailure
 from zorse_megatron.launch.shared_gpus import SHARE_GPUS
 

@@ -11,7 +11,7 @@ from tests.megatron.small_run import TOKENIZER_FLAGS
 from tests.megatron.upstream import SCRIPT
 from tests.printed import run_zorse
 from tests.unit.test_docs import commands_in, text_of
-from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.flags.turned_off import WITHOUT_WORKERS
 from zorse_megatron.schema.plan.plan_json import save_plan
 
@@ -28,7 +28,7 @@ def test_its_commands_run(
     megatron_server: MegatronServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_plan(uneven_plan(), "plan.json")
+    save_plan(UNEVEN_PLAN, "plan.json")
     section = text_of("README.md").partition("## Train with a plan")[2].partition("\n## ")[0]
     lines = [line for line in commands_in("README.md") if line in section]
     assert len(lines) == 3

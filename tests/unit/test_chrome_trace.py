@@ -13,7 +13,7 @@ from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_memory import priced_with_options
 from tests.unit.test_simulate_times import run_case
-from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.schedules.actions import COMPUTE, SENDS, Kind, parse_action
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.steady import from_norm
@@ -94,7 +94,7 @@ def test_the_memory_counter_reaches_the_peak():
 
 
 def test_the_file_is_json_and_may_show_some_ranks_only(tmp_path):
-    plan = uneven_plan()
+    plan = UNEVEN_PLAN
     path = save_chrome_trace(tmp_path / "a" / "trace.json", run(plan), ranks=[0, 2])
     data = json.loads(path.read_text())
     assert {event["pid"] for event in data["traceEvents"]} == {0, 2}
@@ -105,7 +105,7 @@ def test_the_file_is_json_and_may_show_some_ranks_only(tmp_path):
 def test_saved_traces_are_those_of_a_run(tmp_path):
     from zorse_megatron.trace import load_trace
 
-    plan = uneven_plan()
+    plan = UNEVEN_PLAN
     result = run(plan)
     for rank, path in enumerate(result.save_traces(tmp_path)):
         found, spans = load_trace(path)

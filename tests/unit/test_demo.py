@@ -9,11 +9,10 @@ from rich.console import Console
 
 from zorse_megatron.demo import __main__ as demo
 from zorse_megatron.demo.report import loss_table, stands_for_table, validation_difference
-from zorse_megatron.doctor.machine import Machine
-from zorse_megatron.doctor.small_gpt import training_flags, uneven_plan
-from zorse_megatron.doctor.workshop import Trained
+from zorse_megatron.doctor.doctor_run import Trained
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
+from zorse_megatron.doctor.report import Machine
 from zorse_megatron.errors import ZorseError
-from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.plan.plan import ClusterFingerprint
 from zorse_megatron.schema.plan.plan_json import dump_plan, parse_plan
@@ -48,7 +47,7 @@ def test_its_cluster_is_one_of_unequal_gpus_on_several_nodes():
 
 
 def test_which_rank_stands_for_which_gpu(tmp_path):
-    plan = uneven_plan()
+    plan = UNEVEN_PLAN
     kinds = ("A100-40", "T4", "L4", "A10G", "V100-16")
     named = ClusterFingerprint(name="five", gpu_kinds=kinds)
     plan = parse_plan(dump_plan(plan).encode())
@@ -92,30 +91,9 @@ def test_what_an_earlier_demo_left_goes_and_nothing_else(tmp_path, monkeypatch):
 
 
 def test_gpus_that_are_not_there_are_refused(tmp_path, monkeypatch):
-    nothing = Machine(gpus=(), torch="", nccl=None, transformer_engine=None, apex=False)
-    monkeypatch.setattr(demo, "_planned", lambda *_: uneven_plan())
+    nothing = Machine(gpus=(), torch="", nccl=None, transformer_engine=None)
+    monkeypatch.setattr(demo, "_planned", lambda *_: UNEVEN_PLAN)
     monkeypatch.setattr(demo, "stands_for_table", lambda plan: "")
     monkeypatch.setattr(demo, "machine_here", lambda *_: nothing)
     with pytest.raises(ZorseError, match="--device: found cuda, while torch sees no GPU"):
         demo._demo(tmp_path, None, 4, demo.Device.CUDA, Console())
-
-
-def test_the_small_gpts_plan_is_valid_and_uneven_in_everything():
-    plan = parse_plan(dump_plan(uneven_plan()).encode())
-    lower_plan(plan)
-    assert [len(plan.groups[chunk.group].ranks) for chunk in plan.chunks] == [2, 1, 2]
-    replicas = [replica for group in plan.groups for replica in group.replicas]
-    assert len({replica.micro_batch_size for replica in replicas}) > 2
-    assert len({replica.num_microbatches for replica in replicas}) > 2
-    assert len({chunk.layers[1] - chunk.layers[0] for chunk in plan.chunks}) == 3
-    for group in (plan.groups[0], plan.groups[2]):
-        assert len({replica.shard_weight for replica in group.replicas}) == 2
-
-
-def test_the_small_gpts_flags_have_what_the_comparison_needs(tmp_path):
-    words = training_flags(tmp_path / "text", tokenizer=["--tokenizer"], num_iterations=40)
-    given = dict(zip(words, [*words[1:], ""], strict=True))
-    assert given["--attention-dropout"] == given["--hidden-dropout"] == "0"
-    assert given["--train-iters"] == "40"
-    assert given["--distributed-timeout-minutes"] == "1"
-    assert not {"--bf16", "--fp16"} & given.keys()

@@ -21,7 +21,7 @@ from zorse_megatron.cli import command_group
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.pretrain_command import split_command
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
@@ -38,7 +38,7 @@ NOT_OURS |= {"timeline.png"}
 NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}
 NOT_OURS |= {"offload.json", "config.json", "corrected.json", "workstation.json", "tiny.json"}
-NOT_OURS |= {"doctor.json", "doctor.html"}
+NOT_OURS |= {"doctor.json", "doctor/doctor.json"}
 NOT_OURS |= {"zorse-manifest.json", "metadata.json", "integrity.json"}
 PLACEHOLDERS = {"MEGATRON_FLAGS", "PATH", "DIR", "FILE"}
 OF_PIP_AND_SLURM = {"--index-url", "--gpus-per-task"}
@@ -316,7 +316,7 @@ def test_links_are_named_as_shown():
 
 
 def test_the_actions_of_a_plan_are_as_shown():
-    assert f"```\n{lower_plan(uneven_plan())}\n```" in text_of("docs/how-it-works.md")
+    assert f"```\n{lower_plan(UNEVEN_PLAN)}\n```" in text_of("docs/how-it-works.md")
 
 
 def test_messages_are_those_of_the_code():

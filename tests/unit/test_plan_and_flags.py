@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 
-from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.flags.flags_against_plan import model_flag_problems
 
 NUM_HEADS = 4
@@ -21,7 +21,7 @@ NUM_HEADS = 4
     ],
 )
 def test_query_groups(has_groups: bool, num_groups: int, planned: int, fits: bool) -> None:
-    plan = uneven_plan()
+    plan = UNEVEN_PLAN
     model = dataclasses.replace(plan.model, num_query_groups=planned)
     args = Namespace(
         group_query_attention=has_groups,

@@ -8,14 +8,14 @@ import pytest
 from matplotlib.path import Path as MatplotlibPath
 
 from tests.unit.fake_trace import ACTION_S, fake_spans
-from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.plots import gantt
 from zorse_megatron.plots.by_chunks import ChunkLine, Level, draw_by_chunks
 from zorse_megatron.plots.gantt import draw_gantt
 from zorse_megatron.plots.loss_curves import LossCurve, draw_curves
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
 
-PLAN = uneven_plan()
+PLAN = UNEVEN_PLAN
 
 
 def curve(losses, first_iteration=1):

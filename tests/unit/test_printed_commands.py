@@ -17,7 +17,7 @@ from tests.printed import each_search_once, run_zorse, words_of
 from tests.unit.checkpoint_folders import save
 from tests.unit.test_docs import DOCUMENTS, ROOT, commands_in
 from tests.unit.test_hugging_face import LLAMA_3_2_1B
-from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.schema.plan.plan_json import dump_plan
 
 pytestmark = pytest.mark.slow
@@ -100,7 +100,7 @@ def run_in(directory: Path, document: str) -> Iterator[str]:
     (directory / "examples").symlink_to(ROOT / "examples")
     (directory / "cluster.yaml").write_text(CLUSTERS.get(document, UNEQUAL))
     (directory / "config.json").write_text(json.dumps(LLAMA_3_2_1B))
-    (directory / "plan.json").write_text(dump_plan(uneven_plan()))
+    (directory / "plan.json").write_text(dump_plan(UNEVEN_PLAN))
     shutil.copy(ROOT / "examples" / "mini-profile.json", directory / "profile.json")
     save(directory / "checkpoints", 10)
     for line in commands_in(document):

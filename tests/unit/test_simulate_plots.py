@@ -8,7 +8,7 @@ from tests.unit.fake_costs import FakeMemory
 from tests.unit.simulation import run
 from tests.unit.test_plots import colours_of, rgb
 from tests.unit.test_schedules import even_plan
-from zorse_megatron.doctor.small_gpt import uneven_plan
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
 from zorse_megatron.plots.memory_bars import draw_memory
 from zorse_megatron.plots.rows import rows_of
 from zorse_megatron.plots.simulated_gantt import draw_timeline
@@ -21,7 +21,7 @@ MEMORY = FakeMemory(
 
 @pytest.mark.slow
 def test_a_timeline_is_drawn_as_of_an_executed_run(tmp_path):
-    plan = uneven_plan()
+    plan = UNEVEN_PLAN
     path = draw_timeline(tmp_path / "t.png", plan=plan, result=run(plan), title="t")
     assert {rgb("#56B4E9"), rgb("#E69F00"), rgb("#E8E8E8")} <= colours_of(path)
 
@@ -51,7 +51,7 @@ def test_large_plans_show_one_of_several_equal_ranks(tmp_path, merged):
 
 @pytest.mark.slow
 def test_memory_bars_show_every_category(tmp_path):
-    plan = uneven_plan()
+    plan = UNEVEN_PLAN
     result = run(plan, memory=MEMORY, fixed_bytes=[GIB] * 5)
     path = draw_memory(
         tmp_path / "m.png", plan=plan, result=result, capacity_bytes=[30 * GIB] * 5, title="t"
@@ -67,7 +67,7 @@ def test_memory_bars_show_every_category(tmp_path):
 
 
 def test_every_rank_needs_a_capacity(tmp_path):
-    plan = uneven_plan()
+    plan = UNEVEN_PLAN
     with pytest.raises(ValueError, match="capacities of 1 GPUs"):
         draw_memory(
             tmp_path / "m.png", plan=plan, result=run(plan), capacity_bytes=[GIB], title="t"

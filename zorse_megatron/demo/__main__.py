@@ -28,12 +28,10 @@ from zorse_megatron.demo.report import (
     stands_for_table,
     validation_difference,
 )
-from zorse_megatron.doctor.checks.against_stock import compared
-from zorse_megatron.doctor.finding import Status
-from zorse_megatron.doctor.machine import Machine, machine_here
+from zorse_megatron.doctor.doctor_run import DoctorRun, Trained, compared, machine_here
 from zorse_megatron.doctor.plans import EXACT, FP32_FLAGS, MAX_ABS_LOSS_DIFFERENCE
-from zorse_megatron.doctor.rank_jobs import Runner, runner_here
-from zorse_megatron.doctor.workshop import Trained, Workshop
+from zorse_megatron.doctor.report import Status
+from zorse_megatron.emulate.forks.rank_jobs import runner_here
 from zorse_megatron.emulate.jobs.tiny_model import TinyTraining, training_flags
 from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
 from zorse_megatron.errors import Problem, ZorseError
@@ -103,11 +101,16 @@ def _demo(
         cluster.write_text(CLUSTER, encoding="utf-8")
     plan = _planned(cluster, output / "plan.json", console)
     console.print(stands_for_table(plan))
-    with runner_here(has_gpu=device == Device.CUDA) as runner:
-        machine = machine_here(runner, runs)
-        if device == Device.CUDA and not machine.has_gpu:
+    with runner_here(has_gpu=device == Device.CUDA) as run_job:
+        run = DoctorRun(
+            machine=machine_here(run_job, runs),
+            run_job=run_job,
+            directory=runs,
+            ends_s=time.monotonic() + TIME_LIMIT_S,
+        )
+        if device == Device.CUDA and not run.machine.gpus:
             raise ZorseError("The demo cannot run there", [_NO_GPU])
-        stock, under_plan = _trained(runs, plan, iterations, machine, runner, console)
+        stock, under_plan = _trained(run, plan, iterations, console)
     console.print(loss_table(stock, under_plan))
     written = [draw_loss(output / "loss.png", stock, under_plan),
                draw_timeline(output / "timeline.png", plan, runs / "traces")]  # fmt: skip
@@ -138,8 +141,8 @@ def _planned(cluster: Path, path: Path, console: Console) -> Plan:
     return load_plan(path)
 
 
-def _trained(  # noqa: PLR0917
-    runs: Path, plan: Plan, iterations: int, machine: Machine, runner: Runner, console: Console
+def _trained(
+    run: DoctorRun, plan: Plan, iterations: int, console: Console
 ) -> tuple[Trained, Trained]:
     """Train the small model with stock and under the plan."""
     shape = TinyShape.of(MODELS[MODEL], [plan])
@@ -150,27 +153,20 @@ def _trained(  # noqa: PLR0917
         iterations=iterations,
         shape=shape,
     )
-
-    def flags(prefix: Path, tokenizer: list[str]) -> list[str]:
-        data = ["--data-path", str(prefix), "--split", "90,10,0", *tokenizer]
+    flags = [
+        *training_flags(training, ["--split", "90,10,0", *FP32_FLAGS]),
         # Two batches, as an evaluation of stock's hundred takes longer than the training.
-        evaluation = ["--eval-iters", "2", "--eval-interval", str(iterations // 2)]
+        *("--eval-iters", "2", "--eval-interval", str(iterations // 2)),
         # Initial weights depend on the size of micro-batches; log and loaders are stock's default.
-        usual = ["--micro-batch-size", "4", "--log-interval", "1", "--num-workers", "2"]
-        return [*training_flags(training, data), *usual, *evaluation]
-
-    workshop = Workshop(
-        machine=machine, runner=runner, directory=runs, ends_s=time.monotonic() + TIME_LIMIT_S
-    )
+        *("--micro-batch-size", "4", "--log-interval", "1", "--num-workers", "2"),
+    ]
+    trace = ["--zorse-trace", str(run.directory / "traces")]
     found = []
-    for name, of_job, more in (
-        ("stock", None, ()),
-        ("plan", small, ("--zorse-trace", str(runs / "traces"))),
-    ):
+    for name, of_job, more in (("stock", None, []), ("plan", small, trace)):
         started_s = time.monotonic()
         ranks = 1 if of_job is None else of_job.world_size
         with console.status(f"{name}: training {iterations} iterations, {ranks} processes ..."):
-            found.append(workshop.trained(name, of_job, (*FP32_FLAGS, *more), base=flags))
+            found.append(run.trained(name, of_job, [*flags, *more]))
         console.print(f"{name}: {iterations} iterations in {time.monotonic() - started_s:.0f} s")
     return found[0], found[1]
 

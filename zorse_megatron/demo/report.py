@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from zorse_megatron.doctor.doctor_run import Trained
 from zorse_megatron.doctor.plans import MAX_ABS_LOSS_DIFFERENCE
-from zorse_megatron.doctor.workshop import Trained
 from zorse_megatron.plots.steps import duration_s, fastest_step, spans_of_step, training_steps
 from zorse_megatron.processors import num_processors
 from zorse_megatron.schema.plan.plan import Plan

@@ -1,5 +1,6 @@
 """`zorse doctor`: check on the machine at hand that plans run there as stock Megatron does."""
 
+import json
 import os
 import tempfile
 import time
@@ -14,18 +15,19 @@ from zorse_megatron.cli.options import AsJson
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import PACKAGE, refuse_without
 from zorse_megatron.files.writable import folder_problems
+from zorse_megatron.files.write import write_text
 
 if TYPE_CHECKING:
-    from zorse_megatron.doctor.check_list import Check
-    from zorse_megatron.doctor.finding import CheckResult
-    from zorse_megatron.doctor.report import Report
+    from zorse_megatron.doctor.checks import Check
+    from zorse_megatron.doctor.report import Finding, Report
 
 _TIME_LIMIT_S = 600.0
+_FILE = "doctor.json"
 
 
 def doctor(
     output: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Write doctor.json and doctor.html here.")
+        Path, typer.Option("--out", metavar="DIR", help="Write doctor.json here.")
     ] = Path("doctor"),
     check: Annotated[
         list[str] | None,
@@ -48,21 +50,21 @@ def doctor(
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         ends_s = time.monotonic() + time_limit
         report = _report(checks, ends_s, quiet=as_json)
-        written = report.save(output)
+        written = output / _FILE
+        write_text(written, json.dumps(report.as_json(), indent=1) + "\n", parents=True)
     if as_json:
         print_json(report.as_json())
     else:
-        print_plain(f"{report.summary}; written: {', '.join(map(str, written))}")
+        print_plain(f"{report.summary}; written: {written}")
     if report.has_failed:
         raise typer.Exit(1)
 
 
 def _checks(names: list[str], output: Path) -> "tuple[Check, ...]":
     """Those that are asked for. Raises CommandError if there are none such, or no report is."""
-    from zorse_megatron.doctor.check_list import CHECKS, NAMES
-    from zorse_megatron.doctor.report import FILES
+    from zorse_megatron.doctor.checks import CHECKS, NAMES
 
-    problems = list(folder_problems("--out", output, FILES))
+    problems = list(folder_problems("--out", output, [_FILE]))
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         problem = Problem(
@@ -78,22 +80,19 @@ def _checks(names: list[str], output: Path) -> "tuple[Check, ...]":
 
 
 def _report(checks: "tuple[Check, ...]", ends_s: float, *, quiet: bool) -> "Report":
-    from zorse_megatron.doctor.end_on_signal import exits_on_signals
-    from zorse_megatron.doctor.examine import examine
-    from zorse_megatron.doctor.machine import machine_here
-    from zorse_megatron.doctor.rank_jobs import SpawnedRanks, runner_here
+    from zorse_megatron.doctor.checks import examine
+    from zorse_megatron.doctor.doctor_run import DoctorRun, machine_here
     from zorse_megatron.doctor.report import Report
-    from zorse_megatron.doctor.workshop import Workshop
+    from zorse_megatron.emulate.forks.rank_jobs import exits_on_signals, run_spawned, runner_here
 
-    def tell(result: "CheckResult") -> None:
+    def tell(finding: "Finding") -> None:
         if not quiet:
-            print_plain(f"{result.finding.status}: {result.title}: {result.finding.said}")
+            print_plain(str(finding))
 
     with exits_on_signals(), tempfile.TemporaryDirectory(prefix="zorse-doctor-") as scratch:
-        machine = machine_here(SpawnedRanks(), Path(scratch))
-        with runner_here(has_gpu=machine.has_gpu) as runner:
-            workshop = Workshop(
-                machine=machine, runner=runner, directory=Path(scratch), ends_s=ends_s
-            )
-            results = examine(workshop, checks, tell)
-    return Report(machine=machine, results=tuple(results), version=metadata.version(PACKAGE))
+        directory = Path(scratch)
+        machine = machine_here(run_spawned, directory)
+        with runner_here(has_gpu=bool(machine.gpus)) as run_job:
+            run = DoctorRun(machine=machine, run_job=run_job, directory=directory, ends_s=ends_s)
+            findings = tuple(examine(run, checks, tell))
+    return Report(machine=machine, findings=findings, version=metadata.version(PACKAGE))

@@ -1,1 +1,1 @@
-"""Ranks of many jobs, forked from one process that has Megatron imported."""
+"""Ranks of many jobs on this machine, most of them forked from one process with Megatron."""

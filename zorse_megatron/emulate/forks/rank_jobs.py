@@ -1,4 +1,4 @@
-"""Starts the ranks of a job, and ends all of them when its time is up."""
+"""Runs the ranks of a job on this machine, and leaves none behind."""
 
 import contextlib
 import os
@@ -7,15 +7,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import NoReturn
 
 from zorse_megatron.emulate.forks.fork_client import ForkClient, ForkedJob, output_of, tail_of
 from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import Problem, RankFailure
 
+_SERVER = "zorse_megatron.emulate.on_ranks.server_main"
 _POLL_S = 0.05
 # After one rank has failed, the watched others end by themselves within seconds.
 _GRACE_S = 20.0
@@ -36,67 +39,46 @@ class RankJob:
     """Of all ranks, beside what torchrun would set."""
 
 
-class Runner(Protocol):
-    """Runs one job after another."""
-
-    def run(self, job: RankJob) -> None:
-        """Run it to its end. Raises RankFailure unless all ranks end with status 0 in time."""
-        ...
-
-
-class SpawnedRanks:
-    """Each rank is a process that imports everything itself; for GPUs, which no fork survives."""
-
-    def run(self, job: RankJob) -> None:
-        """Run it to its end. Raises RankFailure unless all ranks end with status 0 in time."""
-        started_s = time.monotonic()
-        statuses = spawned_statuses(job)
-        if any(status != 0 for status in statuses):
-            raise job_failure(job, statuses, time.monotonic() - started_s)
-
-
-class ForkedRanks:
-    """Ranks are forked from a process that has Megatron imported, on the CPU."""
-
-    def __init__(self) -> None:
-        self._client = ForkClient("zorse_megatron.doctor.on_ranks.server_main")
-
-    def run(self, job: RankJob) -> None:
-        """Run it to its end. Raises RankFailure unless all ranks end with status 0 in time."""
-        end = self._client.run(
-            ForkedJob(
-                entry=job.entry,
-                argv=job.arguments,
-                world_size=job.world_size,
-                timeout_s=job.limit_s,
-                output_directory=str(job.directory),
-                working_directory=str(job.directory),
-                env=job.environment,
-            )
-        )
-        statuses = [
-            None if rank in end.had_to_be_ended else status
-            for rank, status in enumerate(end.statuses)
-        ]
-        if any(status != 0 for status in statuses):
-            raise job_failure(job, statuses, end.wall_s)
-
-    def close(self) -> None:
-        """End the process that forks."""
-        self._client.close()
+RunJob = Callable[[RankJob], None]
+"""Runs a job to its end. Raises RankFailure unless all ranks end with status 0 in time."""
 
 
 @contextlib.contextmanager
-def runner_here(*, has_gpu: bool) -> Iterator[Runner]:
-    """The runner for this machine; what it started ends with the block."""
+def runner_here(*, has_gpu: bool) -> Iterator[RunJob]:
+    """What runs jobs on this machine; what it has started ends with the block.
+
+    No fork survives CUDA, so ranks with GPUs import everything themselves. The others are forked
+    from a process that has Megatron imported.
+    """
     if has_gpu:
-        yield SpawnedRanks()
+        yield run_spawned
         return
-    forked = ForkedRanks()
-    try:
-        yield forked
-    finally:
-        forked.close()
+    with contextlib.closing(ForkClient(_SERVER)) as client:
+        yield partial(run_forked, client)
+
+
+def run_spawned(job: RankJob) -> None:
+    """Run each rank as a process of its own. Raises RankFailure."""
+    started_s = time.monotonic()
+    _refuse_failed(job, spawned_statuses(job), time.monotonic() - started_s)
+
+
+def run_forked(client: ForkClient, job: RankJob) -> None:
+    """Run the ranks as forks of the client's server. Raises RankFailure."""
+    end = client.run(
+        ForkedJob(
+            entry=job.entry,
+            argv=job.arguments,
+            world_size=job.world_size,
+            timeout_s=job.limit_s,
+            output_directory=str(job.directory),
+            working_directory=str(job.directory),
+            env=job.environment,
+        )
+    )
+    ended = end.had_to_be_ended
+    statuses = [None if rank in ended else status for rank, status in enumerate(end.statuses)]
+    _refuse_failed(job, statuses, end.wall_s)
 
 
 def spawned_statuses(job: RankJob) -> list[int | None]:
@@ -117,7 +99,7 @@ def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[by
         process = subprocess.Popen(
             [sys.executable, "-m", job.entry, *job.arguments],
             cwd=job.directory,
-            env=rank_environment(job, rank, port),
+            env=_rank_environment(job, rank, port),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -132,7 +114,7 @@ def _spawned(job: RankJob, rank: int, port: int) -> Iterator[subprocess.Popen[by
         process.wait()
 
 
-def rank_environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
+def _rank_environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
     """What torchrun sets, and what the job adds."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "SLURM_"))}
     return kept | {
@@ -166,20 +148,41 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], until_s: float) -> list[int 
         time.sleep(_POLL_S)
 
 
-def job_failure(job: RankJob, statuses: Sequence[int | None], duration_s: float) -> RankFailure:
-    """The error that shows how each failed rank ended."""
-    return RankFailure(
-        f"The job {job.name!r} failed",
-        [
-            Problem(
-                where=f"rank {rank} ({job.directory}/rank_{rank}.txt)",
-                found=f"no end in {duration_s:.0f} s"
-                if status is None
-                else f"exit status {status} after {duration_s:.0f} s",
-                expected=f"0 within {job.limit_s:.0f} s",
-                remedy="Its last lines:\n" + tail_of(output_of(job.directory, rank)),
-            )
-            for rank, status in enumerate(statuses)
-            if status != 0
-        ],
-    )
+def _refuse_failed(job: RankJob, statuses: Sequence[int | None], duration_s: float) -> None:
+    """Raise RankFailure, which shows how each rank that failed has ended, if one has."""
+    problems = [
+        Problem(
+            where=f"rank {rank} ({job.directory}/rank_{rank}.txt)",
+            found=f"no end in {duration_s:.0f} s"
+            if status is None
+            else f"exit status {status} after {duration_s:.0f} s",
+            expected=f"0 within {job.limit_s:.0f} s",
+            remedy="Its last lines:\n" + tail_of(output_of(job.directory, rank)),
+        )
+        for rank, status in enumerate(statuses)
+        if status != 0
+    ]
+    if problems:
+        raise RankFailure(f"The job {job.name!r} failed", problems)
+
+
+@contextlib.contextmanager
+def exits_on_signals() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt.
+
+    So what has been started is ended. The status is a shell's, 128 and the signal's number. Main
+    thread only. A signal that is ignored (`nohup`) stays so.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)

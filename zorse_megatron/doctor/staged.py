@@ -1,19 +1,22 @@
-"""The torch.distributed backend `staged`: gloo carries what is copied to host memory and back.
+"""`zorse_megatron.pretrain` over the backend `staged`, for ranks that share a GPU without NCCL.
 
-For ranks that share a GPU where NCCL refuses that. Slow, but it computes the same sums. Without a
-GPU its copies are copies within host memory, which is how it is tested.
+gloo carries what is copied to host memory and back: slow, but the same sums. Without a GPU its
+copies are copies within host memory, which is how it is tested.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zorse_megatron import pretrain
 from zorse_megatron.emulate.on_ranks.backend import gloo_group
 
 BACKEND = "staged"
+_TIMEOUT = timedelta(minutes=2)
 
 
 class StagedWork:
@@ -37,23 +40,6 @@ class StagedWork:
         """Whether gloo is done, without waiting."""
         return self._is_done or self._payload.is_completed()
 
-    def is_success(self) -> bool:
-        """As `is_completed`: what fails raises."""
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        """The caller's tensors."""
-        self.wait()
-        return [tensor for tensor, _ in self._results]
-
-    def get_future(self) -> Any:
-        """Refused: a future would be done before the results are copied."""
-        raise NotImplementedError("staged operations have no futures; wait for the work")
-
 
 class StagedGroup(dist.ProcessGroup):
     """A process group whose operations run on copies in host memory."""
@@ -76,11 +62,6 @@ class StagedGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
         return StagedWork(self.payload.send(list(map(_staged, tensors)), target, tag), [])
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
-        copies = list(map(_staged, tensors))
-        work = self.payload.recv(copies, source, tag)
-        return StagedWork(work, list(zip(tensors, copies, strict=True)))
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         return self.payload.barrier()
@@ -113,29 +94,25 @@ def _on_copies(method: str) -> Callable[..., Any]:
 
 
 for _name in (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "_allgather_base",
-    "all_gather_single",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
+    "recv",
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall"),
+    *("allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
     "reduce_scatter_tensor_coalesced",
-    "gather",
-    "scatter",
-    "alltoall",
 ):
     setattr(StagedGroup, _name, _on_copies(_name))
 
 
-def register() -> None:
-    """Make the backend known to torch in this process."""
+def main() -> None:
+    """Entry point. Megatron trains on the process group that is there already."""
 
     def create(options: Any, _: Any) -> StagedGroup:
         return StagedGroup(gloo_group(options))
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    start = partial(dist.init_process_group, BACKEND, timeout=_TIMEOUT)
+    pretrain.main(setup=pretrain.RankSetup(init_process_group=start))
+
+
+if __name__ == "__main__":
+    main()

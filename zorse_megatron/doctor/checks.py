@@ -1,0 +1,246 @@
+"""All checks, and those of whether plans train as stock does; docs/doctor.md says what each proves.
+
+A check gets the run and returns its finding. Whatever one of them raises, the others are made.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from zorse_megatron.doctor.doctor_run import DoctorRun, Trained, compared
+from zorse_megatron.doctor.plans import (
+    CASES,
+    EXACT,
+    FP32_FLAGS,
+    INTERLEAVED,
+    ITERATIONS,
+    SAVE_EVERY,
+    SMALL_GPT,
+    UNEVEN_PLAN,
+    WITHIN_ROUNDING,
+    PlanCase,
+    with_split_backward,
+)
+from zorse_megatron.doctor.report import NO_CUDA, Finding, Status, failed, not_possible, passed
+from zorse_megatron.doctor.timed_checks import gathers, offload, prediction
+from zorse_megatron.errors import RankFailure, ZorseError
+from zorse_megatron.launch.max_connections import MOST_QUEUES, VARIABLE
+from zorse_megatron.schema.gpus.compute_capability import BF16_FROM, TRITON_FROM
+
+_SAVED = CASES[0]
+_MIN_SHARE_OF_COPY = 0.85
+"""The target of docs/kernels.md."""
+
+
+def communicators(run: DoctorRun) -> Finding:
+    """Make the communicators of a plan as its training does, and note what memory each takes."""
+    shares_gpus = run.machine.shares_gpus(UNEVEN_PLAN.world_size)
+    try:
+        taken = run.connected()
+    except RankFailure as failure:
+        if not shares_gpus:
+            raise
+        return not_possible(
+            f"NCCL runs no two ranks on one GPU here ({_reason(failure)}); plans with more ranks "
+            "than GPUs are trained over host memory and gloo instead"
+        )
+    figures, listed = {}, []
+    for use in dict.fromkeys(row["use"] for row in taken):
+        rows = [row for row in taken if row["use"] == use]
+        ranks = [row["rank"] for row in rows]
+        figures[f"{use}_per_rank"] = max(map(ranks.count, ranks))
+        most, priced = (max(row[key] for row in rows) for key in ("num_bytes", "priced_bytes"))
+        figures |= {f"{use}_bytes": most, f"{use}_priced_bytes": priced}
+        listed.append(f"{use} {most / 1e6:.0f} MB (priced {priced / 1e6:.0f})")
+    shared = " that share GPUs, which show the sum of theirs" if shares_gpus else ""
+    said = f"{UNEVEN_PLAN.world_size} ranks{shared}; at most {', '.join(listed)}"
+    return passed(said, **figures)
+
+
+def _reason(failure: RankFailure) -> str:
+    """NCCL's own words if it has said any, else the last line."""
+    lines = [line.strip() for line in failure.problems[0].remedy.splitlines() if line.strip()]
+    of_nccl = [line for line in lines if "NCCL" in line or "Duplicate GPU" in line]
+    return (of_nccl or lines)[-1]
+
+
+def kernels(run: DoctorRun) -> Finding:
+    """Run each kernel in Triton, compare it with plain torch, and time it against a copy."""
+    answer: dict[str, Any] = run.answer("kernels")
+    rows, reason = answer["kernels"], answer["in_plain_torch_because"]
+    figures = {f"{name}_share_of_copy": row["share_of_copy"] for name, row in rows.items()}
+    figures["copy_bytes_per_s"] = answer["copy_bytes_per_s"]
+    wrong = [f"{name}: {row['disagrees']}" for name, row in rows.items() if row["disagrees"]]
+    if wrong:
+        return failed(f"results differ from plain torch's: {'; '.join(wrong)}", **figures)
+    if reason is not None and run.machine.gpus[0].capability < TRITON_FROM:
+        return not_possible(reason)
+    if reason is not None:
+        return failed(f"kernels run in plain torch: {reason}", **figures)
+    shares = {name: row["share_of_copy"] for name, row in rows.items()}
+    slow = [f"{name} {share:.0%}" for name, share in shares.items() if share < _MIN_SHARE_OF_COPY]
+    if slow:
+        expected = f"expected at least {_MIN_SHARE_OF_COPY:.0%} of a copy's bandwidth"
+        return failed(f"right, but slow: {', '.join(slow)}; {expected}", **figures)
+    least = min(shares.values())
+    return passed(f"compiled by Triton, right, at least {least:.0%} of a copy's speed", **figures)
+
+
+def follows_stock(run: DoctorRun, case: PlanCase) -> Finding:
+    """Train a plan and its reference, and compare every iteration."""
+    gpus = run.machine.gpus
+    if not gpus and case.queues != MOST_QUEUES:
+        return not_possible(f"{NO_CUDA}: the variable means nothing on a CPU")
+    without = [gpu.name for gpu in gpus if gpu.capability < BF16_FROM]
+    if without and "--bf16" in case.flags:
+        return not_possible(f"no units for bf16 on {' and '.join(dict.fromkeys(without))}")
+    stock = run.trained(f"stock {' '.join(case.flags)}", None, (*SMALL_GPT, *case.flags))
+    return compared(_of_plan(run, case), stock, case.limits)
+
+
+def _of_plan(run: DoctorRun, case: PlanCase) -> Trained:
+    save = ("--save", _checkpoints(run), "--save-interval", str(SAVE_EVERY))
+    flags = (*SMALL_GPT, *case.flags, *(save if case is _SAVED else ()))
+    queues = {VARIABLE: str(case.queues)}
+    return run.trained(case.name, case.plan, flags, environment=queues)
+
+
+def _checkpoints(run: DoctorRun) -> str:
+    return str(run.directory / "checkpoints")
+
+
+def resumes(run: DoctorRun) -> Finding:
+    """What the first plan saved, another plan goes on from, to the losses of the first."""
+    saved = _of_plan(run, _SAVED)
+    load = ("--load", _checkpoints(run), "--ckpt-step", str(SAVE_EVERY))
+    resumed = run.trained("resumed", INTERLEAVED, (*SMALL_GPT, *FP32_FLAGS, *load))
+    trained, expected = [*resumed.losses], [*range(SAVE_EVERY + 1, ITERATIONS + 1)]
+    if trained != expected:
+        return failed(f"the resumed job trained iterations {trained}; expected {expected}")
+    return compared(resumed, saved, EXACT)
+
+
+def with_transformer_engine(run: DoctorRun) -> Finding:
+    """As the plans before, with Transformer Engine's layers in 16 bits.
+
+    Weight gradients apart from backwards must leave everything as it is.
+    """
+    if run.machine.transformer_engine is None:
+        return not_possible("Transformer Engine is not installed")
+    flags = (*SMALL_GPT, run.machine.dtype_flag, "--initial-loss-scale", "16")
+    stock = run.trained("stock with Transformer Engine", None, flags)
+    plan = run.trained("2|1|2 with Transformer Engine", UNEVEN_PLAN, flags)
+    apart = with_split_backward(UNEVEN_PLAN)
+    split = run.trained("the same with split_backward", apart, flags)
+    found = compared(split, plan, EXACT)
+    return found if found.status is Status.FAIL else compared(plan, stock, WITHIN_ROUNDING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A line of the report to be."""
+
+    name: str
+    """For `--check`."""
+    title: str
+    run: Callable[[DoctorRun], Finding]
+    remedy: str
+    """What to do about a failure."""
+    needs_gpu: bool = True
+    limit_s: float = 120.0
+
+
+_REPORT_IT = "Do not train on this machine yet, and report it with doctor.json"
+CHECKS: tuple[Check, ...] = (
+    Check(
+        name="communicators",
+        title="NCCL connects the ranks of a plan; memory of each communicator",
+        run=communicators,
+        remedy="Repeat with NCCL_DEBUG=INFO in the environment; stock Megatron's data parallelism "
+        "needs the same of NCCL",
+    ),
+    Check(
+        name="kernels",
+        title="Shard kernels: right, and as fast as a copy",
+        run=kernels,
+        remedy="Report it with doctor.json; where results differ, do not train on this GPU yet",
+    ),
+    *(
+        Check(
+            name="plans",
+            title=f"Plan {case.name} against stock",
+            run=partial(follows_stock, case=case),
+            remedy=_REPORT_IT,
+            needs_gpu=False,
+        )
+        for case in CASES
+    ),
+    Check(
+        name="resume",
+        title="Another plan resumes from a checkpoint",
+        run=resumes,
+        remedy=_REPORT_IT,
+        needs_gpu=False,
+    ),
+    Check(
+        name="engine",
+        title="Transformer Engine's layers under a plan against stock",
+        run=with_transformer_engine,
+        remedy="Until then, train with --transformer-impl local; please report it",
+    ),
+    Check(
+        name="offload",
+        title="What offload costs on one GPU",
+        run=offload,
+        limit_s=180.0,
+        remedy="Plan without offload (docs/performance.md), and report it with doctor.json",
+    ),
+    Check(
+        name="gathers",
+        title="Which share of all-gathers computation hides",
+        run=gathers,
+        remedy=_REPORT_IT,
+    ),
+    Check(
+        name="prediction",
+        title="Simulated against measured, with a model that fills the GPU",
+        run=prediction,
+        limit_s=240.0,
+        remedy="Plan with a larger --margin, and report it with doctor.json",
+    ),
+)
+NAMES = tuple(dict.fromkeys(check.name for check in CHECKS))
+
+
+def examine(
+    run: DoctorRun, checks: Sequence[Check], tell: Callable[[Finding], None]
+) -> list[Finding]:
+    """Make the checks one after another, each within its time; `tell` gets each finding."""
+    findings = []
+    for check in checks:
+        started_s = time.monotonic()
+        run.allow(check.limit_s)
+        found = _made(check, run)
+        finding = replace(
+            found,
+            check=check.name,
+            title=check.title,
+            remedy=check.remedy if found.status is Status.FAIL else "",
+            duration_s=round(time.monotonic() - started_s, 3),
+        )
+        tell(finding)
+        findings.append(finding)
+    return findings
+
+
+def _made(check: Check, run: DoctorRun) -> Finding:
+    if check.needs_gpu and not run.machine.gpus:
+        return not_possible(NO_CUDA)
+    try:
+        return check.run(run)
+    except ZorseError as error:
+        return failed(str(error))
+    except Exception as error:  # a file that a job should have left, a key that it should have
+        return failed(f"{type(error).__name__}: {error}")

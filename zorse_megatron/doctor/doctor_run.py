@@ -1,0 +1,247 @@
+"""Where checks train, and what two runs differ by: jobs of several checks are run once."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from zorse_megatron.doctor.plans import UNEVEN_PLAN
+from zorse_megatron.doctor.report import Finding, Machine, failed, passed
+from zorse_megatron.emulate.forks.rank_jobs import RankJob, RunJob
+from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.launch.shared_gpus import SHARE_GPUS
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import save_plan
+
+T = TypeVar("T")
+ON_RANKS = "zorse_megatron.doctor.on_ranks"
+STAGED = "zorse_megatron.doctor.staged"
+_CORPUS_BYTES = 200_000
+_CONNECTION_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run wrote: iteration -> value."""
+
+    losses: Mapping[int, float]
+    grad_norms: Mapping[int, float]
+    elapsed_s: Mapping[int, float]
+    directory: Path
+
+
+def read_metrics(path: Path) -> Trained:
+    """Read what `--zorse-metrics` wrote."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    values = {
+        key: {r["iteration"]: float("nan") if r[key] is None else r[key] for r in records}
+        for key in ("lm loss", "grad_norm")
+    }
+    return Trained(
+        losses=values["lm loss"],
+        grad_norms=values["grad_norm"],
+        elapsed_s={r["iteration"]: r["elapsed_s"] for r in records if r["elapsed_s"] is not None},
+        directory=path.parent,
+    )
+
+
+def compared(plan: Trained, stock: Trained, limits: Mapping[str, float]) -> Finding:
+    """Compare all iterations of `plan`, up to the last of `stock`, with the same ones of that."""
+    steps = tuple(plan.losses)
+    if not steps or not set(steps) <= set(stock.losses) or max(steps) != max(stock.losses):
+        return failed(f"iterations {list(steps)} and {list(stock.losses)} cannot be compared")
+    losses = [(plan.losses[step], stock.losses[step]) for step in steps]
+    norms = [(plan.grad_norms[step], stock.grad_norms[step]) for step in steps]
+    found = {
+        "abs_loss": _largest(abs(mine - theirs) for mine, theirs in losses),
+        "relative_loss": _largest(_apart(mine, theirs) for mine, theirs in losses),
+        "relative_grad_norm": _largest(_apart(mine, theirs) for mine, theirs in norms),
+    }
+    missed = [
+        f"{name} differs by {found[name]:.3e}, expected at most {limit:.0e}"
+        for name, limit in limits.items()
+        if not found[name] <= limit
+    ]
+    if missed:
+        return failed(f"{'; '.join(missed)}: the plan does not train as stock does", **found)
+    what = f"{len(steps)} iterations: losses differ by at most {found['abs_loss']:.1e}"
+    return passed(f"{what}, gradient norms by {found['relative_grad_norm']:.1e}", **found)
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest; NaN if one is, which `max` may pass over."""
+    listed = list(values)
+    return math.nan if any(map(math.isnan, listed)) else max(listed)
+
+
+def _apart(mine: float, theirs: float) -> float:
+    return abs(mine - theirs) / abs(theirs) if theirs else abs(mine)
+
+
+def machine_here(run_job: RunJob, directory: Path, *, limit_s: float = 120.0) -> Machine:
+    """Look at this machine, in a process of its own. Raises RankFailure where even that fails.
+
+    A process that has asked CUDA keeps hundreds of megabytes of each GPU, so this one never does.
+    """
+    answer = directory / "machine.json"
+    run_job(
+        RankJob(
+            name="machine",
+            entry=ON_RANKS,
+            arguments=("machine", str(answer)),
+            world_size=1,
+            directory=directory,
+            limit_s=limit_s,
+        )
+    )
+    return TypeAdapter(Machine).validate_json(answer.read_bytes())
+
+
+@dataclass(kw_only=True)
+class DoctorRun:
+    """Runs jobs in one directory, on one machine, until one deadline."""
+
+    machine: Machine
+    run_job: RunJob
+    directory: Path
+    ends_s: float
+    """Of `time.monotonic`: no job goes on after that."""
+    data: tuple[str, ...] | None = None
+    """Flags of the corpus, once it is written."""
+    _check_ends_s: float = float("inf")
+    _done: dict[str, Any] = field(default_factory=dict)
+    """What came of each job that more than one check looks at; of some a RankFailure."""
+
+    def allow(self, limit_s: float) -> None:
+        """Let the next check take so long."""
+        self._check_ends_s = time.monotonic() + limit_s
+
+    def place(self, name: str) -> Path:
+        """The directory of a job, which is made for it."""
+        directory = self.directory / "".join(c if c.isalnum() else "-" for c in name)
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def run(
+        self,
+        name: str,
+        entry: str,
+        arguments: Sequence[str],
+        *,
+        world_size: int = 1,
+        environment: Mapping[str, str] | None = None,
+        limit_s: float = float("inf"),
+    ) -> None:
+        """Run a job in its place, while there is time. Raises RankFailure."""
+        left_s = min(self.ends_s, self._check_ends_s) - time.monotonic()
+        if left_s <= 1:
+            raise RankFailure("The time is up", [_TIME_IS_UP])
+        share = {SHARE_GPUS: "1"} if self.machine.shares_gpus(world_size) else {}
+        self.run_job(
+            RankJob(
+                name=name,
+                entry=entry,
+                arguments=tuple(arguments),
+                world_size=world_size,
+                directory=self.place(name),
+                limit_s=min(left_s, limit_s),
+                environment={**share, **(environment or {})},
+            )
+        )
+
+    def answer(
+        self, check: str, *arguments: str, world_size: int = 1, limit_s: float = float("inf")
+    ) -> Any:
+        """Run a check's own ranks (`on_ranks`); returns rank 0's answer. Raises RankFailure."""
+        path = self.place(check) / "answer.json"
+        words = (check, str(path), *arguments)
+        self.run(check, ON_RANKS, words, world_size=world_size, limit_s=limit_s)
+        return json.loads(path.read_text())
+
+    def connected(self) -> list[dict[str, Any]]:
+        """Connect the ranks of `UNEVEN_PLAN` over NCCL, or look at what came of it before.
+
+        Returns what each communicator took on each of its ranks. Raises RankFailure where NCCL
+        connects no such ranks here.
+        """
+
+        def connect() -> list[dict[str, Any]]:
+            plan = self.place("communicators") / "plan.json"
+            save_plan(UNEVEN_PLAN, plan)
+            ranks = UNEVEN_PLAN.world_size
+            limit_s = _CONNECTION_LIMIT_S
+            return self.answer("communicators", str(plan), world_size=ranks, limit_s=limit_s)
+
+        return self._once("communicators", connect)
+
+    def is_staged(self, world_size: int) -> bool:
+        """Whether so many ranks talk through host memory, as they share GPUs and NCCL refuses."""
+        if not self.machine.shares_gpus(world_size):
+            return False
+        try:
+            self.connected()
+        except RankFailure:
+            return True
+        return False
+
+    def trained(
+        self,
+        name: str,
+        plan: Plan | None,
+        flags: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> Trained:
+        """Train, or look at what was trained under that name; stock on one rank without a plan.
+
+        `flags`: Megatron's and ours, but for data and plan. Raises RankFailure.
+        """
+
+        def train() -> Trained:
+            metrics, own = self.place(name) / "metrics.jsonl", []
+            world_size = 1 if plan is None else plan.world_size
+            if plan is not None:
+                own = ["--zorse-plan", str(metrics.with_name("plan.json"))]
+                save_plan(plan, Path(own[1]))
+            self.run(
+                name,
+                STAGED if self.is_staged(world_size) else "zorse_megatron.pretrain",
+                (*self._corpus(), *flags, *own, "--zorse-metrics", str(metrics)),
+                world_size=world_size,
+                environment=environment,
+            )
+            return read_metrics(metrics)
+
+        return self._once(name, train)
+
+    def _corpus(self) -> tuple[str, ...]:
+        if self.data is None:
+            prefix = self.place("corpus") / "text"
+            words = (str(prefix), str(_CORPUS_BYTES))
+            self.run("corpus", "zorse_megatron.emulate.on_ranks.corpus_main", words)
+            self.data = tuple(json.loads(prefix.with_suffix(".json").read_text()))
+        return self.data
+
+    def _once(self, name: str, make: Callable[[], T]) -> T:
+        if name not in self._done:
+            try:
+                self._done[name] = make()
+            except RankFailure as failure:
+                self._done[name] = failure  # it would fail again
+        found: T = self._done[name]
+        if isinstance(found, RankFailure):
+            raise found
+        return found
+
+
+_TIME_IS_UP = Problem(
+    where="zorse doctor",
+    found="no time left for this check",
+    expected="all checks to be done by then",
+    remedy="Give it more with --time-limit, or select fewer with --check.",
+)

@@ -1,0 +1,224 @@
+"""What ranks of checks do that is no training: `... doctor.on_ranks CHECK ANSWER.json ARGUMENTS`.
+
+Rank 0 writes the answer. Without a GPU they talk over gloo, which is how they are tested.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zorse_megatron.adapter.found_software import found_software, gpu_of
+from zorse_megatron.adapter.groups.process_groups import create_groups, nccl_channels
+from zorse_megatron.costs.process_memory import communicator_bytes
+from zorse_megatron.doctor.report import Gpu, Machine
+from zorse_megatron.kernels.bench_cases import CASES, Case, copy_case
+from zorse_megatron.kernels.dispatch import why_not_triton
+from zorse_megatron.launch.max_connections import queue_environment
+from zorse_megatron.launch.shared_gpus import share_gpus
+from zorse_megatron.measure.on_ranks.clock import median_s
+from zorse_megatron.runtime.communicator_groups import connect, link_groups, world_options
+from zorse_megatron.schedules.communicators import (
+    WORLD_CTAS,
+    Communicator,
+    planned_communicators,
+)
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import load_plan
+
+_TIMEOUT = timedelta(seconds=60)
+_COPIED_BYTES = 256 * 10**6
+_KERNEL_BYTES, _LAUNCHES = 512 * 10**6, 10
+"""The GPU takes longer for a kernel of so many bytes than the host to launch the next one."""
+
+
+def machine() -> dict[str, Any]:
+    """Every GPU that is visible, and what is installed."""
+    found = found_software(0, 0, "here")
+    seen = range(torch.cuda.device_count() if found.gpu is not None else 0)
+    properties = map(torch.cuda.get_device_properties, seen)
+    gpus = tuple(
+        Gpu(name=gpu.name, capability=(gpu.major, gpu.minor), total_bytes=gpu.total_memory)
+        for gpu in properties
+    )
+    return asdict(Machine(gpus=gpus, torch=found.torch, nccl=found.nccl,
+                          transformer_engine=found.transformer_engine))  # fmt: skip
+
+
+def copies() -> float:
+    """Bytes per second between pinned host memory and the GPU, of the slower direction."""
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    here = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    pairs = ((there, here), (here, there))
+    return _COPIED_BYTES / max(
+        _each_s(partial(target.copy_, source, non_blocking=True), there.device)
+        for target, source in pairs
+    )
+
+
+def kernels() -> dict[str, Any]:
+    """Each kernel beside plain torch, and its speed beside that of a copy of as many bytes."""
+    device = torch.device("cuda", 0)
+    yardstick = copy_case(_KERNEL_BYTES, device)
+    copy_bytes_per_s = yardstick.num_bytes / _each_s(yardstick.kernel, device)
+    del yardstick
+    rows = []
+    for make in CASES:
+        case = make(_KERNEL_BYTES, device)
+        bytes_per_s = case.num_bytes / _each_s(case.kernel, device)
+        del case  # frees its tensors
+        disagrees = _disagreement(make, device)
+        rows.append({"share_of_copy": bytes_per_s / copy_bytes_per_s, "disagrees": disagrees})
+    return {
+        "in_plain_torch_because": why_not_triton(device),
+        "copy_bytes_per_s": copy_bytes_per_s,
+        "kernels": {
+            make.__name__.removesuffix("_case"): row for make, row in zip(CASES, rows, strict=True)
+        },
+    }
+
+
+def _disagreement(make: Callable[..., Case], device: torch.device) -> str | None:
+    """How the kernel's result differs from plain torch's on equal tensors; None if it does not."""
+    found = []
+    for of_kernel in (True, False):
+        torch.manual_seed(0)
+        case = make(_KERNEL_BYTES, device)
+        returned: Any = (case.kernel if of_kernel else next(iter(case.plain.values())))()
+        found.append(case.written or (returned[0].float(),))
+    try:
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def gather(num_bytes: str) -> float:
+    """Seconds to gather so many bytes with nothing beside it."""
+    device, size = _start(), dist.get_world_size()
+    shard = torch.zeros(int(num_bytes) // size, dtype=torch.uint8, device=device)
+    gathered = torch.empty(size * shard.numel(), dtype=torch.uint8, device=device)
+    return _each_s(lambda: dist.all_gather_into_tensor(gathered, shard), device)
+
+
+def communicators(plan_file: str) -> list[dict[str, Any]]:
+    """What each communicator of a plan takes on each of its ranks, as training makes them.
+
+    One after another, with the free memory of the rank's GPU before and after each. Ranks that
+    share a GPU see what all of them have taken.
+    """
+    device, plan = _start(), load_plan(plan_file)
+    rank, before_bytes = dist.get_rank(), _free_bytes(device)
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one)
+    assert one.item() == dist.get_world_size(), "the all-reduce gave a wrong sum"
+    taken = {planned_communicators(plan)[0]: before_bytes - _free_bytes(device)}
+    channels = nccl_channels(plan)
+    for communicator, connect_it in _connecting(plan, channels, device).items():
+        taken[communicator] = _taken_bytes(connect_it, device)
+    mine = [
+        {
+            "use": each.use,
+            "ranks": each.ranks,
+            "rank": rank,
+            "channels": None if each.use == "world" else channels.get(each),
+            "num_bytes": num_bytes,
+            "priced_bytes": communicator_bytes(each, rank, channels.get(each) or WORLD_CTAS),
+        }
+        for each, num_bytes in taken.items()
+        if rank in each.ranks
+    ]
+    of_ranks: list[list[dict[str, Any]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return [row for rows in of_ranks for row in rows]
+
+
+def _connecting(
+    plan: Plan, channels: Mapping[Communicator, int], device: torch.device
+) -> dict[Communicator, Callable[[], object]]:
+    """Communicator -> what makes NCCL connect it; to be called by all ranks, in this order."""
+    rank = dist.get_rank()
+    groups = create_groups(plan, rank=rank, timeout=_TIMEOUT, channels=channels)
+    group_of: dict[str, Any] = {"group": groups.group, "set": groups.set}
+    if (regions := groups.regions) is not None:
+        group_of |= {"region": regions.inside, "across": regions.across}
+    _, *others = planned_communicators(plan)
+    links = {each: (each.ranks[0], each.ranks[1]) for each in others if each.use == "link"}
+    of_link = {link: channels[each] for each, link in links.items() if each in channels}
+    mine = link_groups(list(links.values()), rank=rank, timeout=_TIMEOUT, channels=of_link)
+
+    def connect_it(communicator: Communicator) -> None:
+        if communicator.use == "link":
+            connect(mine, all_links=[links[communicator]], rank=rank, device=device)
+        elif rank in communicator.ranks:
+            dist.all_reduce(torch.ones(1024, device=device), group=group_of[communicator.use])
+
+    return {each: partial(connect_it, each) for each in others}
+
+
+def _taken_bytes(act: Callable[[], object], device: torch.device) -> int:
+    """How much less is free than before, with no other rank's doings in between."""
+    dist.barrier()
+    before_bytes = _free_bytes(device)
+    dist.barrier()
+    act()
+    _wait_for(device)
+    dist.barrier()
+    return before_bytes - _free_bytes(device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of the rank's GPU; 0 without one."""
+    _wait_for(device)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def _start() -> torch.device:
+    """Take this rank's GPU and connect nobody yet, with the queues that ranks of plans have."""
+    os.environ.update(queue_environment(os.environ))
+    share_gpus(os.environ)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if has_gpu:
+        device = torch.device("cuda", gpu_of(int(os.environ["LOCAL_RANK"])))
+        torch.cuda.set_device(device)
+        torch.ones(1, device=device)
+    backend = "nccl" if has_gpu else "gloo"
+    options = world_options(backend, _TIMEOUT)
+    dist.init_process_group(backend, timeout=_TIMEOUT, pg_options=options)
+    return device
+
+
+def _each_s(work: Callable[[], object], device: torch.device) -> float:
+    """Of work that is launched several times, so that the launches do not count."""
+    return median_s(lambda: [work() for _ in range(_LAUNCHES)], device) / _LAUNCHES
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the GPU has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Entry point."""
+    check, path, *arguments = sys.argv[1:]
+    checks = {each.__name__: each for each in (machine, communicators, kernels, copies, gather)}
+    answer = checks[check](*arguments)
+    if os.environ["RANK"] == "0":
+        Path(path).write_text(json.dumps(answer), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
