@@ -45,7 +45,7 @@ def dying(show: Callable[[Any], None], when: int) -> Callable[[Any], None]:
 
 
 class ForkServer:
-    """Forks what `layer_process` starts; `popen` is what it needs of `subprocess.Popen`.
+    """Forks what `measure.tasks` starts; `popen` is what it needs of `subprocess.Popen`.
 
     It is forked itself before this rank starts threads: a child of a rank with threads of gloo's
     would keep the locks that those held.
@@ -128,9 +128,9 @@ def main() -> None:
     pretend()
     rank, _, when = os.environ.get("ZORSE_TEST_DEATH", "").partition(":")
     if rank != str(RANK):
-        from zorse_megatron.measure.tasks import layer_process
+        from zorse_megatron.measure import tasks
 
-        vars(layer_process)["subprocess"] = SimpleNamespace(Popen=ForkServer().popen, DEVNULL=None)
+        vars(tasks)["subprocess"] = SimpleNamespace(Popen=ForkServer().popen, DEVNULL=None)
     else:
         from zorse_megatron.measure.on_ranks import cluster_discovery, profile_run
 

@@ -9,7 +9,7 @@ from tests.megatron.launch import run_ranks
 from zorse_megatron.costs.activations import LayerActivations
 from zorse_megatron.flags.shape import shape_from_flags
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
-from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
+from zorse_megatron.measure.tasks import single_layer_flags
 from zorse_megatron.schema.model.model_shape import ModelShape
 
 SIZE, SEQUENCE = 2, 64

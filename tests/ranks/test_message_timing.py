@@ -8,8 +8,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from tests.ranks.harness import run_ranks
-from zorse_megatron.measure.on_ranks.message_timing import message_sizes, timed_messages
-from zorse_megatron.measure.tasks.link_tasks import LinkTask
+from zorse_megatron.measure.on_ranks.cluster_discovery import message_sizes, timed_messages
+from zorse_megatron.measure.tasks import LinkTask
 
 DELAY_S = 0.08
 LARGEST = 10_000

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from zorse_megatron.measure.machine.devices import SeenDevice, SeenNic, SeenRank
+from zorse_megatron.measure.machine import SeenDevice, SeenNic, SeenRank
 from zorse_megatron.measure.results.cluster_text import MeasuredKind
-from zorse_megatron.measure.tasks.link_tasks import LinkTask
+from zorse_megatron.measure.tasks import LinkTask
 from zorse_megatron.schema.gpus.gpu import LinkType
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.profile.profile import Transfers

@@ -7,15 +7,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.seen_nodes import MEASURED, clusters, ranks_of, timed
-from zorse_megatron.measure.machine.nodes import kinds_of_gpu, nodes_of
-from zorse_megatron.measure.results.cluster_text import cluster_text, kinds_in
-from zorse_megatron.measure.results.link_fits import LARGEST_ERROR, fit_line, link_curve
+from zorse_megatron.measure.machine import kinds_of_gpu, nodes_of
+from zorse_megatron.measure.results.cluster_text import (
+    LARGEST_ERROR,
+    cluster_text,
+    fit_line,
+    kinds_in,
+    link_curve,
+)
 from zorse_megatron.measure.results.profile_parts import (
     with_links,
     with_transfers,
     without_transfers,
 )
-from zorse_megatron.measure.tasks.link_tasks import link_tasks
+from zorse_megatron.measure.tasks import link_tasks
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
 from zorse_megatron.schema.profile.profile import LinkCurve, Profile, Source

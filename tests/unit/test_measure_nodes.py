@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.seen_nodes import clusters, ranks_of, timed
 from zorse_megatron.errors import MeasureError
-from zorse_megatron.measure.machine.host import nics, processor_name
-from zorse_megatron.measure.machine.nodes import kinds_of_gpu, nodes_of
-from zorse_megatron.measure.machine.nvml import NvmlReader
-from zorse_megatron.measure.tasks.link_tasks import link_tasks, missing_tasks
+from zorse_megatron.measure.machine import NvmlReader, kinds_of_gpu, nics, nodes_of, processor_name
+from zorse_megatron.measure.tasks import link_tasks, missing_tasks
 
 
 def test_nodes_are_in_the_order_of_their_ranks() -> None:

@@ -22,13 +22,13 @@ from zorse_megatron.measure.results.profile_parts import (
     with_step,
     without_series,
 )
-from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
-from zorse_megatron.measure.tasks.layer_request import (
+from zorse_megatron.measure.tasks import (
     LayerRequest,
     MeasuredPass,
     MeasuredStep,
     answer_from_json,
     answer_to_json,
+    single_layer_flags,
 )
 from zorse_megatron.schema.profile.profile import Profile, Source
 from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile, save_profile

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zorse_megatron.measure.machine.devices import SeenDevice
+from zorse_megatron.measure.machine import SeenDevice
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.cluster.rank_placement import (
     RankLocation,

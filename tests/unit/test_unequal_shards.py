@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from tests.unit.seen_nodes import ranks_of, timed
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.measure.machine.nodes import nodes_of
-from zorse_megatron.measure.results.profile_parts import with_transfers, with_unequal_shards
-from zorse_megatron.measure.results.unequal_shards import unequal_factors
-from zorse_megatron.measure.tasks.link_tasks import link_tasks
+from zorse_megatron.measure.machine import nodes_of
+from zorse_megatron.measure.results.profile_parts import (
+    unequal_factors,
+    with_transfers,
+    with_unequal_shards,
+)
+from zorse_megatron.measure.tasks import link_tasks
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.profile.profile import Profile, Source, unequal_parts
 from zorse_megatron.schema.profile.profile_json import dump_profile, parse_profile

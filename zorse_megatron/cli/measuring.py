@@ -32,7 +32,7 @@ def as_ranks(
         refuse_without("train", what=f"measuring ({title})")
         launched = launched_rank(os.environ, socket.gethostname())
         # Here and not above: other commands start without torch.
-        from zorse_megatron.measure.on_ranks.measuring_job import measuring_job
+        from zorse_megatron.measure.on_ranks.ranks import measuring_job
 
         with (
             # This one first: it forks, and the progress bar has a thread.

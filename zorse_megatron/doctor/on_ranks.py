@@ -24,7 +24,7 @@ from zorse_megatron.kernels.bench_cases import CASES, Case, copy_case
 from zorse_megatron.kernels.dispatch import why_not_triton
 from zorse_megatron.launch.max_connections import queue_environment
 from zorse_megatron.launch.shared_gpus import share_gpus
-from zorse_megatron.measure.on_ranks.clock import median_s
+from zorse_megatron.measure.on_ranks.ranks import median_s
 from zorse_megatron.runtime.communicator_groups import connect, link_groups, world_options
 from zorse_megatron.schedules.communicators import (
     WORLD_CTAS,

@@ -16,7 +16,7 @@ from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.command_findings import findings_of
 from zorse_megatron.flags.scan import split_script
-from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
+from zorse_megatron.measure.tasks import single_layer_flags
 
 if TYPE_CHECKING:
     from zorse_megatron.measure.on_ranks.profile_run import Profiled

@@ -1,34 +1,138 @@
-"""Measures what a cluster is made of: devices, links inside nodes and between them."""
+"""Measures what a cluster is made of: devices, links inside nodes and between them.
 
+Messages are those of NCCL on GPUs, of gloo on CPUs.
+"""
+
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from zorse_megatron.files.write import write_bytes, write_text
 from zorse_megatron.launch.rank_environment import LaunchedRank
-from zorse_megatron.measure.machine.nodes import SeenNode, kinds_of_gpu, nodes_of
-from zorse_megatron.measure.on_ranks.device_probe import measured_kind
-from zorse_megatron.measure.on_ranks.device_ranks import seen_ranks
-from zorse_megatron.measure.on_ranks.measuring_job import from_rank, on_first_rank
-from zorse_megatron.measure.on_ranks.message_timing import timed_messages
-from zorse_megatron.measure.results.cluster_text import MeasuredKind, cluster_text, kinds_in
-from zorse_megatron.measure.results.link_fits import link_curve
+from zorse_megatron.measure.machine import SeenNode, kinds_of_gpu, nodes_of
+from zorse_megatron.measure.on_ranks.ranks import (
+    from_rank,
+    measured_kind,
+    on_first_rank,
+    seen_ranks,
+)
+from zorse_megatron.measure.results.cluster_text import (
+    MeasuredKind,
+    cluster_text,
+    kinds_in,
+    link_curve,
+)
 from zorse_megatron.measure.results.profile_parts import (
     loaded_or_empty,
+    unequal_factors,
     with_links,
     with_transfers,
     with_unequal_shards,
     without_transfers,
 )
-from zorse_megatron.measure.results.unequal_shards import unequal_factors
-from zorse_megatron.measure.tasks.link_tasks import LinkTask, link_tasks, missing_tasks
-from zorse_megatron.measure.tasks.progress import OnProgress, Progress
+from zorse_megatron.measure.tasks import LinkTask, OnProgress, Progress, link_tasks, missing_tasks
+from zorse_megatron.runtime.collectives import all_gather_uneven, reduce_scatter_uneven
+from zorse_megatron.schedules.shards import shard_bounds
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.profile.profile import Profile, Source, Transfers
+from zorse_megatron.schema.profile.profile import Profile, Source, Transfers, unequal_parts
 from zorse_megatron.schema.profile.profile_json import save_profile
+
+_UNEQUAL = ("all_gather_unequal", "reduce_scatter_unequal")
+_GATHERS = ("all_gather", "all_gather_unequal")
+_WARM_UP = 2
+_REPEATS = 7
+
+
+def message_sizes(largest_bytes: int) -> tuple[int, ...]:
+    """Return the sizes that are timed: powers of 8 from 1 KiB on, up to the largest.
+
+    >>> message_sizes(600_000)
+    (1024, 8192, 65536, 524288)
+    """
+    sizes = [1024]
+    while 8 * sizes[-1] <= largest_bytes:
+        sizes.append(8 * sizes[-1])
+    return tuple(sizes)
+
+
+def timed_messages(
+    task: LinkTask, group: dist.ProcessGroup, *, largest_bytes: int, time_limit_s: float
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Run a task on this rank, one of `task.ranks`; return sizes and seconds, equal on all of them.
+
+    `group`: of these ranks. The time of a message is that of the slowest rank, the median of
+    several messages after warm-up. Stops after a size that took longer than `time_limit_s`.
+    Gathers and reductions over shards are those of the runtime.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes, times = [], []
+    for num_bytes in message_sizes(largest_bytes):
+        message = _Message(task, group, num_bytes, device)
+        seconds = [message.once_s() for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:]
+        slowest = torch.tensor([median(seconds)], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        sizes.append(message.num_bytes)
+        times.append(float(slowest))
+        if times[-1] > time_limit_s:
+            break
+    return tuple(sizes), tuple(times)
+
+
+class _Message:
+    """One message of a task, again and again."""
+
+    def __init__(
+        self, task: LinkTask, group: dist.ProcessGroup, num_bytes: int, device: torch.device
+    ) -> None:
+        count = len(task.ranks)
+        elements = -(-num_bytes // 4 // count) * count  # the same for each rank of a collective
+        self.task, self.group = task, group
+        self.num_bytes = 4 * elements
+        self.tensor = torch.zeros(elements, device=device)
+        weights = unequal_parts(count) if task.operation in _UNEQUAL else (1,) * count
+        self.bounds = shard_bounds(elements, weights)
+        self.index = task.ranks.index(dist.get_rank())
+
+    def once_s(self) -> float:
+        """Start together and return this rank's seconds; of a send half of the way there and back.
+
+        There and back, because the clocks of two nodes do not agree.
+        """
+        dist.barrier(group=self.group)
+        self._wait_for_device()
+        start_s = time.perf_counter()
+        if self.task.operation == "send":
+            self._there_and_back()
+        elif self.task.operation == "all_reduce":
+            dist.all_reduce(self.tensor, group=self.group)
+        elif self.task.operation in _GATHERS:
+            all_gather_uneven(self.tensor, self.bounds, self.group)
+        else:
+            reduce_scatter_uneven(self.tensor, self.bounds, self.group)
+        self._wait_for_device()
+        took_s = time.perf_counter() - start_s
+        return took_s / 2 if self.task.operation == "send" else took_s
+
+    def _there_and_back(self) -> None:
+        half = len(self.task.ranks) // 2
+        is_sender = self.index < half
+        partner = self.task.ranks[(self.index + half) % len(self.task.ranks)]
+        if is_sender:
+            dist.send(self.tensor, partner, group=self.group)
+            dist.recv(self.tensor, partner, group=self.group)
+        else:
+            dist.recv(self.tensor, partner, group=self.group)
+            dist.send(self.tensor, partner, group=self.group)
+
+    def _wait_for_device(self) -> None:
+        if self.tensor.is_cuda:
+            torch.cuda.synchronize()
+
 
 SOURCE = "zorse discover"
 

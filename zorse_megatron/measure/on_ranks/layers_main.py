@@ -17,7 +17,7 @@ from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import complain
 from zorse_megatron.measure.on_ranks.layer_timing import answers
-from zorse_megatron.measure.tasks.layer_request import LayerRequest, answer_to_json
+from zorse_megatron.measure.tasks import LayerRequest, answer_to_json
 
 
 def main() -> None:

@@ -9,11 +9,13 @@ import torch
 from zorse_megatron.adapter.found_software import gpu_of
 from zorse_megatron.errors import MeasureError, Problem
 from zorse_megatron.launch.rank_environment import LaunchedRank
-from zorse_megatron.measure.machine.devices import SeenDevice
-from zorse_megatron.measure.machine.nodes import SeenNode, kinds_of_gpu, nodes_of
-from zorse_megatron.measure.on_ranks.device_probe import measured_kind
-from zorse_megatron.measure.on_ranks.device_ranks import seen_ranks
-from zorse_megatron.measure.on_ranks.measuring_job import from_rank, on_first_rank
+from zorse_megatron.measure.machine import SeenDevice, SeenNode, kinds_of_gpu, nodes_of
+from zorse_megatron.measure.on_ranks.ranks import (
+    from_rank,
+    measured_kind,
+    on_first_rank,
+    seen_ranks,
+)
 from zorse_megatron.measure.results.cluster_text import MeasuredKind
 from zorse_megatron.measure.results.profile_parts import (
     MeasuredSeries,
@@ -26,10 +28,15 @@ from zorse_megatron.measure.results.profile_parts import (
     with_step,
     without_series,
 )
-from zorse_megatron.measure.tasks.layer_flags import single_layer_flags
-from zorse_megatron.measure.tasks.layer_process import measured_layers
-from zorse_megatron.measure.tasks.layer_request import Answer, LayerRequest, MeasuredPass
-from zorse_megatron.measure.tasks.progress import OnProgress, Progress
+from zorse_megatron.measure.tasks import (
+    Answer,
+    LayerRequest,
+    MeasuredPass,
+    OnProgress,
+    Progress,
+    measured_layers,
+    single_layer_flags,
+)
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.gpus.gpu import Dtype

@@ -1,1 +1,0 @@
-"""What a node has: GPUs, drivers, host memory."""
