@@ -81,6 +81,59 @@ def test_a_good_plan_would_be_started(run):
         raise run().exception
 
 
+def test_stock_trains_with_the_flags_of_the_layout(tmp_path, monkeypatch):
+    """On the nodes and GPUs in its order, simulated as stock runs it."""
+    begun = []
+
+    def begin(job, *_arguments):
+        begun.append((job, job.training(3)))
+        raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
+
+    monkeypatch.setattr(command, "_run", begin)
+    run = runner_in(tmp_path, monkeypatch)
+    plan = lab_plan()
+    for chunk, number in zip(plan["chunks"], (1, 0), strict=True):
+        chunk["group"] = number
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    flags = (*FLAGS, "--micro-batch-size", "2")
+    run(*BASE[:4], "--", *flags, "--recompute-activations")
+    run(*BASE[:4], "--stock", "--", *flags)
+    (ours, training), (stock, same) = begun
+    assert training.recompute is not None and ours.system.plan is not None
+    assert same.recompute is None and stock.system.plan is None
+    assert ours.system.gpus == tuple(range(8)) and stock.system.gpus == (4, 5, 6, 7, 0, 1, 2, 3)
+    words = list(stock.system.flags)
+    assert words[words.index("--pipeline-model-parallel-layout") + 1] == "Et*5|tttL"
+    assert stock.simulated_on.inputs.kinds == ("V100-16",) * 4 + ("A6000",) * 4
+    assert stock.simulated("plan.json").iteration_s > ours.simulated("plan.json").iteration_s
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--rebalance",), "--rebalance: found it with --stock"),
+        (("--status", "s"), "--status: found it with --stock"),
+        (("--", *FLAGS, "--micro-batch-size", "4"), "found 4; expected 2, as the layout has"),
+    ],
+)
+def test_what_stock_cannot_do_is_refused(tmp_path, monkeypatch, more, said):
+    run = runner_in(tmp_path, monkeypatch)
+    model = () if "--" in more else BASE[4:]
+    result = run(*BASE[:4], *model, "--stock", *more)
+    assert result.exit_code == 1
+    assert said in result.output
+
+
+def test_a_plan_that_is_no_layout_of_stock_is_not_emulated_by_it(run, tmp_path):
+    def change(plan):
+        plan["groups"][1]["replicas"][2]["shard_weight"] = 2.0
+
+    write_plan(tmp_path, change)
+    result = run("--stock")
+    assert result.exit_code == 1
+    assert "groups[1].replicas[2].shard_weight: found 2; expected equal shards" in result.output
+
+
 def test_compare_refuses_what_it_cannot_do(run, tmp_path, monkeypatch):
     compare = ("compare", *WORKLOAD)
     (tmp_path / "there").write_text("a file")

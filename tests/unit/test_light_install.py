@@ -60,7 +60,7 @@ MODULE = BLOCK + (
 FLAGS = (
     "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
     "--max-position-embeddings 2048 --vocab-size 50304 --global-batch-size 4 "
-    "--untie-embeddings-and-output-weights"
+    "--untie-embeddings-and-output-weights --eval-interval 1000"
 )
 GIVEN = "plan.json --cluster cluster.yaml --model gpt-1.3b"
 PLANS = {

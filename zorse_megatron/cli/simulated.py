@@ -12,6 +12,7 @@ from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.spans import spans_of, spell
 
 if TYPE_CHECKING:
+    from zorse_megatron.simulate.framework import Framework
     from zorse_megatron.simulate.perturb import Perturbation
     from zorse_megatron.simulate.result import SimulationResult
 
@@ -22,10 +23,19 @@ _ALL_RANKS_UP_TO = 64
 
 
 def simulated(
-    plan: Plan, costs: WorkloadCosts, *, source: str, perturbation: "Perturbation | None" = None
+    plan: Plan,
+    costs: WorkloadCosts,
+    *,
+    source: str,
+    perturbation: "Perturbation | None" = None,
+    framework: "Framework | None" = None,
 ) -> "SimulationResult":
-    """Simulate one iteration. Raises PlanError or CommandError where that cannot be done."""
+    """Simulate one iteration. Raises PlanError or CommandError where that cannot be done.
+
+    `framework`: what trains; None: our runtime.
+    """
     from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+    from zorse_megatron.simulate.framework import RUNTIME
     from zorse_megatron.simulate.simulation_errors import SimulationError
 
     refuse_too_many_micro_batches(plan, source)
@@ -34,6 +44,7 @@ def simulated(
             costs.inputs,
             plan,
             perturbation=perturbation,
+            framework=framework or RUNTIME,
             merge_equal_ranks=plan.world_size > _ALL_RANKS_UP_TO,
         )
     except SimulationError as error:

@@ -35,14 +35,17 @@ _LAYOUT = (
 """Arguments that a layout decides."""
 
 
-def without_layout(given: Sequence[str], layout: Sequence[str]) -> tuple[str, ...]:
+def without_layout(
+    given: Sequence[str], layout: Sequence[str], *, is_started: bool = True
+) -> tuple[str, ...]:
     """Return the command without the flags that a layout decides.
 
-    `layout`: its flags. Raises LaunchError with all that contradict it, and for a command that
-    unmodified Megatron cannot run.
+    `layout`: its flags; `is_started`: whether unmodified Megatron is to run the command. Raises
+    LaunchError with all that contradict the layout, and for what it cannot run.
     """
     command, wanted = read_command(given), read_command(layout).args
-    problems = [*_unknown_to_stock(given, command), *_contradictions(command, wanted)]
+    problems = [*_unknown_to_stock(given)] if is_started else []
+    problems += _contradictions(command, wanted)
     if problems:
         raise LaunchError("the training command does not fit the layout", problems)
     spelt = {
@@ -111,7 +114,7 @@ def in_order(cluster: Cluster, ranks: Sequence[int]) -> Cluster:
     return dataclasses.replace(cluster, nodes=tuple(nodes))
 
 
-def _unknown_to_stock(given: Sequence[str], command: Command) -> Iterator[Problem]:
+def _unknown_to_stock(given: Sequence[str]) -> Iterator[Problem]:
     if split_script(given)[0] is None:
         yield Problem(
             where="--",
@@ -130,9 +133,11 @@ def _unknown_to_stock(given: Sequence[str], command: Command) -> Iterator[Proble
 
 
 def _contradictions(command: Command, wanted: Namespace) -> Iterator[Problem]:
-    args = _plain_recompute(command.args)
+    # `--recompute-activations` is another word for the granularity "selective".
+    selective = wanted.recompute_granularity == "selective"
+    also = Namespace(**{**vars(wanted), "recompute_activations": selective})
     for name in _LAYOUT:
-        found, expected = getattr(args, name), getattr(wanted, name)
+        found, expected = getattr(command.args, name), getattr(also, name)
         if name in command.given and found != expected:
             yield Problem(
                 where=spelling_of(name),
@@ -140,15 +145,6 @@ def _contradictions(command: Command, wanted: Namespace) -> Iterator[Problem]:
                 expected=f"{_said(found, expected)}, as the layout has",
                 remedy="Leave it out: zorse launch adds the layout's flags.",
             )
-
-
-def _plain_recompute(args: Namespace) -> Namespace:
-    """`--recompute-activations` is another word for the granularity "selective"."""
-    if not args.recompute_activations:
-        return args
-    granularity = args.recompute_granularity or "selective"
-    plain = {"recompute_activations": False, "recompute_granularity": granularity}
-    return Namespace(**{**vars(args), **plain})
 
 
 def _said(found: Any, expected: Any) -> str:

@@ -1,5 +1,6 @@
 """`zorse emulate`: train on an emulated cluster, and report the cluster's iteration time."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
+from zorse_megatron.cli.emulated_training import EmulatedTraining, ours, stock_layout
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
@@ -27,6 +29,7 @@ from zorse_megatron.cli.options import (
     PlanFile,
     Profiles,
     SeqLength,
+    is_given,
 )
 from zorse_megatron.cli.perturbed import (
     Jitter,
@@ -38,7 +41,6 @@ from zorse_megatron.cli.perturbed import (
     perturbation_of,
 )
 from zorse_megatron.cli.progress_display import waiting
-from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.errors import Problem
@@ -46,6 +48,7 @@ from zorse_megatron.extras import refuse_without
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
+from zorse_megatron.schema.text.figures import duration, figure, percent
 
 if TYPE_CHECKING:
     from zorse_megatron.emulate.jobs.emulator import EmulatedRun
@@ -81,6 +84,12 @@ def emulate(  # noqa: PLR0917
             "possible, on a virtual clock."
         ),
     ] = None,
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock", help="Train with unmodified Megatron in the plan's layout, by its flags."
+        ),
+    ] = False,
     rebalance: Annotated[
         bool,
         typer.Option(
@@ -97,17 +106,20 @@ def emulate(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         refuse_without("train", what="zorse emulate")
         plan = load_plan(path)
+        flags, layout = training_flags(context), None
+        if stock:
+            layout, flags = stock_layout(plan, cluster, flags, source=str(path))
         refuse_unsupported(plan, str(path))
         workload = workload_of(
             model=model,
-            flags=training_flags(context),
+            flags=flags,
             global_batch_size=global_batch_size,
             seq_length=seq_length,
             dtype=dtype,
             plan=plan,
         )
         costs = costs_for_plan(plan, cluster, workload, profile or [], source=str(path))
-        _refuse(plan, dilation, str(path))
+        _refuse(context, plan, dilation, str(path), stock=stock)
         perturbation = perturbation_of(
             costs.cluster,
             jitter=jitter,
@@ -119,9 +131,12 @@ def emulate(  # noqa: PLR0917
             has_iterations=True,
         )
         with waiting("simulating", wanted=not as_json) as tell:
-            predicted = simulated(plan, costs, source=str(path))
-            flags = _flags(rebalance=rebalance, status=status)
-            run = _run(plan, costs, iterations, perturbation, dilation, flags, tell)
+            if layout is None:
+                job = ours(plan, costs, rebalance=rebalance, status=status)
+            else:
+                job = layout.job(plan, costs)
+            predicted = job.simulated(str(path))
+            run = _run(job, iterations, perturbation, dilation, tell)
     if as_json:
         print_json(_as_json(run, costs, predicted))
     else:
@@ -130,42 +145,37 @@ def emulate(  # noqa: PLR0917
         raise typer.Exit(1)
 
 
-def _flags(*, rebalance: bool, status: Path | None) -> tuple[str, ...]:
-    """Flags of the runtime."""
-    flags = ("--zorse-rebalance", "on") if rebalance else ()
-    return flags if status is None else (*flags, "--zorse-status", str(status.absolute()))
-
-
-def _run(  # noqa: PLR0917
-    plan: Plan,
-    costs: WorkloadCosts,
+def _run(
+    job: EmulatedTraining,
     iterations: int,
     perturbation: Any,
     dilation: float | None,
-    flags: tuple[str, ...],
     tell: Callable[[str], None],
 ) -> "EmulatedRun":
-    from zorse_megatron.emulate.jobs.emulator import System, emulator
-    from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
-    from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
+    from zorse_megatron.emulate.jobs.emulator import emulator
 
-    training = TinyTraining(
-        model=costs.workload.model,
-        global_batch_size=plan.global_batch_size,
-        iterations=iterations,
-        recompute=costs.workload.computing.recompute,
-        shape=TinyShape.of(costs.workload.model, [plan]),
-        sequence_parallel=costs.workload.computing.sequence_parallel,
-    )
-    system = System(name="plan", gpus=tuple(range(plan.world_size)), plan=plan, flags=flags)
+    training = job.training(iterations)
+    inputs = job.costs.inputs
     with emulator(
-        costs.inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
+        inputs, training, perturbation=perturbation, dilation=dilation, tell=tell
     ) as emulated:
-        return emulated.run(system)
+        return emulated.run(job.system)
 
 
-def _refuse(plan: Plan, dilation: float | None, source: str) -> None:
+def _refuse(
+    context: typer.Context, plan: Plan, dilation: float | None, source: str, *, stock: bool
+) -> None:
     problems = list(_problems(plan, dilation, source))
+    problems += [
+        Problem(
+            where=f"--{name}",
+            found="it with --stock",
+            expected="one of the two",
+            remedy="Stock Megatron has no such thing; leave one of them out.",
+        )
+        for name in ("rebalance", "status")
+        if stock and is_given(context, name)
+    ]
     if problems:
         raise CommandError("the plan cannot be emulated", problems)
 
@@ -190,32 +200,38 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
 def _print(
     path: Path, run: "EmulatedRun", costs: WorkloadCosts, predicted: "SimulationResult"
 ) -> None:
+    if run.system.plan is None:
+        print_plain(f"unmodified Megatron with {shlex.join(run.system.flags)}")
     if run.out_of_memory is not None:
         print_plain(f"{path}: out of memory: {run.out_of_memory}")
     else:
-        tokens = run.system.plan.global_batch_size * costs.inputs.sequence_length  # type: ignore[union-attr]
-        off = 100 * (predicted.iteration_s / run.iteration_s - 1)
+        off = round(predicted.iteration_s / run.iteration_s - 1, 4)
         print_plain(
-            f"{path}: one iteration takes {run.iteration_s:.4g} s, {tokens / run.iteration_s:,.0f} "
-            f"tokens/s; simulated: {predicted.iteration_s:.4g} s ({off:+.1f} %)"
+            f"{path}: one iteration takes {duration(run.iteration_s)}, "
+            f"{figure(_tokens(predicted) / run.iteration_s)} tokens/s; simulated: "
+            f"{duration(predicted.iteration_s)} ({'+' * (off > 0)}{percent(off)})"
         )
         if "--zorse-rebalance" in run.system.flags:
-            print_plain(f"the last iteration takes {run.iterations_s[-1]:.4g} s")
+            print_plain(f"the last iteration takes {duration(run.iterations_s[-1])}")
         print_table(_ranks(run, costs))
         print_plain(f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
     print_plain(str(run.self_test))
     if run.late_s is not None:
-        print_plain(f"largest lag of this machine: {1e3 * run.late_s:.3g} ms of emulated time")
+        print_plain(f"largest lag of this machine: {duration(run.late_s)} of emulated time")
     print_plain(NOTE)
     for note in costs.notes:
         print_plain(f"note: {note}")
+
+
+def _tokens(predicted: "SimulationResult") -> float:
+    return predicted.tokens_per_s * predicted.iteration_s
 
 
 def _ranks(run: "EmulatedRun", costs: WorkloadCosts) -> Table:
     table = Table("Rank", "GPU", "Busy", "Peak memory")
     for rank, gpu in enumerate(run.system.gpus):
         peak, capacity = run.peak_bytes[rank], costs.cluster.gpu_of_rank(gpu).memory_bytes
-        busy = f"{100 * run.busy_s(rank) / run.iterations_s[-1]:.0f} %"
+        busy = percent(run.busy_s(rank) / run.iterations_s[-1])
         cells = str(rank), costs.inputs.kinds[gpu], busy, part_of(peak, capacity)
         table.add_row(*map(Text, cells))
     return table
@@ -225,7 +241,6 @@ def _as_json(
     run: "EmulatedRun", costs: WorkloadCosts, predicted: "SimulationResult"
 ) -> dict[str, Any]:
     ran = run.out_of_memory is None
-    tokens = predicted.tokens_per_s * predicted.iteration_s
     return {
         "ok": ran,
         "valid": run.self_test.is_valid,
@@ -233,7 +248,7 @@ def _as_json(
         "out_of_memory": run.out_of_memory,
         "iteration_s": run.iteration_s if ran else None,
         "iterations_s": list(run.iterations_s),
-        "tokens_per_s": tokens / run.iteration_s if ran else None,
+        "tokens_per_s": _tokens(predicted) / run.iteration_s if ran else None,
         "predicted_iteration_s": predicted.iteration_s,
         "losses": list(run.losses),
         "peak_memory_bytes": list(run.peak_bytes),
