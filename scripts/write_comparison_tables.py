@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EMULATION_TABLE = "| Cluster, model, batch |"
 README_TABLE = "| Cluster, emulated on CPU | Model |"
 PICTURED = "mini-b-llama-3b"
-README_SYSTEMS = ("stock, all GPUs", "stock, best GPUs", "zorse")
+README_SYSTEMS = ("stock, best even layout", "stock, best layout", "zorse")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 
 
@@ -92,9 +92,9 @@ def _readme_rows(lines: list[str], found: dict[str, list[dict[str, Any]]]) -> li
 
 def _seconds(row: dict[str, Any], digits: int) -> str:
     """Seconds to two digits first, as docs/emulation.md has them."""
-    if row.get("iteration_s_median") is None:
-        return "does not fit" if row["layout"] in (None, "", "-") else "out of memory"
-    return f"{round(row['iteration_s_median'], 2):.{digits}f} s"
+    if row.get("iteration_s") is None:
+        return "does not fit" if row["layout"] == "-" else "out of memory"
+    return f"{round(row['iteration_s'], 2):.{digits}f} s"
 
 
 def _shown(value: float | None, text: str) -> str:
@@ -103,17 +103,16 @@ def _shown(value: float | None, text: str) -> str:
 
 def _layout(row: dict[str, Any]) -> str:
     """As the command names it, in short."""
-    layout = str(row["layout"] or "-")
-    groups = re.fullmatch(r"groups of ([\d|]+), (\d+) chunks, (\w+)", layout)
+    layout = str(row["layout"])
+    groups = re.fullmatch(r"(.+): groups of ([\d|]+), (\d+) chunks?, (\w+)", layout)
     if groups is None:
-        of_all = row["system"] == "stock, all GPUs"
-        return (layout.split(": ", 1)[-1] if of_all else layout).removesuffix(", recompute none")
-    number, chunks = len(groups[1].split("|")), int(groups[2])
-    said = f"{number} group{'s' * (number > 1)}"
-    if groups[3] == "interleaved":
+        return layout.removesuffix(", recompute none")
+    number, chunks = len(groups[2].split("|")), int(groups[3])
+    said = f"{groups[1]}: {number} group{'s' * (number > 1)}"
+    if groups[4] == "interleaved":
         each = chunks // number
         said += ", one chunk each" if each == 1 else f" of {_NUMBERS[each]} chunks"
-    schedule = {"1f1b": "1F1B", "breadth_first": "breadth first"}.get(groups[3], groups[3])
+    schedule = {"1f1b": "1F1B", "breadth_first": "breadth first"}.get(groups[4], groups[4])
     return f"{said}, {schedule}"
 
 

@@ -195,7 +195,7 @@ def test_compare_prices_as_the_command_computes(tmp_path, monkeypatch, flags):
     """What a layer and its gradients take, and how long, as `zorse plan` has it."""
     seen = []
 
-    def nobody(inputs, *, quick):
+    def nobody(inputs, *_more):
         seen.append(inputs)
         raise CommandError("enough", [Problem(where="a", found="b", expected="c", remedy="d")])
 

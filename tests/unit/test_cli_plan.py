@@ -1,4 +1,4 @@
-"""`zorse plan`, `zorse explain` and `zorse compare-plans`: what they hand on and what they print.
+"""`zorse plan`, `zorse explain` and `zorse compare --simulated`: what they hand on and print.
 
 The search is a stand-in here, so that its answers are known; at the end the real one runs once.
 """
@@ -35,7 +35,7 @@ from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 from zorse_megatron.schema.text.figures import figure
 
 PLAN = ("plan", "--use-all", *WORKLOAD)
-COMPARE = ("compare-plans", *WORKLOAD)
+COMPARE = ("compare", "--simulated", "--use-all", *WORKLOAD)
 EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 STOCK_SPEED = 2.0
 
@@ -82,7 +82,7 @@ class Search:
         )
 
 
-def fake_explanation(inputs, plan, replans=None):
+def fake_explanation(inputs, plan, replans=None, stock=None):
     headroom = [
         Headroom(rank=rank, kind=kind, capacity_bytes=capacity, peak_bytes=10**9)
         for rank, (kind, capacity) in enumerate(
@@ -113,13 +113,14 @@ def fake_explanation(inputs, plan, replans=None):
     )
 
 
-def fake_replan(inputs, *, found_s=None, on_progress=None):
+def fake_replan(inputs, *, found_s=None, on_progress=None, with_less=True):
     more = OneMore(kind="A6000", node="new", iteration_s=0.8, speedup=1.25)
     return Replans(again_s=found_s or 1.0, one_more=(more,))
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(stock_best, "stock_at_best", some_stock)
     return runner_in(tmp_path, monkeypatch)
 
 
@@ -148,6 +149,15 @@ def search(monkeypatch):
     monkeypatch.setattr(stock_best, "_IN_SHORT", 1)
     monkeypatch.setattr(stock_best, "StockSearch", FewLayouts)
     return stand_in
+
+
+def some_stock(inputs):
+    """Layouts that are at hand; the better one as if it were four times as fast."""
+    even = stock_best.stock_on_all(inputs, most_computations=1)
+    layout = dataclasses.replace(even.layout, iteration_s=even.layout.iteration_s / 4)
+    grid = dataclasses.replace(layout.grid, micro_batch_size=7)
+    best = dataclasses.replace(even, layout=dataclasses.replace(layout, grid=grid))
+    return stock_best.StockAtBest(even=even, best=best)
 
 
 def test_plan_prints_the_plan_and_the_reasons(run, search):
@@ -217,10 +227,28 @@ def test_the_page_has_everything_in_it(run, search, tmp_path):
         "a note of the search",
     ):
         assert expected in page, expected
-    told = json.loads(run(*COMPARE, "--json", "--strategy", "stock").stdout)["plans"]
-    for row in told:
-        assert row["layout"] in page
-        assert figure(row["tokens_per_s"]) in page
+    answer = json.loads(run(*PLAN, "--json").stdout)
+    assert "<small>4 A6000, 4 V100-16: 2 groups, 1f1b</small>" in page
+    stock = answer["stock"]
+    for layout in (stock["even"], stock["best"]):
+        assert f"<small>{layout['layout']}</small>" in page
+        assert figure(layout["tokens_per_s"]) in page
+    (headline,) = re.findall(r"best layout</span><b>([\d.]+) x</b>", page)
+    assert headline == figure(stock["best"]["iteration_s"] / answer["iteration_s"])
+
+
+@pytest.mark.slow
+def test_the_page_names_the_spares_and_searches_no_more_than_it_shows(run, tmp_path, monkeypatch):
+    slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
+    (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
+    monkeypatch.setattr(replan_module, "_one_less", None)
+    result = run("plan", *CASE, "--html", "page.html")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "page.html").read_text()
+    assert "1 A100-40 (left out as spares: 1 T4 of node b); " in page
+    assert "<small>1 A100-40: 1 group, " in page
+    stock = json.loads(run("plan", *CASE, "--json").stdout)["stock"]
+    assert f"<small>{stock['best']['layout']}</small>" in page
 
 
 def test_a_page_without_its_extra_is_refused_before_the_search(run, search, monkeypatch):
@@ -323,34 +351,56 @@ def test_no_plan(run, search):
 
 
 @pytest.mark.slow
-def test_compare_plans(run, search):
+def test_compare_in_the_simulator(run, search):
     result = run(*COMPARE)
     assert result.exit_code == 0, result.output
     rows = {row[0]: row[1:] for row in cells(result.stdout)}
-    systems = ["zorse", "stock, all GPUs", "stock, best GPUs", "zorse-paper", "cephalo"]
+    systems = ["stock, best even layout", "stock, best layout", "zorse-paper", "cephalo", "zorse"]
     assert list(rows) == systems
-    assert rows["stock, all GPUs"][2] == "1.00 x"
-    assert rows["zorse"][4:] == ["50 %", "2", "none"]
-    assert rows["cephalo"][0] == "no plan"
-    assert "cephalo: no plan: rank 4 (V100-16): found 1" in result.stdout
-    assert re.search(r"\nstock, best GPUs: \d \S+: PP \d DP ", result.stdout)
+    assert rows["stock, best layout"][2] == "1.00 x"
+    assert float(rows["stock, best even layout"][2].split()[0]) <= 1
+    assert rows["zorse"][4] == "50 %"
+    assert rows["cephalo"][0] == "does not fit"
+    assert "cephalo: rank 4 (V100-16): found 1" in result.stdout
+    assert re.search(r"\nstock, best layout: \d \S+.*: .*PP \d+.* DP ", result.stdout)
+
+
+def test_what_is_compared_may_be_chosen(run, search):
+    words = ("--json", "--strategy", "zorse", "--strategy", "cephalo")
+    answer = json.loads(run(*COMPARE, *words).stdout)
+    cephalo, ours = answer["rows"]
+    assert (cephalo["system"], ours["system"]) == ("cephalo", "zorse")
+    assert cephalo["reason"] == "rank 4 (V100-16): found 1; expected 2. Buy."
+    assert ours["iteration_s"] > 0 and ours["speedup_vs_stock"] is None
+    assert (answer["dtype"], answer["written"]) == ("float16", [])
 
 
 @pytest.mark.slow
-def test_compare_plans_json(run, search):
-    answer = json.loads(run(*COMPARE, "--json").stdout)
-    rows = {row["strategy"]: row for row in answer["plans"]}
-    stock = rows["stock, all GPUs"]
-    expected = stock["iteration_s"] / rows["zorse"]["iteration_s"]
-    assert rows["zorse"]["against_stock"] == pytest.approx(expected)
-    assert rows["cephalo"] == {
-        "strategy": "cephalo",
-        "feasible": False,
-        "reason": "rank 4 (V100-16): found 1; expected 2. Buy.",
-    }
-    only = json.loads(run(*COMPARE, "--json", "--strategy", "zorse").stdout)
-    assert [row["strategy"] for row in only["plans"]] == ["zorse"]
-    assert only["plans"][0]["against_stock"] is None
+def test_compare_uses_the_gpus_that_plan_uses(run, tmp_path):
+    """A T4 behind a slow link only delays the A100."""
+    slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
+    (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
+    command = ("compare", "--simulated", *CASE, "--strategy", "zorse", "--json")
+    (some,), (every,) = (
+        json.loads(run(*command, *more).stdout)["rows"] for more in ((), ("--use-all",))
+    )
+    assert some["layout"].startswith("1 A100-40: ")
+    assert every["layout"].startswith("1 A100-40, 1 T4: ")
+    assert some["iteration_s"] < every["iteration_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--simulated", "--jitter", "0.1", "--seed", "2"), ["--jitter: found", "--seed: found"]),
+        ((), ["--out: found no such option", "--simulated"]),
+    ],
+)
+def test_options_that_do_not_go_together_are_told_at_once(run, search, words, said):
+    result = run("compare", *CASE, *words)
+    assert result.exit_code == 1
+    for each in said:
+        assert each in result.output
 
 
 def test_nothing_to_compare_is_a_failure(run, search):
@@ -427,7 +477,7 @@ def test_explain_json(run, search):
 def test_progress_is_shown_on_a_terminal_only(run, search, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
     assert "grouping" in run(*PLAN).stderr
-    assert "zorse-paper: grouping" in run(*COMPARE).stderr
+    assert "plan of zorse: grouping" in run(*COMPARE, "--strategy", "zorse").stderr
     assert run(*PLAN, "--json").stderr == ""
     monkeypatch.delenv("FORCE_COLOR")
     assert run(*PLAN).stderr == ""

@@ -21,7 +21,7 @@ PLAN = ("plan", *WORKLOAD)
 PLAN_FOR_FLAGS = ("plan", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py")
 SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 EXPLAIN = ("explain", *SIMULATE[1:])
-COMPARE = ("compare-plans", *PLAN[1:])
+COMPARE = ("compare", "--simulated", *PLAN[1:])
 WITH_PROFILE = (*PLAN, "--profile", "profile.json")
 
 

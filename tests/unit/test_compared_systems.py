@@ -3,17 +3,20 @@
 import dataclasses
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import matplotlib.image
 import pytest
 
 from tests.unit.fake_costs import FakeComm, FakeCompute
+from zorse_megatron.emulate.compare import compared_systems as compared_systems_module
 from zorse_megatron.emulate.compare.compared_systems import (
-    BEST_GPUS,
     OURS,
     STOCK,
+    STOCK_EVEN,
     ComparedSystem,
+    Planned,
     compared_systems,
 )
 from zorse_megatron.emulate.compare.comparison import (
@@ -27,9 +30,14 @@ from zorse_megatron.emulate.jobs.emulator import EmulatedRun, System
 from zorse_megatron.emulate.jobs.self_test import SelfTest
 from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
 from zorse_megatron.emulate.jobs.tiny_shape import HIDDEN_SIZE
-from zorse_megatron.planner.baselines.stock_best import stock_on_best
+from zorse_megatron.errors import Problem
+from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, stock_at_best
 from zorse_megatron.planner.baselines.stock_grids import Grid
+from zorse_megatron.planner.find_plan import find_plan
+from zorse_megatron.planner.inputs.other_gpus import on_ranks
 from zorse_megatron.planner.inputs.search_inputs import SearchSpace, make_inputs
+from zorse_megatron.planner.outcome import STRATEGIES
+from zorse_megatron.planner.planner_errors import NoPlanError
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 
@@ -50,20 +58,55 @@ def make(cluster, batch=16):
     )
 
 
+@cache
+def at_best():
+    return stock_at_best(make(CLUSTER))
+
+
 @pytest.mark.usefixtures("little_effort")
-def test_everybody_on_a_cluster_of_two_kinds():
-    found = {each.name: each for each in compared_systems(make(CLUSTER), quick=False)}
-    assert list(found) == [STOCK, BEST_GPUS, "zorse-paper", "cephalo", OURS]
-    best = found[BEST_GPUS]
-    expected = stock_on_best(make(CLUSTER)).fitting
-    assert best.layout == expected.description
-    assert best.system.gpus == expected.ranks
-    assert found[OURS].system.plan.world_size == 8
+def test_everybody_on_a_cluster_of_two_kinds(monkeypatch):
+    """Of ours, the plan of some GPUs runs on those."""
+    monkeypatch.setattr(compared_systems_module, "stock_at_best", lambda inputs: at_best())
+    inputs, some = make(CLUSTER), (0, 1, 4, 5)
+
+    def planned(strategy):
+        part = on_ranks(inputs, some)
+        return Planned(ranks=some, outcome=find_plan(part, strategy=strategy))
+
+    found = {each.name: each for each in compared_systems(inputs, STRATEGIES, planned)}
+    assert list(found) == [STOCK_EVEN, STOCK, "zorse-paper", "cephalo", OURS]
+    for name, stock in ((STOCK_EVEN, at_best().even), (STOCK, at_best().best)):
+        assert found[name].layout == stock.fitting.description
+        assert found[name].system.gpus == stock.fitting.ranks
+        assert found[name].predicted_s == stock.fitting.iteration_s
+    ours = found[OURS]
+    assert (ours.system.gpus, ours.system.plan.world_size) == (some, 4)
+    assert ours.layout.startswith("2 A6000, 2 V100-16: groups of ")
     for each in found.values():
-        assert (each.system is None) == bool(each.reason)
-        assert each.system is None or each.predicted_s > 0
-    quick = compared_systems(make(CLUSTER), quick=True)
-    assert [each.name for each in quick] == [STOCK, OURS]
+        assert each.system is not None and not each.reason
+        assert 0 < each.peak_memory_fraction <= 1 and each.predicted_s > 0
+
+
+def test_where_no_stock_layout_fits_the_closest_is_run_once(monkeypatch):
+    misfit = dataclasses.replace(at_best().even, reason="memory: too little")
+    assert misfit.layout is not None and misfit.fitting is None
+
+    def nothing(_strategy):
+        problem = Problem(where="rank 4", found="1", expected="2", remedy="Buy.")
+        raise NoPlanError("no plan", [problem])
+
+    def ours(_strategy):
+        return Planned(ranks=tuple(range(8)), outcome=find_plan(make(CLUSTER), strategy="cephalo"))
+
+    small = StockAtBest(even=misfit, best=Stock(layout=None, reason="memory: too little"))
+    monkeypatch.setattr(compared_systems_module, "stock_at_best", lambda inputs: small)
+    even, best, _ = compared_systems(make(CLUSTER), ("stock", "zorse"), ours)
+    assert even.system is not None and best.system is None
+    assert even.predicted_s is best.predicted_s is None
+    with pytest.raises(NoPlanError) as refused:
+        compared_systems(make(CLUSTER), ("stock", "cephalo"), nothing)
+    assert [each.where for each in refused.value.problems] == [STOCK_EVEN, STOCK, "cephalo"]
+    assert "rank 4: found 1; expected 2" in str(refused.value)
 
 
 def test_flags_of_a_grid():
@@ -107,7 +150,9 @@ def result(name, iteration_s, *, predicted_s=None, error=0.0, out_of_memory=None
         late_s=None,
         wall_s=1.0,
     )
-    compared = ComparedSystem(name=name, layout="<so>", system=system, predicted_s=predicted_s)
+    compared = ComparedSystem(
+        name=name, layout="<so>", system=system, predicted_s=predicted_s, peak_memory_fraction=0.8
+    )
     return Result(compared=compared, run=run)
 
 
@@ -116,8 +161,8 @@ def some_results():
         name="cephalo", layout="-", system=None, predicted_s=None, reason="does not fit"
     )
     return [
+        result(STOCK_EVEN, 0.0, out_of_memory="CUDA out of memory"),
         result(STOCK, 4.0, predicted_s=5.0),
-        result(BEST_GPUS, 0.0, out_of_memory="CUDA out of memory"),
         Result(compared=skipped, run=None),
         result(OURS, 2.0, predicted_s=1.9, error=0.04),
     ]
@@ -126,24 +171,37 @@ def some_results():
 def test_rows():
     inputs = make(CLUSTER)
     tokens = 16 * inputs.sequence_length
-    stock, best, cephalo, ours = rows_of(some_results(), inputs)
+    even, stock, cephalo, ours = rows_of(some_results(), inputs)
     assert (stock.speedup_vs_stock, ours.speedup_vs_stock) == (1.0, 2.0)
     assert ours.tokens_per_s == tokens / 2.0
     assert ours.efficiency_of_aggregate == pytest.approx(
         tokens / 2.0 / aggregate_tokens_per_s(inputs)
     )
     assert (stock.prediction_error, ours.prediction_error) == pytest.approx((0.25, -0.05))
-    assert (stock.valid, best.valid, cephalo.valid, ours.valid) == (True, True, False, False)
-    for row in (best, cephalo):
-        assert (row.iteration_s_median, row.tokens_per_s, row.final_loss) == (None, None, None)
+    assert (even.valid, stock.valid, cephalo.valid, ours.valid) == (True, True, False, False)
+    for row in (even, cephalo):
+        assert (row.iteration_s, row.tokens_per_s, row.final_loss) == (None, None, None)
     assert ours.final_loss == 3.5
 
 
-def test_without_stock_there_is_no_speedup():
-    results = [result(STOCK, 0.0, out_of_memory="CUDA out of memory"), result(OURS, 2.0)]
-    assert [row.speedup_vs_stock for row in rows_of(results, make(CLUSTER))] == [None, None]
-    fewer = [results[0], result(BEST_GPUS, 3.0), results[1]]
-    assert [row.speedup_vs_stock for row in rows_of(fewer, make(CLUSTER))] == [None, 1.0, 1.5]
+def test_all_are_compared_with_the_best_layout_of_stock():
+    results = [result(STOCK_EVEN, 4.0), result(STOCK, 3.0), result(OURS, 2.0)]
+    assert [row.speedup_vs_stock for row in rows_of(results, make(CLUSTER))] == [0.75, 1.0, 1.5]
+    none = [results[0], result(STOCK, 0.0, out_of_memory="CUDA out of memory"), results[2]]
+    assert [row.speedup_vs_stock for row in rows_of(none, make(CLUSTER))] == [None, None, None]
+
+
+def test_what_is_simulated_only_has_the_simulators_figures():
+    compared = [each.compared for each in some_results()]
+    results = [Result(compared=each, is_emulated=False) for each in compared]
+    report = ComparisonReport.of(results, make(CLUSTER), title="t", notes=())
+    _, stock, _, ours = report.rows
+    assert (stock.iteration_s, stock.valid, stock.prediction_error) == (5.0, None, None)
+    assert (ours.speedup_vs_stock, ours.final_loss) == (5.0 / 1.9, None)
+    assert report.headings == HEADINGS[:-2]
+    cells = report.table()
+    assert [row[2] for row in cells] == ["does not fit", "5 s", "does not fit", "1.9 s"]
+    assert all(len(row) == len(HEADINGS) - 2 for row in cells)
 
 
 def test_files(tmp_path):
@@ -152,8 +210,9 @@ def test_files(tmp_path):
     assert names == ["compare.json", "bars.png", "timeline.png", "compare.html"]
     rows = json.loads((tmp_path / "made" / "compare.json").read_text())
     fields = (
-        "system, layout, valid, iteration_s_median, tokens_per_s, speedup_vs_stock, "
-        "efficiency_of_aggregate, predicted_iteration_s, prediction_error, final_loss"
+        "system, layout, reason, valid, iteration_s, tokens_per_s, speedup_vs_stock, "
+        "efficiency_of_aggregate, peak_memory_fraction, predicted_iteration_s, prediction_error, "
+        "final_loss"
     )
     assert [", ".join(row) for row in rows] == [fields] * 4
     assert ComparisonRow(**rows[3]) == report.rows[3]
@@ -170,15 +229,15 @@ def test_files(tmp_path):
     ):
         assert text in page
     assert "(NOT VALID, the limit is 3 %)" in page
-    assert "stock, best GPUs: CUDA out of memory" in page
+    assert "stock, best even layout: CUDA out of memory" in page
 
 
 def test_table_says_who_has_no_number():
     report = ComparisonReport.of(some_results(), make(CLUSTER), title="t", notes=())
     cells = report.table()
     assert all(len(row) == len(HEADINGS) for row in cells)
-    assert cells[0][2:7] == ("4 s", "8,192", "1.00 x", cells[0][5], "5 s (+25.0 %)")
-    assert cells[1][2] == "out of memory"
+    assert cells[0][2] == "out of memory"
+    assert cells[1][2:8] == ("4 s", "8,192", "1.00 x", cells[1][5], "80 %", "5 s (+25.0 %)")
     assert cells[2][2] == "does not fit"
     assert cells[3][2] == "2 s (NOT VALID)"
 

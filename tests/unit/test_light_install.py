@@ -68,6 +68,8 @@ PLANS = {
     "check": "check plan.json cluster.yaml",
     "actions": "actions plan.json",
     "explain": f"explain {GIVEN}",
+    "compare": "compare --simulated --strategy cephalo --cluster cluster.yaml --model gpt-1.3b "
+    "--global-batch-size 4",
     "simulate": f"simulate {GIVEN} --trace trace.json",
     "launch": f"launch plan.json --cluster cluster.yaml --torchrun -- {FLAGS}",
 }

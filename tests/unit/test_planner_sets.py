@@ -8,7 +8,7 @@ import re
 import pytest
 
 from zorse_megatron.costs.interface import RankPart
-from zorse_megatron.emulate.compare.compared_systems import compared_systems
+from zorse_megatron.emulate.compare.compared_systems import Planned, compared_systems
 from zorse_megatron.planner.baselines.lower_bound import lower_bound_s
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain.set_sentences import set_sentences
@@ -184,8 +184,13 @@ def test_equal_parts_may_be_asked_for():
 
 def test_a_comparison_runs_the_planned_set_and_says_so():
     """As `zorse compare --quick` does before it trains."""
-    *_, ours = compared_systems(inputs_of("1 x V100-16, 1 x T4", batch=1), quick=True)
-    assert ours.layout.startswith("groups of a set of 2, 1 chunk")
+    outcome = find_plan(inputs_of("1 x V100-16, 1 x T4", batch=1))
+    (ours,) = compared_systems(
+        inputs_of("1 x V100-16, 1 x T4", batch=1),
+        ["zorse"],
+        lambda strategy: Planned(ranks=(0, 1), outcome=outcome),
+    )
+    assert ours.layout.startswith("1 V100-16, 1 T4: groups of a set of 2, 1 chunk")
     assert degrees(ours.system.plan) == [2]
 
 

@@ -1,21 +1,10 @@
 """What stock Megatron is: its even layouts, on all GPUs and on the best of them."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.unit.cli_samples import WORKLOAD, runner_in
-from zorse_megatron.cli.workload import workload_of
-from zorse_megatron.cli.workload_costs import costs_of_workload
-from zorse_megatron.emulate.compare import compared_systems as compared_systems_module
-from zorse_megatron.emulate.compare.compared_systems import (
-    BEST_GPUS,
-    STOCK,
-    ComparedSystem,
-    compared_systems,
-)
 from zorse_megatron.planner.baselines.stock_best import stock_in_short, stock_on_all, stock_on_best
 from zorse_megatron.planner.baselines.stock_costs import grid_estimates
 from zorse_megatron.planner.baselines.stock_grids import even_stages, grids, plan_of_grid
@@ -30,7 +19,6 @@ from zorse_megatron.schema.model.model_presets import MODELS
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "examples" / "two-node-lab.yaml")
 MODEL = dataclasses.replace(MODELS["llama-3b"], num_layers=8)
-COMPARE = ("compare-plans", *WORKLOAD, "--strategy", "stock", "--json")
 
 
 def make(cluster=CLUSTER, batch=16, layers=8):
@@ -139,24 +127,3 @@ def test_subsets_of_the_gpus_are_tried():
     assert alone.iteration_s < stock_on_all(slow).layout.iteration_s
     only = make(three_nodes(["2 x A100-40"]))
     assert alone.iteration_s == stock_on_all(only).layout.iteration_s
-
-
-@pytest.mark.slow
-def test_compare_and_compare_plans_agree(tmp_path, monkeypatch):
-    """The same layouts and times, for the cluster and model of the command's tests."""
-    run = runner_in(tmp_path, monkeypatch)
-    answer = run(*COMPARE)
-    assert answer.exit_code == 0, answer.output
-    told = {row["strategy"]: row for row in json.loads(answer.stdout)["plans"]}
-    skipped = ComparedSystem(name="-", layout="-", system=None, predicted_s=None)
-    monkeypatch.setattr(compared_systems_module, "_ours", lambda inputs: skipped)
-    monkeypatch.setattr(compared_systems_module, "_by_strategy", lambda inputs, strategy: skipped)
-    workload = workload_of(model="model.json", flags=None, seq_length=512)
-    inputs = costs_of_workload(
-        load_cluster("cluster.yaml"), workload, [], global_batch_size=16
-    ).inputs
-    trained = {each.name: each for each in compared_systems(inputs, quick=False)}
-    for name in (STOCK, BEST_GPUS):
-        assert told[name]["layout"] == trained[name].layout
-        assert told[name]["iteration_s"] == trained[name].predicted_s
-        assert tuple(told[name]["ranks"]) == trained[name].system.gpus

@@ -65,14 +65,18 @@ def select_gpus(
     costs_of: CostsOf,
     strategy: "Strategy",
     on_progress: OnProgress,
+    *,
+    with_stock: bool = True,
 ) -> Selected:
     """Search for the GPUs that train fastest, and for their plan. `data`: the cluster file.
 
+    `with_stock`: and for what stock Megatron takes, which the strategies zorse and stock need.
     Raises NoPlanError where nothing fits, that of all GPUs.
     """
     from zorse_megatron.planner.selection.explore import explore
 
     searches = _Searches(data, costs, costs_of, strategy, on_progress)
+    searches.with_stock = with_stock
     if strategy == "stock":
         return searches.selected(searches.points_of_stock())
     points = explore(
@@ -129,6 +133,7 @@ class _Searches:
         self.data, self.costs, self.costs_of = data, costs, costs_of
         self.strategy, self.on_progress = strategy, on_progress
         self.found: dict[tuple[int, ...], tuple[WorkloadCosts, Outcome]] = {}
+        self.with_stock = True
         self.failure: NoPlanError | None = None
         """The first one."""
 
@@ -137,7 +142,8 @@ class _Searches:
         """None: there are too many GPUs."""
         from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, StockSearches
 
-        if self.costs.inputs.world_size > MOST_GPUS and self.strategy != "stock":
+        is_large = self.costs.inputs.world_size > MOST_GPUS and self.strategy != "stock"
+        if is_large or not self.with_stock:
             return None
         return StockSearches(self.costs.inputs, self.part_of)
 

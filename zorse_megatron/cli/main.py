@@ -14,7 +14,6 @@ from zorse_megatron.cli.commands.zorse_actions import actions
 from zorse_megatron.cli.commands.zorse_check import check
 from zorse_megatron.cli.commands.zorse_checkpoint import checkpoint
 from zorse_megatron.cli.commands.zorse_compare import compare
-from zorse_megatron.cli.commands.zorse_compare_plans import compare_plans
 from zorse_megatron.cli.commands.zorse_discover import discover
 from zorse_megatron.cli.commands.zorse_doctor import doctor
 from zorse_megatron.cli.commands.zorse_emulate import emulate
@@ -39,7 +38,6 @@ app.command(cls=TakesTrainingFlags)(explain)
 app.command(cls=TakesTrainingFlags)(simulate)
 app.command(cls=TakesTrainingFlags)(emulate)
 app.command(cls=TakesTrainingFlags)(compare)
-app.command("compare-plans", cls=TakesTrainingFlags)(compare_plans)
 app.command(cls=TakesTrainingFlags)(check)
 app.command(cls=TakesTrainingFlags)(launch)
 app.command(cls=TakesTrainingFlags)(replan)

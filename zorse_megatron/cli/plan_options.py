@@ -94,7 +94,7 @@ PageToWrite = Annotated[
     typer.Option(
         "--html",
         metavar="HTML",
-        help="Write a report page: timeline, memory, the best stock layout, and what one more "
+        help="Write a report page: timeline, memory, stock's best layouts, and what one more "
         "GPU would bring (several more searches).",
     ),
 ]

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import CommandError, Refusals, print_plain
 from zorse_megatron.cli.gpu_selection import Selected, StockFound
-from zorse_megatron.cli.plan_answer import Written, notes_on
-from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.cli.plan_answer import Answer, Written
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.target import stream_of
@@ -17,9 +15,6 @@ from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS
 from zorse_megatron.schema.cluster.rank_placement import stock_plan_file, used_cluster_file
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan, save_plan
-
-if TYPE_CHECKING:
-    from zorse_megatron.planner.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,20 +135,12 @@ class PlanOutputs:
             if path.is_file() and not path.samefile(keep) and not _is_foreign(path):
                 path.unlink(missing_ok=True)
 
-    def draw(
-        self,
-        costs: WorkloadCosts,
-        outcome: "Outcome",
-        *,
-        is_silent: bool,
-    ) -> None:
+    def draw(self, answer: Answer, *, is_silent: bool) -> None:
         """Draw after the plan, which is written and shown by then."""
         if self.page is not None:
             from zorse_megatron.cli.plan_report import plan_page
 
-            notes = notes_on(costs, outcome)
-            page = plan_page(costs, outcome, notes, shows_progress=not is_silent)
-            write_text(self.page, page)
+            write_text(self.page, plan_page(answer, shows_progress=not is_silent))
             if not is_silent:
                 print_plain(f"written: {self.page}")
 

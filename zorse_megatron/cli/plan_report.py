@@ -1,21 +1,25 @@
-"""`zorse plan --html`: plan, reasons, best stock layout and gains of more GPUs on one page."""
+"""`zorse plan --html`: plan, reasons, stock's best layouts and gains of more GPUs on one page."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.console import gib
+from zorse_megatron.cli.gpu_selection import gpus_of
+from zorse_megatron.cli.plan_answer import Answer, notes_on
 from zorse_megatron.cli.plan_table import memory_saved_by, plan_line
 from zorse_megatron.cli.progress_display import progress_bar
+from zorse_megatron.cli.selection_answer import spares
 from zorse_megatron.cli.simulated import capacities_bytes, simulated, types_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.spans import spell
+from zorse_megatron.schema.text.counted import number_of
 from zorse_megatron.schema.text.figures import duration, figure, percent
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.baselines.stock_best import Stock
+    from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, StockLayout
     from zorse_megatron.planner.explain.explanation import Explanation
     from zorse_megatron.planner.explain.replan import Replans
     from zorse_megatron.planner.outcome import Outcome
@@ -27,49 +31,41 @@ _HEADINGS = (
 )
 
 
-def plan_page(
-    costs: WorkloadCosts, outcome: "Outcome", notes: Sequence[str], *, shows_progress: bool
-) -> str:
+def plan_page(answer: Answer, *, shows_progress: bool) -> str:
     """Return the page. Searches once more for each kind of GPU, below 256 of them."""
-    from zorse_megatron.planner.baselines.stock_best import stock_on_all, stock_on_best
     from zorse_megatron.planner.explain.analysis import explain
     from zorse_megatron.planner.explain.replan import replan
 
+    inputs, outcome = answer.costs.inputs, answer.outcome
     with progress_bar(wanted=shows_progress, title="page") as on_progress:
-        replans = replan(costs.inputs, found_s=outcome.iteration_s, on_progress=on_progress)
-    stocks = (
-        ("Stock Megatron, best even layout on all GPUs", stock_on_all(costs.inputs)),
-        ("Stock Megatron, best even layout on fewer", stock_on_best(costs.inputs)),
-    )
-    explanation = explain(costs.inputs, outcome.plan)
-    page = _page(costs, outcome, explanation, replans, stocks, notes)
-    return page.html()
+        replans = replan(
+            inputs, found_s=outcome.iteration_s, on_progress=on_progress, with_less=False
+        )
+    explanation = answer.explanation or explain(inputs, outcome.plan)
+    return _page(answer, explanation, replans).html()
 
 
-def _page(  # noqa: PLR0917
-    costs: WorkloadCosts,
-    outcome: "Outcome",
-    explanation: "Explanation",
-    replans: "Replans | None",
-    stocks: Sequence[tuple[str, "Stock"]],
-    notes: Sequence[str],
-) -> "PlanPage":
+def _page(answer: Answer, explanation: "Explanation", replans: "Replans | None") -> "PlanPage":
     from zorse_megatron.planner.explain.replan import MOST_GPUS
     from zorse_megatron.plots.report_page import PlanPage
 
+    costs, outcome = answer.costs, answer.outcome
     plan, inputs, counts = outcome.plan, costs.inputs, outcome.considered
+    selected = answer.selected
+    left_out = f" ({spares(selected)})" if selected is not None and selected.left_out else ""
     return PlanPage(
         title=f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}",
         subtitle=(
-            f"{_gpus(inputs.kinds)}; {inputs.global_batch_size} samples of "
-            f"{inputs.sequence_length:,} tokens an iteration, {types_of(plan, costs)}"
+            f"{gpus_of(costs.cluster, range(inputs.world_size))}{left_out}; "
+            f"{inputs.global_batch_size} samples of {inputs.sequence_length:,} tokens an "
+            f"iteration, {types_of(plan, costs)}"
         ),
-        cards=tuple(_cards(costs, outcome, explanation, stocks)),
-        contest=tuple(_contest(outcome, costs, stocks)),
+        cards=tuple(_cards(answer, explanation)),
+        contest=tuple(_contest(answer)),
         plan_line=plan_line(plan),
         group_headings=_HEADINGS,
         groups=tuple(_groups(plan, explanation)),
-        reasons=explanation.sentences,
+        reasons=answer.sentences,
         pictures=tuple(_pictures(costs, plan)),
         replans=tuple(_replan_rows(replans)),
         no_replans=(
@@ -82,7 +78,7 @@ def _page(  # noqa: PLR0917
             f"The best of each other structure, among {counts.groupings:,} groupings, "
             f"{counts.estimated:,} candidates estimated and {counts.simulated:,} simulated."
         ),
-        notes=notes,
+        notes=notes_on(costs, outcome),
         footer=(
             "Predicted by zorse-megatron's simulator, which executes the ranks' own lists of "
             "actions. Not measured."
@@ -90,31 +86,21 @@ def _page(  # noqa: PLR0917
     )
 
 
-def _gpus(kinds: Sequence[str]) -> str:
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-
-
-def _cards(
-    costs: WorkloadCosts,
-    outcome: "Outcome",
-    explanation: "Explanation",
-    stocks: Sequence[tuple[str, "Stock"]],
-) -> Iterator["Card"]:
-    from zorse_megatron.planner.explain.error_bar import error_bar
+def _cards(answer: Answer, explanation: "Explanation") -> Iterator["Card"]:
     from zorse_megatron.plots.report_page import Card
 
-    bar = error_bar(costs.inputs, num_groups=len(outcome.plan.groups))
+    outcome, bar = answer.outcome, answer.error_bar
     yield Card(
         label="One iteration",
         value=duration(outcome.iteration_s),
         note=f"{figure(outcome.tokens_per_s)} tokens/s, ± {percent(bar.share)} ({bar.basis})",
     )
-    fitting = [stock.fitting for _, stock in stocks if stock.fitting is not None]
-    best_s = min((each.iteration_s for each in fitting), default=None)
+    best = None if answer.stock is None else answer.stock.best.fitting
+    why = "not computed for so many GPUs" if answer.stock is None else "none fits"
     yield Card(
-        label="Against stock's best even layout",
-        value="-" if best_s is None else f"{figure(best_s / outcome.iteration_s)} x",
-        note="none fits" if best_s is None else f"it takes {duration(best_s)}",
+        label="Against stock's best layout",
+        value="-" if best is None else f"{figure(best.iteration_s / outcome.iteration_s)} x",
+        note=why if best is None else f"it takes {duration(best.iteration_s)}",
     )
     yield Card(
         label="Of the upper bound on throughput",
@@ -129,35 +115,37 @@ def _cards(
     )
 
 
-def _contest(
-    outcome: "Outcome", costs: WorkloadCosts, stocks: Sequence[tuple[str, "Stock"]]
-) -> Iterator["StrategyRow"]:
+def _contest(answer: Answer) -> Iterator["StrategyRow"]:
+    """Both layouts of stock on any GPUs of the whole cluster, and the plan."""
     from zorse_megatron.plots.report_page import StrategyRow
 
-    rates = [stock.fitting.tokens_per_s for _, stock in stocks if stock.fitting is not None]
-    most = max(outcome.tokens_per_s, *rates, 1.0)
-    groups = len(outcome.plan.groups)
-    yield StrategyRow(
-        name="This plan",
-        layout=f"{_gpus(costs.inputs.kinds)}: {groups} group{'s' * (groups != 1)}, "
-        f"{outcome.plan.schedule.name}",
-        iteration=duration(outcome.iteration_s),
-        tokens=figure(outcome.tokens_per_s),
-        percent=round(100 * outcome.tokens_per_s / most, 1),
-        is_ours=True,
-    )
+    outcome, stocks = answer.outcome, () if answer.stock is None else _stocks(answer.stock)
+    fitting = [stock.fitting for _, stock in stocks if stock.fitting is not None]
+    most = max(outcome.tokens_per_s, *(each.tokens_per_s for each in fitting), 1.0)
+
+    def row(name: str, layout: str, found: "Outcome | StockLayout") -> "StrategyRow":
+        return StrategyRow(
+            name=name,
+            layout=layout,
+            iteration=duration(found.iteration_s),
+            tokens=figure(found.tokens_per_s),
+            percent=round(100 * found.tokens_per_s / most, 1),
+            is_ours=found is outcome,
+        )
+
     for name, stock in stocks:
         layout = stock.fitting
         if layout is None:
             yield StrategyRow(name=name, layout="", reason=stock.reason)
-            continue
-        yield StrategyRow(
-            name=name,
-            layout=layout.description,
-            iteration=duration(layout.iteration_s),
-            tokens=figure(layout.tokens_per_s),
-            percent=round(100 * layout.tokens_per_s / most, 1),
-        )
+        else:
+            yield row(name, layout.description, layout)
+    gpus = gpus_of(answer.costs.cluster, range(outcome.plan.world_size))
+    groups = number_of(len(outcome.plan.groups), "group")
+    yield row(outcome.strategy, f"{gpus}: {groups}, {outcome.plan.schedule.name}", outcome)
+
+
+def _stocks(stock: "StockAtBest") -> tuple[tuple[str, "Stock"], ...]:
+    return (("stock, best even layout", stock.even), ("stock, best layout", stock.best))
 
 
 def _groups(plan: Plan, explanation: "Explanation") -> Iterator[tuple[str, ...]]:

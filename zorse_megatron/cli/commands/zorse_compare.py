@@ -1,8 +1,10 @@
-"""`zorse compare`: train stock Megatron, the baselines and ours on one emulated cluster."""
+"""`zorse compare`: stock Megatron, the baselines and ours, on one emulated or simulated cluster."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -18,21 +20,24 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
+from zorse_megatron.cli.gpu_selection import CostsOf, plan_for_all, select_gpus
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
     ClusterFile,
-    DtypeName,
+    DtypeOrAuto,
     GlobalBatchSize,
     Iterations,
     Margin,
     Model,
     Profiles,
     SeqLength,
+    is_given,
 )
 from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, perturbation_of
+from zorse_megatron.cli.plan_options import UseAll, strategy_named
 from zorse_megatron.cli.progress_display import waiting
-from zorse_megatron.cli.workload import Workload, workload_of
+from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import (
     WorkloadCosts,
     costs_of_workload,
@@ -42,65 +47,96 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.files.write import NotWritten
-from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.schema.text.strict import read_file
 
 if TYPE_CHECKING:
-    from zorse_megatron.emulate.compare.compared_systems import ComparedSystem
+    from zorse_megatron.emulate.compare.compared_systems import ComparedSystem, Planned
     from zorse_megatron.emulate.compare.comparison import Result
     from zorse_megatron.emulate.compare.comparison_report import ComparisonReport
-    from zorse_megatron.planner.inputs.search_inputs import Inputs
+    from zorse_megatron.planner.outcome import Strategy
     from zorse_megatron.simulate.perturb import Perturbation
+
+_EMULATED = ("iterations", "jitter", "seed", "slow_rank", "slow_kind")
+"""Options of what trains."""
 
 
 def compare(  # noqa: PLR0917
     context: typer.Context,
     cluster: ClusterFile,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory for the table, the figures and the page.")
-    ],
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory for the table, the figures and the page. Needed without --simulated.",
+        ),
+    ] = None,
     model: Model = None,
     profile: Profiles = None,
     global_batch_size: GlobalBatchSize = None,
     seq_length: SeqLength = None,
-    dtype: DtypeName = None,
+    dtype: DtypeOrAuto = None,
     margin: Margin = DEFAULT_MARGIN,
-    iterations: Iterations = 4,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only stock on all GPUs and the zorse plan.")
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated",
+            help="Compare in the simulator: any number of GPUs, nothing is trained.",
+        ),
     ] = False,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only this strategy; repeatable. Default: all.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The same as --strategy stock --strategy zorse.")
+    ] = False,
+    use_all: UseAll = False,
+    iterations: Iterations = 4,
     jitter: Jitter = 0.0,
     seed: Seed = 0,
     slow_rank: SlowRank = None,
     slow_kind: SlowKind = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train stock Megatron and every strategy's plan on an emulated cluster, and compare them."""
+    """Compare stock Megatron and every strategy's plan, trained on an emulated cluster."""
     with reported_errors(as_json=as_json):
-        refuse_without("train", "plots", what="zorse compare")
+        if not simulated:
+            refuse_without("train", "plots", what="zorse compare")
+        elif out is not None:
+            refuse_without("plots", what="zorse compare --out")
+        from zorse_megatron.planner.outcome import STRATEGIES
+
+        named = [*(strategy or ()), *(("stock", "zorse") if quick else ())]
+        strategies = [strategy_named(name) for name in named or STRATEGIES]
         workload = workload_of(
             model=model,
             flags=training_flags(context),
             global_batch_size=global_batch_size,
             seq_length=seq_length,
             dtype=dtype,
+            dtype_may_be_auto=simulated,
         )
-        batch, machines = needed_batch_size(workload), load_cluster(cluster)
-        _refuse(machines, out)
-        costs = costs_of_workload(
-            machines, workload, profile or [], global_batch_size=batch, margin=margin
+        batch, data = needed_batch_size(workload), read_file(cluster, CLUSTER_FILE)
+        costs_of = partial(
+            costs_of_workload, profiles=profile or [], global_batch_size=batch, margin=margin
         )
-        perturbation = perturbation_of(
-            machines, jitter=jitter, seed=seed, slow_rank=slow_rank, slow_kind=slow_kind
-        )
+        machines = parse_cluster(data, source=str(cluster))
+        _refuse(context, machines.world_size, out, simulated=simulated)
+        costs = costs_of(machines, workload)
+        if simulated:
+            perturbation = None
+        else:
+            workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
+            perturbation = perturbation_of(
+                machines, jitter=jitter, seed=seed, slow_rank=slow_rank, slow_kind=slow_kind
+            )
+        planned = partial(_planned, data, costs, partial(costs_of, workload=workload), use_all)
         with waiting("planning", wanted=not as_json) as tell:
-            report = _compared(costs, perturbation, iterations, quick, tell)
+            report = _compared(costs, strategies, planned, perturbation, iterations, tell)
         written, lost = _saved(report, out)
     if as_json:
-        from zorse_megatron.emulate.compare.comparison import as_json as plain
-
-        answer = {"ok": True, "rows": plain(report.rows), "written": list(map(str, written))}
-        print_json(answer | failure_as_json(lost))
+        answer = {"ok": True, "dtype": costs.dtype, "rows": report.as_json()}
+        print_json(answer | {"written": list(map(str, written))} | failure_as_json(lost))
     else:
         _print(report, written)
     if lost is not None:
@@ -109,49 +145,86 @@ def compare(  # noqa: PLR0917
         raise typer.Exit(1)
 
 
-def _saved(report: "ComparisonReport", out: Path) -> tuple[Sequence[Path], NotWritten | None]:
-    """Write the files; what was measured is shown also where they cannot be written."""
+def _saved(report: "ComparisonReport", out: Path | None) -> tuple[list[Path], NotWritten | None]:
+    """Write the files; what was compared is shown also where they cannot be written."""
     try:
-        return report.save(out), None
+        return ([] if out is None else report.save(out)), None
     except NotWritten as error:
         return [], error
 
 
-def _compared(
+def _planned(  # noqa: PLR0917
+    data: bytes,
     costs: WorkloadCosts,
-    perturbation: "Perturbation",
+    costs_of: CostsOf,
+    use_all: bool,
+    tell: Callable[[str], None],
+    strategy: "Strategy",
+) -> "Planned":
+    """Plan as `zorse plan` does. `data`: the cluster file; `costs`: of all its GPUs."""
+    from zorse_megatron.emulate.compare.compared_systems import Planned
+    from zorse_megatron.planner.find_plan import find_plan
+
+    def on_progress(progress: Any) -> None:
+        tell(f"plan of {strategy}: {progress.phase}")
+
+    everything, stock = tuple(range(costs.inputs.world_size)), None
+    with_stock = strategy == "zorse"
+    if use_all and with_stock:
+        outcome, stock = plan_for_all(costs, strategy, on_progress)
+        ranks = everything
+    elif use_all:
+        outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
+        ranks = everything
+    else:
+        found = select_gpus(data, costs, costs_of, strategy, on_progress, with_stock=with_stock)
+        outcome, stock, ranks = found.outcome, found.stock, found.point.ranks
+    return Planned(ranks=ranks, outcome=outcome, stock=None if stock is None else stock.at_best)
+
+
+def _compared(  # noqa: PLR0917
+    costs: WorkloadCosts,
+    strategies: "Sequence[Strategy]",
+    planned: "Callable[[Callable[[str], None], Strategy], Planned]",
+    perturbation: "Perturbation | None",
     iterations: int,
-    quick: bool,
     tell: Callable[[str], None],
 ) -> "ComparisonReport":
+    """`perturbation`: of the emulation; None: what is simulated is not trained."""
     from zorse_megatron.emulate.compare.compared_systems import compared_systems
+    from zorse_megatron.emulate.compare.comparison import Result
     from zorse_megatron.emulate.compare.comparison_report import ComparisonReport
 
-    inputs, workload = costs.inputs, costs.workload
-    found = compared_systems(inputs, quick=quick)
-    results = _trained(found, inputs, workload, perturbation, iterations, tell)
+    inputs, notes = costs.inputs, costs.notes
+    found = compared_systems(inputs, strategies, partial(planned, tell))
+    if perturbation is None:
+        results = [Result(compared=each, is_emulated=False) for each in found]
+    else:
+        results = _trained(found, costs, perturbation, iterations, tell)
+        notes = (NOTE.removeprefix("note: "), *notes)
+    how = "simulated" if perturbation is None else "emulated"
     title = (
-        f"{workload.model.name} on {costs.cluster.name or 'the cluster'}: {inputs.world_size} "
-        f"emulated GPUs, {inputs.global_batch_size} samples of {inputs.sequence_length} tokens"
+        f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}: "
+        f"{inputs.world_size} {how} GPUs, {inputs.global_batch_size} samples of "
+        f"{inputs.sequence_length} tokens"
     )
-    notes = (NOTE.removeprefix("note: "), *costs.notes)
     return ComparisonReport.of(results, inputs, title=title, notes=notes)
 
 
-def _trained(  # noqa: PLR0917
+def _trained(
     found: Sequence["ComparedSystem"],
-    inputs: "Inputs",
-    workload: Workload,
+    costs: WorkloadCosts,
     perturbation: "Perturbation",
     iterations: int,
     tell: Callable[[str], None],
 ) -> list["Result"]:
-    """Train all systems from the same weights, on the same data."""
+    """Train all systems from the same weights, on the same data; what is equal once."""
     from zorse_megatron.emulate.compare.comparison import Result
-    from zorse_megatron.emulate.jobs.emulator import emulator
+    from zorse_megatron.emulate.jobs.emulator import EmulatedRun, emulator
     from zorse_megatron.emulate.jobs.tiny_model import TinyTraining
     from zorse_megatron.emulate.jobs.tiny_shape import TinyShape
 
+    inputs, workload = costs.inputs, costs.workload
     systems = [compared.system for compared in found if compared.system is not None]
     layouts = [system.plan or system.stock_layout for system in systems]
     plans = [plan for plan in layouts if plan is not None]
@@ -162,45 +235,69 @@ def _trained(  # noqa: PLR0917
         shape=TinyShape.of(workload.model, plans),
         sequence_parallel=workload.computing.sequence_parallel,
     )
+    runs: dict[object, EmulatedRun] = {}
     results = []
     with emulator(inputs, training, perturbation=perturbation, tell=tell) as emulated:
         tell("drawing initial weights")
         emulated.write_weights()
         for compared in found:
-            run = emulated.run(compared.system) if compared.system is not None else None
+            run = None
+            if (system := compared.system) is not None:
+                what = (system.gpus, system.flags, system.plan)
+                run = runs[what] = runs.get(what) or emulated.run(system)
             results.append(Result(compared=compared, run=run))
     return results
 
 
-def _refuse(cluster: Cluster, out: Path) -> None:
-    problems = []
-    if cluster.world_size > MAX_RANKS:
-        problems.append(
-            Problem(
-                where="--cluster",
-                found=f"{cluster.world_size} GPUs",
-                expected=f"at most {MAX_RANKS}: each is a process on this machine",
-                remedy="Describe a smaller cluster of the same kinds.",
-            )
-        )
-    from zorse_megatron.emulate.compare.comparison_report import FILES
-
-    problems += folder_problems("--out", out, FILES)
+def _refuse(context: typer.Context, world_size: int, out: Path | None, *, simulated: bool) -> None:
+    problems = list(_problems(context, world_size, out, simulated=simulated))
     if problems:
         raise CommandError("the comparison cannot be made", problems)
 
 
-def _print(report: "ComparisonReport", written: Sequence[Path]) -> None:
-    from zorse_megatron.emulate.compare.comparison_report import HEADINGS
+def _problems(
+    context: typer.Context, world_size: int, out: Path | None, *, simulated: bool
+) -> Iterator[Problem]:
+    if simulated:
+        for option in (
+            f"--{name.replace('_', '-')}" for name in _EMULATED if is_given(context, name)
+        ):
+            yield Problem(
+                where=option,
+                found="it and --simulated",
+                expected="one of the two: it is for what is emulated",
+                remedy=f"Leave {option} or --simulated out.",
+            )
+    elif world_size > MAX_RANKS:
+        yield Problem(
+            where="--cluster",
+            found=f"{world_size} GPUs",
+            expected=f"at most {MAX_RANKS}: each is a process on this machine",
+            remedy="Add --simulated, or describe a smaller cluster of the same kinds.",
+        )
+    if out is not None:
+        from zorse_megatron.emulate.compare.comparison_report import FILES
 
+        yield from folder_problems("--out", out, FILES)
+    elif not simulated:
+        yield Problem(
+            where="--out",
+            found="no such option",
+            expected="a directory for the table, the figures and the page",
+            remedy="Such as --out compared; or add --simulated, which prints the table only.",
+        )
+
+
+def _print(report: "ComparisonReport", written: Sequence[Path]) -> None:
     print_plain(report.title)
     rows = report.table()
-    table = Table(*(each for each in HEADINGS if each != "Layout"))
+    table = Table(*(each for each in report.headings if each != "Layout"))
     for name, _, *cells in rows:
         table.add_row(*map(Text, (name, *cells)))
     print_table(table)
     for name, layout, *_ in rows:
-        print_plain(f"{name}: {layout}")
+        if layout != "-":
+            print_plain(f"{name}: {layout}")
     for note in report.notes:
         print_plain(f"note: {note}")
     if written:

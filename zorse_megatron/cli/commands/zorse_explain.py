@@ -21,7 +21,7 @@ from zorse_megatron.cli.options import (
     Profiles,
     SeqLength,
 )
-from zorse_megatron.cli.progress_display import progress_bar
+from zorse_megatron.cli.progress_display import progress_bar, waiting
 from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
@@ -57,6 +57,7 @@ def explain(  # noqa: PLR0917
 ) -> None:
     """Explain a plan: its bottleneck, memory headroom, rejected alternatives, what would help."""
     with reported_errors(as_json=as_json):
+        from zorse_megatron.planner.baselines import stock_best
         from zorse_megatron.planner.explain.analysis import explain as explained
 
         plan = load_plan(path)
@@ -73,16 +74,21 @@ def explain(  # noqa: PLR0917
             plan, cluster, workload, profile or [], source=str(path), margin=margin
         )
         searched = None if no_replan else _replans(costs, shows_progress=not as_json)
-        explanation = explained(costs.inputs, plan, searched)
+        stock, notes = None, list(costs.notes)
+        if plan.world_size > stock_best.MOST_GPUS:
+            notes.append(f"stock Megatron: not computed for more than {stock_best.MOST_GPUS} GPUs")
+        else:
+            with waiting("stock's layouts", wanted=not as_json):
+                stock = stock_best.stock_at_best(costs.inputs)
+        explanation = explained(costs.inputs, plan, searched, stock)
     if as_json:
-        notes = list(costs.notes)
         print_json({"ok": True, **plain(explanation), "dtype": costs.dtype, "notes": notes})
         return
     for sentence in explanation.sentences:
         print_plain(sentence)
     print_table(_loads(plan, explanation))
     print_table(_headroom(plan, explanation))
-    for note in costs.notes:
+    for note in notes:
         print_plain(f"note: {note}")
 
 

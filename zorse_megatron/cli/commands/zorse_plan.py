@@ -183,7 +183,7 @@ def plan(  # noqa: PLR0917
         move = None if run is None else run.move_to(outcome, written.plan)
     _tell(answer, run, move, lost=lost, verbose=verbose, as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
-        outputs.draw(costs, outcome, is_silent=as_json)
+        outputs.draw(answer, is_silent=as_json)
 
 
 def _tell(

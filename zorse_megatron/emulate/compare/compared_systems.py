@@ -1,23 +1,35 @@
-"""The systems compared: stock in its best even layouts, the baselines, and ours."""
+"""The systems compared: stock in its best even layout and its best of all, the baselines, ours."""
 
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from zorse_megatron.emulate.jobs.emulator import System
 from zorse_megatron.emulate.jobs.stock_flags import flags_of_grid
-from zorse_megatron.errors import PlanError
-from zorse_megatron.planner.baselines.stock_best import Stock, stock_on_all, stock_on_best
-from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
-from zorse_megatron.planner.find_plan import NoPlanError, find_plan
+from zorse_megatron.errors import PlanError, Problem
+from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, stock_at_best
+from zorse_megatron.planner.find_plan import NoPlanError
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import Strategy
+from zorse_megatron.planner.outcome import Outcome, Strategy
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.plan.plan import Group, Plan
+from zorse_megatron.schema.plan.plan import Group
 from zorse_megatron.schema.text.counted import number_of
 
-STOCK = "stock, all GPUs"
-BEST_GPUS = "stock, best GPUs"
+STOCK_EVEN = "stock, best even layout"
+STOCK = "stock, best layout"
 OURS = "zorse"
+_PLANNERS: tuple[Strategy, ...] = ("zorse-paper", "cephalo", "zorse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A strategy's plan, and the GPUs of the cluster that it is for."""
+
+    ranks: tuple[int, ...]
+    """Rank of the plan -> rank of the whole cluster."""
+    outcome: Outcome
+    stock: StockAtBest | None = None
+    """What the search has found of stock on the way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,33 +38,48 @@ class ComparedSystem:
 
     name: str
     layout: str
-    """For people."""
+    """For people: GPUs, and how they are used."""
     system: System | None
     """None: it cannot be run, see `reason`."""
     predicted_s: float | None
-    """Simulated iteration; None where the plan does not fit or is not simulated."""
+    """Simulated iteration; None where nothing fits."""
+    peak_memory_fraction: float | None = None
+    """Highest simulated peak of a GPU over what it may hold; None where nothing fits."""
     reason: str = ""
 
 
-def compared_systems(inputs: Inputs, *, quick: bool) -> list[ComparedSystem]:
-    """Find every system's layout. `quick`: stock on all GPUs, and ours.
+def compared_systems(
+    inputs: Inputs, strategies: Collection[Strategy], planned: Callable[[Strategy], Planned]
+) -> list[ComparedSystem]:
+    """Find the layouts of these strategies, for some or all GPUs of `inputs`.
 
-    Raises NoPlanError where not even ours fits.
+    `planned`: finds a strategy's plan, or raises NoPlanError; what it says of stock is not searched
+    again. Raises NoPlanError where nothing fits at all, with the reason of each.
     """
-    systems = [_stock(STOCK, stock_on_all(inputs))]
-    if not quick:
-        systems += [_best_gpus(stock_on_best(inputs))]
-        systems += [_by_strategy(inputs, strategy) for strategy in ("zorse-paper", "cephalo")]
-    return [*systems, _ours(inputs)]
+    at_best: list[StockAtBest] = []
+
+    def searched(strategy: Strategy) -> Planned:
+        plan = planned(strategy)
+        at_best.extend([plan.stock] if plan.stock else [])
+        return plan
+
+    found = [_by_strategy(each, inputs.kinds, searched) for each in _PLANNERS if each in strategies]
+    if "stock" in strategies:
+        stock = at_best[0] if at_best else stock_at_best(inputs)
+        found = [*_of_stock(stock), *found]
+    if all(each.predicted_s is None for each in found):
+        raise NoPlanError("there is nothing to compare", list(map(_misfit, found)))
+    return found
 
 
-def _best_gpus(stock: Stock) -> ComparedSystem:
-    """What does not fit on fewer GPUs either is not run."""
-    return _stock(BEST_GPUS, stock) if stock.fitting else _absent(BEST_GPUS, stock.reason)
+def _of_stock(found: StockAtBest) -> Iterator[ComparedSystem]:
+    """Where no even layout fits, what comes closest is run, to see it run out of memory."""
+    yield _stock(STOCK_EVEN, found.even)
+    best = found.best
+    yield _stock(STOCK, best) if best.fitting else _absent(STOCK, best.reason)
 
 
 def _stock(name: str, stock: Stock) -> ComparedSystem:
-    """On all GPUs what comes closest is run where nothing fits, to see it run out of memory."""
     layout = stock.layout
     if layout is None:
         return _absent(name, stock.reason)
@@ -62,6 +89,8 @@ def _stock(name: str, stock: Stock) -> ComparedSystem:
         layout=layout.description,
         system=System(name=name, gpus=layout.ranks, flags=flags, stock_layout=layout.plan),
         predicted_s=None if stock.reason else layout.iteration_s,
+        peak_memory_fraction=None if stock.reason else layout.fullest,
+        reason=stock.reason,
     )
 
 
@@ -69,29 +98,37 @@ def _absent(name: str, reason: str) -> ComparedSystem:
     return ComparedSystem(name=name, layout="-", system=None, predicted_s=None, reason=reason)
 
 
-def _ours(inputs: Inputs) -> ComparedSystem:
-    return _planned(OURS, inputs, find_plan(inputs, strategy="zorse").plan)
-
-
-def _by_strategy(inputs: Inputs, strategy: Strategy) -> ComparedSystem:
+def _by_strategy(
+    strategy: Strategy, kinds: tuple[str, ...], planned: Callable[[Strategy], Planned]
+) -> ComparedSystem:
     try:
-        return _planned(strategy, inputs, find_plan(inputs, strategy=strategy).plan)
+        found = planned(strategy)
     except NoPlanError as error:
-        reason = error.title
+        return _absent(strategy, " ".join(map(str, error.problems)))
+    plan, reason = found.outcome.plan, ""
+    try:
+        refuse_unsupported(plan)
     except PlanError as error:
-        reason = "not executed yet: " + ", ".join(problem.where for problem in error.problems)
-    return _absent(strategy, reason)
-
-
-def _planned(name: str, inputs: Inputs, plan: Plan) -> ComparedSystem:
-    refuse_unsupported(plan)
+        reason = "cannot be trained yet: " + ", ".join(each.where for each in error.problems)
+    gpus = Counter(kinds[rank] for rank in found.ranks)
     groups = "|".join(map(_members, plan.groups))
-    gpus = tuple(range(plan.world_size))
     return ComparedSystem(
-        name=name,
-        layout=f"groups of {groups}, {number_of(len(plan.chunks), 'chunk')}, {plan.schedule.name}",
-        system=System(name=name, gpus=gpus, plan=plan),
-        predicted_s=simulate_plan(inputs, plan).iteration_s,
+        name=strategy,
+        layout=f"{', '.join(f'{count} {kind}' for kind, count in gpus.items())}: groups of "
+        f"{groups}, {number_of(len(plan.chunks), 'chunk')}, {plan.schedule.name}",
+        system=None if reason else System(name=strategy, gpus=found.ranks, plan=plan),
+        predicted_s=found.outcome.iteration_s,
+        peak_memory_fraction=found.outcome.peak_memory_fraction,
+        reason=reason,
+    )
+
+
+def _misfit(compared: ComparedSystem) -> Problem:
+    return Problem(
+        where=compared.name,
+        found=f"nothing that fits ({compared.reason.rstrip('.')})",
+        expected="a layout or a plan that fits",
+        remedy="See zorse plan, which says what would fit.",
     )
 
 

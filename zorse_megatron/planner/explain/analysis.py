@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from zorse_megatron.planner.baselines.link_bound import plan_link_bound
 from zorse_megatron.planner.baselines.lower_bound import plan_bound_s
+from zorse_megatron.planner.baselines.stock_best import StockAtBest
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.evaluate.node_host_memory import host_needs
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
+from zorse_megatron.planner.explain.against_stock import against_stock
 from zorse_megatron.planner.explain.explanation import (
     Alternative,
     Explanation,
@@ -28,12 +30,18 @@ from zorse_megatron.simulate.critical_path import CriticalStep
 from zorse_megatron.simulate.result import SimulationResult
 
 
-def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Explanation:
+def explain(
+    inputs: Inputs,
+    plan: Plan,
+    replans: Replans | None = None,
+    stock: StockAtBest | None = None,
+) -> Explanation:
     """Explain a plan on the cluster of `inputs`.
 
     The plan is simulated, and so are its alternatives (`changes`): no recomputation, a layer moved
-    away from the busiest group. `replans`: see `replan`. Raises PlanError or SimulationError where
-    it cannot be simulated, ValueError where the plan is for another number of GPUs.
+    away from the busiest group. `replans`: see `replan`; `stock`: on the plan's GPUs. Raises
+    PlanError or SimulationError where it cannot be simulated, ValueError where the plan is for
+    another number of GPUs.
     """
     if plan.world_size != inputs.world_size:
         raise ValueError(
@@ -45,6 +53,7 @@ def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Expla
     path = _path(result.critical_path, result.iteration_s)
     bottleneck = busiest_group(plan, result)
     bound_s = plan_bound_s(inputs, plan)
+    nodes = [inputs.spec.ranks_of(node) for node in range(len(inputs.spec.nodes))]
     unworded = Explanation(
         iteration_s=result.iteration_s,
         tokens_per_s=result.tokens_per_s,
@@ -60,6 +69,7 @@ def explain(inputs: Inputs, plan: Plan, replans: Replans | None = None) -> Expla
         host=host_needs(inputs, result),
         alternatives=tuple(_alternatives(inputs, plan, result)),
         replans=replans,
+        stock=None if stock is None else against_stock(plan, nodes, stock),
         sentences=(),
     )
     return replace(unworded, sentences=tuple(sentences(inputs, plan, unworded)))

@@ -52,6 +52,22 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgainstStock:
+    """What stock Megatron takes on the same GPUs, or the best of them."""
+
+    even_s: float | None
+    """In its best even layout; None: none fits."""
+    best_s: float | None
+    """In its best layout of all."""
+    layout: str | None
+    """That one, for people."""
+    reason: str
+    """Why none fits; empty where one does."""
+    lacks: tuple[str, ...]
+    """What the plan may do, and no layout of stock."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Explanation:
     """What limits a plan, and what would help."""
 
@@ -78,5 +94,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     replans: Replans | None
     """None: no other search was made."""
+    stock: AgainstStock | None = None
+    """None: its layouts were not searched."""
     sentences: tuple[str, ...]
     """All of it in plain words."""

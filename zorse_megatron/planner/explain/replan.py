@@ -63,8 +63,11 @@ def replan(
     *,
     found_s: float | None = None,
     on_progress: Callable[[SearchProgress], None] | None = None,
+    with_less: bool = True,
 ) -> Replans | None:
-    """Search with one more GPU of each kind, and with a GPU of each kind, a node or a region less.
+    """Search with one more GPU of each kind.
+
+    `with_less`: and with a GPU of each kind, a node or a region less.
 
     None where the cluster is too large for that. `found_s`: iteration of the best plan for
     `inputs`; if it is left out, that is searched first. Of nodes that are alike one is left out.
@@ -76,7 +79,7 @@ def replan(
     return Replans(
         again_s=found_s,
         one_more=_one_more(inputs, found_s, on_progress),
-        one_less=_one_less(inputs, found_s, on_progress),
+        one_less=_one_less(inputs, found_s, on_progress) if with_less else (),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from zorse_megatron.planner.evaluate.node_host_memory import (
     host_sentences,
 )
+from zorse_megatron.planner.explain.against_stock import stock_sentence
 from zorse_megatron.planner.explain.explanation import Explanation, Headroom
 from zorse_megatron.planner.explain.set_sentences import set_sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -21,6 +22,8 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     """Yield all of it in plain words."""
     yield iteration_sentence(found.iteration_s, found.tokens_per_s, found.efficiency)
     yield bound_sentence(found.bound_s, found.recomputing_bound_s, found.link_bound)
+    if found.stock is not None:
+        yield stock_sentence(found.stock, found.iteration_s)
     yield f"Limited by {limit_phrase(inputs, plan, found)}."
     told = ", ".join(f"{name} {percent(share)}" for name, share in found.critical_path[:4])
     yield f"Critical path: {told}."
