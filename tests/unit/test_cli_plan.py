@@ -242,12 +242,12 @@ def test_the_page_names_the_spares_and_searches_no_more_than_it_shows(run, tmp_p
     slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
     (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
     monkeypatch.setattr(replan_module, "_one_less", None)
-    result = run("plan", *CASE, "--html", "page.html")
+    result = run("plan", *WORKLOAD, "--html", "page.html")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
     assert "1 A100-40 (left out as spares: 1 T4 of node b); " in page
     assert "<small>1 A100-40: 1 group, " in page
-    stock = json.loads(run("plan", *CASE, "--json").stdout)["stock"]
+    stock = json.loads(run("plan", *WORKLOAD, "--json").stdout)["stock"]
     assert f"<small>{stock['best']['layout']}</small>" in page
 
 
@@ -380,7 +380,7 @@ def test_compare_uses_the_gpus_that_plan_uses(run, tmp_path):
     """A T4 behind a slow link only delays the A100."""
     slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
     (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
-    command = ("compare", "--simulated", *CASE, "--strategy", "zorse", "--json")
+    command = ("compare", "--simulated", *WORKLOAD, "--strategy", "zorse", "--json")
     (some,), (every,) = (
         json.loads(run(*command, *more).stdout)["rows"] for more in ((), ("--use-all",))
     )
@@ -397,7 +397,7 @@ def test_compare_uses_the_gpus_that_plan_uses(run, tmp_path):
     ],
 )
 def test_options_that_do_not_go_together_are_told_at_once(run, search, words, said):
-    result = run("compare", *CASE, *words)
+    result = run("compare", *WORKLOAD, *words)
     assert result.exit_code == 1
     for each in said:
         assert each in result.output
