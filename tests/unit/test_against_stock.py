@@ -119,7 +119,7 @@ def test_explain_says_it_of_the_gpus_that_a_plan_is_for(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
     (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
-    case = ("--model", "model.yaml", "--global-batch-size", "16")
+    case = ("--model", "model.json", "--global-batch-size", "16")
     run("plan", "--cluster", "cluster.yaml", *case, "--out", "less.json")
     words = ("explain", "less.json", "--cluster", "less.cluster.yaml", *case, "--no-replan")
     result = run(*words)
