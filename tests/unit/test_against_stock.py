@@ -119,8 +119,9 @@ def test_explain_says_it_of_the_gpus_that_a_plan_is_for(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
     slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
     (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
-    case = ("--model", "model.json", "--global-batch-size", "16")
-    run("plan", "--cluster", "cluster.yaml", *case, "--out", "less.json")
+    case = ("--model", "model.json", "--seq-length", "512", "--global-batch-size", "16")
+    planned = run("plan", "--cluster", "cluster.yaml", *case, "--out", "less.json")
+    assert planned.exit_code == 0, planned.output
     words = ("explain", "less.json", "--cluster", "less.cluster.yaml", *case, "--no-replan")
     result = run(*words)
     assert result.exit_code == 0, result.output

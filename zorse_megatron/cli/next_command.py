@@ -113,6 +113,7 @@ def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:
         *("--global-batch-size", str(costs.inputs.global_batch_size)),
         *_DTYPE_FLAGS.get(costs.dtype, ()),
         *WITHOUT_DROPOUT,  # as these models are trained
+        *("--eval-interval", "1000"),  # without one Megatron ends
     )
 
 
