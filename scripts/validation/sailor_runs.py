@@ -146,7 +146,6 @@ def _compare(run: MeasuredRun, profile: Profile, rate: float | None) -> Comparis
         framework=Framework(
             state="replicated",
             blocking_transfers=True,
-            split_transfers=True,
             rebuild_bytes_per_s=rate or activation_bytes / _rebuild_s(spec, size, activation_bytes),
         ),
     )

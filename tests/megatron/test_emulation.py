@@ -156,6 +156,15 @@ def test_stock_pipeline_takes_what_1f1b_takes(lab):
     assert slow.iterations_s[1] == pytest.approx(2.25 + BATCH * 10.5 + 4.25 + step_s)
 
 
+def test_stock_pipelines_as_the_simulator_says(lab):
+    """Over a network, where it matters which transfers a rank starts together."""
+    gpus = (2, 3, 4)
+    grid = Grid(layers=(1, 2, 1), width=1, micro_batch_size=1, mode="none")
+    inputs = on_ranks(INPUTS, gpus)
+    system = System(name="stock", gpus=gpus, flags=flags_of_grid(inputs, grid))
+    assert run(lab, system).iteration_s == pytest.approx(stock_s(inputs, grid), rel=0.0005)
+
+
 def test_stock_interleaves_as_the_simulator_says(lab):
     """Two virtual stages of a layer on each of two GPUs: the bubble is half that of 1F1B."""
     grid = Grid(
@@ -239,7 +248,7 @@ def test_stock_with_tensor_parallelism_takes_what_the_simulator_says(lab):
     # Before it has learned anything; with twice as many rows of the vocabulary it is 0.7 more.
     assert found.losses[0] < math.log(VOCABULARY) + 0.2
     predicted = simulate_plan(inputs, plan, framework=framework_of(grid))
-    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.02)
+    assert found.iteration_s == pytest.approx(predicted.iteration_s, rel=0.001)
     assert found.peak_bytes == pytest.approx(
         peaks_without(predicted, Category.BUFFERS, Category.FIXED), rel=0.02
     )

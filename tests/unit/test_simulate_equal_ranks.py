@@ -27,7 +27,7 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.simulate.framework import RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED, Framework
+from zorse_megatron.simulate.framework import RUNTIME, STOCK_1F1B, STOCK_INTERLEAVED
 from zorse_megatron.simulate.perturb import Perturbation
 
 
@@ -173,18 +173,15 @@ COMPUTE = FakeCompute(
 MEMORY = FakeMemory(layer_count=64 * 24, boundary=6, head=11)
 
 
-def _may_train(plan: Plan, framework: Framework) -> Framework:
-    """Stock runs its own schedules alone; under others its ranks would wait for one another."""
-    return framework if plan.schedule.name == "1f1b" else RUNTIME
-
-
 @st.composite
 def stock_plans(draw):
-    """Stock's layouts with virtual stages, and the kind of GPU of each rank."""
+    """Stock's layouts, and the kind of GPU of each rank."""
     stages, width, size = (draw(st.integers(low, 4)) for low in (2, 1, 1))
     batch = stages * width * size * draw(st.integers(1, 3))
     plan = plan_of([(width, size)] * stages, batch, list(range(stages * width)), [1.0])
-    plan = with_owners(plan, list(range(stages)) * draw(st.integers(2, 3)), "interleaved")
+    virtual = draw(st.integers(1, 3))
+    schedule = "1f1b" if virtual == 1 else "interleaved"
+    plan = with_owners(plan, list(range(stages)) * virtual, schedule)
     return plan, ["xyz"[rank // width % 3] for rank in range(stages * width)]
 
 
@@ -197,11 +194,11 @@ LINKS = {
 
 
 @pytest.mark.slow
-@given(case=equal_plans(), framework=st.sampled_from([RUNTIME, STOCK_1F1B]), **LINKS)
+@given(case=equal_plans(), **LINKS)
 @settings(max_examples=examples(100))
-def test_merged_equals_whole(case, framework, **cluster):
+def test_merged_equals_whole(case, **cluster):
     plan, _ = case
-    merged = merged_as_whole(case, _may_train(plan, framework), **cluster)
+    merged = merged_as_whole(case, RUNTIME, **cluster)
     lists = lower_plan(plan, forward_only=cluster["forward_only"])
     for rank in merged.simulated_ranks:
         words = [span.action for span in merged.spans(rank)]
@@ -211,8 +208,10 @@ def test_merged_equals_whole(case, framework, **cluster):
 @pytest.mark.slow
 @given(case=stock_plans(), **LINKS)
 @settings(max_examples=examples(50))
-def test_merged_equals_whole_as_stock_interleaves(case, **cluster):
-    merged_as_whole(case, STOCK_INTERLEAVED, **cluster)
+def test_merged_equals_whole_as_stock_trains(case, **cluster):
+    plan, _ = case
+    framework = STOCK_1F1B if plan.schedule.name == "1f1b" else STOCK_INTERLEAVED
+    merged_as_whole(case, framework, **cluster)
 
 
 def merged_as_whole(case, framework, *, ranks_per_node, nic, spine, forward_only):

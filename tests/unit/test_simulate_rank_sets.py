@@ -1,6 +1,7 @@
 """Replicas of several ranks, and what other frameworks do otherwise."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 
@@ -12,6 +13,7 @@ from zorse_megatron.simulate.framework import STOCK_1F1B, Framework
 from zorse_megatron.simulate.ledger import Category
 from zorse_megatron.simulate.simulation_errors import SimulationError
 
+SENDS_ALL = Framework(split_transfers=False)
 PLAIN = even_plan(stages=3, replicas=2, count=5)
 
 
@@ -41,7 +43,7 @@ def test_a_set_runs_as_one_rank(tied):
         "memory": FakeMemory(boundary=8, embedding_count=64, head_count=64),
         "comm": FakeComm(latency_s=0.1, bytes_per_s=100.0),
     }
-    one, many = run(plain, **costs), run(in_sets(plain, 4), **costs)
+    one, many = run(plain, **costs), run(in_sets(plain, 4), framework=SENDS_ALL, **costs)
     assert many.iteration_s == pytest.approx(one.iteration_s)
     assert many.stands_in == tuple(rank - rank % 4 for rank in range(24))
     assert many.simulated_ranks == tuple(range(0, 24, 4))
@@ -107,25 +109,42 @@ def test_stock_starts_an_activation_and_a_gradient_together():
     """Two stages in step: each micro-batch takes a forward, a backward and one transfer.
 
     Stage 1 runs them one after the other, from the first arrival on; then the last gradient
-    travels and stage 0 runs its last backward. One transfer is on its own: in the list, stage 1
-    receives its second micro-batch before its first backward. Started one after the other, there
-    are two transfers for each micro-batch.
+    travels and stage 0 runs its last backward. Started one after the other, there are two transfers
+    for each micro-batch.
     """
     count, transfer_s = 20, 0.5
     plan = even_plan(stages=2, replicas=1, count=count)
     costs = {"memory": FakeMemory(boundary=8), "comm": FakeComm(bytes_per_s=16.0)}
     both_s = 3.0 * plan.model.num_layers / 2
     paired = run(plan, framework=STOCK_1F1B, **costs).iteration_s
-    assert paired == pytest.approx((count + 1) * (both_s + transfer_s) + transfer_s)
+    assert paired == pytest.approx((count + 1) * (both_s + transfer_s))
     alone = run(plan, framework=Framework(blocking_transfers=True), **costs).iteration_s
     assert alone >= paired + (count - 2) * transfer_s
+
+
+@dataclasses.dataclass(kw_only=True)
+class _CommByRanks(FakeComm):
+    sums_s: Mapping[tuple[int, ...], float]
+
+    def all_reduce_s(self, ranks, num_bytes):
+        return self.sums_s[tuple(ranks)]
+
+
+def test_stock_broadcasts_the_number_of_tokens_along_pipelines():
+    """Half a sum of the slower pipeline, a sum over the slower stage; the loss is one, too."""
+    plan = even_plan(stages=2, replicas=2, count=2)
+    pipelines, stages = {(0, 2): 2.0, (1, 3): 4.0}, {(0, 1): 1.0, (2, 3): 16.0}
+    comm = _CommByRanks(sums_s={(0, 1, 2, 3): 8.0, **pipelines, **stages})
+    free_s = run(plan, framework=STOCK_1F1B, comm=FakeComm()).iteration_s
+    found_s = run(plan, framework=STOCK_1F1B, comm=comm).iteration_s
+    assert found_s - free_s == pytest.approx(4.0 / 2 + 16.0 + (1 + 1 + 3) * 8.0 + 16.0)
 
 
 def test_split_transfers_send_a_part_of_each():
     sets = in_sets(even_plan(stages=2, replicas=1, count=1), 4)
     costs = {"memory": FakeMemory(boundary=16), "comm": FakeComm(bytes_per_s=16.0)}
-    whole = run(sets, **costs)
-    split = run(sets, framework=Framework(split_transfers=True), **costs)
+    whole = run(sets, framework=SENDS_ALL, **costs)
+    split = run(sets, **costs)
     assert whole.iteration_s - split.iteration_s == pytest.approx(2 * 0.75)
     assert [each.num_bytes for each in split.transfers()] == [4, 4]
     assert whole.peak_memory_bytes == split.peak_memory_bytes  # made whole again

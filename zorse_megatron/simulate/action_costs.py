@@ -183,7 +183,7 @@ class ActionCosts(CollectiveCosts):
         ends = [of("embedding")] if chunk == 0 else []
         ends += [of("head")] if sizes.is_last(chunk) else []
         gather_s = 0.0
-        if gathers and not inside.sequence_parallel:
+        if gathers and sizes.splits_activations and not inside.sequence_parallel:
             gather_s = inside.gather_s(ranks, num_bytes)
         return PassTimes(
             forward_s=gather_s + layers * layer.forward_s + sum(e.forward_s for e in ends),

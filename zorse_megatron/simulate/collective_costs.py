@@ -1,8 +1,8 @@
 """Costs of what ranks sum and gather, and of what all of them are told."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from itertools import islice
 
 from zorse_megatron.costs.interface import SetCosts
 from zorse_megatron.schedules.actions import Kind
@@ -56,7 +56,9 @@ class CollectiveCosts:
         if key not in self._gathers:
             pieces = iter(self.sizes.pieces(chunk, ranks))
             self._gathers[key] = tuple(
-                self._of_pieces(Kind.GATHER, chunk, ranks, list(islice(pieces, part.buckets)))
+                self._of_pieces(
+                    Kind.GATHER, chunk, ranks, list(itertools.islice(pieces, part.buckets))
+                )
                 for part in parts
             )
         return self._gathers[key]
@@ -92,6 +94,18 @@ class CollectiveCosts:
         if self._statistic_s is None:
             self._statistic_s = self._all_reduce_s(range(self.sizes.plan.world_size))
         return TaskWork(seconds_s=count * self._statistic_s)
+
+    def at_scale(self) -> TaskWork:
+        """What all ranks tell each other before gradients are scaled; see `Framework`."""
+        framework, groups = self.sizes.framework, self.sizes.plan.groups
+        seconds_s = self.statistics(framework.sums_at_scale).seconds_s
+        if framework.broadcasts_tokens:
+            stages = [list(zip(*(r.ranks for r in g.replicas), strict=True)) for g in groups]
+            pipelines = zip(*(itertools.chain(*g) for g in stages), strict=True)
+            # A broadcast is the way down of the tree that an all-reduce goes up and down.
+            seconds_s += max(map(self._all_reduce_s, pipelines)) / 2
+            seconds_s += max(map(self._all_reduce_s, itertools.chain(*stages)))
+        return TaskWork(seconds_s=seconds_s)
 
     def loss(self, ranks: Sequence[int]) -> TaskWork:
         """The sum of the loss over `ranks`."""

@@ -104,7 +104,7 @@ class CollectiveTasks:
                 return self.costs.loss(peers)
             return self.costs.collective(kind, chunk, peers)
         if kind is Kind.SCALE:
-            return self.costs.statistics(self.costs.sizes.framework.sums_at_scale)
+            return self.costs.at_scale()
         return self.costs.report() if kind is Kind.STEP else self.costs.statistics()
 
     def check(self) -> None:

@@ -106,6 +106,12 @@ class RankSizes(RankParameters):
             self._boundary[key] = self.memory_of(chunk).boundary_bytes(num_samples)
         return self._boundary[key]
 
+    @property
+    def splits_activations(self) -> bool:
+        """Whether ranks of a set send parts of an activation."""
+        in_parts = self._sets is not None and self._sets.sequence_parallel
+        return in_parts or self.framework.split_transfers
+
     def held_bytes(self, rank: int, chunk: int) -> int:
         """What a rank has of one micro-batch's activation between two chunks."""
         size = self.micro_batch_size(rank)
@@ -125,7 +131,7 @@ class RankSizes(RankParameters):
             ends = key[1:]
             found = min(self.boundary_bytes(key[0], chunk) for chunk in ends)
             self._crossing[key] = found
-        if action.positions is not None:
+        if action.positions is not None and self.splits_activations:
             start, stop = action.positions.bounds(found)
             return stop - start
         return found

@@ -13,7 +13,11 @@ from zorse_megatron.simulate.perturb import Perturbation
 from zorse_megatron.simulate.residency import Residency
 from zorse_megatron.simulate.set_tasks import SetTasks
 from zorse_megatron.simulate.stage_tasks import StageTasks
-from zorse_megatron.simulate.stock_interleaved import gradient_closings, with_receives_posted
+from zorse_megatron.simulate.stock_transfers import (
+    gradient_closings,
+    with_receives_at_last,
+    with_receives_posted,
+)
 from zorse_megatron.simulate.streams import Streams
 from zorse_megatron.simulate.task_graph import NOTHING, Role, Track, live
 from zorse_megatron.simulate.transfers import MatchedTransfers
@@ -47,9 +51,9 @@ class RankTranslator:
         self.sizes = self.costs.sizes
         framework = self.sizes.framework
         self.as_megatron = framework.interleaves_as_megatron
-        if self.as_megatron:
-            passes = with_receives_posted(actions[num_updating:])
-            actions = (*actions[:num_updating], *passes)
+        if self.as_megatron or framework.paired_transfers:
+            posted = with_receives_posted if self.as_megatron else with_receives_at_last
+            actions = (*actions[:num_updating], *posted(actions[num_updating:]))
         self.transfers = transfers
         self.residency = Residency(self.sizes, rank, actions)
         self.track = Track(

@@ -1,12 +1,14 @@
-"""Where Megatron's interleaved schedule posts receives, and waits for gradients to have left.
+"""Where Megatron's schedules post receives, and wait for gradients to have left.
 
 Expected are the calls of `forward_backward_pipelining_with_interleaving` (Megatron-Core 0.19.2),
 read off its source for two ranks with two virtual stages each and four micro-batches.
 """
 
+from dataclasses import replace
+
 import pytest
 
-from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, Kind
+from zorse_megatron.schedules.actions import COMPUTE, RECEIVES, TRANSFERS, Kind
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.plan.plan import (
     Chunk,
@@ -16,7 +18,11 @@ from zorse_megatron.schema.plan.plan import (
     Replica,
     Schedule,
 )
-from zorse_megatron.simulate.stock_interleaved import gradient_closings, with_receives_posted
+from zorse_megatron.simulate.stock_transfers import (
+    gradient_closings,
+    with_receives_at_last,
+    with_receives_posted,
+)
 
 PLAN = Plan(
     schema_version=1,
@@ -63,6 +69,22 @@ def test_receives_are_posted_where_megatron_does(rank):
     assert others[0] == others[1]
 
 
+def test_1f1b_receives_what_is_computed_next():
+    """The second of four stages: two forwards to warm up, then one each, then two backwards."""
+    stages = tuple(
+        replace(PLAN.groups[0], replicas=(replace(PLAN.groups[0].replicas[0], ranks=(rank,)),))
+        for rank in range(4)
+    )
+    chunks = tuple(replace(chunk, group=at) for at, chunk in enumerate(PLAN.chunks))
+    plan = replace(PLAN, groups=stages, chunks=chunks, schedule=Schedule(name="1f1b"))
+    found = with_receives_at_last(lower_plan(plan).ranks[1])
+    words = [word(each).split(">")[0] for each in found if each.kind in COMPUTE | TRANSFERS]
+    assert " ".join(words) == (
+        "R1F0 1F0 1SA0 R1F1 1F1 1SA1 R1F2 1F2 1SA2 R1B0 1B0 1SG0 R1F3 1F3 1SA3 R1B1 1B1 1SG1 "
+        "R1B2 1B2 1SG2 R1B3 1B3 1SG3"
+    )
+
+
 def test_a_gradient_has_left_when_the_next_one_was_sent():
     actions = with_receives_posted(passes_of(1))
     closings = {str(actions[s]): str(actions[at]) for s, at in gradient_closings(actions).items()}
@@ -76,3 +98,4 @@ def test_a_gradient_has_left_when_the_next_one_was_sent():
 def test_what_has_no_backward_stays():
     lists = lower_plan(PLAN, forward_only=True)
     assert with_receives_posted(lists.ranks[1]) == tuple(lists.ranks[1])
+    assert with_receives_at_last(lists.ranks[1]) == tuple(lists.ranks[1])

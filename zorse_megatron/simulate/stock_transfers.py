@@ -1,11 +1,15 @@
-"""Where Megatron's interleaved schedule posts its transfers.
+"""Where Megatron's schedules post their transfers.
 
-`forward_backward_pipelining_with_interleaving` of Megatron-Core 0.19.2, with
+Interleaved: `forward_backward_pipelining_with_interleaving` of Megatron-Core 0.19.2, with
 `--overlap-p2p-communication-warmup-flush`: behind a computation it posts the send of what was
 computed, and with it the receive for the next computation of the same kind. Ranks other than the
 first (last) post receives of forwards in the warm-up (of backwards in the cool-down) one
 computation sooner. So a rank that computes slowly posts late, and its neighbour, which stops until
 its activation has left, waits for that.
+
+1F1B: `forward_backward_pipelining_without_interleaving` sends what was computed and receives what
+is computed next, both at once if one is an activation and the other a gradient
+(`send_forward_recv_backward`), and goes on when both are done.
 """
 
 from bisect import bisect
@@ -47,6 +51,21 @@ def with_receives_posted(actions: Sequence[Action]) -> tuple[Action, ...]:
 
     order = sorted(range(len(actions)), key=place)
     return tuple(actions[position] for position in order)
+
+
+def with_receives_at_last(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """The same of 1F1B: each just before what it is for, so behind the sends that precede that."""
+    consumers = {
+        _computed(action): at for at, action in enumerate(actions) if action.kind in COMPUTE
+    }
+
+    def place(position: int) -> tuple[int, int]:
+        action = actions[position]
+        if action.kind in RECEIVES:
+            return consumers[_consumer(action)], _BEFORE
+        return position, _AS_IT_IS
+
+    return tuple(actions[position] for position in sorted(range(len(actions)), key=place))
 
 
 def gradient_closings(actions: Sequence[Action]) -> Mapping[int, int]:
