@@ -1,7 +1,11 @@
-"""Four emulated nodes: discovered, profiled, planned, trained on; killed, stopped, resumed."""
+"""Four emulated nodes: discovered, profiled, planned, trained on; killed, stopped, resumed.
+
+And two of them with unmodified Megatron, in a layout of its own.
+"""
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,8 +22,15 @@ import torch
 from tests.megatron.comparison import MODEL_FLAGS
 from tests.megatron.launch import run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
+from tests.megatron.stock_log import iterations
+from tests.printed import run_zorse
 from tests.slurm.local_slurm import LocalSlurm, local_slurm, why_not
+from tests.unit.test_stock_plans import inputs_for
+from zorse_megatron.flags.turned_off import WITHOUT_EVALUATION, WITHOUT_WORKERS
+from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
+from zorse_megatron.schema.plan.plan import ClusterFingerprint
+from zorse_megatron.schema.plan.plan_json import save_plan
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 STEPS, SAVED_EVERY, KILLED_AFTER, STOPPED_AFTER = 100, 20, 30, 45
@@ -132,10 +143,10 @@ def components() -> list[str]:
     return words
 
 
-def run_to_its_end(slurm: LocalSlurm, script: Path, *options: str) -> None:
-    job = slurm.submit(script, *options, **THIS_MACHINE)
+def run_to_its_end(slurm: LocalSlurm, script: Path, *options: str, **variables: str) -> None:
+    job = slurm.submit(script, *options, **THIS_MACHINE, **variables)
     about = slurm.wait(job, timeout_s=TIMEOUT_S)
-    (log,) = script.parent.glob(f"zorse-*-{job}.txt")
+    (log,) = script.parent.glob(f"zorse*-{job}.txt")
     assert "JobState=COMPLETED" in about, log.read_text()
 
 
@@ -179,3 +190,59 @@ def test_a_job_that_is_killed_and_stopped_ends_as_if_uninterrupted(
     mine, theirs = weights(tmp_path), weights(whole)
     assert mine.keys() == theirs.keys() and mine
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+STOCK_SCRIPT = Path(__file__).parents[1] / "megatron" / "stock_script.py"
+STOCK_CLUSTER = """\
+nodes:
+  - {name: new0, gpus: 2 x L4, nics: 10 Gb/s}
+  - {name: old0, gpus: 1 x T4, nics: 10 Gb/s}
+"""
+# The later node first, and the GPUs of the other one in reverse.
+STOCK_GRID = Grid(layers=(1, 2, 1), width=1, micro_batch_size=1, mode="none")
+STOCK_ORDER = (2, 1, 0)
+STOCK_TRAINING = (
+    *(*MODEL_FLAGS, *WITHOUT_EVALUATION, *WITHOUT_WORKERS, *TOKENIZER_FLAGS),
+    *("--train-iters", "2", "--mock-data", "--split", "90,5,5"),
+)
+SAVING = ("--save", "saved", "--save-interval", "2")
+BY_HAND = (
+    *("--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Et|tt|tL"),
+    "--use-distributed-optimizer",
+)
+
+
+@pytest.mark.timeout(600)
+def test_unmodified_megatron_trains_in_its_layout(
+    slurm: LocalSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike nodes with unlike numbers of GPUs, by the script alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.yaml").write_text(STOCK_CLUSTER)
+    inputs = inputs_for(STOCK_GRID, 8)
+    inputs.cluster = ClusterFingerprint(gpu_kinds=("L4", "L4", "T4"))
+    save_plan(plan_of_grid(inputs, STOCK_GRID, STOCK_ORDER), tmp_path / "stock.json")
+    options = ("--slurm", "stock.sh", "--partition", "L4=new", "--partition", "T4=old")
+    launch = ("zorse", "launch", "stock.json", "--cluster", "two.yaml", "--stock", *options)
+    interpreter = ("--python", str(tmp_path / "python"))
+    run_zorse([*launch, *interpreter, "--", str(STOCK_SCRIPT), *STOCK_TRAINING, *SAVING])
+    run_to_its_end(slurm, tmp_path / "stock.sh", MAX_RESTARTS="0")
+    (log,) = tmp_path.glob("zorse-*.txt")
+    said = log.read_text()
+    started = sorted(re.findall(r"^started with (.*)$", said, re.MULTILINE))
+    assert [line.split() for line in started] == [
+        ["SLURMD_NODENAME=new0", "RANK=1", "LOCAL_RANK=0", *_variables("1,0")],
+        ["SLURMD_NODENAME=new0", "RANK=2", "LOCAL_RANK=1", *_variables("1,0")],
+        ["SLURMD_NODENAME=old0", "RANK=0", "LOCAL_RANK=0", *_variables("0")],
+    ]
+    plain = run_ranks(
+        [*STOCK_TRAINING, *BY_HAND], 3, entry="tests.megatron.stock_script", timeout_s=TIMEOUT_S
+    ).check()
+    expected = [(line.iteration, line.lm_loss) for line in iterations(plain.outputs[-1])]
+    assert [(line.iteration, line.lm_loss) for line in iterations(said)] == expected
+    assert len(expected) == 2
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def _variables(gpus: str) -> list[str]:
+    return ["CUDA_DEVICE_MAX_CONNECTIONS=None", f"CUDA_VISIBLE_DEVICES={gpus}"]
