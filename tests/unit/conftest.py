@@ -1,11 +1,15 @@
 """Settings for the fast tests."""
 
+import math
 import os
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
 
 from tests.examples import examples
+from zorse_megatron.planner.baselines import stock_best
+from zorse_megatron.planner.baselines.stock_search import Simulated, StockSearch
 from zorse_megatron.planner.search.effort import Effort
 
 # No deadline: a busy machine would fail examples at random.
@@ -21,3 +25,27 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> Effort:
     effort = Effort(listed=20, costed=4, widened=2, finalists=4, computations=4000)
     monkeypatch.setattr(Effort, "of", lambda inputs: effort)
     return effort
+
+
+class FewLayouts(StockSearch):
+    """Looks at one even layout alone, and at none on fewer GPUs."""
+
+    searched: ClassVar[list[tuple[str, ...]]] = []
+    """Kinds of the GPUs of each search."""
+
+    def run(self) -> list[Simulated]:
+        self.searched.append(self.base.kinds)
+        tried = [self._simulated_whole(seed.site) for seed in self._even(self._placements[0])]
+        return [each for each in tried if each.fits][:1]
+
+    def quick_s(self) -> float:
+        return math.inf
+
+
+@pytest.fixture
+def few_layouts(monkeypatch: pytest.MonkeyPatch) -> type[FewLayouts]:
+    """Stock's layouts are hardly searched, for what does not hang on how fast they are."""
+    monkeypatch.setattr(stock_best, "StockSearch", FewLayouts)
+    monkeypatch.setattr(stock_best, "_IN_SHORT", 1)
+    monkeypatch.setattr(FewLayouts, "searched", [])
+    return FewLayouts

@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import io
 import json
-import math
 import re
 
 import matplotlib.image
@@ -19,9 +18,6 @@ from zorse_megatron.cli import plan_answer as answer_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner import find_plan as search_module
-from zorse_megatron.planner.baselines import stock_best
-from zorse_megatron.planner.baselines.stock_grids import Grid, even_stages
-from zorse_megatron.planner.baselines.stock_search import Site, StockSearch
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain import analysis as explain_module
 from zorse_megatron.planner.explain import replan as replan_module
@@ -124,30 +120,12 @@ def run(tmp_path, monkeypatch):
     return runner_in(tmp_path, monkeypatch)
 
 
-class FewLayouts(StockSearch):
-    """One pipeline as long as there are GPUs."""
-
-    def run(self):
-        grid = Grid(
-            layers=even_stages(self.base.num_layers, self.base.world_size)[0],
-            width=1,
-            micro_batch_size=1,
-            mode="none",
-        )
-        return [self._simulated_whole(Site(placement=self._placements[0], grid=grid))]
-
-    def quick_s(self):
-        return math.inf
-
-
 @pytest.fixture
-def search(monkeypatch):
+def search(monkeypatch, few_layouts):
     stand_in = Search()
     monkeypatch.setattr(search_module, "find_plan", stand_in)
     monkeypatch.setattr(explain_module, "explain", fake_explanation)
     monkeypatch.setattr(replan_module, "replan", fake_replan)
-    monkeypatch.setattr(stock_best, "_IN_SHORT", 1)
-    monkeypatch.setattr(stock_best, "StockSearch", FewLayouts)
     return stand_in
 
 

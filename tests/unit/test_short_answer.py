@@ -17,13 +17,13 @@ from zorse_megatron.cli.selection_answer import spares
 from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.flags.shape import flags_of_shape, shape_from_flags
-from zorse_megatron.planner.baselines import stock_best, stock_search
 from zorse_megatron.planner.selection.explore import Point
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.model.model_presets import MODELS
 from zorse_megatron.schema.text import figures
 from zorse_megatron.software.torch_builds import short_build_note
 
+pytestmark = pytest.mark.usefixtures("few_layouts")  # what stock takes is another test's
 TWO_SITES = """\
 nodes:
   - {name: west, gpus: 8 x A100-80, link: NVSwitch 220 GB/s, nics: 400 Gb/s, region: west}
@@ -60,19 +60,6 @@ CLUSTERS = {
     "never measured": (NEVER_MEASURED, "llama-1b", 8, ()),
     "four kinds": (MIX, "gpt-1.3b", 12, ()),
 }
-
-
-@pytest.fixture(autouse=True)
-def few_layouts(monkeypatch):
-    """What stock takes is another test's."""
-    monkeypatch.setattr(stock_best, "_IN_SHORT", 100)
-    monkeypatch.setattr(stock_search, "_COMPUTATIONS", ((1000, 100),))
-    monkeypatch.setattr(stock_search, "_SIZES", (1,))
-    monkeypatch.setattr(stock_search, "_SEEDED", (1,))
-    monkeypatch.setattr(stock_search, "_COUNTS", ())
-    monkeypatch.setattr(stock_search, "_MOST_VIRTUAL", 1)
-    monkeypatch.setattr(stock_best, "_MOST_SEARCHED", 0)
-    monkeypatch.setattr(stock_best, "_MOST_SEARCHED_OF_MANY", 0)
 
 
 @pytest.fixture

@@ -25,10 +25,20 @@ def stock_layouts(inputs: Inputs) -> tuple[StockLayout, ...]:
 
 
 def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:
-    """Evaluations of the first layouts on all GPUs, in their order."""
-    plans = [layout.plan_on(evaluator.inputs) for layout in layouts[:_MOST_PLANS]]
-    found = map(evaluator.evaluate_plan, plans)
-    return [each for each in found if each is not None]
+    """Evaluations of layouts on all GPUs, in their order, up to the second that fits.
+
+    This runtime's transfers are under way while it computes, which takes memory for a few more
+    activations: a layout that fills a GPU under unmodified Megatron may not fit.
+    """
+    found, num_fitting = [], 0
+    for layout in layouts:
+        if num_fitting == _MOST_PLANS:
+            break
+        evaluation = evaluator.evaluate_plan(layout.plan_on(evaluator.inputs))
+        if evaluation is not None:
+            found.append(evaluation)
+            num_fitting += evaluation.fits
+    return found
 
 
 def even_group(
