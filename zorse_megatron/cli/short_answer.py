@@ -22,7 +22,6 @@ WIDTH = 100
 _MOST_SIZES = 3
 _NO_FASTER = 1e-3  # shares below are told as none
 _TIMES = 2.0  # ratios above are told as such
-_MOST_WITH_STOCK = 256
 
 
 def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
@@ -89,9 +88,11 @@ def _iteration(answer: "Answer") -> Iterator[str]:
 
 
 def _stock(answer: "Answer") -> Iterator[str]:
+    from zorse_megatron.planner.baselines.stock_best import MOST_GPUS
+
     if answer.stock is None:
-        few = answer.selected is None and answer.num_gpus <= _MOST_WITH_STOCK
-        yield f"Stock Megatron: not computed for {'a run that goes on' if few else 'so many GPUs'}"
+        why = "so many GPUs" if answer.num_gpus > MOST_GPUS else "a run that goes on"
+        yield f"Stock Megatron: not computed for {why}"
         return
     best, even = answer.stock.best, answer.stock.even
     if best.fitting is None:
@@ -130,11 +131,8 @@ def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None
 
 def _stock_command(answer: "Answer") -> str | None:
     """What starts stock's best layout; None where it was not written."""
-    written = answer.written
-    if written.stock is None:
-        return None
-    cluster = "" if written.stock_cluster is None else f" --cluster {written.stock_cluster}"
-    return f"zorse launch {written.stock} --stock{cluster}"
+    written = answer.written.stock
+    return None if written is None else f"zorse launch {written} --stock"
 
 
 def flag_lines(answer: "Answer", layout: "StockLayout") -> Iterator[str]:

@@ -232,10 +232,12 @@ def _what_fits(costs: WorkloadCosts, strategy: "Strategy") -> Problem:
 
         fits = fitting(costs.inputs) is not None
         return Problem(
-            where="strategy zorse",
-            found=f"{'a' if fits else 'no'} plan that fits these GPUs",
-            expected="one" if fits else "more memory, or less to train",
-            remedy="Leave out --strategy stock." if fits else "zorse plan says what is missing.",
+            where="what would fit",
+            found="a plan of the strategy zorse"
+            if fits
+            else "no plan of the strategy zorse either",
+            expected="a layout, or a plan",
+            remedy=f"Leave out --strategy stock{'' if fits else ' to see what plans lack'}.",
         )
     if strategy != "zorse":
         return not_looked_for(f"the strategy {strategy}", "zorse, the only one it is looked for")
