@@ -18,6 +18,7 @@ from zorse_megatron.cli import plan_answer as answer_module
 from zorse_megatron.cli.options import DEFAULT_MARGIN
 from zorse_megatron.errors import Problem
 from zorse_megatron.planner import find_plan as search_module
+from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain import analysis as explain_module
 from zorse_megatron.planner.explain import replan as replan_module
