@@ -71,7 +71,7 @@ QUICKER = {
 FLAGS = (
     "--num-layers 6 --hidden-size 96 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --vocab-size 1023 --tokenizer-type NullTokenizer "
-    "--global-batch-size 24 --fp16 --lr 1e-3 --train-iters 2"
+    "--global-batch-size 24 --fp16 --lr 1e-3 --train-iters 2 --eval-interval 1000"
 )
 NODES = "nodes:\n  - {{name: new, gpus: {}, nics: 100 Gb/s}}\n"
 UNEQUAL = NODES.format("[1 x A6000, 1 x V100-16]")
