@@ -43,14 +43,19 @@ class NextCommand:
 
     def lines(self, width: int) -> list[str]:
         """For people, on lines of a width that a shell joins; one that is longer stays as it is."""
-        lines = [self._start]
-        for piece in _pieces(self.words):
-            room = width - len(_CONTINUED)
-            if len(lines[-1]) + len(piece) > room and lines[-1].strip():
-                lines[-1] = lines[-1].rstrip() + _CONTINUED
-                lines.append(_INDENT)
-            lines[-1] += f"{piece} "
-        return [line.rstrip() for line in lines]
+        return shell_lines(self._start, self.words, width)
+
+
+def shell_lines(start: str, words: Sequence[str], width: int) -> list[str]:
+    """Words on lines of a width that a shell joins; one that is longer stays as it is."""
+    lines = [start]
+    for piece in _pieces(words):
+        room = width - len(_CONTINUED)
+        if len(lines[-1]) + len(piece) > room and lines[-1].strip():
+            lines[-1] = lines[-1].rstrip() + _CONTINUED
+            lines.append(_INDENT)
+        lines[-1] += f"{piece} "
+    return [line.rstrip() for line in lines]
 
 
 def next_command(

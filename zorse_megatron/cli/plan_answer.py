@@ -176,9 +176,8 @@ def _print_details(answer: Answer) -> None:
     outcome, counts = answer.outcome, answer.outcome.considered
     print_plain(plan_line(outcome.plan))
     print_plan(outcome.plan)
-    if answer.best_stock is not None and not answer.is_stock:
-        for line in flag_lines(answer, answer.best_stock):
-            print_plain(line)
+    for line in [] if answer.is_stock else flag_lines(answer, is_one=True):
+        print_plain(line)
     if answer.selected is not None:
         print_selection(answer.selected)
     for sentence in answer.sentences:

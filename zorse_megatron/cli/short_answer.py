@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zorse_megatron.cli.gpu_selection import gpus_of
+from zorse_megatron.cli.next_command import shell_lines
 from zorse_megatron.cli.selection_answer import spares
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.counted import number_of
@@ -33,6 +34,10 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
     head = _head(answer, is_all=is_all)
     if answer.recommends_stock and len(head) + len(command) > MOST_LINES:
         head = _head(answer, is_all=is_all, with_limit=False)
+    if answer.is_stock:
+        flags = flag_lines(answer)
+        is_long = len(head) + len(flags) + len(command) > MOST_LINES
+        head += flag_lines(answer, is_one=True) if is_long else flags
     warnings = _wrapped(list(_warnings(answer)))
     most = MOST_LINES - len(head) - 1
     if len(warnings) > most:
@@ -76,10 +81,10 @@ def _wrapped(lines: Sequence[str]) -> list[str]:
 
 def _iteration(answer: "Answer") -> Iterator[str]:
     bar = answer.error_bar
-    megatron = " on unmodified Megatron" if answer.is_stock else ""
+    who, how = (" on unmodified Megatron", "") if answer.is_stock else ("", "simulated, ")
     yield (
-        f"{duration(answer.iteration_s)} per iteration{megatron}, {figure(answer.tokens_per_s)} "
-        f"tokens/s, ± {percent(bar.share)} (simulated, {bar.basis})"
+        f"{duration(answer.iteration_s)} per iteration{who}, {figure(answer.tokens_per_s)} "
+        f"tokens/s, ± {percent(bar.share)} ({how}{bar.basis})"
     )
     if answer.is_stock:
         told = _against(answer.outcome.iteration_s, answer.iteration_s)
@@ -104,7 +109,6 @@ def _stock(answer: "Answer") -> Iterator[str]:
             longer = _against(even.fitting.iteration_s, best.fitting.iteration_s)
             took = f"{duration(even.fitting.iteration_s)}{_on(answer, even.fitting)} ({longer})"
             yield f"Best even layout, without layers of each stage: {took}"
-        yield from flag_lines(answer, best.fitting)
     else:
         yield from _best_stock(answer, best.fitting, even.fitting)
 
@@ -135,14 +139,22 @@ def _stock_command(answer: "Answer") -> str | None:
     return None if written is None else f"zorse launch {written} --stock"
 
 
-def flag_lines(answer: "Answer", layout: "StockLayout") -> Iterator[str]:
-    """Yield Megatron's flags of a layout, and the hosts that its ranks are on."""
+def flag_lines(answer: "Answer", *, is_one: bool = False) -> list[str]:
+    """Megatron's flags of stock's best layout, and the hosts that its ranks are on.
+
+    `is_one`: whether the flags are on one line, however long.
+    """
     from zorse_megatron.planner.baselines.stock_flags import hosts_of, layout_flags
 
+    layout = answer.best_stock
+    if layout is None:
+        return []
     hosts = hosts_of(answer.whole.inputs, layout.ranks)
     listed = ", ".join(f"{host.name} ({','.join(map(str, host.gpus))})" for host in hosts)
-    yield f"Flags of stock Megatron: {shlex.join(layout_flags(layout.grid))}"
-    yield f"GPUs in the order of its ranks: {listed}"
+    flags = layout_flags(layout.grid)
+    start = "flags of stock Megatron: "
+    lines = [start + shlex.join(flags)] if is_one else shell_lines(start, flags, WIDTH)
+    return [*lines, *_broken(f"GPUs in the order of its ranks: {listed}")]
 
 
 def _on(answer: "Answer", layout: "StockLayout") -> str:

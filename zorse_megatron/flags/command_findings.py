@@ -7,7 +7,7 @@ from zorse_megatron.flags.built_in import left_out_problems
 from zorse_megatron.flags.command import Command
 from zorse_megatron.flags.flags_against_plan import world_problems
 from zorse_megatron.flags.flags_against_split import split_backward_problems
-from zorse_megatron.flags.rules import command_problems, evaluation_problems
+from zorse_megatron.flags.rules import command_problems, interval_problems
 from zorse_megatron.flags.unknown import unknown_flag_findings
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan
@@ -33,7 +33,7 @@ def refuse_misfit(
         *unknown,
         *command.problems,
         *_of_arguments(command, plan, kinds),
-        *evaluation_problems(command.args),
+        *interval_problems(command.args),
     ]
     if problems:
         raise FlagError("The command does not fit the plan", problems)
@@ -59,7 +59,7 @@ def findings_of(
         *command.problems,
         *_of_arguments(command, plan, kinds),
         *split,
-        *(evaluation_problems(command.args) if is_whole else ()),
+        *(interval_problems(command.args) if is_whole else ()),
     ], notes
 
 

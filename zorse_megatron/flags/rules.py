@@ -77,10 +77,11 @@ def plain_value(value: Any) -> Any:
     return getattr(value, "name", value)
 
 
-def evaluation_problems(args: Namespace) -> Iterator[Problem]:
-    """No interval, by which Megatron divides before it trains, also with --eval-iters 0.
+def interval_problems(args: Namespace) -> Iterator[Problem]:
+    """An interval that Megatron has no default for, and fails without, saying nothing.
 
-    Source: `get_train_valid_test_num_samples`; without a default it is a TypeError there.
+    By the one of evaluations it divides before it trains, also with --eval-iters 0: a TypeError in
+    `get_train_valid_test_num_samples`. That of saves is a bare assertion in `validate_args`.
     """
     interval = getattr(args, "eval_interval", None)
     if interval is None or interval < 1:
@@ -89,6 +90,14 @@ def evaluation_problems(args: Namespace) -> Iterator[Problem]:
             found="no such flag" if interval is None else f"{interval}",
             expected="a number of iterations: Megatron counts evaluations before it trains",
             remedy="Such as --eval-interval 1000; with --eval-iters 0 it then evaluates nothing.",
+        )
+    interval = getattr(args, "save_interval", None)
+    if getattr(args, "save", None) is not None and (interval is None or interval < 1):
+        yield Problem(
+            where="--save-interval",
+            found="no such flag, beside --save" if interval is None else f"{interval}",
+            expected="a number of iterations",
+            remedy="Such as --save-interval 500.",
         )
 
 
