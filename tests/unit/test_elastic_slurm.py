@@ -207,7 +207,7 @@ def test_the_script_keeps_its_job_when_a_node_fails(
     run = runner_in(tmp_path, monkeypatch)
     launch = ("launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "job.sh", "--elastic")
     options = ("--min-gpus", "4", "--plan-options", "--profile profile.json", "--partition", "p")
-    training = (*FLAGS, "--save", "a b")
+    training = (*FLAGS, "--save", "a b", "--save-interval", "9")
     done = run(*launch, *options, "--", *training)
     assert done.exit_code == 0, done.output
     script = (tmp_path / "job.sh").read_text()

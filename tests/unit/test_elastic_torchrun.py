@@ -137,7 +137,7 @@ def test_torchrun_understands_the_commands(min_gpus: int, fewest: int) -> None:
 def test_launch_prints_what_join_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner_in(tmp_path, monkeypatch)
     base = ("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--elastic")
-    saved = (*FLAGS, "--save", "s")
+    saved = (*FLAGS, "--save", "s", "--save-interval", "9")
     told = run(*base, "--min-gpus", "3", "--json", "--", *saved)
     assert told.exit_code == 0, told.output
     line = json.loads(told.output)["lines"].splitlines()[1]

@@ -401,7 +401,19 @@ def test_the_command_writes_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = runner_in(tmp_path, monkeypatch)
     partitions = ["--partition", "A6000=new", "--partition", "old", "--sbatch", "time=1:00:00"]
     files = ["plan.json", "--cluster", "cluster.yaml"]
-    result = run("launch", *files, "--slurm", "x.sh", *partitions, "--", *FLAGS, "--save", "d")
+    result = run(
+        "launch",
+        *files,
+        "--slurm",
+        "x.sh",
+        *partitions,
+        "--",
+        *FLAGS,
+        "--save",
+        "d",
+        "--save-interval",
+        "9",
+    )
     assert result.exit_code == 0, result.output
     new, old = asked_for((tmp_path / "x.sh").read_text())
     assert (new["partition"], old["partition"]) == ("new", "old")

@@ -40,6 +40,7 @@ LAYOUT = (
     *("--recompute-num-layers", "1"),
 )
 COMMAND = ("pretrain_gpt.py", *FLAGS, "--attention-dropout", "0", "--hidden-dropout", "0")
+SAVED = ("--save", "d", "--save-interval", "9")
 FILES = ("plan.json", "--cluster", "cluster.yaml", "--stock")
 
 
@@ -64,11 +65,11 @@ def commands(text):
 
 
 def test_lines_start_the_users_script_with_the_layout(run):
-    result = run("launch", *FILES, "--torchrun", "--", *COMMAND, "--save", "d")
+    result = run("launch", *FILES, "--torchrun", "--", *COMMAND, *SAVED)
     assert result.exit_code == 0, result.output
     assert "zorse" not in result.stdout
     small, same, big = commands(result.stdout)
-    resumes = ("--save", "d", *LAYOUT, "--load", "d", "--exit-signal-handler")
+    resumes = (*SAVED, *LAYOUT, "--load", "d", "--exit-signal-handler")
     for number, words in enumerate((small, same, big)):
         start = words.index("torchrun")
         assert words[start + 1 : start + 11] == [
@@ -178,7 +179,7 @@ def test_the_scripts_nodes_run_torchrun(run, tmp_path):
 
 
 def test_a_job_that_saves_goes_back_into_the_queue(run, tmp_path):
-    result = run("launch", *FILES, "--slurm", "x.sh", "--", *COMMAND, "--save", "d")
+    result = run("launch", *FILES, "--slurm", "x.sh", "--", *COMMAND, *SAVED)
     assert result.exit_code == 0, result.output
     script = (tmp_path / "x.sh").read_text()
     assert script.count("#SBATCH --requeue") == 2 and "#SBATCH --signal=B:USR1@120" in script
@@ -223,6 +224,7 @@ def test_selective_recomputation_has_two_names(run, tmp_path):
         (("--context-parallel-size", "2"), "context parallelism"),
         (("--save", "a", "--load", "b"), "--load: found b, while --save says a"),
         (("--eval-interval", "0"), "--eval-interval: found 0; expected a number of iterations"),
+        (("--save", "d"), "--save-interval: found no such flag, beside --save; expected a number"),
     ],
 )
 def test_commands_that_contradict_the_layout(run, tmp_path, more, said):
@@ -260,7 +262,7 @@ def test_a_plan_that_stock_cannot_run(run, tmp_path):
 
 def test_options_that_stock_has_no_use_for(run):
     named = ("--elastic", "--node-names", "--torchrun")
-    result = run("launch", *FILES, *named, "--", *COMMAND, "--save", "d")
+    result = run("launch", *FILES, *named, "--", *COMMAND, *SAVED)
     assert result.exit_code == 1
     assert "--elastic: found it with --stock" in result.output
     assert "--node-names: found it with --stock" in result.output
