@@ -66,19 +66,25 @@ def _speed_cells(row: Row) -> Iterator[str]:
 
 
 def _summary(rows: Sequence[Row]) -> str:
+    told = [f"{what}: {figures}" for what, figures in medians(rows).items()]
+    return f"Medians of speed, and ranges, over {len(rows)} clusters: {'; '.join(told)}."
+
+
+def medians(rows: Sequence[Row]) -> dict[str, str]:
+    """What is compared -> median and range of how many times as fast the faster one is."""
     pairs = {
         "our plan against stock's best layout": ("best", "ours"),
         "our plan against stock's best even layout": ("even", "ours"),
         "stock's best layout against its best even one": ("even", "best"),
     }
-    told = []
+    told = {}
     for what, (slow, fast) in pairs.items():
         found = [_ratio(row[slow]["iteration_s"], row[fast]["iteration_s"]) for row in rows]
         known = sorted(each for each in found if each is not None)
         if known:
             median = statistics.median(known)
-            told.append(f"{what}: {median:.2f} ({known[0]:.2f} to {known[-1]:.2f})")
-    return f"Medians of speed, and ranges, over {len(rows)} clusters: {'; '.join(told)}."
+            told[what] = f"{median:.2f} ({known[0]:.2f} to {known[-1]:.2f})"
+    return told
 
 
 def _losses(rows: Sequence[Row]) -> str:
@@ -104,6 +110,7 @@ def _emulations(rows: Sequence[Row]) -> str:
         "Cluster",
         "System",
         "Emulated on CPU, s",
+        "Against stock's best layout",
         "Simulator, time",
         "Simulator, peak of a rank",
     ]

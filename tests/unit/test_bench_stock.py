@@ -1,6 +1,7 @@
 """The benchmark against stock: its clusters, what it accounts for, and what it publishes."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ from PIL import Image
 
 from scripts import bench_stock
 from scripts.bench_stock import DOCUMENT, PUBLISHED, cases
-from scripts.bench_stock_tables import described, gain, tables, with_tables
+from scripts.bench_stock_tables import described, gain, medians, tables, with_tables
 from scripts.where_time_goes import ideal_s, lost_s
 from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.planner.baselines.stock_grids import Grid, plan_of_grid
@@ -98,6 +99,12 @@ def test_what_is_published_is_of_the_clusters_in_the_file_and_never_slower():
     for row in published():
         assert (row["what"], row["train"]) == trained[row["name"]]
         assert gain(row) is None or gain(row) >= 1.0
+
+
+def test_readme_says_what_is_published():
+    readme = (bench_stock.ROOT / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ((?:stock's|our).*?)(?:, which.*?)? \| (.*?) \|$", readme, re.M))
+    assert rows == medians(published())
 
 
 def test_the_picture_is_of_the_published_figures():

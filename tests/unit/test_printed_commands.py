@@ -45,6 +45,7 @@ NOT_RUN = {
     "nodes; tests/unit/test_elastic_slurm.py",
     "zorse launch plan.json --cluster cluster.yaml --torchrun --elastic": "the same; "
     "tests/unit/test_elastic_torchrun.py",
+    "zorse launch stock.json --stock": "flags of another model; tests/unit/test_launch_stock.py",
     "zorse profile measure --out": "five minutes on a CPU; tests/megatron/test_measure.py",
     "zorse profile correct ": "a run with --zorse-status; tests/unit/test_from_status.py",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
@@ -106,7 +107,8 @@ def run_in(directory: Path, document: str) -> Iterator[str]:
     for line in commands_in(document):
         if why_not(line):
             continue
-        more = [word for part, added in QUICKER.items() if part in line for word in added]
+        quicker = {} if "--strategy" in line else QUICKER
+        more = [word for part, added in quicker.items() if part in line for word in added]
         words = words_of(line.replace("MEGATRON_FLAGS", "$FLAGS"), {"FLAGS": FLAGS})
         at = words.index("--") if "--" in words else len(words)
         with chdir(directory):
