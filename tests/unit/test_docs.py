@@ -33,7 +33,15 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("patches/*.md"))
 )
 # Files of other projects, and those that a user or the demo makes.
-NOT_OURS = {"plan.json", "next.json", "profile.json", "trace.json", "pretrain_gpt.py"}
+NOT_OURS = {
+    "plan.json",
+    "plan.stock.json",
+    "stock.json",
+    "next.json",
+    "profile.json",
+    "trace.json",
+    "pretrain_gpt.py",
+}
 NOT_OURS |= {"timeline.png"}
 NOT_OURS |= {"compare.json", "scales.json", "bars.png"}
 NOT_OURS |= {"memory-by-chunks.json", "memory-by-chunks.png", "memory-rank0.json"}

@@ -50,7 +50,7 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
         groups = []
     stock, lines = _stock_command(answer), [*groups, *warnings, *command]
     if stock and not answer.recommends_stock and len(head) + len(lines) < MOST_LINES:
-        head += [f"{stock} starts stock Megatron in its best layout"]
+        head += [f"Stock Megatron in its best layout: {stock}"]
     return [*head, *lines]
 
 
