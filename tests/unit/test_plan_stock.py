@@ -250,8 +250,8 @@ def test_stock_beside_the_plan(run, few_layouts, little_effort, tmp_path):
 @pytest.mark.parametrize(
     ("share", "said"),
     [
-        (1.0, "No faster than stock Megatron, which needs no plugin: zorse launch new.stock.json"),
-        (1.007, "Only 0.7 % faster than stock Megatron, which needs no plugin: zorse launch new"),
+        (1.0, "No faster than stock Megatron, which needs no plugin: new.stock.json"),
+        (1.007, "Only 0.7 % faster than stock Megatron, which needs no plugin: new.stock.json"),
         (1.04, "Stock Megatron: 4.16 s in its best layout on 2 A100-40 (4.0 % longer), an even"),
     ],
 )
@@ -268,6 +268,8 @@ def test_stock_is_recommended_where_a_plan_is_hardly_faster(share, said, run, mo
     lines = told.stdout.splitlines()
     assert any(line.startswith(said) for line in lines), told.output
     assert len(lines) <= MOST_LINES and max(map(len, lines)) <= WIDTH
+    of_stock = "zorse launch new.stock.json --stock --cluster new.stock.cluster.yaml"
+    assert (of_stock in told.output) == (share < 1.03)
     answer = json.loads(run(*PLAN, "--json").stdout)
     assert answer["stock"]["recommended"] == (share < 1.03)
 
@@ -280,3 +282,40 @@ def test_stock_on_many_gpus_is_not_computed(run, few_layouts, little_effort, mon
         told = run(*PLAN, "--out", "plan.json", *more).stdout
         assert "Stock Megatron: not computed for so many GPUs" in told
         assert not few_layouts.searched and not Path("plan.stock.json").exists()
+
+
+def test_a_set_that_stock_is_fastest_on_is_searched_even_if_all_gpus_are_faster_than_it():
+    """On this runtime the same layout may take less."""
+    inputs = random_nodes(1)
+    some = tuple(range(inputs.world_size - 1))
+    known = {tuple(range(inputs.world_size)): 1.0, some: 0.9}
+    found, *_ = explore(
+        inputs,
+        lambda ranks: known.get(ranks, math.inf),
+        part_of=lambda ranks: on_ranks(inputs, ranks),
+        short=lambda _: math.inf,
+        stock_s={some: 1.02},
+    )
+    assert found.ranks == some
+
+
+@pytest.mark.slow
+def test_what_fits_is_found_where_no_seed_does(run):
+    """The closed form is off on the L4s; stock's next commands are taken as they are printed."""
+    cluster = "nodes: [{name: n, gpus: 2 x L4, nics: 25 Gb/s}, {name: m, gpus: [1 x A100-40]"
+    Path("lab.yaml").write_text(f"{cluster}, gpu_numbers: [3], nics: 25 Gb/s}}]")
+    flags = (
+        "--num-layers 26 --hidden-size 3200 --ffn-hidden-size 8640 --num-attention-heads 32 "
+        "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --seq-length 1024 --max-position-embeddings 1024 "
+        "--vocab-size 32000 --micro-batch-size 1 --global-batch-size 16 --fp16 --eval-interval 9"
+    )
+    where = ("--use-all", "--strategy", "stock", "--json", "--out", "p.json")
+    told = run("plan", "--cluster", "lab.yaml", *where, "--", *flags.split())
+    assert told.exit_code == 0, told.output
+    answer = json.loads(told.stdout)
+    assert {each["name"]: each["gpus"] for each in answer["stock"]["best"]["hosts"]}["m"] == [3]
+    words = shlex.split(answer["next_command"])
+    launched = run(*words[1:])
+    assert launched.exit_code == 0, launched.output
+    assert "CUDA_VISIBLE_DEVICES=3" in launched.output

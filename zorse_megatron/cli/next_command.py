@@ -9,8 +9,10 @@ import typer
 
 from zorse_megatron.cli.after_dashes import own_options, training_flags
 from zorse_megatron.cli.workload_costs import WorkloadCosts
+from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.shape import flags_of_shape
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
+from zorse_megatron.launch.stock_command import stripped_of_layout
 
 _OF_THIS_ANSWER = ("--json", "--verbose", "-v")
 _DTYPE_FLAGS = {"bfloat16": ("--bf16",), "float16": ("--fp16",)}
@@ -86,10 +88,11 @@ def next_command(
     stock = ("--stock",) if is_stock else ()
     launch = ("zorse", "launch", files[0], *stock, *files[1:], "--torchrun", "--")
     if can_be_trained and flags is not None:
-        return NextCommand(words=(*launch, *flags))
+        return NextCommand(words=(*launch, *(_for_stock(flags) if is_stock else flags)))
     made = _flags_of(costs) if can_be_trained else ()
     if made:
-        return NextCommand(words=(*launch, *made), lacks_data=True)
+        words = (*launch, *(_for_stock(made) if is_stock else made))
+        return NextCommand(words=words, lacks_data=True)
     what = ("--", *flags) if flags is not None else ("--model", model or "")
     options = ("--profile", "--dtype", "--seq-length", "--margin")
     kept = [
@@ -99,6 +102,12 @@ def next_command(
         for word in piece
     ]
     return NextCommand(words=("zorse", "simulate", *files, *kept, *what))
+
+
+def _for_stock(given: Sequence[str]) -> tuple[str, ...]:
+    """A script of Megatron's, which has no other entry, and no flags that the layout decides."""
+    script = () if read_command(given).script else ("pretrain_gpt.py",)
+    return (*script, *stripped_of_layout(given))
 
 
 def _flags_of(costs: WorkloadCosts) -> tuple[str, ...]:

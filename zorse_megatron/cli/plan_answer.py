@@ -67,7 +67,7 @@ class Answer:
     tokens: Tokens | None
     """How many to train on, if that is asked."""
     written: Written
-    next_command: NextCommand | None
+    next_command: NextCommand | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -131,7 +131,6 @@ def answer_of(
     *,
     tokens: Tokens | None,
     written: Written,
-    next_command: NextCommand | None,
 ) -> Answer:
     """Collect what is told of a plan. `whole`: of all GPUs, `costs`: of those that are used."""
     from zorse_megatron.planner.explain.analysis import explain
@@ -148,7 +147,6 @@ def answer_of(
         stock=stock,
         tokens=tokens,
         written=written,
-        next_command=next_command,
     )
 
 

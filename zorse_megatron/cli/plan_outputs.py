@@ -86,7 +86,7 @@ class PlanOutputs:
                 (self.stock_cluster, "the cluster file of stock's best layout"),
             ):
                 if path is not None and _is_foreign(path):
-                    is_cluster = ", or add --use-all" if path is not self.stock else ""
+                    is_cluster = ", or add --use-all" if path != self.stock else ""
                     problems.append(
                         Problem(
                             where=where,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MOST_LINES = 12
 WIDTH = 100
 _MOST_SIZES = 3
+_MOST_HOSTS = 8
 _NO_FASTER = 1e-3  # shares below are told as none
 _TIMES = 2.0  # ratios above are told as such
 
@@ -48,9 +49,9 @@ def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
     groups = list(_groups(answer.outcome.plan, answer.costs.inputs.kinds))
     if len(groups) > room - len(command):
         groups = []
-    stock, lines = _stock_command(answer), [*groups, *warnings, *command]
+    stock, lines = answer.written.stock, [*groups, *warnings, *command]
     if stock and not answer.recommends_stock and len(head) + len(lines) < MOST_LINES:
-        head += [f"Stock Megatron in its best layout: {stock}"]
+        head += [f"Its best layout is written to {stock}, which zorse launch --stock starts"]
     return [*head, *lines]
 
 
@@ -129,14 +130,8 @@ def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None
     if answer.recommends_stock:
         faster = best.iteration_s / answer.iteration_s - 1
         gain = f"Only {percent(faster)} faster" if faster > _NO_FASTER else "No faster"
-        command = _stock_command(answer) or "zorse plan --strategy stock"
-        yield f"{gain} than stock Megatron, which needs no plugin: {command}"
-
-
-def _stock_command(answer: "Answer") -> str | None:
-    """What starts stock's best layout; None where it was not written."""
-    written = answer.written.stock
-    return None if written is None else f"zorse launch {written} --stock"
+        where = f"{written}, see below" if (written := answer.written.stock) else "--strategy stock"
+        yield f"{gain} than stock Megatron, which needs no plugin: {where}"
 
 
 def flag_lines(answer: "Answer", *, is_one: bool = False) -> list[str]:
@@ -150,11 +145,13 @@ def flag_lines(answer: "Answer", *, is_one: bool = False) -> list[str]:
     if layout is None:
         return []
     hosts = hosts_of(answer.whole.inputs, layout.ranks)
-    listed = ", ".join(f"{host.name} ({','.join(map(str, host.gpus))})" for host in hosts)
+    names = [f"{host.name} ({','.join(map(str, host.gpus))})" for host in hosts]
+    if len(names) > _MOST_HOSTS:
+        names[_MOST_HOSTS:] = [f"and {len(names) - _MOST_HOSTS} more nodes (--json)"]
     flags = layout_flags(layout.grid)
     start = "flags of stock Megatron: "
     lines = [start + shlex.join(flags)] if is_one else shell_lines(start, flags, WIDTH)
-    return [*lines, *_broken(f"GPUs in the order of its ranks: {listed}")]
+    return [*lines, *_broken(f"GPUs in the order of its ranks: {', '.join(names)}")]
 
 
 def _on(answer: "Answer", layout: "StockLayout") -> str:

@@ -48,6 +48,11 @@ def without_layout(
     problems += _contradictions(command, wanted)
     if problems:
         raise LaunchError("the training command does not fit the layout", problems)
+    return stripped_of_layout(given)
+
+
+def stripped_of_layout(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the command without the flags that a layout decides, whatever they say."""
     spelt = {
         spelling: 0 if flag.kind != "store" else "?"
         for flag in flags()

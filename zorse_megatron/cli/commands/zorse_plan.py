@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -33,7 +35,6 @@ from zorse_megatron.cli.plan_answer import (
     Answer,
     answer_as_json,
     answer_of,
-    not_trainable_yet,
     print_answer,
 )
 from zorse_megatron.cli.plan_options import (
@@ -168,22 +169,33 @@ def plan(  # noqa: PLR0917
             None if stock is None else stock.at_best,
             tokens=to_train,
             written=written,
-            next_command=next_command(
-                context,
-                plan=out,
-                cluster=written.used_cluster or cluster,
-                model=model,
-                costs=costs,
-                can_be_trained=not_trainable_yet(outcome.plan) is None,
-                is_stock=outcome.strategy == "stock",
-            )
-            if lost is None and run is None
-            else None,
         )
+        if lost is None and run is None:
+            answer = _with_next_command(answer, context, out, cluster, model)
         move = None if run is None else run.move_to(outcome, written.plan)
     _tell(answer, run, move, lost=lost, verbose=verbose, as_json=as_json)
     with reported_errors():  # on stderr: the plan's JSON has been printed
         outputs.draw(answer, is_silent=as_json)
+
+
+def _with_next_command(
+    answer: Answer, context: typer.Context, out: Path | None, cluster: Path, model: str | None
+) -> Answer:
+    """Where stock Megatron is recommended, the command that starts its layout."""
+    written = answer.written
+    plan, there, by_stock = out, written.used_cluster, answer.is_stock
+    if answer.recommends_stock and written.stock is not None:
+        plan, there, by_stock = written.stock, written.stock_cluster, True
+    command = next_command(
+        context,
+        plan=plan,
+        cluster=there or cluster,
+        model=model,
+        costs=answer.costs,
+        can_be_trained=answer.cannot_train is None,
+        is_stock=by_stock,
+    )
+    return replace(answer, next_command=command)
 
 
 def _tell(

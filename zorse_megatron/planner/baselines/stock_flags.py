@@ -23,7 +23,7 @@ def hosts_of(inputs: Inputs, ranks: Sequence[int]) -> tuple[Host, ...]:
     return tuple(
         Host(
             name=spec.nodes[node].name,
-            gpus=tuple(rank - spec.ranks_of(node)[0] for rank in some),
+            gpus=tuple(spec.nodes[node].numbers[rank - spec.ranks_of(node)[0]] for rank in some),
         )
         for node, some in itertools.groupby(ranks, key=spec.node_of)
     )

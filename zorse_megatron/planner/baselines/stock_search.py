@@ -301,8 +301,14 @@ class StockSearch:
                 return
 
     def _next(self, tried: set[Site]) -> Simulated | None:
-        """The fastest that has not been followed yet, of the fastest few and of each shape's."""
+        """The fastest that has not been followed yet, of the fastest few and of each shape's.
+
+        Where nothing fits, the one that comes closest.
+        """
         ranked = self._ranked()
+        if not ranked:
+            untried = [each for each in self._short.values() if each.site not in tried]
+            return min(untried, key=self._fullest, default=None)
         firsts = {_shape(each.site.grid): each for each in reversed(ranked)}
         few = [each for each in ranked[:_FINALISTS] if each.site not in tried]
         others = [each for each in firsts.values() if each.site not in tried]
@@ -318,12 +324,14 @@ class StockSearch:
         return min((e.iteration_s for e in self._short.values() if e.fits), default=math.inf)
 
     def _step_from(self, here: Simulated) -> None:
-        """Simulate neighbours, up to the first that is clearly faster."""
+        """Simulate neighbours, up to the first that is clearly faster, or clearly less full."""
         for site in self._neighbours(here):
             if self.num_computations >= self.most:
                 return
             found = self._try(site)
-            if found.fits and found.iteration_s < 0.999 * here.iteration_s:
+            if here.fits and found.fits and found.iteration_s < 0.999 * here.iteration_s:
+                return
+            if not here.fits and self._fullest(found) < 0.999 * self._fullest(here):
                 return
 
     def _neighbours(self, here: Simulated) -> list[Site]:
@@ -341,7 +349,8 @@ class StockSearch:
         for number, site in enumerate(sites):
             if site not in self._short:
                 estimate = self.view(site.placement).costs(grid.tensor).estimate(site.grid)
-                if estimate.iteration_s < limit_s and estimate.least_s < here.iteration_s:
+                is_faster = estimate.iteration_s < limit_s and estimate.least_s < here.iteration_s
+                if is_faster or not here.fits:
                     rows.append((max(1.0, estimate.fullest), estimate.iteration_s, number, site))
         return [site for *_, site in sorted(rows, key=lambda row: row[:3])]
 
