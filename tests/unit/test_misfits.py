@@ -176,7 +176,8 @@ def test_amounts_are_told_in_one_unit_and_to_the_byte_in_json():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "most", "found"), [("stock", 128, "the strategy stock"), ("zorse", 1, "2 GPUs")]
+    ("strategy", "most", "found"),
+    [("cephalo", 128, "the strategy cephalo"), ("zorse", 1, "2 GPUs")],
 )
 def test_what_was_not_looked_for_is_told(strategy, most, found, monkeypatch):
     monkeypatch.setattr(plan_module, "_SAY_WHAT_FITS_UP_TO_RANKS", most)

@@ -30,7 +30,7 @@ def test_no_plan_beats_the_bound(seed):
     bound_s = lower_bound_s(inputs)
     assert best_by_trying(inputs, below_s=bound_s, most_simulated=MOST_SIMULATED) is None
     if seed % 10 == 0:
-        found = find_plan(dataclasses.replace(inputs, space=SearchSpace()))
+        found = find_plan(dataclasses.replace(inputs, space=SearchSpace()), stock=())
         assert bound_s <= found.iteration_s
 
 
@@ -38,7 +38,7 @@ def test_no_plan_beats_the_bound(seed):
 def test_no_plan_that_recomputes_every_layer_beats_its_bound(seed):
     inputs = roomy(seed, space=RECOMPUTING)
     bound_s = lower_bound_s(inputs, recomputing=True)
-    assert lower_bound_s(inputs) < bound_s <= find_plan(inputs).iteration_s
+    assert lower_bound_s(inputs) < bound_s <= find_plan(inputs, stock=()).iteration_s
 
 
 class Times:

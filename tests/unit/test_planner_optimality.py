@@ -43,7 +43,7 @@ def case(seed, size):
 def found(seed, size) -> Outcome | None:
     """None where nothing fits."""
     try:
-        return find_plan(case(seed, size))
+        return find_plan(case(seed, size), stock=())
     except NoPlanError:
         return None
 

@@ -208,7 +208,7 @@ def test_gradients_are_sent_in_16_bits_only_where_that_is_allowed_and_faster():
     one_group = dataclasses.replace(NO_SETS, max_groups=1)
     space = dataclasses.replace(one_group, gradient_comm_dtype="bf16")
     slow, allowed = (lab(SLOW_PAIR, space=each) for each in (one_group, space))
-    before, after = find_plan(slow), find_plan(allowed)
+    before, after = find_plan(slow, stock=()), find_plan(allowed, stock=())
     assert [group.gradient_wire for group in before.plan.groups] == [None]
     assert [group.gradient_wire for group in after.plan.groups] == ["bf16"]
     assert after.iteration_s < before.iteration_s
@@ -225,7 +225,7 @@ def test_backwards_are_split_only_where_that_is_allowed_and_faster():
     pipelines = dataclasses.replace(NO_SETS, schedules=("1f1b",))
     space = dataclasses.replace(pipelines, split_backward=True)
     plain, allowed = (lab(space=each) for each in (pipelines, space))
-    before, after = find_plan(plain), find_plan(allowed)
+    before, after = find_plan(plain, stock=()), find_plan(allowed, stock=())
     assert not any(group.split_backward for group in before.plan.groups)
     split = [number for number, group in enumerate(after.plan.groups) if group.split_backward]
     assert split
