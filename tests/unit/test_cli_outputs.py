@@ -41,7 +41,7 @@ OUTPUTS = {
     "plan": ((*PLAN, "--out"), "zorse_megatron.planner.find_plan.find_plan"),
     "timeline": ((*SIMULATE, "--timeline"), "zorse_megatron.cli.commands.zorse_simulate.simulated"),
     "trace": ((*SIMULATE, "--trace"), "zorse_megatron.cli.commands.zorse_simulate.simulated"),
-    "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.commands.zorse_launch.load_plan"),
+    "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launched_job.load_plan"),
     "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.zorse_compare._compared"),
     "discover": (("discover", "--out"), "zorse_megatron.cli.commands.zorse_discover.as_ranks"),
 }

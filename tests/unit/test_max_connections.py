@@ -44,5 +44,6 @@ def test_a_run_is_refused_before_it_imports_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "0")
     flags = ["--zorse-plan", str(tmp_path / "plan.json"), "--overlap-grad-reduce"]
+    flags += ["--eval-interval", "9"]
     with pytest.raises(FlagError, match="as many hardware queues as streams"):
         pretrain.run(flags)

@@ -217,7 +217,7 @@ def test_check_refuses_a_plan_that_its_hosts_cannot_hold(tmp_path, monkeypatch):
     flags = "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 32"
     flags += " --swiglu --normalization RMSNorm --disable-bias-linear --seq-length 512 --fp16"
     flags += " --position-embedding-type rope --untie-embeddings-and-output-weights"
-    flags += f" --vocab-size {MODEL.vocab_size} --global-batch-size 4"
+    flags += f" --vocab-size {MODEL.vocab_size} --global-batch-size 4 --eval-interval 9"
     enough = run("check", "small.json", "small.yaml", "--", *flags.split())
     assert enough.exit_code == 0, enough.output
     assert "GiB of 64.0 GiB in node one (optimizer state" in enough.output
