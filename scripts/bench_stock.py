@@ -154,7 +154,7 @@ def measured(case: Case, directory: Path) -> Row:
     costs, costs_of = case.costs()
     whole = costs.inputs
     started_s = _cpu_s()
-    ours = select_gpus(case.cluster_file, costs, costs_of, "zorse", None)
+    ours = select_gpus(costs, costs_of, "zorse", None)
     planning_s = _cpu_s() - started_s
     stock = stock_at_best(whole)
     bound = link_bound(whole)

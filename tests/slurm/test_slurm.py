@@ -100,18 +100,24 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def process_of(task: int, conf: Path) -> int:
-    """The process that trains as a task of the Slurm with this configuration."""
+    """The process that trains as a task of the Slurm with this configuration.
+
+    The first one: those that load its data are its copies, with numbers that may be lower.
+    """
     variables_of_task = (f"SLURM_CONF={conf}", f"SLURM_PROCID={task}", "SLURM_STEP_ID=0")
-    wanted = {variable.encode() for variable in variables_of_task}
+    wanted, found = {variable.encode() for variable in variables_of_task}, []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             variables = set((process / "environ").read_bytes().split(b"\0"))
+            started = int((process / "stat").read_text().rpartition(")")[2].split()[19])
         except OSError:
             continue
         if wanted <= variables and b"zorse_megatron.pretrain" in words:
-            return int(process.name)
-    raise LookupError(f"no process of task {task}")
+            found.append((started, int(process.name)))
+    if not found:
+        raise LookupError(f"no process of task {task}")
+    return min(found)[1]
 
 
 def wait_for_step(step: int, directory: Path, slurm: LocalSlurm, job: str) -> None:

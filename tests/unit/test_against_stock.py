@@ -60,7 +60,7 @@ def test_a_plan_that_is_a_layout_of_stock_lacks_nothing():
         found = against_stock(plan_of_grid(lab(), grid), NODES, faster(1.0))
         assert found.lacks == ()
     told = stock_sentence(found, 2 * found.best_s)
-    assert ", 50 % less, " in told and told.endswith(". It could run a layout like this plan's.")
+    assert ", 50 % shorter, " in told and told.endswith(". It could run a layout like this plan's.")
 
 
 def test_what_stock_lacks_is_named():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from zorse_megatron.errors import ClusterError
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, load_cluster, parse_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import joined_without, nodes_without, text_with_gpus
+from zorse_megatron.schema.cluster.fewer_gpus import joined_without, nodes_without, with_gpus
 
 SITES = b"""
 gpu_kinds:
@@ -57,9 +57,9 @@ def test_kept_gpus_are_as_they_were(ranks: set[int]) -> None:
     """Kind, node, links, region and switch of each; links between regions that are left."""
     if not joined_without(WHOLE, ranks):
         with pytest.raises(ClusterError, match="by way of one that is left out"):
-            text_with_gpus(SITES, ranks)
+            with_gpus(WHOLE, ranks)
         return
-    fewer = parse_cluster(text_with_gpus(SITES, ranks, header="Fewer.\nOf them.").encode())
+    fewer = parse_cluster(dump_cluster(with_gpus(WHOLE, ranks), "Fewer.\nOf them.").encode())
     assert reduced(fewer, set(range(fewer.world_size))) == reduced(WHOLE, ranks)
     regions = set(fewer.regions)
     assert set(fewer.region_links) == {
@@ -113,6 +113,6 @@ def test_unknown_nodes_and_ranks_are_refused() -> None:
     with pytest.raises(ClusterError, match="no node a, b"):
         nodes_without(WHOLE, ["a", "b", "a-0"], source="--without")
     with pytest.raises(ClusterError, match=r"ranks \[15, 99\]"):
-        text_with_gpus(SITES, [0, 15, 99])
+        with_gpus(WHOLE, [0, 15, 99])
     with pytest.raises(ClusterError, match="no ranks"):
-        text_with_gpus(SITES, [])
+        with_gpus(WHOLE, [])

@@ -207,6 +207,16 @@ def test_selective_recomputation_has_two_names(run, tmp_path):
         assert words.count(flag[0]) == (flag[0] == "--recompute-granularity")
 
 
+def test_what_plans_refuse_but_stock_can_do_is_left_to_it(run, tmp_path):
+    write_plan(tmp_path)
+    more = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+    result = run("launch", *FILES, "--torchrun", "--", *COMMAND, *more)
+    assert result.exit_code == 0, result.output
+    assert all(set(more) < set(words) for words in commands(result.stdout))
+    under_a_plan = ("launch", *FILES[:-1], "--torchrun", "--", *COMMAND, *more)
+    assert "--optimizer-cpu-offload: found" in run(*under_a_plan).output
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -220,8 +230,8 @@ def test_selective_recomputation_has_two_names(run, tmp_path):
         (("--use-tp-pp-dp-mapping",), "found it; expected no such flag, as the layout has"),
         (("--zorse-metrics", "m"), "--zorse-metrics: found it in the training command"),
         (("--bf16",), "--fp16, --bf16: found --bf16"),
-        (("--num-layers", "9"), "--num-layers: found 9; expected 8"),
-        (("--context-parallel-size", "2"), "context parallelism"),
+        (("--num-layers", "9"), "model.num_layers: found 8, while the model has 9"),
+        (("--context-parallel-size", "2"), "found 2; expected 1, as the layout has"),
         (("--save", "a", "--load", "b"), "--load: found b, while --save says a"),
         (("--eval-interval", "0"), "--eval-interval: found 0; expected a number of iterations"),
         (("--save", "d"), "--save-interval: found no such flag, beside --save; expected a number"),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.schema.cluster.cluster import Cluster
-from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS, text_with_gpus
+from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster
+from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS, with_gpus
 from zorse_megatron.schema.gpus.gpu import DTYPE_OF, common_dtype
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -60,7 +60,6 @@ class Selected:
 
 
 def select_gpus(
-    data: bytes,
     costs: WorkloadCosts,
     costs_of: CostsOf,
     strategy: "Strategy",
@@ -68,15 +67,14 @@ def select_gpus(
     *,
     with_stock: bool = True,
 ) -> Selected:
-    """Search for the GPUs that train fastest, and for their plan. `data`: the cluster file.
+    """Search for the GPUs that train fastest, and for their plan. `costs`: on all of them.
 
     `with_stock`: and for what stock Megatron takes, which the strategies zorse and stock need.
     Raises NoPlanError where nothing fits, that of all GPUs.
     """
     from zorse_megatron.planner.selection.explore import explore
 
-    searches = _Searches(data, costs, costs_of, strategy, on_progress)
-    searches.with_stock = with_stock
+    searches = _Searches(costs, costs_of, strategy, on_progress, with_stock=with_stock)
     if strategy == "stock":
         return searches.selected(searches.points_of_stock())
     points = explore(
@@ -124,16 +122,16 @@ class _Searches:
 
     def __init__(
         self,
-        data: bytes,
         costs: WorkloadCosts,
         costs_of: CostsOf,
         strategy: "Strategy",
         on_progress: OnProgress,
+        *,
+        with_stock: bool,
     ) -> None:
-        self.data, self.costs, self.costs_of = data, costs, costs_of
-        self.strategy, self.on_progress = strategy, on_progress
+        self.costs, self.costs_of = costs, costs_of
+        self.strategy, self.on_progress, self.with_stock = strategy, on_progress, with_stock
         self.found: dict[tuple[int, ...], tuple[WorkloadCosts, Outcome]] = {}
-        self.with_stock = True
         self.failure: NoPlanError | None = None
         """The first one."""
 
@@ -239,12 +237,12 @@ class _Searches:
     def text_of(self, ranks: tuple[int, ...]) -> str:
         """The cluster file of these GPUs."""
         header = f"{USED_GPUS}\nRanks before: {', '.join(map(str, ranks))}"
-        return text_with_gpus(self.data, ranks, header=header)
+        return dump_cluster(with_gpus(self.costs.cluster, ranks), header)
 
     def _costs_on(self, ranks: tuple[int, ...]) -> WorkloadCosts:
         if len(ranks) == self.costs.cluster.world_size:
             return self.costs
-        return self.costs_of(parse_cluster(self.text_of(ranks).encode()))
+        return self.costs_of(with_gpus(self.costs.cluster, ranks))
 
 
 def gpus_of(cluster: Cluster, ranks: Sequence[int]) -> str:

@@ -1,6 +1,5 @@
 """What `zorse launch` starts, from its files and the training command."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,11 +64,7 @@ def stock_job(path: Path, cluster: Path, given: Sequence[str], *, names_nodes: b
     rest = without_layout(given, layout)
     refuse_other_dtype(rest, plan.groups[0].compute_dtype)
     training = stock_training_of(rest, layout, grid.tensor)
-    # What may not be said beside types of its own groups, stock says of the whole job.
-    untyped = dataclasses.replace(
-        plan, groups=tuple(dataclasses.replace(g, compute_dtype=None) for g in plan.groups)
-    )
-    notes = _refuse_other_training(untyped, rest, path, there)
+    notes = _refuse_other_training(plan, rest, path, there, by_stock=True)
     if names_nodes:
         refuse_odd_names(there)
     title = f"Unmodified Megatron in the layout of {path} ({fingerprint(plan)}){_of(there)}."
@@ -99,10 +94,10 @@ def _of(cluster: Cluster) -> str:
 
 
 def _refuse_other_training(
-    plan: Plan, given: Sequence[str], path: Path, cluster: Cluster
+    plan: Plan, given: Sequence[str], path: Path, cluster: Cluster, *, by_stock: bool = False
 ) -> tuple[str, ...]:
     """Raise FlagError for a command that the plan is not for; return notes on it."""
-    workload, _ = workload_in_flags(given, plan, cluster.kinds)
+    workload, _ = workload_in_flags(given, plan, cluster.kinds, by_stock=by_stock)
     problems = list(workload_problems(plan, workload, str(path)))
     if problems:
         raise FlagError(f"the training command does not fit {path}", problems)

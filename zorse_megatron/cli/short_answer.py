@@ -11,7 +11,7 @@ from zorse_megatron.cli.next_command import shell_lines
 from zorse_megatron.cli.selection_answer import spares
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.counted import number_of
-from zorse_megatron.schema.text.figures import duration, figure, percent
+from zorse_megatron.schema.text.figures import NO_CHANGE, as_against, duration, figure, percent
 from zorse_megatron.software.torch_builds import short_build_note
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ MOST_LINES = 12
 WIDTH = 100
 _MOST_SIZES = 3
 _MOST_HOSTS = 8
-_NO_FASTER = 1e-3  # shares below are told as none
-_TIMES = 2.0  # ratios above are told as such
 
 
 def short_lines(answer: "Answer", *, is_all: bool = False) -> list[str]:
@@ -88,7 +86,7 @@ def _iteration(answer: "Answer") -> Iterator[str]:
         f"tokens/s, ± {percent(bar.share)} ({how}{bar.basis})"
     )
     if answer.is_stock:
-        told = _against(answer.outcome.iteration_s, answer.iteration_s)
+        told = as_against(answer.outcome.iteration_s, answer.iteration_s)
         took = duration(answer.outcome.iteration_s)
         yield f"The same layout on this package's runtime: {took} ({told})"
 
@@ -107,7 +105,7 @@ def _stock(answer: "Answer") -> Iterator[str]:
         return
     if answer.is_stock:
         if even.fitting is not None and even.fitting.iteration_s > best.fitting.iteration_s:
-            longer = _against(even.fitting.iteration_s, best.fitting.iteration_s)
+            longer = as_against(even.fitting.iteration_s, best.fitting.iteration_s)
             took = f"{duration(even.fitting.iteration_s)}{_on(answer, even.fitting)} ({longer})"
             yield f"Best even layout, without layers of each stage: {took}"
     else:
@@ -116,7 +114,7 @@ def _stock(answer: "Answer") -> Iterator[str]:
 
 def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None") -> Iterator[str]:
     is_even = even is not None and best.iteration_s >= even.iteration_s
-    told = _against(best.iteration_s, answer.iteration_s)
+    told = as_against(best.iteration_s, answer.iteration_s)
     texts = []
     for on_best, on_even in ((True, True), (False, True), (False, False)):
         more = ", an even one" if is_even else ", none of the even ones fits"
@@ -129,7 +127,7 @@ def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None
     yield _shortest(*texts)
     if answer.recommends_stock:
         faster = best.iteration_s / answer.iteration_s - 1
-        gain = f"Only {percent(faster)} faster" if faster > _NO_FASTER else "No faster"
+        gain = f"Only {percent(faster)} faster" if faster > NO_CHANGE else "No faster"
         where = f"{written}, see below" if (written := answer.written.stock) else "--strategy stock"
         yield f"{gain} than stock Megatron, which needs no plugin: {where}"
 
@@ -156,20 +154,6 @@ def flag_lines(answer: "Answer", *, is_one: bool = False) -> list[str]:
 
 def _on(answer: "Answer", layout: "StockLayout") -> str:
     return f" on {layout.gpus}" if len(layout.ranks) < answer.num_gpus else ""
-
-
-def _against(found_s: float, iteration_s: float) -> str:
-    """For people: how much longer.
-
-    >>> _against(6.98, 6.63), _against(10.9, 6.63), _against(6.8, 6.98), _against(1.0, 1.0)
-    ('5.3 % longer', '64 % longer', '2.6 % shorter', 'as long')
-    """
-    ratio = found_s / iteration_s
-    if abs(ratio - 1) <= _NO_FASTER:
-        return "as long"
-    if ratio > _TIMES:
-        return f"{figure(ratio)} x as long"
-    return f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
 
 
 def _tokens(answer: "Answer") -> Iterator[str]:

@@ -71,14 +71,15 @@ def workload_of(
     kinds: Mapping[str, GpuKind] | None = None,
     checks_flags: bool = True,
     is_whole: bool = False,
+    by_stock: bool = False,
 ) -> Workload:
     """Return what the options and the flags after `--` say together.
 
     `plan`: that the flags are to train; None: they are to be planned for. `kinds`: figures of GPUs
     that only the cluster file has; `checks_flags`: whether flags must go with a plan; `is_whole`:
-    whether they are all of a command that is to be run. Raises CommandError where options and flags
-    contradict each other, FlagError for flags that do not go with a plan, ModelError for an
-    inconsistent model.
+    whether they are all of a command that is to be run, `by_stock`: by unmodified Megatron. Raises
+    CommandError where options and flags contradict each other, FlagError for flags that do not go
+    with a plan, ModelError for an inconsistent model.
     """
     model, flags = model_or_flags(model, flags)
     if model is None and flags is None:
@@ -95,7 +96,7 @@ def workload_of(
         def check(command: Command) -> Findings:
             if not checks_flags:
                 return [], []
-            return findings_of(command, plan, kinds, is_whole=is_whole)
+            return findings_of(command, plan, kinds, is_whole=is_whole, by_stock=by_stock)
 
         found = _from_flags(flags, global_batch_size, seq_length, chosen, check)
         # What a plan says of its groups takes precedence over what the command says of the job.

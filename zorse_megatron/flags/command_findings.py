@@ -45,11 +45,13 @@ def findings_of(
     kinds: Mapping[str, GpuKind] | None = None,
     *,
     is_whole: bool = False,
+    by_stock: bool = False,
 ) -> Findings:
     """Problems and notes of a command that is to be run later, perhaps on another machine.
 
     Without a plan: of a command that a plan is to be made for. `is_whole`: whether it is run as it
-    is, and does not only say what is trained.
+    is, and does not only say what is trained. `by_stock`: unmodified Megatron is to run it, which
+    takes all of its own flags.
     """
     problems, notes = unknown_flag_findings(command)
     # A run asks about `split_backward` once it has found out which layers it has.
@@ -57,8 +59,7 @@ def findings_of(
     return [
         *problems,
         *command.problems,
-        *_of_arguments(command, plan, kinds),
-        *split,
+        *([] if by_stock else [*_of_arguments(command, plan, kinds), *split]),
         *(interval_problems(command.args) if is_whole else ()),
     ], notes
 

@@ -47,8 +47,7 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.files.write import NotWritten
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
-from zorse_megatron.schema.text.strict import read_file
+from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 
 if TYPE_CHECKING:
     from zorse_megatron.emulate.compare.compared_systems import ComparedSystem, Planned
@@ -116,11 +115,11 @@ def compare(  # noqa: PLR0917
             dtype=dtype,
             dtype_may_be_auto=simulated,
         )
-        batch, data = needed_batch_size(workload), read_file(cluster, CLUSTER_FILE)
+        batch = needed_batch_size(workload)
         costs_of = partial(
             costs_of_workload, profiles=profile or [], global_batch_size=batch, margin=margin
         )
-        machines = parse_cluster(data, source=str(cluster))
+        machines = load_cluster(cluster)
         _refuse(context, machines.world_size, out, simulated=simulated)
         costs = costs_of(machines, workload)
         if simulated:
@@ -130,7 +129,7 @@ def compare(  # noqa: PLR0917
             perturbation = perturbation_of(
                 machines, jitter=jitter, seed=seed, slow_rank=slow_rank, slow_kind=slow_kind
             )
-        planned = partial(_planned, data, costs, partial(costs_of, workload=workload), use_all)
+        planned = partial(_planned, costs, partial(costs_of, workload=workload), use_all)
         with waiting("planning", wanted=not as_json) as tell:
             report = _compared(costs, strategies, planned, perturbation, iterations, tell)
         written, lost = _saved(report, out)
@@ -153,15 +152,14 @@ def _saved(report: "ComparisonReport", out: Path | None) -> tuple[list[Path], No
         return [], error
 
 
-def _planned(  # noqa: PLR0917
-    data: bytes,
+def _planned(
     costs: WorkloadCosts,
     costs_of: CostsOf,
     use_all: bool,
     tell: Callable[[str], None],
     strategy: "Strategy",
 ) -> "Planned":
-    """Plan as `zorse plan` does. `data`: the cluster file; `costs`: of all its GPUs."""
+    """Plan as `zorse plan` does. `costs`: of all GPUs."""
     from zorse_megatron.emulate.compare.compared_systems import Planned
     from zorse_megatron.planner.find_plan import find_plan
 
@@ -177,7 +175,7 @@ def _planned(  # noqa: PLR0917
         outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
         ranks = everything
     else:
-        found = select_gpus(data, costs, costs_of, strategy, on_progress, with_stock=with_stock)
+        found = select_gpus(costs, costs_of, strategy, on_progress, with_stock=with_stock)
         outcome, stock, ranks = found.outcome, found.stock, found.point.ranks
     return Planned(ranks=ranks, outcome=outcome, stock=None if stock is None else stock.at_best)
 

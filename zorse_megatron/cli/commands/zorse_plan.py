@@ -157,7 +157,7 @@ def plan(  # noqa: PLR0917
             elif use_all:
                 outcome, stock = plan_for_all(costs, wanted, on_progress)
             else:
-                selected = select_gpus(data, costs, costs_of, wanted, on_progress)
+                selected = select_gpus(costs, costs_of, wanted, on_progress)
                 costs, outcome, stock = selected.costs, selected.outcome, selected.stock
         outcome = outcome if run is None else run.named(outcome)
         written, lost = outputs.saved(outcome.plan, selected, stock, cluster=cluster)

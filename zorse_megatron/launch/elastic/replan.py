@@ -24,10 +24,9 @@ from zorse_megatron.launch.elastic.nodes_left import (
 )
 from zorse_megatron.launch.elastic.saved import newest_saved
 from zorse_megatron.schedules.refusals import refuse_unsupported
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
-from zorse_megatron.schema.cluster.fewer_gpus import text_with_gpus
+from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, load_cluster
+from zorse_megatron.schema.cluster.fewer_gpus import with_gpus
 from zorse_megatron.schema.plan.plan_json import load_plan
-from zorse_megatron.schema.text.strict import read_file
 
 DEFAULT_LIMIT_S = 600.0
 
@@ -70,8 +69,7 @@ class Replanner:
         it says which checkpoint training can go on from. Raises PlanError for a plan that this
         version cannot train.
         """
-        data = read_file(self.cluster, CLUSTER_FILE)
-        whole = parse_cluster(data, source=str(self.cluster))
+        whole = load_cluster(self.cluster)
         left = nodes_left(whole, present)
         saved = newest_saved(self.save)
         refuse_too_few(
@@ -79,7 +77,8 @@ class Replanner:
         )
         if left.nodes == whole.nodes and self.plan is not None:
             return JobFiles(plan=self.plan, cluster=self.cluster, left=left, is_new=False)
-        text = text_with_gpus(data, left.ranks, source=str(self.cluster), header=_header(left))
+        cluster_left = with_gpus(whole, left.ranks, source=str(self.cluster))
+        text = dump_cluster(cluster_left, _header(left))
         name = self._name(text)
         cluster, plan = self.directory / f"{name}.yaml", self.directory / f"{name}.json"
         is_new = not _is_whole(cluster, plan, text)

@@ -8,7 +8,7 @@ from zorse_megatron.planner.baselines.stock_best import StockAtBest
 from zorse_megatron.planner.baselines.stock_plans import grid_of_plan
 from zorse_megatron.planner.explain.explanation import AgainstStock
 from zorse_megatron.schema.plan.plan import Plan
-from zorse_megatron.schema.text.figures import duration, percent
+from zorse_megatron.schema.text.figures import as_against, duration
 
 
 def against_stock(plan: Plan, nodes: Sequence[range], stock: StockAtBest) -> AgainstStock:
@@ -30,7 +30,6 @@ def stock_sentence(found: AgainstStock, iteration_s: float) -> str:
     """Say how long stock takes, and why."""
     if found.best_s is None:
         return f"Stock Megatron has no layout that fits: {found.reason}."
-    change = found.best_s / iteration_s - 1
     even = (
         "none fits evenly"
         if found.even_s is None
@@ -44,7 +43,7 @@ def stock_sentence(found: AgainstStock, iteration_s: float) -> str:
         )
     return (
         f"Stock Megatron takes {duration(found.best_s)} in its best layout ({found.layout}), "
-        f"{percent(abs(change))} {'longer' if change >= 0 else 'less'}, {even}. {why}."
+        f"{as_against(found.best_s, iteration_s)}, {even}. {why}."
     )
 
 
@@ -73,5 +72,5 @@ def _lacks(plan: Plan, nodes: Sequence[range]) -> Iterator[str]:
     except PlanError as error:
         for problem in error.problems:
             field = re.sub(r"\[\d+\]", "", problem.where).rpartition(".")[2]
-            if field in _SAID:
+            if field in _SAID and (len(plan.groups) > 1 or field != "name"):
                 yield _SAID[field]

@@ -10,22 +10,9 @@ import networkx as nx
 
 from zorse_megatron.errors import ClusterError, Problem
 from zorse_megatron.schema.cluster.cluster import Cluster, Node
-from zorse_megatron.schema.cluster.cluster_yaml import dump_cluster, parse_cluster
 
 USED_GPUS = "Written by `zorse plan`: the GPUs that its plan uses."
 """How the comment begins in the cluster file beside a plan for some of the GPUs."""
-
-
-def text_with_gpus(
-    data: bytes, ranks: Collection[int], *, source: str = "cluster", header: str = ""
-) -> str:
-    """Return the text of a cluster file with the GPUs of `ranks` alone.
-
-    `data`: the file of the whole cluster. `header`: lines of comment above it, without `#`.
-    Raises ClusterError for a file with problems, and as `with_gpus`.
-    """
-    cluster = parse_cluster(data, source=source)
-    return dump_cluster(with_gpus(cluster, ranks, source=source), header)
 
 
 def with_gpus(cluster: Cluster, ranks: Collection[int], *, source: str = "cluster") -> Cluster:

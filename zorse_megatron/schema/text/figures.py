@@ -9,6 +9,9 @@ _SECONDS = (
     (1e-6, 1e-6, "us"),
 )
 """(length of the unit, from where on it is used, its name), longest first."""
+NO_CHANGE = 1e-3
+"""Shares below are told as none."""
+_TIMES = 2.0  # ratios above are told as such
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -61,6 +64,20 @@ def percent(share: float) -> str:
     if abs(value) >= 10 or not value:
         return f"{value:.0f} %"
     return f"{value:.1f} %" if abs(value) >= 0.1 else f"{value:.1g} %"
+
+
+def as_against(found_s: float, iteration_s: float) -> str:
+    """For people: how much longer.
+
+    >>> as_against(6.98, 6.63), as_against(10.9, 6.63), as_against(6.8, 6.98), as_against(1.0, 1.0)
+    ('5.3 % longer', '64 % longer', '2.6 % shorter', 'as long')
+    """
+    ratio = found_s / iteration_s
+    if abs(ratio - 1) <= NO_CHANGE:
+        return "as long"
+    if ratio > _TIMES:
+        return f"{figure(ratio)} x as long"
+    return f"{percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
 
 
 def _rounded(value: float) -> float:
