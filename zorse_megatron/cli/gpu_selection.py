@@ -107,8 +107,10 @@ def plan_for_all(
 
     stock, layouts = None, []
     if strategy == "stock" or costs.inputs.world_size <= MOST_GPUS:
-        at_best = StockSearches(costs.inputs).on_all()
-        layouts = [at_best.best.fitting] if at_best.best.fitting else []
+        searches = StockSearches(costs.inputs)
+        at_best = searches.on_all()
+        if (best := at_best.best.fitting) is not None:  # perhaps an even one
+            layouts = [best, *searches.on(searches.everything)]
         plan = layouts[0].plan_on(costs.inputs) if layouts else None
         stock = StockFound(at_best=at_best, plan=plan, cluster_text=None)
         if strategy == "stock" and not layouts:

@@ -15,8 +15,6 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.plans.builder import chunks_of, offload_setting, recompute_setting
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica, Schedule
 
-_MOST_PLANS = 2  # this runtime orders them hardly otherwise
-
 
 def stock_layouts(inputs: Inputs) -> tuple[StockLayout, ...]:
     """Stock's layouts on all GPUs that fit, fastest first; none are looked for on too many."""
@@ -25,20 +23,13 @@ def stock_layouts(inputs: Inputs) -> tuple[StockLayout, ...]:
 
 
 def stock_plans(evaluator: Evaluator, layouts: Sequence[StockLayout]) -> list[Evaluation]:
-    """Evaluations of layouts on all GPUs, in their order, up to the second that fits.
+    """Evaluations of layouts on all GPUs, in their order; this runtime may prefer another one.
 
     This runtime's transfers are under way while it computes, which takes memory for a few more
     activations: a layout that fills a GPU under unmodified Megatron may not fit.
     """
-    found, num_fitting = [], 0
-    for layout in layouts:
-        if num_fitting == _MOST_PLANS:
-            break
-        evaluation = evaluator.evaluate_plan(layout.plan_on(evaluator.inputs))
-        if evaluation is not None:
-            found.append(evaluation)
-            num_fitting += evaluation.fits
-    return found
+    plans = [layout.plan_on(evaluator.inputs) for layout in layouts]
+    return [each for plan in plans if (each := evaluator.evaluate_plan(plan)) is not None]
 
 
 def even_group(
