@@ -113,7 +113,10 @@ def test_stock_trains_with_the_flags_of_the_layout(tmp_path, monkeypatch):
     [
         (("--rebalance",), "--rebalance: found it with --stock"),
         (("--status", "s"), "--status: found it with --stock"),
-        (("--", *FLAGS, "--micro-batch-size", "4"), "found 4; expected 2, as the layout has"),
+        (
+            ("--", *FLAGS, "--pipeline-model-parallel-size", "4"),
+            "found 4; expected 2, as the layout",
+        ),
     ],
 )
 def test_what_stock_cannot_do_is_refused(tmp_path, monkeypatch, more, said):

@@ -207,6 +207,17 @@ def test_selective_recomputation_has_two_names(run, tmp_path):
         assert words.count(flag[0]) == (flag[0] == "--recompute-granularity")
 
 
+def test_another_micro_batch_size_is_replaced_as_under_a_plan(run):
+    """Megatron asks for one, so every command has it."""
+    result = run("launch", *FILES, "--torchrun", "--", *COMMAND, "--micro-batch-size", "4")
+    assert result.exit_code == 0, result.output
+    for words in commands(result.stdout):
+        assert [words[at + 1] for at, word in enumerate(words) if word == "--micro-batch-size"] == [
+            "2"
+        ]
+    assert "# note: --micro-batch-size 4 becomes 2, the layout's" in result.stdout
+
+
 def test_what_plans_refuse_but_stock_can_do_is_left_to_it(run, tmp_path):
     write_plan(tmp_path)
     more = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
@@ -221,7 +232,6 @@ def test_what_plans_refuse_but_stock_can_do_is_left_to_it(run, tmp_path):
     ("more", "said"),
     [
         (("--pipeline-model-parallel-size", "2"), "found 2; expected 3, as the layout has"),
-        (("--micro-batch-size", "4"), "--micro-batch-size: found 4; expected 2, as the layout"),
         (("--tensor-model-parallel-size", "4"), "found 4; expected 2, as the layout has"),
         (("--num-layers-per-virtual-pipeline-stage", "1"), "found 1; expected no such flag"),
         (("--recompute-activations",), "--recompute-activations: found it; expected no such flag"),
@@ -251,7 +261,7 @@ def test_commands_that_contradict_the_layout(run, tmp_path, more, said):
 
 
 def test_all_contradictions_are_told_at_once(run):
-    more = ("--micro-batch-size", "4", "--recompute-method", "uniform")
+    more = ("--tensor-model-parallel-size", "4", "--recompute-method", "uniform")
     result = run("launch", *FILES, "--torchrun", "--", *FLAGS, *more)
     assert result.exit_code == 1
     assert "the training command does not fit the layout (3 problems)" in result.output

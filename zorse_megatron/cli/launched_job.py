@@ -10,6 +10,7 @@ from zorse_megatron.launch.components import refuse_odd_names
 from zorse_megatron.launch.stock_command import (
     in_order,
     refuse_other_dtype,
+    replaced_sizes,
     stock_training_of,
     without_layout,
 )
@@ -68,6 +69,7 @@ def stock_job(path: Path, cluster: Path, given: Sequence[str], *, names_nodes: b
     if names_nodes:
         refuse_odd_names(there)
     title = f"Unmodified Megatron in the layout of {path} ({fingerprint(plan)}){_of(there)}."
+    notes = (*replaced_sizes(given, layout), *notes)
     return _job(plan, in_order(there, order), training, title, notes)
 
 

@@ -41,7 +41,8 @@ def without_layout(
     """Return the command without the flags that a layout decides.
 
     `layout`: its flags; `is_started`: whether unmodified Megatron is to run the command. Raises
-    LaunchError with all that contradict the layout, and for what it cannot run.
+    LaunchError with all that contradict the layout, and for what it cannot run; not for another
+    micro-batch size, as under a plan (`replaced_sizes`).
     """
     command, wanted = read_command(given), read_command(layout).args
     problems = [*_unknown_to_stock(given)] if is_started else []
@@ -60,6 +61,14 @@ def stripped_of_layout(given: Sequence[str]) -> tuple[str, ...]:
         for spelling in flag.spellings
     }
     return find_flags(given, spelt)[1]  # type: ignore[arg-type]
+
+
+def replaced_sizes(given: Sequence[str], layout: Sequence[str]) -> tuple[str, ...]:
+    """A note on the micro-batch size of a command, which Megatron asks for: the layout's counts."""
+    found, wanted = (read_command(each).args.micro_batch_size for each in (given, layout))
+    if found in {None, wanted}:
+        return ()
+    return (f"--micro-batch-size {found} becomes {wanted}, the layout's",)
 
 
 def refuse_other_dtype(given: Sequence[str], dtype: ComputeDtype | None) -> None:
@@ -143,7 +152,7 @@ def _contradictions(command: Command, wanted: Namespace) -> Iterator[Problem]:
     also = Namespace(**{**vars(wanted), "recompute_activations": selective})
     for name in _LAYOUT:
         found, expected = getattr(command.args, name), getattr(also, name)
-        if name in command.given and found != expected:
+        if name in command.given and found != expected and name != "micro_batch_size":
             yield Problem(
                 where=spelling_of(name),
                 found="it" if isinstance(found, bool) else f"{found}",
