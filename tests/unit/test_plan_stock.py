@@ -319,3 +319,19 @@ def test_what_fits_is_found_where_no_seed_does(run):
     launched = run(*words[1:])
     assert launched.exit_code == 0, launched.output
     assert "CUDA_VISIBLE_DEVICES=3" in launched.output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_effort")
+@pytest.mark.parametrize("more", [(), ("--use-all",)])
+def test_all_layouts_that_are_found_are_tried_on_this_runtime(run, monkeypatch, more):
+    """It may order them otherwise."""
+    given = []
+
+    def find_plan_with(inputs, *, stock, plain=find_plan, **options):
+        given.append(len(dict.fromkeys(each.grid for each in stock)))
+        return plain(inputs, stock=stock, **options)
+
+    monkeypatch.setattr(find_plan_module, "find_plan", find_plan_with)
+    assert run(*PLAN, *more).exit_code == 0
+    assert min(given) > 1
