@@ -242,7 +242,7 @@ def test_stock_beside_the_plan(run, few_layouts, little_effort, tmp_path):
     run(*PLAN, "--out", "plan.json", "--strategy", "cephalo", "--use-all")
     assert stock.read_text() == '{"mine": 1}' and cluster.exists()
     streamed = run(*PLAN, "--json", "--out", "/dev/stdout", "--use-all").stdout
-    assert '"written_stock": null' in streamed
+    assert '"written_stock": null' in streamed and '"next_command": null' in streamed
 
 
 @pytest.mark.slow

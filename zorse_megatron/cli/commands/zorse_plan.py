@@ -64,6 +64,7 @@ from zorse_megatron.cli.workload_costs import (
     needed_batch_size,
 )
 from zorse_megatron.errors import Problem
+from zorse_megatron.files.target import stream_of
 from zorse_megatron.files.write import NotWritten
 from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
 from zorse_megatron.schema.plan.plan_json import dump_plan
@@ -170,7 +171,9 @@ def plan(  # noqa: PLR0917
             tokens=to_train,
             written=written,
         )
-        if lost is None and run is None:
+        # What goes to a stream cannot be read again.
+        is_stream = out is not None and stream_of(out) is not None
+        if lost is None and run is None and not is_stream:
             answer = _with_next_command(answer, context, out, cluster, model)
         move = None if run is None else run.move_to(outcome, written.plan)
     _tell(answer, run, move, lost=lost, verbose=verbose, as_json=as_json)
