@@ -4,7 +4,6 @@ dead one is named before torchrun ends the others.
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.test_watch import watched_environment
+from zorse_megatron.free_port import free_port
 from zorse_megatron.launch.torchrun_lines import torchrun_lines
 from zorse_megatron.launch.training_command import MODULE, TrainingCommand
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
@@ -23,12 +23,6 @@ CLUSTER = parse_cluster(
 )
 SAY_WHICH = "echo this is $ZORSE_NODE_NAME $LOCAL_RANK $RANK $WORLD_SIZE"
 ENTRY = f"exec {shlex.quote(sys.executable)} -m tests.ranks.watched_entry"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def torchrun_words() -> list[list[str]]:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from zorse_megatron.errors import LaunchError
+from zorse_megatron.free_port import free_port
 from zorse_megatron.launch.elastic.meeting import (
     Answers,
     Arrival,
     MeetingPoint,
-    free_port,
     meet,
 )
 

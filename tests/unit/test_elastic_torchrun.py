@@ -14,9 +14,9 @@ from torch.distributed.run import get_args_parser
 from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron.cli.commands import zorse_join
 from zorse_megatron.errors import LaunchError, Problem
+from zorse_megatron.free_port import free_port
 from zorse_megatron.launch.elastic.meeting import (
     Arrival,
-    free_port,
 )
 from zorse_megatron.launch.elastic.nodes_left import nodes_left
 from zorse_megatron.launch.elastic.replan import JobFiles, Replanner

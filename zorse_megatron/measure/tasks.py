@@ -9,7 +9,6 @@ model; requests and answers are lines of JSON.
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from zorse_megatron.errors import MeasureError, Problem
 from zorse_megatron.flags.scan import Nargs, find_flags, split_ours
+from zorse_megatron.free_port import free_port
 from zorse_megatron.measure.machine import SeenNode
 from zorse_megatron.schema.gpus.gpu import Attention
 from zorse_megatron.schema.model.model_shape import ModelShape
@@ -302,16 +302,13 @@ def measured_layers(
 def _environment(local_rank: int) -> dict[str, str]:
     """The only rank of a job of its own; torchrun's agent must not be asked for its store."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return kept | {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
 
 

@@ -24,7 +24,8 @@ from zorse_megatron.cli.elastic_options import (
 from zorse_megatron.cli.options import ClusterFile, PlanFile
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.scan import last_values
-from zorse_megatron.launch.elastic.meeting import Arrival, MeetingPoint, free_port, meet
+from zorse_megatron.free_port import free_port
+from zorse_megatron.launch.elastic.meeting import Arrival, MeetingPoint, meet
 from zorse_megatron.launch.elastic.replan import Replanner
 from zorse_megatron.launch.elastic.torchrun_ranks import ERROR, answers_for
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank

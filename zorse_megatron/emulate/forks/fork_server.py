@@ -12,12 +12,10 @@ import faulthandler
 import gc
 import json
 import os
-import random
 import resource
 import runpy
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,12 +25,11 @@ from typing import Any, NoReturn
 
 from zorse_megatron.cheap_forks import prepare_forks
 from zorse_megatron.ends_with_parent import end_with_parent
+from zorse_megatron.free_port import free_port
 
 _POLL_S = 0.01
 # Between the request for tracebacks and the end.
 _GRACE_FOR_TRACEBACKS_S = 1.0
-# Below those that Linux hands out (`ip_local_port_range`).
-_PORTS = range(12_000, 32_000)
 
 
 def serve(preload: Callable[[], None]) -> None:
@@ -51,7 +48,7 @@ def serve(preload: Callable[[], None]) -> None:
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks of one job and wait for them. Never returns in a child."""
-    started_s, port = time.monotonic(), _free_port()
+    started_s, port = time.monotonic(), free_port()
     pids = []
     for rank in range(job["world_size"]):
         pid = os.fork()
@@ -68,18 +65,6 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         "timed_out": not in_time,
         "wall_s": time.monotonic() - started_s,
     }
-
-
-def _free_port() -> int:
-    """Return a TCP port that is free now, and that the system gives to nobody who asks for any.
-
-    So no connection of another server's job takes it before this one does.
-    """
-    while True:
-        port = random.SystemRandom().choice(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _become_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:

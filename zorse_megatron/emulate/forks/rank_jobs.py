@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import NoReturn
 from zorse_megatron.emulate.forks.fork_client import ForkClient, ForkedJob, output_of, tail_of
 from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import Problem, RankFailure
+from zorse_megatron.free_port import free_port
 
 _SERVER = "zorse_megatron.emulate.on_ranks.server_main"
 _POLL_S = 0.05
@@ -83,7 +83,7 @@ def run_forked(client: ForkClient, job: RankJob) -> None:
 
 def spawned_statuses(job: RankJob) -> list[int | None]:
     """Run each rank as a process; exit statuses, None of those that had to be ended."""
-    until_s, port = time.monotonic() + job.limit_s, _free_port()
+    until_s, port = time.monotonic() + job.limit_s, free_port()
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_spawned(job, n, port)) for n in range(job.world_size)]
         return _wait(ranks, until_s)
@@ -129,12 +129,6 @@ def _rank_environment(job: RankJob, rank: int, port: int) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         **job.environment,
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], until_s: float) -> list[int | None]:

@@ -73,13 +73,6 @@ def meet(
     return dict(json.loads(line))
 
 
-def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with socket.socket() as unused:
-        unused.bind(("", 0))
-        return int(unused.getsockname()[1])
-
-
 def _host(
     point: MeetingPoint,
     me: Arrival,
