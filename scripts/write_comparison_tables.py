@@ -3,7 +3,7 @@
     python scripts/write_comparison_tables.py DIR
 
 DIR holds `CLUSTER-MODEL/compare.json` of `zorse compare`, for example `mini-b-llama-3b`, from the
-commands that README.md gives. Rows of other clusters and models stay as they are. The picture is of
+commands that docs/emulation.md gives. Rows of other clusters and models stay as they are. The picture is of
 the first row.
 """
 

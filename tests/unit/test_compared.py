@@ -30,7 +30,7 @@ from zorse_megatron.schema.profile.profile_json import load_profile
 ROOT = Path(__file__).parents[2]
 EMULATION = (ROOT / "docs" / "emulation.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# (cluster, model) -> samples and tokens of each, as README says below its table.
+# (cluster, model) -> samples and tokens of each, as the document says above its table.
 BATCHES = {
     ("mini-b", "llama-3b"): (128, 1024),
     ("mini-b", "llama-7b"): (128, 1024),
@@ -162,7 +162,7 @@ def test_readme_says_what_share_of_the_gpus_speed_these_plans_reach():
     ]
 
 
-def test_the_picture_shows_the_first_row_and_readme_says_so():
+def test_the_picture_shows_the_first_row_and_the_document_says_so():
     """What a picture shows is in the file as text, too."""
     (stock, planned) = (
         PIL.Image.open(ROOT / "docs" / "images" / "compare-timeline.png")
@@ -171,7 +171,7 @@ def test_the_picture_shows_the_first_row_and_readme_says_so():
     )
     row = next(iter(rows().values()))
     assert stock.startswith(f"{STOCK}: {row[STOCK][0]}") and planned.startswith("zorse: ")
-    assert f"The picture is the first row: above {STOCK} ({row[STOCK][0]})" in README
+    assert f"first row of the table below: above {STOCK} ({row[STOCK][0]})" in EMULATION
     cluster = load_cluster(ROOT / "examples" / "mini-b.yaml")
     names = [f"{kind}, GPU {gpu}" for gpu, kind in enumerate(cluster.gpu_kinds)]
     assert planned.endswith(f"({', '.join(names)})")
@@ -181,11 +181,11 @@ def seconds(row):
     return float(row[1].removesuffix(" s"))
 
 
-def test_readme_says_how_each_row_is_made():
+def test_the_document_says_how_each_row_is_made():
     usual_batch, usual_tokens = next(iter(BATCHES.values()))
     for (cluster, model), (batch, tokens) in BATCHES.items():
         words = [f"--cluster examples/{cluster}.yaml", f"--model {model}"]
         words += [f"--global-batch-size {batch}"] * (batch != usual_batch)
         words += [f"--seq-length {tokens}"] * (tokens != usual_tokens)
-        lines = README.split("reproduce the first row with")[1].split("\n## ")[0].splitlines()
+        lines = EMULATION.split("## Comparing")[1].split("\n## ")[0].splitlines()
         assert any(all(word in line for word in words) for line in lines), (cluster, model)
