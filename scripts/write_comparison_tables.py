@@ -3,8 +3,8 @@
     python scripts/write_comparison_tables.py DIR
 
 DIR holds `CLUSTER-MODEL/compare.json` of `zorse compare`, for example `mini-b-llama-3b`, from the
-commands that docs/emulation.md gives. Rows of other clusters and models stay as they are. The picture is of
-the first row.
+commands that docs/emulation.md gives. Rows of other clusters and models stay as they are. The
+picture is of the first row.
 """
 
 import argparse

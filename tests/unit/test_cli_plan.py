@@ -26,7 +26,7 @@ from zorse_megatron.planner.explain.explanation import Explanation, GroupLoad, H
 from zorse_megatron.planner.explain.replan import OneMore, Replans
 from zorse_megatron.planner.find_plan import NoPlanError
 from zorse_megatron.planner.inputs import search_inputs as inputs_module
-from zorse_megatron.planner.outcome import Considered, LinkBound, Outcome, Rejected, SearchProgress
+from zorse_megatron.planner.outcome import LinkBound, Outcome, Rejected, SearchProgress, SearchStats
 from zorse_megatron.schema.plan.plan import Group, Offload, Predictions, Recompute
 from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 from zorse_megatron.schema.text.figures import figure
@@ -72,7 +72,7 @@ class Search:
             peak_memory_fraction=0.5,
             extrapolated=False,
             rejected=(Rejected(what="one group", why="12 % slower", iteration_s=1.0),),
-            considered=Considered(groupings=3, estimated=20, simulated=4),
+            considered=SearchStats(groupings=3, estimated=20, simulated=4),
             plan_time_s=0.25,
             margin=inputs.memory_margin,
             notes=("a note of the search",),

@@ -24,7 +24,7 @@ from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.find_plan import NoPlanError, find_plan
 from zorse_megatron.planner.inputs.other_gpus import on_ranks
-from zorse_megatron.planner.outcome import Considered
+from zorse_megatron.planner.outcome import SearchStats
 from zorse_megatron.planner.search.zorse import SearchResult
 from zorse_megatron.planner.selection.explore import explore
 from zorse_megatron.planner.shortage import gpu_memory
@@ -51,7 +51,7 @@ def run(tmp_path, monkeypatch):
 
 
 def found_nothing(*_):
-    considered = Considered(groupings=0, estimated=0, simulated=0)
+    considered = SearchStats()
     return SearchResult(evaluations=[], considered=considered)
 
 

@@ -10,7 +10,7 @@ from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import Considered
+from zorse_megatron.planner.outcome import SearchStats
 from zorse_megatron.planner.search import longer_batches
 from zorse_megatron.planner.search.longer_batches import (
     lengthened,
@@ -19,7 +19,7 @@ from zorse_megatron.planner.search.longer_batches import (
 )
 from zorse_megatron.planner.search.zorse import SearchResult
 
-NONE = SearchResult(evaluations=[], considered=Considered(groupings=0, estimated=0, simulated=0))
+NONE = SearchResult(evaluations=[], considered=SearchStats())
 
 
 @pytest.mark.parametrize(

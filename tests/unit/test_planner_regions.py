@@ -14,7 +14,7 @@ from zorse_megatron.planner.evaluate import evaluator as evaluator_module
 from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.find_plan import find_plan
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import Considered
+from zorse_megatron.planner.outcome import SearchStats
 from zorse_megatron.planner.plans.builder import Builder
 from zorse_megatron.planner.search.region_levels import with_best_levels
 from zorse_megatron.planner.search.zorse import SearchResult
@@ -154,7 +154,7 @@ def test_plans_with_rings_are_searched_for_beside_one_in_two_levels(
 
     def search_with_sets(each: Inputs, _progress: object) -> SearchResult:
         searched.append(each.space.hierarchical)
-        considered = Considered(groupings=1, estimated=2, simulated=3)
+        considered = SearchStats(groupings=1, estimated=2, simulated=3)
         found = first if each.space.hierarchical else second
         return SearchResult(evaluations=[found], considered=considered)
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.test_planner_search import lab
+from zorse_megatron.planner.outcome import SearchStats
 from zorse_megatron.planner.search import workers as module
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.worker import CostTask, SearchWorker, Spent
+from zorse_megatron.planner.search.worker import CostTask, SearchWorker
 from zorse_megatron.planner.search.workers import Workers, workers_for
 from zorse_megatron.planner.search.zorse import SearchResult, search
 from zorse_megatron.schema.plan.plan_json import dump_plan
@@ -71,7 +72,7 @@ def test_the_second_process_imports_nothing_from_where_it_starts(monkeypatch, tm
 def test_each_worker_does_its_task(monkeypatch, processors):
     monkeypatch.setattr(module, "num_processors", lambda: processors)
     inputs = lab(CLUSTER)
-    alone, spent = [], Spent()
+    alone, spent = [], SearchStats()
     for source in ("device orders", "groupings"):
         worker = SearchWorker(inputs, EFFORT, nothing)
         alone.append(worker.cost((source,)))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from zorse_megatron.costs.process_memory import crowding
@@ -22,10 +22,10 @@ from zorse_megatron.planner.inputs.limits import refuse_too_large
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.outcome import (
     STRATEGIES,
-    Considered,
     Outcome,
     Rejected,
     SearchProgress,
+    SearchStats,
     Strategy,
 )
 from zorse_megatron.planner.planner_errors import NoPlanError, PlannerInputError
@@ -43,12 +43,12 @@ from zorse_megatron.schema.plan.plan import Plan, Predictions
 
 __all__ = [
     "STRATEGIES",
-    "Considered",
     "NoPlanError",
     "Outcome",
     "PlannerInputError",
     "Rejected",
     "SearchProgress",
+    "SearchStats",
     "Strategy",
     "find_plan",
 ]
@@ -118,16 +118,15 @@ class _Searched:
     evaluator: Evaluator
     evaluations: list[Evaluation]
     """Those that fit, fastest first."""
-    before: Considered
+    before: SearchStats
     """What was considered without `evaluator`."""
 
     @property
-    def considered(self) -> Considered:
+    def considered(self) -> SearchStats:
         """Counts of the whole search so far."""
-        return replace(
-            self.before,
-            estimated=self.before.estimated + self.evaluator.estimator.num_estimated,
-            simulated=self.before.simulated + self.evaluator.num_simulated,
+        return self.before + SearchStats(
+            estimated=self.evaluator.estimator.num_estimated,
+            simulated=self.evaluator.num_simulated,
         )
 
 
@@ -160,7 +159,7 @@ def _searched(
         baseline = cephalo_plans if strategy == "cephalo" else zorse_paper_plans
         evaluations = baseline(inputs, evaluator, DeviceGroups(inputs))
     on_progress(SearchProgress(phase=strategy, done=1, total=1))
-    before = Considered(groupings=len(evaluations), estimated=0, simulated=0)
+    before = SearchStats(groupings=len(evaluations))
     return _Searched(evaluator=evaluator, evaluations=evaluations, before=before)
 
 
@@ -198,7 +197,7 @@ def _searched_in_all(inputs: Inputs, on_progress: Callable[[SearchProgress], Non
     found = _searched_in_hosts(inputs, on_progress)
     if not any(group.hierarchical for each in found.evaluations for group in each.plan.groups):
         return found
-    return _together(found, _searched_in_hosts(_with_rings(inputs), on_progress))
+    return found + _searched_in_hosts(_with_rings(inputs), on_progress)
 
 
 def _searched_in_hosts(
@@ -212,18 +211,7 @@ def _searched_in_hosts(
     found = search_with_sets(_without_activations(inputs), on_progress)
     if not inputs.space.offload_activations:
         return found
-    return _together(found, search_with_sets(inputs, on_progress))
-
-
-def _together(found: SearchResult, more: SearchResult) -> SearchResult:
-    evaluations = [*found.evaluations, *more.evaluations]  # of equal ones the first stays
-    names = (each.name for each in fields(Considered))
-    return SearchResult(
-        evaluations=sorted(evaluations, key=lambda each: each.iteration_s),
-        considered=Considered(
-            **{n: getattr(found.considered, n) + getattr(more.considered, n) for n in names}
-        ),
-    )
+    return found + search_with_sets(inputs, on_progress)
 
 
 def _without_activations(inputs: Inputs) -> Inputs:

@@ -35,15 +35,25 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Considered:
+class SearchStats:
     """How many plans each phase looked at."""
 
-    groupings: int
+    groupings: int = 0
     """Ways to group the GPUs."""
-    estimated: int
+    estimated: int = 0
     """Plans costed in closed form."""
-    simulated: int
+    simulated: int = 0
     """Plans that were simulated."""
+    computations: int = 0
+    """Forwards and backwards of these simulations."""
+
+    def __add__(self, other: "SearchStats") -> "SearchStats":
+        """The sum of both."""
+        return SearchStats(**{k: n + getattr(other, k) for k, n in vars(self).items()})
+
+    def __sub__(self, before: "SearchStats") -> "SearchStats":
+        """What has been done since."""
+        return SearchStats(**{k: n - getattr(before, k) for k, n in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,7 @@ class Outcome:
     """Whether iteration_s was extrapolated from a shorter batch."""
     rejected: tuple[Rejected, ...]
     """The best of each other structure (schedule, groups, chunks) that fits, fastest first."""
-    considered: Considered
+    considered: SearchStats
     plan_time_s: float
     """How long the search took, by the clock; nothing else depends on it."""
     margin: float

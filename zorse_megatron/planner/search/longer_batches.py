@@ -8,8 +8,9 @@ the best plans for the part are simulated with as many times the micro-batches, 
 from collections.abc import Callable
 from dataclasses import replace
 
-from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator
+from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.inputs.search_inputs import Inputs
+from zorse_megatron.planner.outcome import SearchStats
 from zorse_megatron.planner.search.zorse import SearchResult
 from zorse_megatron.schema.plan.plan import Plan
 
@@ -36,15 +37,11 @@ def with_plans_of_shorter(
     part = search(replace(inputs, global_batch_size=inputs.global_batch_size // times))
     plans = [lengthened(each.plan, times) for each in part.evaluations[:_TRIED]]
     evaluations = [each for plan in plans if (each := evaluator.evaluate_plan(plan)) is not None]
-    return SearchResult(
-        evaluations=_fastest_first([*found.evaluations, *filter(_fits, evaluations)]),
-        considered=replace(
-            found.considered,
-            groupings=found.considered.groupings + part.considered.groupings,
-            estimated=found.considered.estimated + part.considered.estimated,
-            simulated=found.considered.simulated + part.considered.simulated + len(plans),
-        ),
+    lengthened_ones = SearchResult(
+        evaluations=[each for each in evaluations if each.fits],
+        considered=part.considered + SearchStats(simulated=len(plans)),
     )
+    return found + lengthened_ones
 
 
 def shortened_by(inputs: Inputs) -> int:
@@ -72,12 +69,3 @@ def lengthened(plan: Plan, times: int) -> Plan:
     return replace(
         plan, groups=groups, global_batch_size=times * plan.global_batch_size, predictions=None
     )
-
-
-def _fits(evaluation: Evaluation) -> bool:
-    return evaluation.fits
-
-
-def _fastest_first(evaluations: list[Evaluation]) -> list[Evaluation]:
-    """Of equal ones the first stays first."""
-    return sorted(evaluations, key=lambda each: each.iteration_s)

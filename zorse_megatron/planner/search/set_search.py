@@ -15,7 +15,7 @@ from zorse_megatron.planner.evaluate.evaluator import Evaluation, best_first
 from zorse_megatron.planner.inputs.joined_inputs import joined
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.inputs.units import Joining
-from zorse_megatron.planner.outcome import Considered, SearchProgress
+from zorse_megatron.planner.outcome import SearchProgress, SearchStats
 from zorse_megatron.planner.search.batched import batched
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.joinings import joinings_of, together, wished
@@ -64,7 +64,7 @@ class _SetSearch:
     """Of the search without sets."""
     report: Callable[[SearchProgress], None]
     found: list[Evaluation] = field(default_factory=list)
-    considered: list[Considered] = field(default_factory=list)
+    considered: SearchStats = field(default_factory=SearchStats)
     seen: set[Joining] = field(default_factory=set)
 
     @property
@@ -80,14 +80,9 @@ class _SetSearch:
         faster = [each for each in self.found if each.iteration_s < _BETTER * least_s]
         slower = [each for each in self.found if each.iteration_s >= _BETTER * least_s]
         rows = [*best_first(faster), *best_first([*alone, *slower])] if faster else None
-        counts = [self.alone.considered, *self.considered]
         return SearchResult(
             evaluations=rows or [*alone, *best_first(slower)],
-            considered=Considered(
-                groupings=sum(each.groupings for each in counts),
-                estimated=sum(each.estimated for each in counts),
-                simulated=sum(each.simulated for each in counts),
-            ),
+            considered=self.alone.considered + self.considered,
         )
 
     @property
@@ -112,7 +107,7 @@ class _SetSearch:
                 result = search_with(
                     workers, some, self.report, hopeless_s=hopeless_s, least_s=least_s
                 )
-                self.considered.append(result.considered)
+                self.considered += result.considered
                 self.found += result.evaluations
                 found_s = min((each.iteration_s for each in result.evaluations), default=math.inf)
                 if found_s > _NEAR * least_s:

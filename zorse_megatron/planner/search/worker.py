@@ -11,7 +11,7 @@ from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.stage_costs import StageCost
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, Evaluator, Preview
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.outcome import SearchProgress, SearchStats
 from zorse_megatron.planner.search.costed import CostedCandidates
 from zorse_megatron.planner.search.effort import Effort
 from zorse_megatron.planner.search.groupings import Groupings
@@ -31,33 +31,6 @@ class Task(Protocol[T_co]):
 
     def run(self, worker: "SearchWorker") -> T_co:
         """Run the task on `worker` and return its result."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spent:
-    """What workers have done so far."""
-
-    groupings: int = 0
-    estimated: int = 0
-    simulated: int = 0
-    computations: int = 0
-    """Forwards and backwards that were simulated."""
-
-    def __add__(self, other: "Spent") -> "Spent":
-        """The sum of both."""
-        return self._with(other, 1)
-
-    def __sub__(self, before: "Spent") -> "Spent":
-        """What has been done since."""
-        return self._with(before, -1)
-
-    def _with(self, other: "Spent", times: int) -> "Spent":
-        return Spent(
-            groupings=self.groupings + times * other.groupings,
-            estimated=self.estimated + times * other.estimated,
-            simulated=self.simulated + times * other.simulated,
-            computations=self.computations + times * other.computations,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +78,9 @@ class SearchWorker:
             self._begin(effort)
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> SearchStats:
         """Work done so far."""
-        return Spent(
+        return SearchStats(
             groupings=self._groupings_before + len(self.sources.groupings.seen),
             estimated=self.estimator.num_estimated,
             simulated=self.evaluator.num_simulated,

@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 from zorse_megatron.planner.evaluate.gc_paused import gc_paused
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import SearchProgress
+from zorse_megatron.planner.outcome import SearchProgress, SearchStats
 from zorse_megatron.planner.search.effort import Effort
-from zorse_megatron.planner.search.worker import SearchWorker, Spent, Task
+from zorse_megatron.planner.search.worker import SearchWorker, Task
 from zorse_megatron.processors import num_processors
 
 _ALONE_UP_TO = 16  # GPUs; a search of so few is done sooner than a process has started
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class _WorkerHandle(Protocol):
     """Where a worker is."""
 
-    spent: Spent
+    spent: SearchStats
 
     def start(self, task: Task[Any]) -> None: ...
 
@@ -52,9 +52,9 @@ class Workers:
         return len(self._workers)
 
     @property
-    def spent(self) -> Spent:
+    def spent(self) -> SearchStats:
         """Work done by all workers."""
-        return sum((worker.spent for worker in self._workers), Spent())
+        return sum((worker.spent for worker in self._workers), SearchStats())
 
     def do(self, tasks: Sequence[Task[T]]) -> list[T]:
         """The n-th worker does the n-th task. Raises RuntimeError if a process fails."""
@@ -106,7 +106,7 @@ class _RemoteWorker:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
-        self.spent = Spent()
+        self.spent = SearchStats()
 
     def start(self, task: Task[Any]) -> None:
         _send(self.process, task)

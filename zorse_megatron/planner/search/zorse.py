@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from zorse_megatron.planner.closed_form.candidate import Estimate
 from zorse_megatron.planner.evaluate.evaluator import Evaluation, best_first
 from zorse_megatron.planner.inputs.search_inputs import Inputs
-from zorse_megatron.planner.outcome import Considered, SearchProgress
+from zorse_megatron.planner.outcome import SearchProgress, SearchStats
 from zorse_megatron.planner.search.batched import batched
 from zorse_megatron.planner.search.costed import CostedCandidates
 from zorse_megatron.planner.search.effort import Effort
@@ -30,7 +30,14 @@ class SearchResult:
 
     evaluations: list[Evaluation]
     """Those that fit, fastest first; the first one with its simulation, where it was asked for."""
-    considered: Considered
+    considered: SearchStats
+
+    def __add__(self, other: "SearchResult") -> "SearchResult":
+        """Both; of plans that are equally fast those of `self` come first."""
+        return SearchResult(
+            evaluations=best_first([*self.evaluations, *other.evaluations]),
+            considered=self.considered + other.considered,
+        )
 
 
 def search(
@@ -63,11 +70,7 @@ def search_with(
     evaluations = zorse.run()
     if evaluations and evaluations[0].iteration_s < least_s:
         evaluations[0] = zorse.with_simulation(evaluations[0])
-    spent = workers.spent - before
-    considered = Considered(
-        groupings=spent.groupings, estimated=spent.estimated, simulated=spent.simulated
-    )
-    return SearchResult(evaluations=evaluations, considered=considered)
+    return SearchResult(evaluations=evaluations, considered=workers.spent - before)
 
 
 class ZorseSearch:
