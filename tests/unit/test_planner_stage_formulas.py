@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.unit.planner_cases import random_case
 from tests.unit.test_simulate_memory import peak_of_backward
-from zorse_megatron.planner.closed_form import stage_formulas
+from zorse_megatron.costs import stage_formulas
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
 from zorse_megatron.planner.closed_form.estimator import Estimator
 from zorse_megatron.planner.closed_form.memory_classes import best_sizes
@@ -71,13 +71,11 @@ def test_arrays_hold_what_single_numbers_give(values, limit):
     layers, times, counts = (np.array(column) for column in zip(*values, strict=True))
     together = stage_formulas.pass_s(layers, times, counts * 0.3, 0.1, limit)
     in_flight = stage_formulas.in_flight_micro_batches(limit, counts, 16)
-    kept = stage_formulas.activation_bytes(counts, layers, kept=90, spared=40, recomputed=times)
+    kept = stage_formulas.kept_bytes(layers, times, 90, 40)
     for at, (number, time_s, count) in enumerate(values):
         assert together[at] == stage_formulas.pass_s(number, time_s, count * 0.3, 0.1, limit)
         assert in_flight[at] == stage_formulas.in_flight_micro_batches(limit, count, 16)
-        assert kept[at] == stage_formulas.activation_bytes(
-            count, number, kept=90, spared=40, recomputed=time_s
-        )
+        assert kept[at] == stage_formulas.kept_bytes(number, time_s, 90, 40)
 
 
 @pytest.mark.parametrize("recomputed", [0, 1, 3, 4])

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise, product
 
 from zorse_megatron.costs.interface import WHOLE, MemoryCost, ModelSection, RankPart, SetCosts
+from zorse_megatron.costs.stage_formulas import section_parameters, stage_parameters
 from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
 from zorse_megatron.schedules.region_shards import RegionShards, regions_of
 from zorse_megatron.schedules.set_parts import UnitKind
@@ -211,29 +212,20 @@ class RankParameters:
 
     def _parameters(self, chunk: int, part: RankPart) -> int:
         """What a rank with this part has."""
-        layer, ends = self._layer_and_ends(chunk, part)
-        return self.num_layers(chunk) * layer + ends
-
-    def _layer_and_ends(self, chunk: int, part: RankPart) -> tuple[int, int]:
-        """Parameters of one layer, and of embedding and head."""
-        embedding, layer, head = self.sections(chunk, part)
-        return layer, embedding + head
+        found: int = stage_parameters(self.num_layers(chunk), *self.sections(chunk, part))
+        return found
 
     def sections(self, chunk: int, part: RankPart) -> tuple[int, int, int]:
         """Parameters of the embedding, of one layer, and of the head, as a rank's part has them."""
         memory = self.memory if part == WHOLE else self._memory(chunk, part)
-        embedding, head = 0, 0
-        if chunk == 0:
-            embedding = memory.embedding_parameters()
-        if self.is_last(chunk):
-            # With several chunks the last one has a copy, as it may be whole without the first.
-            head = memory.head_parameters(tied_on_same_rank=self.tied and chunk == 0)
-        return embedding, memory.layer_parameters(), head
+        ends = chunk == 0, self.is_last(chunk)
+        # With several chunks the last one has a copy, as it may be whole without the first.
+        return section_parameters(memory, *ends, tied_on_same_rank=self.tied and all(ends))
 
     def _units(self, chunk: int) -> tuple[PartedUnit, PartedUnit]:
         """A layer, and embedding and head together."""
         assert self._sets is not None
-        layer, ends = self._layer_and_ends(chunk, WHOLE)
+        embedding, layer, head = self.sections(chunk, WHOLE)
         in_layer, of_ends = self._sets.cut_parameters("layer"), Counter[UnitKind]()
         tables: list[ModelSection] = ["embedding"] if chunk == 0 else []
         if self.is_last(chunk) and not (self.tied and chunk == 0):
@@ -244,7 +236,7 @@ class RankParameters:
             PartedUnit(
                 cut=in_layer, whole=layer - sum(in_layer.values()), count=self.num_layers(chunk)
             ),
-            PartedUnit(cut=of_ends, whole=ends - of_ends.total()),
+            PartedUnit(cut=of_ends, whole=embedding + head - of_ends.total()),
         )
 
     def _parted(self, chunk: int) -> PartedChunk | None:

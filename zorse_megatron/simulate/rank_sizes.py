@@ -11,6 +11,7 @@ from zorse_megatron.costs.interface import (
     RecomputeMode,
     SetCosts,
 )
+from zorse_megatron.costs.stage_formulas import kept_bytes, working_bytes
 from zorse_megatron.schedules.actions import Action, Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.schema.model.computing import JobRecompute
@@ -188,14 +189,16 @@ class RankSizes(RankParameters):
         size, kind = self.micro_batch_size(rank), self._kind(rank)
         key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
         if key not in self._kept:
-            mode, recomputed = self.recompute(rank, chunk)
-            whole = self.num_layers(chunk) - recomputed
-            memory = self.memory_at(rank, chunk)
-            self._kept[key] = whole * memory.activation_bytes(size, "none", kind)
-            if recomputed:
-                inputs = -(-recomputed // self._layers_at_once(rank, chunk))
-                self._kept[key] += inputs * memory.activation_bytes(size, mode, kind)
+            at_once = self._layers_at_once(rank, chunk)
+            self._kept[key] = kept_bytes(*self._layers(rank, chunk), at_once=at_once)
         return self._kept[key]
+
+    def _layers(self, rank: int, chunk: int) -> tuple[int, int, int, int]:
+        """Layers of the chunk, how many are recomputed, and what one of each keeps."""
+        size, kind = self.micro_batch_size(rank), self._kind(rank)
+        memory, (mode, recomputed) = self.memory_at(rank, chunk), self.recompute(rank, chunk)
+        whole, kept = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
+        return self.num_layers(chunk), recomputed, whole, kept
 
     def kept_tensors(self, rank: int, chunk: int) -> tuple[int, ...]:
         """The bytes of each tensor of `kept_bytes`."""
@@ -222,26 +225,10 @@ class RankSizes(RankParameters):
         That is the larger of what is kept before it and what is left behind it. Beside it there is
         the gradient that arrives.
         """
-        kept, left = self.kept_bytes(rank, chunk), self.delayed_bytes(rank, chunk)
-        again = self._recomputing_bytes(rank, chunk, left // max(1, self.num_layers(chunk)))
-        return max(0, again - max(kept, left)) + self.held_bytes(rank, chunk)
-
-    def _recomputing_bytes(self, rank: int, chunk: int, left: int) -> int:
-        """The most that there is in a backward while layers are computed again.
-
-        `left`: of each layer behind its backward. The first layers are computed again (Megatron's
-        "block"), so the others have had their backwards.
-        """
-        size, kind = self.micro_batch_size(rank), self._kind(rank)
-        memory, (mode, recomputed) = self.memory_at(rank, chunk), self.recompute(rank, chunk)
-        if not recomputed:
-            return 0
-        whole, kept = (memory.activation_bytes(size, each, kind) for each in ("none", mode))
+        left = self.delayed_bytes(rank, chunk) // max(1, self.num_layers(chunk))
         at_once = self._layers_at_once(rank, chunk)
-        times, behind = -(-recomputed // at_once), self.num_layers(chunk) - recomputed
-        at_first = behind * left + (times - 1) * kept
-        at_last = (behind + (times - 1) * at_once) * left
-        return max(at_first, at_last) + at_once * whole
+        again = working_bytes(*self._layers(rank, chunk), at_once=at_once, left=left)
+        return again + self.held_bytes(rank, chunk)
 
     def _kind(self, rank: int) -> str | None:
         return None if self._kinds is None else self._kinds[rank]
@@ -257,8 +244,8 @@ class RankSizes(RankParameters):
             return self.memory_at(rank, chunk).activation_bytes(size, "none", kind)
         key = chunk, self.part(rank), size, kind, self.recompute_numbers[rank]
         if key not in self._working:
-            again = self._recomputing_bytes(rank, chunk, 0)
-            self._working[key] = max(0, again - self.kept_bytes(rank, chunk))
+            at_once = self._layers_at_once(rank, chunk)
+            self._working[key] = working_bytes(*self._layers(rank, chunk), at_once=at_once)
         return self._working[key]
 
     def head_bytes(self, rank: int, chunk: int) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
-from zorse_megatron.costs.gradient_copies import widened_bytes
+from zorse_megatron.costs.stage_formulas import widened_bytes
 from zorse_megatron.schedules.actions import COMPUTE, TRANSFERS, Action, Kind
 from zorse_megatron.schedules.gradient_offloads import offloaded_gradients
 from zorse_megatron.schedules.shards import largest_piece, state_pieces

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from zorse_megatron.costs.interface import RecomputeMode
 from zorse_megatron.costs.pinned import pinned_bytes, pinned_state_bytes
+from zorse_megatron.costs.stage_formulas import kept_bytes
 from zorse_megatron.planner.closed_form.stage import ClassSettings, MemorySettings, Stage
 from zorse_megatron.planner.closed_form.stage_memory import StageMemory, whole_micro_batches
 from zorse_megatron.planner.closed_form.water_filling import water_fill
@@ -107,8 +108,8 @@ class StageHostMemory:
         if not settings.offload_activations:
             return 0.0
         kind, size = stage.device_group.gpu_classes[at].kind, stage.sizes[at]
-        kept = (stage.num_layers - settings.recomputed) * self._blocks(size, "none", kind)
-        kept += settings.recomputed * self._blocks(size, settings.mode, kind)
+        each = self._blocks(size, "none", kind), self._blocks(size, settings.mode, kind)
+        kept: float = kept_bytes(stage.num_layers, settings.recomputed, *each)
         return kept / stage.num_layers * self.memory.layers_in_flight(stage, count)
 
     def _blocks(self, size: int, mode: RecomputeMode, kind: str) -> int:

@@ -17,19 +17,21 @@ from functools import cached_property
 
 import numpy as np
 
-from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
-from zorse_megatron.planner.closed_form.memory_classes import MemoryClass, memory_classes_of
-from zorse_megatron.planner.closed_form.segment_tails import Floats, SegmentTails
-from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
-from zorse_megatron.planner.closed_form.stage_formulas import (
-    activation_bytes,
+from zorse_megatron.costs.stage_formulas import (
+    Value,
     in_flight_micro_batches,
+    kept_bytes,
     micro_batches_per_replica,
     pass_s,
     replica_bytes,
     samples_per_s,
+    section_parameters,
     stage_parameters,
 )
+from zorse_megatron.planner.closed_form.device_groups import DeviceGroups
+from zorse_megatron.planner.closed_form.memory_classes import MemoryClass, memory_classes_of
+from zorse_megatron.planner.closed_form.segment_tails import Floats, SegmentTails
+from zorse_megatron.planner.closed_form.stage_costs import StageCostModel
 from zorse_megatron.planner.closed_form.stage_memory import BUFFERS
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 
@@ -163,20 +165,21 @@ class SegmentCosts:
         spared = self._per_class([memory.spared(kind, "full") for kind, _ in self.classes])
         kept = self._per_class([memory.kept(kind) for kind, _ in self.classes])
         boundaries = self._per_class([memory.boundary_on(kind) for kind, _ in self.classes])
+        parameters = self._parameters(layers)
         number = np.stack(micro_batches_per_replica(batch, counts, sizes, both_s))
         whole = np.ceil(number - 1e-9)
         in_flight = in_flight_micro_batches(self._in_flight_limit(), whole, batch)
         free = self._capacities() - replica_bytes(
-            self._fixed(layers),
+            memory.costs.parameter_bytes(parameters) + memory.costs.gradient_bytes(parameters),
             sizes,
-            activations=activation_bytes(in_flight * layers, layers, kept=kept, spared=spared),
+            activations=in_flight * kept_bytes(layers, 0, kept, kept),
             working=BUFFERS * boundaries + self._head(),
         )
         # Per sample a recomputed layer spares what it keeps, and needs all of it for a moment.
         moment, gain = sizes * spared, sizes * in_flight * spared
         present = counts > 0
         by_rank = np.where(present & (free < 0), (moment - free) / gain, 0.0)
-        state = self._state(layers)
+        state: Floats = np.asarray(memory.costs.state_bytes(parameters))[0]
         left = np.where(present, counts * free, 0.0).sum(axis=0) - state
         yield (
             self._whole(self._level(by_rank, left, counts * gain, counts * moment), layers),
@@ -258,20 +261,11 @@ class SegmentCosts:
     def _capacities(self) -> Floats:
         return self._per_class([capacity for _, capacity in self.classes])
 
-    def _parameters(self, layers: Floats) -> Floats:
-        memory = self.inputs.memory
-        first = memory.embedding_parameters() * self._is_first[None, :, None]
-        last = memory.head_parameters(tied_on_same_rank=False) * self._is_last[None, :, None]
-        layer = self.cost_model.memory.layer_parameters
-        return np.asarray(stage_parameters(layers, layer, first=first, last=last))
-
-    def _fixed(self, layers: Floats) -> Floats:
-        memory = self.inputs.memory
-        per_parameter = (memory.parameter_bytes(1000) + memory.gradient_bytes(1000)) / 1000
-        return self._parameters(layers) * per_parameter
-
-    def _state(self, layers: Floats) -> Floats:
-        return (self._parameters(layers) * self.inputs.memory.state_bytes(1000) / 1000)[0]
+    def _parameters(self, layers: Floats) -> Value:
+        """[1, segment, layers]."""
+        ends = self._is_first[None, :, None], self._is_last[None, :, None]
+        sections = section_parameters(self.inputs.memory, *ends, tied_on_same_rank=False)
+        return stage_parameters(layers, *sections)
 
     def _head(self) -> Floats:
         """Bytes per sample where the segment is the last, [1, segment, 1]."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from zorse_megatron.costs.stage_formulas import kept_bytes
 from zorse_megatron.planner.closed_form.host_settings import host_settings
 from zorse_megatron.planner.closed_form.stage import MemorySettings, Stage
 
@@ -94,8 +95,9 @@ class SettingsToTry:
         memory = self.memory
 
         def kept(kind: str) -> int:
-            spared = memory.spared(kind, settings.mode)
-            return stage.num_layers * memory.kept(kind) - settings.recomputed * spared
+            each = memory.kept(kind), memory.kept(kind, settings.mode)
+            found: int = kept_bytes(stage.num_layers, settings.recomputed, *each)
+            return found
 
         return all(
             passes.size * kept(gpu_class.kind) / gpu_class.host_link_bytes_per_s <= passes.forward_s

@@ -9,6 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zorse_megatron.costs.interface import PassTimes, RecomputeMode
+from zorse_megatron.costs.stage_formulas import (
+    micro_batches_per_replica,
+    pass_s,
+    samples_per_s,
+)
 from zorse_megatron.planner.closed_form.device_groups import DeviceGroup, GpuClass
 from zorse_megatron.planner.closed_form.host_settings import StageHostMemory
 from zorse_megatron.planner.closed_form.settings_by_class import SettingsByClass
@@ -18,11 +23,6 @@ from zorse_megatron.planner.closed_form.stage import (
     MemorySettings,
     MicroBatchLevel,
     Stage,
-)
-from zorse_megatron.planner.closed_form.stage_formulas import (
-    micro_batches_per_replica,
-    pass_s,
-    samples_per_s,
 )
 from zorse_megatron.planner.closed_form.stage_memory import StageMemory
 from zorse_megatron.planner.inputs.search_inputs import Inputs

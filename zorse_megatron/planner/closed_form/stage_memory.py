@@ -10,20 +10,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zorse_megatron.costs.gradient_copies import widened_bytes
 from zorse_megatron.costs.interface import RecomputeMode
+from zorse_megatron.costs.stage_formulas import (
+    in_flight_micro_batches,
+    kept_bytes,
+    replica_bytes,
+    section_parameters,
+    stage_parameters,
+    widened_bytes,
+    working_bytes,
+)
 from zorse_megatron.planner.closed_form.device_groups import GpuClass
 from zorse_megatron.planner.closed_form.stage import (
     ClassSettings,
     MemorySettings,
     Stage,
     StagePosition,
-)
-from zorse_megatron.planner.closed_form.stage_formulas import (
-    activation_bytes,
-    in_flight_micro_batches,
-    replica_bytes,
-    stage_parameters,
 )
 from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.schedules.send_closings import SENDS_BEHIND
@@ -79,13 +81,10 @@ class StageMemory:
         return found
 
     def _find_parameters(self, num_layers: int, position: StagePosition) -> int:
-        costs, first, last = self.costs, 0, 0
-        if position.is_first:
-            first = costs.embedding_parameters()
-        if position.is_last:
-            tied = self.inputs.tied_embeddings and position.is_first
-            last = costs.head_parameters(tied_on_same_rank=tied)
-        found: int = stage_parameters(num_layers, self.layer_parameters, first, last)
+        ends = position.is_first, position.is_last
+        tied = self.inputs.tied_embeddings and all(ends)
+        sections = section_parameters(self.costs, *ends, tied_on_same_rank=tied)
+        found: int = stage_parameters(num_layers, *sections)
         return found
 
     def shared_bytes(self, stage: Stage, settings: MemorySettings) -> int:
@@ -151,27 +150,30 @@ class StageMemory:
         self, stage: Stage, settings: MemorySettings, size: int, count: float, kind: str
     ) -> float:
         """What a replica has beside its share, if it runs `count` micro-batches of a size."""
-        position, kept = stage.position, self.kept(kind)
-        spared = kept - self.kept(kind, settings.mode)
+        position, chunks = stage.position, stage.num_chunks
+        each = self.kept(kind), self.kept(kind, settings.mode)
         layers = self.layers_in_flight(stage, count)
         if settings.offload_activations:
             # One on its way out, one on its way in, one in use, each of one chunk.
-            layers = min(layers, 3 * stage.num_layers / stage.num_chunks)
-        activations = activation_bytes(layers, stage.num_layers, kept, spared, settings.recomputed)
-        alone = position.is_first and position.is_last and stage.num_chunks == 1
+            layers = min(layers, 3 * stage.num_layers / chunks)
+        kept = kept_bytes(stage.num_layers, settings.recomputed, *each)
+        alone = position.is_first and position.is_last and chunks == 1
         buffers = 0 if alone else BUFFERS * self.boundary_on(kind)
-        head = again = 0.0
-        if settings.recomputed and not _has_kept_layers(stage, settings):
-            # After the head's backward, when its part is freed.
-            again = max(0, spared - self.head) if position.is_last else spared
+        in_chunk, head = stage.num_layers // chunks, 0.0
+        again = working_bytes(in_chunk, min(in_chunk, -(-settings.recomputed // chunks)), *each)
         if position.is_last:
-            in_flight = layers * stage.num_chunks / stage.num_layers
+            again = max(0, again - self.head)  # after the head's backward, when its part is freed
+            in_flight = layers * chunks / stage.num_layers
             head = self.head * (
                 1.0 if position.schedule == "breadth_first" else min(in_flight, 2.0)
             )
         working = again + buffers + head if count else 0.0
         found: float = replica_bytes(
-            self._unsharded_bytes(stage), size, activations, working, stage.reserve_bytes
+            self._unsharded_bytes(stage),
+            size,
+            layers * kept / stage.num_layers,
+            working,
+            stage.reserve_bytes,
         )
         return found
 
@@ -239,10 +241,3 @@ class StageMemory:
             free += len(gpu_class.ranks) * one
         # All classes keep parameters and optimizer state in the same place.
         return least if least < 0 else free - self.shared_bytes(stage, settings[0])
-
-
-def _has_kept_layers(stage: Stage, settings: MemorySettings) -> bool:
-    """Whether each chunk has layers that are not recomputed: what the last one keeps is gone when
-    the first one is recomputed, and is as much."""
-    in_chunk = -(-settings.recomputed // stage.num_chunks)
-    return settings.mode == "full" and in_chunk < stage.num_layers // stage.num_chunks
