@@ -18,7 +18,6 @@ from zorse_megatron.schedules.steady import from_norm
 from zorse_megatron.schema.model.computing import JobRecompute
 from zorse_megatron.schema.plan.plan import Chunk, ModelFingerprint, Offload, Recompute, Schedule
 from zorse_megatron.simulate.ledger import Category
-from zorse_megatron.simulate.micro_batch_bytes import MicroBatchSizes
 from zorse_megatron.simulate.rank_sizes import RankSizes
 
 
@@ -114,7 +113,7 @@ def test_backwards_recompute_layer_by_layer(others, groups, at_once, kept, left)
     for splits in (False, True):
         plan = with_groups(one_group((1, 1), layers=layers), split_backward=splits)
         sizes = RankSizes(plan, memory, recompute=recompute if groups else None)
-        bytes_of = MicroBatchSizes(sizes, 0, forward_only=False).of(0)
+        bytes_of = sizes.micro_batch_bytes(0, 0)
         expected = peak_of_backward(
             layers, groups * at_once, at_once, (1000, kept, left if splits else 0)
         )

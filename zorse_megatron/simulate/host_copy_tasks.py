@@ -97,7 +97,8 @@ class HostCopyTasks:
         if (action.chunk, action.micro_batch) not in self.offloaded:
             return
         self.last_sent = position
-        seconds_s = self.costs.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
+        kept_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).kept
+        seconds_s = self.costs.copy_s(self.rank, kept_bytes)
         owner = self.rank, position
         streams.to_host = self.last_out = self.graph.add(
             owner, Role.COPY, seconds_s, streams.main, streams.to_host
@@ -115,7 +116,8 @@ class HostCopyTasks:
             return
         assert action.chunk is not None
         streams, out = self.streams, self.away[key]
-        seconds_s = self.costs.copy_s(self.rank, self.sizes.kept_bytes(self.rank, action.chunk))
+        kept_bytes = self.sizes.micro_batch_bytes(self.rank, action.chunk).kept
+        seconds_s = self.costs.copy_s(self.rank, kept_bytes)
         streams.from_host = self.coming[key] = self.graph.add(
             (self.rank, at), Role.COPY, seconds_s, streams.main, streams.from_host, out
         )

@@ -4,7 +4,6 @@ from enum import IntEnum
 from operator import itemgetter
 
 from zorse_megatron.schedules.actions import RECEIVES, SENDS, Action, Kind
-from zorse_megatron.simulate.micro_batch_bytes import MicroBatchSizes
 from zorse_megatron.simulate.residency import Passing
 from zorse_megatron.simulate.timeline import Timeline
 
@@ -57,7 +56,10 @@ class _Ledger:
         self.track = timeline.program.tracks[rank]
         self.residency = self.track.residency
         self.samples = sizes.micro_batch_size(rank)
-        self.bytes = MicroBatchSizes(sizes, rank, forward_only=timeline.forward_only)
+        self.bytes = {
+            chunk: sizes.micro_batch_bytes(rank, chunk, forward_only=timeline.forward_only)
+            for chunk in sizes.chunks(rank)
+        }
         self.changes: list[Change] = []
         self.received: dict[tuple[Kind, int | None, int | None], list[int]] = {}
         """Bytes of each piece that a computation consumes."""
@@ -149,7 +151,7 @@ class _Ledger:
         now_s = self._reached_s(position)
         num_bytes = self.sizes.crossing_bytes(action)
         assert action.chunk is not None
-        whole_bytes = self.bytes.of(action.chunk).held
+        whole_bytes = self.bytes[action.chunk].held
         in_pieces = num_bytes != whole_bytes
         key = action.kind, action.chunk, action.micro_batch
         self.sends_left[key] -= 1
@@ -188,7 +190,7 @@ class _Ledger:
 
     def _forward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
-        chunk, of_chunk = action.chunk, self.bytes.of(action.chunk)
+        chunk, of_chunk = action.chunk, self.bytes[action.chunk]
         start_s, end_s = self._run(position)
         evaluating = self.timeline.forward_only
         key = Kind.RECEIVE_ACTIVATION, chunk, action.micro_batch
@@ -212,12 +214,12 @@ class _Ledger:
     def _bring_back(self, position: int, backward: Action) -> None:
         """A computation begins, and with it the next one's activations come from the host."""
         assert backward.chunk is not None
-        kept = self.bytes.of(backward.chunk).kept
+        kept = self.bytes[backward.chunk].kept
         self._note(self._reached_s(position), Category.ACTIVATIONS, kept, position)
 
     def _backward(self, position: int, action: Action) -> None:
         assert action.chunk is not None
-        chunk, of_chunk = action.chunk, self.bytes.of(action.chunk)
+        chunk, of_chunk = action.chunk, self.bytes[action.chunk]
         start_s, end_s = self._run(position)
         received = self._take((Kind.RECEIVE_GRADIENT, chunk, action.micro_batch), position)
         if chunk in self.resharded and chunk not in self.with_gradients:
@@ -243,7 +245,7 @@ class _Ledger:
     def _weight_gradient(self, position: int, action: Action) -> None:
         assert action.chunk is not None
         _, end_s = self._run(position)
-        delayed = self.bytes.of(action.chunk).delayed
+        delayed = self.bytes[action.chunk].delayed
         self._note(end_s, Category.ACTIVATIONS, -delayed, position)
 
     def _take(self, key: tuple[Kind, int | None, int | None], position: int) -> int:
@@ -252,7 +254,7 @@ class _Ledger:
         if not pieces:
             return 0
         assert key[1] is not None
-        whole = self.bytes.of(key[1]).held
+        whole = self.bytes[key[1]].held
         if pieces != [whole]:
             start_s, _ = self._run(position)
             self._note(start_s, Category.BUFFERS, whole, position)
@@ -264,7 +266,7 @@ class _Ledger:
     ) -> None:
         """Keep what a computation makes for the neighbouring chunk, as if it were received."""
         assert key[1] is not None
-        num_bytes = self.bytes.of(key[1]).held
+        num_bytes = self.bytes[key[1]].held
         self.received[key] = [num_bytes]
         self._note(time_s, Category.BUFFERS, num_bytes, position)
 
