@@ -24,6 +24,9 @@ class PassTimes:
     backward_s: float
 
 
+NO_TIME = PassTimes(forward_s=0, backward_s=0)
+
+
 class ComputeCost(Protocol):
     """Time of computations by GPU kind; sequence length, dtype and model are fixed."""
 

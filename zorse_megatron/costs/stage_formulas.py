@@ -23,14 +23,14 @@ ByClass = Sequence[Value] | np.ndarray
 
 
 def pass_s(
-    layers: Value, layer_s: Value, again_s: Value = 0.0, first_s: Value = 0.0, last_s: Value = 0.0
+    layers: Value, layer_s: Value, again_s: Value = 0, first_s: Value = 0, last_s: Value = 0
 ) -> Value:
     """One micro-batch through a stage: forward, backward, or both.
 
     `again_s`: of all layers that are recomputed. `first_s`, `last_s`: embedding and head, where the
     stage has them.
     """
-    return layers * layer_s + again_s + first_s + last_s
+    return layers * layer_s + again_s + (first_s + last_s)
 
 
 def samples_per_s(samples: ByClass, both_s: ByClass) -> Value:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from zorse_megatron.costs.interface import (
+    NO_TIME,
     WHOLE,
     ComputeCost,
     ModelSection,
@@ -12,6 +13,7 @@ from zorse_megatron.costs.interface import (
     SetCosts,
 )
 from zorse_megatron.costs.set_collectives import SetCollectives
+from zorse_megatron.costs.stage_formulas import pass_s
 from zorse_megatron.schedules.actions import Kind
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.simulate.collective_costs import CollectiveCosts
@@ -174,7 +176,7 @@ class ActionCosts(CollectiveCosts):
 
         def of(section: ModelSection) -> PassTimes:
             if all(self._is_measured_together(rank, chunk, section) for rank in ranks):
-                return PassTimes(forward_s=0.0, backward_s=0.0)
+                return NO_TIME
             return inside.of(section, ranks, num_bytes, tokens)
 
         layer, layers = of("layer"), sizes.num_layers(chunk)
@@ -230,16 +232,12 @@ class ActionCosts(CollectiveCosts):
         """Of a rank that is a set of its own."""
         compute = self.computes[self.sizes.plan.chunks[chunk].group]
         kind, size = self.kinds[rank], self.sizes.micro_batch_size(rank)
-        layers = self.sizes.num_layers(chunk)
-        layer = compute.layer(kind, size)
-        forward_s, backward_s = layers * layer.forward_s, layers * layer.backward_s
+        layers, layer = self.sizes.num_layers(chunk), compute.layer(kind, size)
         mode, recomputed = self.sizes.recompute(rank, chunk)
-        if recomputed:
-            backward_s += recomputed * compute.recompute_s(kind, size, mode)
-        ends = [compute.embedding(kind, size)] if chunk == 0 else []
-        if self.sizes.is_last(chunk):
-            ends.append(compute.head(kind, size))
+        again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0
+        first = compute.embedding(kind, size) if chunk == 0 else NO_TIME
+        last = compute.head(kind, size) if self.sizes.is_last(chunk) else NO_TIME
         return PassTimes(
-            forward_s=forward_s + sum(end.forward_s for end in ends),
-            backward_s=backward_s + sum(end.backward_s for end in ends),
+            forward_s=pass_s(layers, layer.forward_s, 0, first.forward_s, last.forward_s),
+            backward_s=pass_s(layers, layer.backward_s, again_s, first.backward_s, last.backward_s),
         )

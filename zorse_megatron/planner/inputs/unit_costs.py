@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zorse_megatron.costs.interface import (
+    NO_TIME,
     MemoryCost,
     ModelSection,
     PassTimes,
@@ -22,8 +23,6 @@ from zorse_megatron.planner.inputs.units import (
     costs_of_rank,
     set_collectives,
 )
-
-_NOTHING = PassTimes(forward_s=0.0, backward_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class UnitCompute:
         """Those of the set in a part of the model; none where they were measured with it."""
         found = self.set_kinds[kind]
         if all(compute.includes_collectives(gpu, section) for gpu, compute in self._ranks(found)):
-            return _NOTHING
+            return NO_TIME
         num_bytes = self.base.memory.boundary_bytes(micro_batch_size)
         num_tokens = micro_batch_size * self.base.sequence_length
         return set_collectives(self.base).of(section, found.example, num_bytes, num_tokens)
