@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scripts.import_profile import import_tables
+from scripts.validation.device_sets import SetComm
+from scripts.validation.measured_memory import MeasuredMemory
 from scripts.validation.measured_runs import MeasuredRun, read_runs
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.costs.measured_memory import MeasuredMemory
 from zorse_megatron.costs.profiled_compute import ProfiledCompute
-from zorse_megatron.costs.set_comm import SetComm
 from zorse_megatron.costs.transformer_memory import Precision
 from zorse_megatron.errors import Problem, ProfileError
 from zorse_megatron.schema.cluster.cluster import Nics, NodeLink

@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.validation.device_sets import SetComm, as_devices
 from tests.topologies import node
 from zorse_megatron.costs.comm import GraphComm
-from zorse_megatron.costs.set_comm import SetComm
 from zorse_megatron.topology.cluster_topology import Topology
-from zorse_megatron.topology.device_sets import as_devices
 from zorse_megatron.topology.link_curves import BandwidthCurve, LogFit, curve_for
 
 MIB = 2**20

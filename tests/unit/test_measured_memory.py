@@ -1,7 +1,7 @@
 import pytest
 
+from scripts.validation.measured_memory import MeasuredMemory
 from zorse_megatron.costs.interface import MemoryCost
-from zorse_megatron.costs.measured_memory import MeasuredMemory
 from zorse_megatron.costs.transformer_memory import Precision
 from zorse_megatron.schema.profile.profile import PartMemory, Profile, Source
 

@@ -6,7 +6,7 @@ collectives in them (`scripts.validation`). Of this project's runtime every rank
 The ranks of a set run the same actions at the same times: the costs of computations with
 `tensor_parallel` set are those of one rank, with the set's own collectives inside. So the plan is
 lowered with one rank per replica, and the first rank of each replica is simulated. What the ranks
-of a set put on the network together is the `CommCost`'s business (`costs.set_comm`).
+of a set put on the network together is the `CommCost`'s business (`scripts.validation.device_sets`).
 """
 
 import dataclasses
