@@ -372,7 +372,7 @@ def test_sequence_parallelism_halves_what_a_set_keeps_whole():
     assert parted.memory.activation_bytes(1, "none", kind) < whole.memory.activation_bytes(
         1, "none", kind
     )
-    assert whole.arrival_s(kind, 1) > 0 == parted.arrival_s(kind, 1)
+    assert whole.units.arrival_s(kind, 1) > 0 == parted.units.arrival_s(kind, 1)
 
 
 def test_parts_in_proportion():

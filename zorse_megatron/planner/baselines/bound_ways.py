@@ -52,7 +52,7 @@ def both_s(times: PassTimes) -> float:
 def largest_set(inputs: Inputs) -> int:
     """Most ranks that a tensor-parallel set of a plan may have."""
     groups, space = inputs.model.num_query_groups, inputs.space
-    if inputs.sets is None or inputs.units is not None or groups is None:
+    if inputs.sets is None or inputs.joined_units is not None or groups is None:
         return 1
     on_node = max(node.num_gpus for node in inputs.spec.nodes)
     near = inputs.world_size if space.sets_across_nodes else on_node

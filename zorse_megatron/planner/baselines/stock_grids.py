@@ -173,7 +173,7 @@ def may_run(inputs: Inputs, grid: Grid) -> bool:
 def tensor_degrees(inputs: Inputs) -> list[int]:
     """Degrees of which stock can make all GPUs sets: 1, and powers of 2 that divide everything."""
     found, degree = [1], 2
-    while degree <= inputs.world_size and inputs.sets is not None and inputs.units is None:
+    while degree <= inputs.world_size and inputs.sets is not None and inputs.joined_units is None:
         divides = inputs.world_size % degree == 0 and parts_are_equal(inputs, degree)
         if divides and may_join(inputs, degree):
             firsts = range(0, inputs.world_size, degree)

@@ -139,7 +139,9 @@ class SegmentCosts:
         last = [compute.head(kind, size) for (kind, _), size in rows]
         first_s = self._per_class([each.forward_s + each.backward_s for each in first])
         last_s = self._per_class([each.forward_s + each.backward_s for each in last])
-        arrival_s = self._per_class([self.inputs.arrival_s(kind, size) for (kind, _), size in rows])
+        arrival_s = self._per_class(
+            [self.inputs.units.arrival_s(kind, size) for (kind, _), size in rows]
+        )
         is_first, is_last = self._is_first[:, None], self._is_last[:, None]
         return (
             first_s * is_first + arrival_s * ~is_first,

@@ -67,8 +67,7 @@ class SettingsToTry:
         """What may wait in the host beside activations, cheapest first; nothing comes first."""
         if not self.space.offload:
             return [MemorySettings()]
-        units = self.cost_model.inputs.units
-        alike = units is None or units.are_cut_alike(stage.device_group.ranks)
+        alike = self.cost_model.inputs.units.are_cut_alike(stage.device_group.ranks)
         # The runtime keeps shards of unlike replicas on the GPUs.
         return [
             each

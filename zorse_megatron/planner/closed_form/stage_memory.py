@@ -65,7 +65,7 @@ class StageMemory:
     def boundary_on(self, kind: str) -> int:
         """One activation between layers of a sample; each rank of a set has all of it."""
         if kind not in self._boundaries:
-            self._boundaries[kind] = self.inputs.boundary_bytes_on(kind)
+            self._boundaries[kind] = self.inputs.units.boundary_bytes_on(kind)
         return self._boundaries[kind]
 
     def spared(self, kind: str, mode: RecomputeMode) -> int:

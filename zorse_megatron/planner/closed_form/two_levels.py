@@ -25,7 +25,7 @@ class TwoLevels:
 
         Nor for sets, which count as one GPU in the search: the links that they share do not.
         """
-        if self.inputs.units is not None or not self.inputs.space.hierarchical:
+        if self.inputs.joined_units is not None or not self.inputs.space.hierarchical:
             return None
         runs = self._runs(ranks)
         if len(runs) == 1 or len(runs) > len({self._region(run[0]) for run in runs}):

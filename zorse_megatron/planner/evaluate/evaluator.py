@@ -160,13 +160,11 @@ class Evaluator:
 
     def simulated(self, plan: Plan) -> SimulationResult | None:
         """Simulate a plan; None where it cannot be lowered."""
-        units = self.inputs.units
-        inputs = self.inputs if units is None else units.base
         self.num_simulated += 1
         self.num_computations += computations(plan)
         with gc_paused():
             try:
-                return simulate_plan(inputs, plan, merge_equal_ranks=True)
+                return simulate_plan(self.inputs.units.base, plan, merge_equal_ranks=True)
             except (PlanError, SimulationError):
                 return None
 
@@ -235,16 +233,13 @@ class Evaluator:
         )
 
     def _host_needs(self, plan: Plan, result: SimulationResult) -> tuple[NodeHostMemory, ...]:
-        units = self.inputs.units
-        inputs = self.inputs if units is None else units.base
+        inputs = self.inputs.units.base
         is_known = any(host is not None for host in inputs.host_bytes)
         return host_needs(inputs, result) if is_known and offloads_anything(plan) else ()
 
     def _overflow_bytes(self, rank: int, peak_bytes: int) -> int:
         """What a rank has too much, of its unit as that is counted."""
         units = self.inputs.units
-        if units is None:
-            return peak_bytes - self.inputs.capacities_bytes[rank]
         return math.ceil((peak_bytes - units.base.capacities_bytes[rank]) / units.share(rank))
 
 

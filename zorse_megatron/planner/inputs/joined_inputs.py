@@ -24,7 +24,7 @@ def joined(base: Inputs, joining: Joining) -> Inputs:
     A unit is in the node of its first rank. What fits in a unit fits in each of its GPUs, as far as
     closed forms know; plans are simulated rank by rank on `base`.
     """
-    assert base.units is None and base.sets is not None
+    assert base.joined_units is None and base.sets is not None
     sets = in_rank_order(joining, base.world_size)
     names: dict[object, SetKind] = {}
     kinds = tuple(_kind(base, each, names) for each in sets)
@@ -47,7 +47,7 @@ def joined(base: Inputs, joining: Joining) -> Inputs:
         best_sizes={},
         own_types=None,
         gpus=None,
-        units=units,
+        joined_units=units,
     )
 
 

@@ -19,7 +19,7 @@ from zorse_megatron.planner.inputs.cost_models import CostModels
 from zorse_megatron.planner.inputs.cost_problems import communication_dtype_problems, kind_problems
 from zorse_megatron.planner.inputs.search_space import SearchSpace, space_problems, wish_problems
 from zorse_megatron.planner.inputs.split_costs import SplitCosts
-from zorse_megatron.planner.inputs.units import Units
+from zorse_megatron.planner.inputs.units import Units, in_rank_order
 from zorse_megatron.planner.planner_errors import PlannerInputError
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.gpus.gpu import (
@@ -49,7 +49,11 @@ _EMPTY = Profile(schema_version=1, sources=(Source(name="none", kind="analytic")
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything that the search and its estimates ask for. Ranks are global ranks."""
+    """Everything that the search and its estimates ask for.
+
+    Layers are divided among units: GPUs, or tensor-parallel sets of them. What is called a rank
+    here is a unit, and the global rank where no GPUs are joined; `units` knows the GPUs of each.
+    """
 
     spec: Topology
     compute: ComputeCost
@@ -93,8 +97,8 @@ class Inputs:
     """Of the warnings those that ask for another command or measurement."""
     sets: SetCosts | None = None
     """Costs of tensor-parallel sets that a plan has; None: one rank stands for a set."""
-    units: Units | None = None
-    """Which GPUs are joined to sets; then ranks here are units. None: none are."""
+    joined_units: Units | None = None
+    """Units some of which are sets; None: all are GPUs."""
     gpus: Mapping[str, GpuKind] | None = None
     """Kind -> its figures; None: processes take no memory beside their tensors."""
 
@@ -102,6 +106,14 @@ class Inputs:
     def world_size(self) -> int:
         """Number of GPUs."""
         return len(self.kinds)
+
+    @cached_property
+    def units(self) -> Units:
+        """The units, and the inputs of single GPUs: these, if no GPUs are joined."""
+        if self.joined_units is not None:
+            return self.joined_units
+        alone = in_rank_order((), self.world_size)
+        return Units(base=self, sets=alone, kinds=self.kinds)
 
     @cached_property
     def tensor_capacities_bytes(self) -> tuple[int, ...]:
@@ -118,25 +130,13 @@ class Inputs:
             return None
         return fixed_bytes(plan, [self.gpus[kind] for kind in self.kinds])
 
-    def boundary_bytes_on(self, kind: str) -> int:
-        """An activation of a sample between layers, as buffers of a unit's ranks hold it."""
-        if self.units is None:
-            return self.memory.boundary_bytes(1)
-        return self.units.boundary_bytes_on(kind)
-
-    def arrival_s(self, kind: str, micro_batch_size: int) -> float:
-        """What a unit does with an activation or a gradient that has come from another group."""
-        if self.units is None:
-            return 0.0
-        return self.units.arrival_s(kind, micro_batch_size)
-
     def dtype_of(self, ranks: Iterable[int]) -> ComputeDtype | None:
         """What a group of these ranks computes in; None: what the training command says."""
-        if self.units is not None:
-            return self.units.base.dtype_of(self.units.ranks(ranks))
-        if self.own_types is None:
+        gpus = self.units.base
+        if gpus.own_types is None:
             return None
-        return common_dtype(self.own_types[kind] for kind in {self.kinds[rank] for rank in ranks})
+        kinds = {gpus.kinds[rank] for rank in self.units.ranks(ranks)}
+        return common_dtype(gpus.own_types[kind] for kind in kinds)
 
 
 def make_inputs(

@@ -72,6 +72,8 @@ class Units:
 
     def are_cut_alike(self, units: Iterable[int]) -> bool:
         """Whether all of them cut layers into the same parts, as `rank_axes.holds_equal_parts`."""
+        if not self.set_kinds:
+            return True
         return len({(len(self.sets[unit].ranks), self.sets[unit].parts) for unit in units}) == 1
 
     def first_ranks(self, units: Iterable[int]) -> tuple[int, ...]:
@@ -99,13 +101,18 @@ class Units:
 
     def arrival_s(self, kind: str, micro_batch_size: int) -> float:
         """What a set does with an activation or a gradient from another group: it gathers it."""
-        found, inside = self.set_kinds.get(kind), set_collectives(self.base)
-        if found is None or inside.sequence_parallel:
+        found = self.set_kinds.get(kind)
+        if found is None:
+            return 0.0
+        inside = set_collectives(self.base)
+        if inside.sequence_parallel:
             return 0.0
         return inside.gather_s(found.example, self.base.memory.boundary_bytes(micro_batch_size))
 
     def expanded(self, plan: Plan) -> Plan:
         """The plan of ranks that a plan of units stands for."""
+        if not self.set_kinds:
+            return plan
         groups = tuple(
             replace(group, replicas=tuple(sorted(map(self._expanded, group.replicas), key=_ranks)))
             for group in plan.groups

@@ -67,12 +67,11 @@ class Builder:
             schedule=Schedule(name=estimate.candidate.schedule),  # type: ignore[arg-type]
             cluster=self.inputs.cluster,
         )
-        units = self.inputs.units
         plan = with_regions(plan, self.inputs.spec)
         is_hierarchical = self.in_flight.communication.is_hierarchical
         stages = enumerate(estimate.stages)
         levels = [number for number, stage in stages if is_hierarchical(stage.device_group)]
-        return in_two_levels(plan if units is None else units.expanded(plan), levels)
+        return in_two_levels(self.inputs.units.expanded(plan), levels)
 
     def _chunks(self, estimate: Estimate) -> tuple[Chunk, ...]:
         chunks = chunks_of(estimate.layers, estimate.candidate.num_chunks)

@@ -89,7 +89,7 @@ class QuickEstimate:
     @staticmethod
     def _gpu_kind(inputs: Inputs, unit: int) -> str:
         units = inputs.units
-        return inputs.kinds[unit] if units is None else units.base.kinds[units.sets[unit].ranks[0]]
+        return units.base.kinds[units.sets[unit].ranks[0]]
 
 
 @dataclass(frozen=True)
