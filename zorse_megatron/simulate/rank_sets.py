@@ -6,7 +6,8 @@ collectives in them (`scripts.validation`). Of this project's runtime every rank
 The ranks of a set run the same actions at the same times: the costs of computations with
 `tensor_parallel` set are those of one rank, with the set's own collectives inside. So the plan is
 lowered with one rank per replica, and the first rank of each replica is simulated. What the ranks
-of a set put on the network together is the `CommCost`'s business (`scripts.validation.device_sets`).
+of a set put on the network together is the business of the `CommCost`
+(`scripts.validation.device_sets`).
 """
 
 import dataclasses
