@@ -30,7 +30,7 @@ def pass_s(
     `again_s`: of all layers that are recomputed. `first_s`, `last_s`: embedding and head, where the
     stage has them.
     """
-    return layers * layer_s + again_s + (first_s + last_s)
+    return layers * layer_s + again_s + first_s + last_s
 
 
 def samples_per_s(samples: ByClass, both_s: ByClass) -> Value:

@@ -237,7 +237,8 @@ class ActionCosts(CollectiveCosts):
         again_s = recomputed * compute.recompute_s(kind, size, mode) if recomputed else 0
         first = compute.embedding(kind, size) if chunk == 0 else NO_TIME
         last = compute.head(kind, size) if self.sizes.is_last(chunk) else NO_TIME
+        ends_s = first.forward_s + last.forward_s, first.backward_s + last.backward_s
         return PassTimes(
-            forward_s=pass_s(layers, layer.forward_s, 0, first.forward_s, last.forward_s),
-            backward_s=pass_s(layers, layer.backward_s, again_s, first.backward_s, last.backward_s),
+            forward_s=pass_s(layers, layer.forward_s, 0, ends_s[0]),
+            backward_s=pass_s(layers, layer.backward_s, again_s, ends_s[1]),
         )
