@@ -1,7 +1,7 @@
 """Writes zorse_megatron/flags/megatron_flags.json: every flag of the installed Megatron's parser.
 
 Run it after a change of the Megatron version; tests/megatron/test_flag_table.py compares the file
-with the parser, and tests/unit/test_flag_handling.py says which new flags have no verdict yet.
+with the parser, and tests/unit/test_flag_rows.py says which new flags have no verdict yet.
 """
 
 import argparse

@@ -143,9 +143,9 @@ def _checked(
     command: PretrainCommand, plan: Plan, source: str, cluster: Cluster | None
 ) -> _CheckedPlan:
     """Compare a plan with the command. `source`: what it is called."""
+    from zorse_megatron.flags.check import check_command
     from zorse_megatron.flags.command import read_command
-    from zorse_megatron.flags.command_findings import refuse_misfit
-    from zorse_megatron.flags.types import compute_dtypes, job_dtype
+    from zorse_megatron.flags.computing_flags import compute_dtypes, job_dtype
     from zorse_megatron.schedules.refusals import refuse_unsupported
     from zorse_megatron.schema.cluster.rank_placement import refuse_other_cluster
 
@@ -154,12 +154,10 @@ def _checked(
         refuse_other_cluster(plan, cluster, source)
     script = [str(command.script)] if command.script else []
     training = read_command([*script, *command.megatron])
-    refuse_misfit(
-        training,
-        plan,
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        kinds=None if cluster is None else cluster.kinds,
-    )
+    kinds = None if cluster is None else cluster.kinds
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if misfits := check_command(training, plan, kinds, world_size=world_size):
+        raise FlagError("The command does not fit the plan", misfits)
     overlaps = training.args.overlap_grad_reduce
     problems = queue_problems(plan, os.environ, overlaps_reductions=overlaps)
     if problems:

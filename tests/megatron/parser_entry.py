@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 from tests.flag_samples import all_words
 from tests.megatron.comparison import LAYOUTS
 from zorse_megatron.adapter.arguments.stock_parser import as_json, flags_of_parser, stock_parser
+from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.flags.command import Command, read_command
-from zorse_megatron.flags.rules import command_problems
 from zorse_megatron.flags.table import TABLE_FILE
 
 PLAN = LAYOUTS["2|1"]
@@ -66,7 +66,7 @@ def _differs(ours: Command, theirs: Namespace) -> list[Any] | None:
             values[name] = read[name]
     if read != {**values, "local_rank": read["local_rank"]}:
         return [[name, read[name], values.get(name)] for name in read if read[name] != values[name]]
-    judged = [list(map(str, command_problems(args, PLAN))) for args in (ours.args, theirs)]
+    judged = [list(map(str, check_arguments(args, PLAN))) for args in (ours.args, theirs)]
     return None if len(judged[0]) == len(judged[1]) else judged
 
 

@@ -19,8 +19,7 @@ def main() -> None:
     from megatron.training import arguments
 
     from zorse_megatron.flags import scan
-    from zorse_megatron.flags.command import read_command
-    from zorse_megatron.flags.unknown import unknown_problems
+    from zorse_megatron.flags.command import read_command, unknown_problems
 
     stock = arguments.add_megatron_arguments.__wrapped__  # type: ignore[attr-defined]
     words = ["--num-layers", "3"]

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from tests.megatron.launch import RunResult, run_ranks
 from tests.megatron.small_run import TOKENIZER_FLAGS
 from zorse_megatron.cli.main import app
+from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.command_findings import findings_of
 from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 from zorse_megatron.schema.plan.plan_json import load_plan
@@ -188,7 +188,7 @@ def test_an_unknown_card_is_measured_alone_and_planned_with(tmp_path: Path) -> N
 def test_what_megatron_itself_refuses_is_told_in_its_words(tmp_path: Path) -> None:
     """Our table takes the flag; Megatron wants two others with it."""
     refused = ("--weight-decay-incr-style", "linear")
-    assert not findings_of(read_command([*TRAINING, *refused]), None)[0]
+    assert not check_command(read_command([*TRAINING, *refused]), None)
     (tmp_path / "cluster.yaml").write_text(ONE_CPU)
     files = ("--cluster", str(tmp_path / "cluster.yaml"), "--out", str(tmp_path / "profile.json"))
     words = ("profile", "measure", *files, "--", *TRAINING, *refused)

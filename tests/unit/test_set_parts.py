@@ -13,7 +13,7 @@ from tests.unit.test_sequence_slices import plan_with
 from tests.unit.test_tensor_parts import elements, held
 from zorse_megatron.costs.interface import RankPart
 from zorse_megatron.errors import PlanError
-from zorse_megatron.flags.flags_against_sets import set_flag_problems
+from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.schedules.communicators import communicators_of
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.refusals import refuse_unsupported
@@ -181,7 +181,7 @@ def flag_problems(plan: Plan, **given: object) -> list[str]:
     fitting = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     return [
         f"{each.where}: {each.found}"
-        for each in set_flag_problems(Namespace(**{**fitting, **given}), plan)
+        for each in check_arguments(Namespace(**{**fitting, **given}), plan, again=True)
     ]
 
 

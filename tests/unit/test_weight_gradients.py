@@ -14,7 +14,7 @@ from zorse_megatron.costs.activations import delayed_elements
 from zorse_megatron.costs.analytic_compute import AnalyticCompute
 from zorse_megatron.costs.efficiency import shares_of
 from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
-from zorse_megatron.flags.flags_against_split import split_backward_problems
+from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.schedules.actions import Kind, parse_action_lists
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
@@ -209,7 +209,7 @@ def test_layers_whose_weight_gradients_cannot_wait_are_refused():
     engine = Namespace(transformer_impl="transformer_engine", gradient_accumulation_fusion=True)
     fused = Namespace(transformer_impl="local", gradient_accumulation_fusion=True)
     local = Namespace(transformer_impl="local", gradient_accumulation_fusion=False)
-    (found,) = split_backward_problems(fused, one)
+    (found,) = check_arguments(fused, one, again=True)
     assert "groups[1].split_backward" in found.found
-    assert not split_backward_problems(local, one) and not split_backward_problems(engine, one)
-    assert not split_backward_problems(fused, unsplit(plan))
+    for args, fine in ((local, one), (engine, one), (fused, unsplit(plan))):
+        assert not check_arguments(args, fine, again=True)

@@ -1,7 +1,7 @@
 """GPT pretraining on the pip-installed Megatron alone.
 
 Counterpart of `pretrain_gpt.py`, which is in the Megatron-LM repository and not in the wheel: same
-flags, same loss, same order of calls. What it leaves out it refuses by name (`flags.built_in`).
+flags, same loss, same order of calls. What it leaves out it refuses by name (`flags/flags.yaml`).
 """
 
 import time
@@ -21,7 +21,7 @@ from megatron.training.arguments import parse_and_validate_args
 
 from zorse_megatron.adapter.data.gpt_data import get_batch, train_valid_test_datasets_provider
 from zorse_megatron.errors import FlagError
-from zorse_megatron.flags.built_in import left_out_problems
+from zorse_megatron.flags.check import check_own_entry
 
 LossReport = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -33,7 +33,7 @@ _straggler = StragglerDetector()
 
 def refuse_left_out(args: Namespace) -> None:
     """Raise a FlagError that names every flag given that this entry cannot honour."""
-    problems = left_out_problems(args)
+    problems = check_own_entry(args)
     if problems:
         raise FlagError("The GPT entry does not know these flags", problems)
 

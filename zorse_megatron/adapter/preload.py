@@ -8,9 +8,8 @@ from typing import Any
 
 from zorse_megatron.adapter.patches import emulation
 from zorse_megatron.adapter.patches.rebind import Replacements
-from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.command_findings import findings_of
-from zorse_megatron.flags.unknown import unknown_problems
+from zorse_megatron.flags.check import check_command
+from zorse_megatron.flags.command import read_command, unknown_problems
 
 # Argument -> the variable that its default is of, and what it is without that one.
 _OF_LAUNCHER = {"local_rank": ("LOCAL_RANK", 0), "inprocess_active_world_size": ("WORLD_SIZE", 1)}
@@ -27,7 +26,7 @@ def remember_flags() -> None:
     """Build what reads the flags of a command, once; `hooks_of_forked_ranks` are applied before."""
     from megatron.training import arguments
 
-    findings_of(read_command([]), None)
+    check_command(read_command([]), None)
     stock = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     unknown_problems([], [word for action in stock._actions for word in action.option_strings])
 

@@ -43,7 +43,7 @@ from zorse_megatron.adapter.session_executor import (
     timed,
 )
 from zorse_megatron.adapter.watching.make_watch import make_watch
-from zorse_megatron.flags.types import is_mixed
+from zorse_megatron.flags.computing_flags import is_mixed
 from zorse_megatron.rebalance.prepare import Prepared
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.course import Course

@@ -47,9 +47,7 @@ from zorse_megatron.adapter.repeated_lines import logged_once
 from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.session_optimizer import build_optimizer
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
-from zorse_megatron.flags.flags_against_plan import model_flag_problems
-from zorse_megatron.flags.flags_against_sets import set_flag_problems
-from zorse_megatron.flags.flags_against_split import split_backward_problems
+from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.log import complain
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.communicators import Communicator
@@ -66,9 +64,7 @@ def train_under_plan(run: PlanRun, stock_pretrain: Callable[..., Any], cfg: Any)
     """
     args = get_args()
     # Again, as Megatron has derived sizes since: of the MLP, of the vocabulary.
-    problems = [*model_flag_problems(args, run.plan), *set_flag_problems(args, run.plan)]
-    problems += split_backward_problems(args, run.plan)
-    if problems:
+    if problems := check_arguments(args, run.plan, again=True):
         raise FlagError("The command does not fit the plan", problems)
     _check_same_plan(run)
     check_record_files(

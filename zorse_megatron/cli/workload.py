@@ -9,10 +9,10 @@ from typing import get_args
 
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.errors import FlagError, ModelError, Problem
-from zorse_megatron.flags.command import Command, read_command
-from zorse_megatron.flags.command_findings import Findings, findings_of
+from zorse_megatron.flags.check import check_command
+from zorse_megatron.flags.command import Command, read_command, unknown_flags
 from zorse_megatron.flags.computing_flags import computing_from_flags
-from zorse_megatron.flags.flags_against_sets import barring_sets
+from zorse_megatron.flags.conditions import barring_sets
 from zorse_megatron.flags.shape import (
     batch_size_from_flags,
     dtype_from_flags,
@@ -93,10 +93,11 @@ def workload_of(
     chosen = None if is_auto else dtype_named(dtype)
     if flags is not None:
 
-        def check(command: Command) -> Findings:
+        def check(command: Command) -> tuple[list[Problem], list[str]]:
             if not checks_flags:
                 return [], []
-            return findings_of(command, plan, kinds, is_whole=is_whole, by_stock=by_stock)
+            problems = check_command(command, plan, kinds, is_whole=is_whole, by_stock=by_stock)
+            return problems, unknown_flags(command)[1]
 
         found = _from_flags(flags, global_batch_size, seq_length, chosen, check)
         # What a plan says of its groups takes precedence over what the command says of the job.
@@ -142,7 +143,7 @@ def _from_flags(
     batch: int | None,
     seq_length: int | None,
     dtype: Dtype | None,
-    check: Callable[[Command], Findings],
+    check: Callable[[Command], tuple[list[Problem], list[str]]],
 ) -> Workload:
     """Everything from the flags; options may say the same once more, but nothing else."""
     command = read_command(flags)

@@ -1,11 +1,14 @@
-"""Derive how a training command computes from its flags."""
+"""Derive how a training command computes from its flags, and in which types under a plan."""
 
 from argparse import Namespace
 from typing import cast
 
-from zorse_megatron.flags.rules import RECOMPUTED_MODULES, recompute_argument
-from zorse_megatron.schema.gpus.gpu import Attention
+from zorse_megatron.schema.gpus.gpu import Attention, ComputeDtype
 from zorse_megatron.schema.model.computing import Computing, JobRecompute, Module
+from zorse_megatron.schema.plan.plan import Plan
+
+RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm")
+"""What selective recomputation recomputes in dense layers."""
 
 # Longest samples that the kernels of scaling, mask and softmax in one take: Megatron's
 # (`FusedScaleMaskSoftmax.is_kernel_available`), and Transformer Engine's of the same name.
@@ -14,8 +17,31 @@ _FLASH_BACKENDS = ("flash", "fused")
 _UNFUSED_BACKENDS = ("unfused", "local")
 
 
+def is_mixed(plan: Plan) -> bool:
+    """Whether the plan says in which type groups compute."""
+    return any(group.compute_dtype is not None for group in plan.groups)
+
+
+def job_dtype(args: Namespace) -> ComputeDtype:
+    """What the command says; on parsed arguments that `set_compute_dtype` has not changed."""
+    if args.fp16:
+        return "fp16"
+    return "bf16" if args.bf16 else "fp32"
+
+
+def compute_dtypes(plan: Plan, job: ComputeDtype) -> tuple[ComputeDtype, ...]:
+    """Group -> the type that it computes in."""
+    return tuple(group.compute_dtype or job for group in plan.groups)
+
+
+def recompute_argument(args: Namespace) -> str | None:
+    """The argument that turns recomputation on; None where none does."""
+    names = ("recompute_granularity", "recompute_activations")
+    return next((name for name in names if getattr(args, name, None)), None)
+
+
 def computing_from_flags(args: Namespace) -> Computing:
-    """Return it. `args`: of a command that `flags.rules` finds nothing wrong with."""
+    """Return it. `args`: of a command that `flags.check` finds nothing wrong with."""
     is_local = args.transformer_impl == "local"
     is_narrow = args.fp16 and not args.accumulate_allreduce_grads_in_fp32
     return Computing(

@@ -1,17 +1,22 @@
-"""Every flag of megatron-core 0.19's parser: its spellings, values and default.
+"""Every flag of megatron-core 0.19's parser, and the rows of `flags.yaml` on what becomes of it.
 
-Generated from the parser by scripts/write_megatron_flags.py, so that commands which plan can read
-a training command without torch and Megatron.
+scripts/write_megatron_flags.py generates megatron_flags.json from the parser, so that
+commands which plan can read a training command without torch and Megatron.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import filter as matching
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+from pydantic import ConfigDict, TypeAdapter
+
 TABLE_FILE = Path(__file__).with_name("megatron_flags.json")
+ROWS_FILE = Path(__file__).with_name("flags.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,73 @@ class Flag:
     """Values that are accepted; None: all."""
     default: Any
     """Value of the parsed argument without the flag."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of `flags.yaml`, which says what the keys mean."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    flags: str = ""
+    under_plan: Literal["compared", "predicted", "accepted", "decided", "refused"] | None = None
+    """None: a further reason."""
+    what: str = ""
+    """What the flags are, for people."""
+    when: str = ""
+    again: bool = False
+    of_stock: bool = False
+    values: tuple[str, ...] | None = None
+    """None: any."""
+    accepted: tuple[str | float | bool, ...] = ()
+    where: str = "{flag}"
+    found: str = "{given}"
+    expected: str = "{accepted} under a plan ({what})"
+    remedy: str = ""
+
+    @property
+    def refuses(self) -> bool:
+        """Whether its flags are refused whatever else holds."""
+        return self.under_plan in ("decided", "refused")
+
+
+_IN_NO_ROW = Row(
+    what="Not looked at yet",
+    under_plan="refused",
+    remedy="Untested under a plan; remove the flag, or train without --zorse-plan.",
+)
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All rows, in the file's order."""
+    # libyaml, where PyYAML was built with it, takes a tenth of the time.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    listed = yaml.load(ROWS_FILE.read_text(encoding="utf-8"), Loader=loader)["rows"]
+    return TypeAdapter(tuple[Row, ...]).validate_json(json.dumps(listed))
+
+
+def names_of(row: Row) -> Iterator[str]:
+    """Arguments of a row."""
+    return (name for entry in row.flags.split() for name in expanded(entry))
+
+
+def expanded(entry: str) -> list[str]:
+    """Arguments that an entry of a row stands for; of a star in the parser's order."""
+    return matching(defaults(), entry) if "*" in entry else [entry]
+
+
+@cache
+def further_rows() -> tuple[Row, ...]:
+    """Those that refuse a flag when something else holds."""
+    return tuple(row for row in rows() if row.when)
+
+
+@cache
+def row_of() -> Mapping[str, Row]:
+    """Argument -> the row that says what becomes of it."""
+    said = {name: row for row in rows() if row.under_plan for name in names_of(row)}
+    return {name: said.get(name, _IN_NO_ROW) for name in defaults()}
 
 
 @cache

@@ -8,9 +8,9 @@ from typing import Any
 
 from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.flags.command import Command, read_command
+from zorse_megatron.flags.computing_flags import job_dtype
 from zorse_megatron.flags.scan import find_flags, split_script
 from zorse_megatron.flags.table import flags, spelling_of
-from zorse_megatron.flags.types import job_dtype
 from zorse_megatron.launch.max_connections import VARIABLE
 from zorse_megatron.launch.training_command import (
     TrainingCommand,

@@ -15,7 +15,7 @@ from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.errors import FlagError
-from zorse_megatron.flags.unknown import unknown_problems
+from zorse_megatron.flags.command import unknown_problems
 from zorse_megatron.log import say
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan

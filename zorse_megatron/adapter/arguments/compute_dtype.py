@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
+from zorse_megatron.flags.computing_flags import compute_dtypes, is_mixed, job_dtype
 from zorse_megatron.schema.plan.plan import ComputeDtype, Plan
 
 _TORCH: dict[ComputeDtype, torch.dtype] = {

@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 
 from zorse_megatron.errors import FlagError
-from zorse_megatron.flags.flags_against_plan import layout_of, world_problems
-from zorse_megatron.flags.rules import command_problems
-from zorse_megatron.flags.types import compute_dtypes, is_mixed, job_dtype
+from zorse_megatron.flags.check import check_arguments
+from zorse_megatron.flags.computing_flags import compute_dtypes, is_mixed, job_dtype
+from zorse_megatron.flags.conditions import layout_of
 from zorse_megatron.schema.gpus.gpu import GpuKind
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.rank_axes import set_of_rank
@@ -28,8 +28,7 @@ def fit_to_plan(
 
     Raises FlagError with every problem.
     """
-    problems = [*world_problems(plan, world_size), *command_problems(args, plan, kinds)]
-    if problems:
+    if problems := check_arguments(args, plan, kinds, world_size=world_size):
         raise FlagError("The command does not fit the plan", problems)
     notes = []
     args.global_batch_size = plan.global_batch_size

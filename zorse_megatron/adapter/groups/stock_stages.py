@@ -14,7 +14,7 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.groups.process_groups import PipelinePosition, stages_of
-from zorse_megatron.flags.flags_against_plan import layout, layout_of
+from zorse_megatron.flags.conditions import layout, layout_of
 from zorse_megatron.schema.plan.plan import Plan
 
 

@@ -7,9 +7,7 @@ from megatron.training import get_args
 
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.errors import PlanError, Problem
-from zorse_megatron.flags.flags_against_plan import model_flag_problems
-from zorse_megatron.flags.flags_against_sets import set_flag_problems
-from zorse_megatron.flags.flags_against_split import split_backward_problems
+from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan.plan import Plan
@@ -30,9 +28,7 @@ def checked_plan(run: PlanRun, session: "PlanSession", data: bytes) -> Plan:
     dtypes = run.check_next(plan)
     args = get_args()
     problems = [*_problems(plan, session, args), *_other_types(dtypes, session)]
-    problems += model_flag_problems(args, plan)
-    problems += set_flag_problems(args, plan)
-    problems += split_backward_problems(args, plan)
+    problems += check_arguments(args, plan, again=True)
     if problems:
         raise PlanError("The next plan cannot take over", problems)
     sets = [replica.ranks for group in plan.groups for replica in group.replicas]

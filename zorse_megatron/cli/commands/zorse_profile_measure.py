@@ -13,8 +13,8 @@ from zorse_megatron.cli.options import AsJson
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.files.writable import refuse_unwritable
+from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import read_command
-from zorse_megatron.flags.command_findings import findings_of
 from zorse_megatron.flags.scan import split_script
 from zorse_megatron.measure.tasks import single_layer_flags
 
@@ -108,8 +108,7 @@ def _workload(
     workload = workload_of(model=None, flags=flags, checks_flags=False)
     # Of the command that measures: it leaves out what a plan decides.
     words = [*([] if script is None else [str(script)]), *single_layer_flags(flags, workload.model)]
-    problems, _ = findings_of(read_command(words), None)
-    if problems:
+    if problems := check_command(read_command(words), None):
         raise FlagError("no plan trains these layers", problems)
     return workload, (script, flags)
 

@@ -1,0 +1,339 @@
+"""Every row of flags.yaml refuses what it says: in check, launch and plan as in a run."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.flag_samples import words_of
+from tests.unit.cli_samples import FLAGS, lab_plan, runner_in
+from zorse_megatron.flags import turned_off
+from zorse_megatron.flags.check import check_command, is_refused
+from zorse_megatron.flags.command import read_command
+from zorse_megatron.flags.conditions import OF_COMMANDS, OF_PLANS
+from zorse_megatron.flags.table import (
+    defaults,
+    expanded,
+    flags,
+    further_rows,
+    names_of,
+    rows,
+    spelling_of,
+)
+from zorse_megatron.schema.plan.plan_json import parse_plan
+
+REFUSING = [row for row in rows() if row.refuses]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    return runner_in(tmp_path, monkeypatch)
+
+
+def with_flags(words):
+    """The plan is for V100s too, so the job's type is fp16, but where a test says another."""
+    return [*(word for word in FLAGS if not ("--bf16" in words and word == "--fp16")), *words]
+
+
+def changed(changes):
+    """The lab's plan, with other values of groups, of replicas or of the plan itself."""
+    plan = lab_plan()
+    for key, value in changes.items():
+        where = plan["groups"][1] if key in plan["groups"][1] or key in OF_GROUPS else plan
+        where[key] = value
+    return plan
+
+
+def loaded(plan):
+    return parse_plan(json.dumps(plan).encode(), source="plan.json")
+
+
+def of_a_run(words, plan):
+    """What a run says before it imports torch."""
+    return check_command(read_command(words), plan, world_size=plan.world_size)
+
+
+def said(output):
+    return [tuple(each.values()) for each in json.loads(output)["problems"]]
+
+
+def test_every_flag_has_one_row_and_every_row_flags_of_megatron():
+    counts = Counter(name for row in rows() if row.under_plan for name in names_of(row))
+    assert counts == dict.fromkeys(defaults(), 1)
+    entries = {entry for row in rows() for entry in row.flags.split()}
+    assert {each for each in entries if not set(expanded(each)) & defaults().keys()} == set()
+
+
+def test_every_row_is_a_verdict_or_has_a_condition_and_every_condition_a_row():
+    assert all(bool(row.under_plan) != bool(row.when) for row in rows())
+    assert {row.when for row in further_rows()} == OF_COMMANDS.keys() | OF_PLANS.keys()
+
+
+def test_a_flag_of_each_row_is_refused_by_check_launch_and_the_run(run):
+    """All in one command, as all problems are told at once."""
+    words, expected = FLAGS, []
+    for row in REFUSING:
+        samples = (
+            (name, sample)
+            for name in names_of(row)
+            for flag in flags()
+            if flag.name == name and (flag.type != "name" or flag.choices)
+            for sample in words_of(flag)
+        )
+        name, sample = next(
+            (n, s) for n, s in samples if is_refused(n, getattr(read_command(s).args, n))
+        )
+        words = [*words, *sample]
+        expected.append((spelling_of(name), row.remedy))
+    checked = run("check", "--json", "plan.json", "--", *words)
+    found = [(where, remedy) for where, _, _, remedy in said(checked.stdout)]
+    assert checked.exit_code == 1 and set(expected) <= set(found)
+    assert len(expected) == len(REFUSING) > 50
+    of_the_run = [(each.where, each.remedy) for each in of_a_run(words, loaded(lab_plan()))]
+    assert of_the_run == found
+    launch = ("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--", *words)
+    for other in (run(*launch), run("plan", "--cluster", "cluster.yaml", "--", *words)):
+        assert other.exit_code != 0 and "torchrun --" not in other.output
+        assert [flag for flag, _ in expected if f"{flag}: found" not in other.output] == []
+
+
+def test_defaults_and_flags_that_are_off_are_not_refused():
+    for name, default in defaults().items():
+        assert not any(is_refused(name, value) for value in (default, None))
+        assert default or not is_refused(name, False)
+    assert not is_refused("softmax_type", "off-by-one") and is_refused("softmax_type", "learnable")
+    # `--inprocess-active-world-size` defaults to WORLD_SIZE, which torchrun and srun set.
+    assert not is_refused("inprocess_active_world_size", 8) and is_refused("inprocess_restart", 1)
+
+
+def replica(*ranks, **more):
+    sizes = {"micro_batch_size": 2, "num_microbatches": 2, "shard_weight": 1.0}
+    return {"ranks": list(ranks), **sizes, **more}
+
+
+OF_GROUPS = ("gradient_wire", "compute_dtype", "recompute", "split_backward")
+SETS = {"replicas": [replica(4, 5, num_microbatches=4), replica(6), replica(7)]}
+PARTS = {"vocabulary_rows": [20000, 12000]}
+BREADTH_FIRST = {"schedule": {"name": "breadth_first"}}
+BETWEEN = {
+    "schedule": {"name": "breadth_first"},
+    "chunks": [
+        {"group": g, "layers": list(at)} for g, at in ((0, (0, 3)), (1, (3, 5)), (0, (5, 8)))
+    ],
+    "replicas": [replica(4, 5, num_microbatches=4), replica(6, 7, num_microbatches=4)],
+}
+MODEL = {"num_layers": 8, "hidden_size": 1024, "seq_length": 512}
+QUIET = "--attention-dropout 0 --hidden-dropout 0"
+HASHES = "--check-weight-hash-across-dp-replicas-interval"
+WIRE = "groups[1].gradient_wire"
+
+# Condition -> what is different in the plan, flags beside the usual ones, where it is found.
+EXAMPLES = {
+    "always": [
+        ({}, "--position-embedding-type relative", "--position-embedding-type"),
+        ({}, "--transformer-impl inference_optimized", "--transformer-impl"),
+        ({}, "--attention-backend local", "--attention-backend"),
+    ],
+    "layers_are_local": [
+        ({}, "--transformer-impl local --attention-backend fused", "--attention-backend")
+    ],
+    "full_recomputation_lacks_settings": [
+        ({}, "--recompute-granularity full", "--recompute-method, --recompute-num-layers")
+    ],
+    "only_full_recomputation_has_settings": [
+        ({}, "--recompute-num-layers 2", "--recompute-method, --recompute-num-layers")
+    ],
+    "modules_are_of_other_layers": [
+        ({}, "--recompute-modules mlp moe --recompute-activations", "--recompute-modules")
+    ],
+    "checkpoints_fit_one_layout": [
+        ({}, "--load x --use-distributed-optimizer", "--use-distributed-optimizer")
+    ],
+    "own_entry_trains": [({}, "--fim-data", "--fim-data")],
+    "command_lacks_evaluations": [({}, "--eval-interval 0", "--eval-interval")],
+    "command_lacks_saves": [({}, "--save x", "--save-interval")],
+    "plan_is_to_be_made": [
+        ({}, "--recompute-activations", "--recompute-activations"),
+        ({}, "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size"),
+    ],
+    "job_has_other_ranks": [({}, "", "the number of ranks (WORLD_SIZE)")],
+    "stages_are_not_chunks": [
+        ({}, "--pipeline-model-parallel-size 3", "--pipeline-model-parallel-size")
+    ],
+    "parameters_are_sharded": [(BREADTH_FIRST, f"{HASHES} 5", HASHES)],
+    "plan_recomputes": [
+        ({"recompute": {"mode": "full"}}, f"--recompute-{how}", f"--recompute-{how.split()[0]}")
+        for how in ("activations", "granularity selective")
+    ],
+    "sums_are_as_narrow_as_messages": [
+        ({"gradient_wire": dtype}, "", WIRE) for dtype in ("bf16", "fp16")
+    ],
+    "messages_lack_a_loss_scale": [({"gradient_wire": "fp16"}, "--bf16", WIRE)],
+    "groups_have_several_dtypes": [
+        ({"compute_dtype": "fp16"}, flag, flag)
+        for flag in (
+            "--fp16-lm-cross-entropy",
+            "--fp32-residual-connection",
+            "--grad-reduce-in-bf16",
+        )
+    ],
+    "gpus_lack_bf16": [
+        ({}, "--bf16", "--bf16"),
+    ],
+    "gpus_lack_flash_attention": [({}, "--attention-backend flash", "--attention-backend")],
+    "layout_is_not_of_the_chunks": [
+        ({}, "--pipeline-model-parallel-layout Et*4|t*4L", "--pipeline-model-parallel-layout")
+    ],
+    "batch_is_another": [({}, "--global-batch-size 8", "--global-batch-size")],
+    "batch_is_no_multiple": [
+        ({}, f"--micro-batch-size {size}", "--micro-batch-size") for size in (3, 0)
+    ],
+    "model_is_another": [
+        ({}, "--num-layers 9", "--num-layers"),
+        ({"model": MODEL | {"vocab_size": 64}}, "--padded-vocab-size 128", "--padded-vocab-size"),
+        ({"model": MODEL | {"num_query_groups": 4}}, "", "--num-query-groups"),
+    ],
+    "embeddings_are_tied_otherwise": [
+        (
+            {"model": MODEL | {"tied_embeddings": True}},
+            "",
+            "--untie-embeddings-and-output-weights",
+        )
+    ],
+    "plan_has_sets": [
+        (SETS, "", "--attention-dropout"),
+        (SETS, "--sft", "--sft"),
+    ],
+    "vocabulary_has_unequal_parts": [
+        (
+            {"replicas": [replica(4, 5, parts=PARTS, num_microbatches=4), *SETS["replicas"][1:]]},
+            f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+            "--cross-entropy-fusion-impl",
+        )
+    ],
+    "sets_between_lack_masks": [
+        (BETWEEN, f"{QUIET} --reset-attention-mask", "--reset-attention-mask")
+    ],
+    "replicas_hold_unlike_parts": [(SETS, f"{QUIET} {HASHES} 5", HASHES)],
+    "sets_cannot_divide": [
+        (SETS, f"{QUIET} --padded-vocab-size 32001", "groups[1].replicas[0].ranks")
+    ],
+    "weight_gradients_cannot_wait": [
+        ({"split_backward": True}, "--transformer-impl local", "gradient_accumulation_fusion")
+    ],
+}
+CASES = [(when, *example) for when, listed in EXAMPLES.items() for example in listed]
+
+
+def test_every_condition_has_an_example():
+    assert EXAMPLES.keys() == {row.when for row in further_rows()}
+    assert len(EXAMPLES["always"]) == sum(row.when == "always" for row in further_rows())
+
+
+def parts(row):
+    """What a row says between its braces."""
+    return [
+        re.compile(".+".join(map(re.escape, re.split(r"\{.*?\}", text))))
+        for text in (row.found, row.expected, row.remedy)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]}")
+def test_a_further_reason(run, tmp_path, case):
+    """The row speaks; without what the example has nothing is wrong."""
+    when, changes, flags_given, where = case
+    plan = changed(changes)
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    words = with_flags(flags_given.split())
+    if when == "plan_is_to_be_made":
+        found = [
+            (each.where, each.found, each.expected, each.remedy)
+            for each in check_command(read_command(words), None)
+        ]
+        planned = run("plan", "--cluster", "cluster.yaml", "--", *words)
+        assert planned.exit_code != 0 and f"{where}: found" in planned.output
+    elif when == "job_has_other_ranks" or when.startswith("command_lacks"):
+        world_size = 7 if when == "job_has_other_ranks" else 8
+        problems = check_command(read_command(words), loaded(plan), world_size=world_size)
+        found = [(each.where, each.found, each.expected, each.remedy) for each in problems]
+    else:
+        files = ("plan.json", "cluster.yaml") if "flash" in when else ("plan.json",)
+        checked = run("check", "--json", *files, "--", *words)
+        assert checked.exit_code == 1, checked.output
+        found = said(checked.stdout)
+    matching = [row for row in further_rows() if row.when == when]
+    assert any(
+        at == where
+        and all(part.fullmatch(text) for part, text in zip(parts(row), texts, strict=True))
+        for row in matching
+        for at, *texts in found
+    ), found
+    unchanged = check_command(read_command(with_flags([])), loaded(lab_plan()), world_size=8)
+    assert unchanged == []
+
+
+FINE = [
+    ({"gradient_wire": "bf16"}, "--bf16"),
+    ({"gradient_wire": "fp16"}, "--accumulate-allreduce-grads-in-fp32"),
+    ({"gradient_wire": "fp16", "compute_dtype": "fp16"}, ""),
+    ({}, "--fp32-residual-connection"),
+    ({"recompute": {"mode": "full"}}, ""),
+    ({}, "--recompute-granularity full --recompute-method block --recompute-num-layers 1"),
+    ({}, f"{HASHES} 5"),
+    ({}, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3L"),
+    ({}, "--micro-batch-size 4 --eval-global-batch-size 16"),
+    ({"model": MODEL | {"num_query_groups": 16}}, "--num-query-groups 2"),
+    ({"model": MODEL | {"num_query_groups": 2}}, "--group-query-attention --num-query-groups 2"),
+    ({"model": MODEL | {"tied_embeddings": False}}, ""),
+    (SETS, QUIET),
+    ({"replicas": BETWEEN["replicas"]}, f"{QUIET} --reset-attention-mask {HASHES} 5"),
+    (SETS, f"{QUIET} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"),
+    ({"split_backward": True}, "--transformer-impl local --no-gradient-accumulation-fusion"),
+    ({}, "--save x --save-interval 1 --use-distributed-optimizer "
+         "--dist-ckpt-optim-fully-reshardable"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "flags_given"), FINE)
+def test_what_is_no_reason(changes, flags_given):
+    plan = changed(changes)
+    if "--bf16" in flags_given:
+        del plan["cluster"]
+    assert of_a_run(with_flags(flags_given.split()), loaded(plan)) == []
+
+
+def test_a_run_that_starts_leaves_flags_to_the_script_and_to_its_machine():
+    plan = loaded(changed({"split_backward": True}))
+    words = [*FLAGS, "--my-own-idea", "3", "--transformer-impl", "local", "--fim-data"]
+    assert of_a_run(["mine.py", *words], plan) == []
+    assert [each.where for each in of_a_run(words, plan)] == ["--my-own-idea", "--fim-data"]
+
+
+def test_a_script_may_have_flags_of_its_own(run, tmp_path):
+    (tmp_path / "mine.py").write_text('parser.add_argument("--seq-lenghts")\n')
+    plan = ("check", "plan.json", "--")
+    own = run(*plan, "mine.py", *FLAGS, "--seq-lenghts", "3")
+    assert own.exit_code == 0, own.output
+    unheard = run(*plan, "mine.py", *FLAGS, "--my-own-idea", "3")
+    assert unheard.exit_code == 0
+    assert "--my-own-idea is no flag of Megatron's; mine.py must add it" in unheard.stdout
+    slip = run(*plan, "mine.py", *FLAGS, "--seq-lenght", "3")
+    assert slip.exit_code == 1 and "Did you mean --seq-length?" in slip.stdout
+    for script in ([], ["pretrain_gpt.py"]):
+        refused = run(*plan, *script, *FLAGS, "--my-own-idea", "3")
+        assert refused.exit_code == 1 and "--my-own-idea" in refused.stdout
+
+
+@pytest.mark.parametrize("folder", ["scripts", "tests/megatron", "tests/slurm", "zorse_megatron"])
+def test_what_runs_of_ours_turn_off_stands_in_one_place(folder):
+    """With its reason; the demo says its own."""
+    off = re.compile(r'"--(num-workers|eval-iters|hidden-dropout|attention-dropout)"[,:] "?0[",)]')
+    root = Path(turned_off.__file__).parents[2]
+    found = {
+        str(path.relative_to(root))
+        for path in (root / folder).rglob("*.py")
+        if "demo" not in path.parts and off.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == ({"zorse_megatron/flags/turned_off.py"} & {f"{folder}/flags/turned_off.py"})

@@ -1,0 +1,391 @@
+"""What the further reasons of `flags.yaml` depend on: the command, its plan, and the plan's GPUs.
+
+A condition is asked for an argument and yields what fills in the braces of its row, once for each
+problem. Arguments that Megatron derives are None at first and skipped; they are asked about again.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zorse_megatron.flags.computing_flags import (
+    RECOMPUTED_MODULES,
+    compute_dtypes,
+    is_mixed,
+    job_dtype,
+    recompute_argument,
+)
+from zorse_megatron.flags.table import defaults, further_rows, spelling_of
+from zorse_megatron.schedules.breadth_first import RESIDENT, parameters_setting
+from zorse_megatron.schema.gpus.gpu import GpuKind
+from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS
+from zorse_megatron.schema.plan.memory_settings import said_settings
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
+from zorse_megatron.schema.plan.set_rules import DividedSizes, set_problems, sets_of
+
+Filled = Iterator[Mapping[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A command that is checked."""
+
+    args: Namespace
+    plan: Plan | None
+    """None: one is to be made."""
+    kinds: Mapping[str, GpuKind] | None = None
+    """Of the cluster's GPUs, where they are known beyond the well-known ones."""
+    world_size: int | None = None
+    """Ranks that have been started; None: not yet."""
+    is_own_entry: bool = False
+    """Whether our own GPT entry is what trains."""
+    is_whole: bool = False
+    """Whether the command is run as it is, and does not only say what is trained."""
+    is_final: bool = True
+    """Whether no flags are added any more for what a machine lacks."""
+
+    def value(self, name: str) -> Any:
+        """An argument as a command spells it: of an enumeration the name; None: not known."""
+        value = getattr(self.args, name, None)
+        return getattr(value, "name", value)
+
+    def integer(self, name: str) -> int | None:
+        """An argument that is a whole number by now."""
+        value = self.value(name)
+        return value if isinstance(value, int) else None
+
+
+def is_given(name: str, value: Any) -> bool:
+    """Whether an argument is on, and not what it is by default."""
+    default = defaults().get(name)
+    return value not in (None, default) and bool(default or value)
+
+
+def layout_of(plan: Plan) -> str | None:
+    """The plan's chunks as stages (`--pipeline-model-parallel-layout`); None for a single one."""
+    return layout([stop - first for first, stop in (chunk.layers for chunk in plan.chunks)])
+
+
+def layout(num_layers: Sequence[int]) -> str | None:
+    """Stages of these numbers of layers, as Megatron writes them; None for a single one."""
+    if len(num_layers) == 1:
+        return None
+    return "E" + "|".join(f"t*{number}" for number in num_layers) + "L"
+
+
+def barring_sets(args: Namespace) -> list[str]:
+    """Flags with which no plan may have sets, as they are spelled."""
+    barred = [row for row in further_rows() if row.when == plan_has_sets.__name__]
+    return [
+        spelling_of(name)
+        for row in barred
+        for name in row.flags.split()
+        if _or_default(getattr(args, name, None), name) not in row.accepted
+    ]
+
+
+def _or_default(value: Any, name: str) -> Any:
+    return defaults().get(name) if value is None else value
+
+
+# Of the command alone.
+
+
+def always(case: Case, name: str) -> Filled:
+    """Whatever else it says."""
+    yield {}
+
+
+def layers_are_local(case: Case, name: str) -> Filled:
+    """The local implementation has one attention; stock would take another without a word."""
+    if case.value("transformer_impl") == "local":
+        yield {}
+
+
+def full_recomputation_lacks_settings(case: Case, name: str) -> Filled:
+    """Megatron's transformer config would refuse it with a traceback."""
+    method, number = case.value("recompute_method"), case.value("recompute_num_layers")
+    if case.value(name) == "full" and (method is None or not number):
+        yield {"method": method, "number": number}
+
+
+def only_full_recomputation_has_settings(case: Case, name: str) -> Filled:
+    """As above."""
+    method, number = case.value("recompute_method"), case.value("recompute_num_layers")
+    if case.value(name) != "full" and (method, number) != (None, None):
+        yield {"method": method, "number": number}
+
+
+def modules_are_of_other_layers(case: Case, name: str) -> Filled:
+    """As above."""
+    others = set(case.value(name) or ()) - set(RECOMPUTED_MODULES)
+    if others:
+        yield {"others": ", ".join(sorted(others)), "known": ", ".join(RECOMPUTED_MODULES)}
+
+
+def checkpoints_fit_one_layout(case: Case, name: str) -> Filled:
+    """It would only be refused at the first save, when there is something to lose."""
+    stores = case.args.save is not None or case.args.load is not None
+    if stores and case.value(name) and not case.args.dist_ckpt_optim_fully_reshardable:
+        yield {}
+
+
+def plan_is_to_be_made(case: Case, name: str) -> Filled:
+    """Then it decides."""
+    if case.plan is None and is_given(name, case.value(name)):
+        yield {}
+
+
+def own_entry_trains(case: Case, name: str) -> Filled:
+    """What our own GPT entry leaves out of upstream's pretrain_gpt.py."""
+    if case.is_own_entry and case.value(name):
+        yield {}
+
+
+def command_lacks_evaluations(case: Case, name: str) -> Filled:
+    """In a command that is to be run."""
+    interval = case.value(name)
+    if case.is_whole and (interval is None or interval < 1):
+        yield {"counted": "no such flag" if interval is None else interval}
+
+
+def command_lacks_saves(case: Case, name: str) -> Filled:
+    """In a command that is to be run, and saves."""
+    interval = case.value(name)
+    saves = case.is_whole and case.value("save") is not None
+    if saves and (interval is None or interval < 1):
+        yield {"counted": "no such flag, beside --save" if interval is None else interval}
+
+
+# Of the command and its plan.
+
+
+def job_has_other_ranks(case: Case, plan: Plan, name: str) -> Filled:
+    """A job of other ranks than the plan's."""
+    if case.world_size not in (None, plan.world_size):
+        yield {
+            "world_size": case.world_size,
+            "planned": plan.world_size,
+            "groups": len(plan.groups),
+        }
+
+
+def stages_are_not_chunks(case: Case, plan: Plan, name: str) -> Filled:
+    """A number of stages that is not the number of chunks."""
+    if case.value(name) not in (None, 1, len(plan.chunks)):
+        yield {"chunks": len(plan.chunks)}
+
+
+def parameters_are_sharded(case: Case, plan: Plan, name: str) -> Filled:
+    """Stock hashes unsharded parameters between iterations, when sharded chunks have none."""
+    if case.value(name) is not None and parameters_setting(plan) != RESIDENT:
+        yield {}
+
+
+def plan_recomputes(case: Case, plan: Plan, name: str) -> Filled:
+    """Settings of the plan beside those of the job."""
+    if name != recompute_argument(case.args):
+        return
+    settings = ((each.recompute_at, each.settings.recompute) for each in said_settings(plan))
+    for where, recompute in dict.fromkeys(settings):
+        if recompute is not None:
+            yield {"setting": where, "mode": recompute.mode}
+
+
+def sums_are_as_narrow_as_messages(case: Case, plan: Plan, name: str) -> Filled:
+    """16-bit messages need fp32 sums."""
+    if job_dtype(case.args) != "fp16" or is_mixed(plan) or case.value(name):
+        return
+    for number, group in enumerate(plan.groups):
+        if group.gradient_wire is not None:
+            yield {"group": number, "dtype": group.gradient_wire}
+
+
+def messages_lack_a_loss_scale(case: Case, plan: Plan, name: str) -> Filled:
+    """Messages in fp16 need a loss scale, whose overflow skips the step."""
+    if "fp16" in compute_dtypes(plan, job_dtype(case.args)):
+        return
+    for number, group in enumerate(plan.groups):
+        if group.gradient_wire == "fp16":
+            yield {"group": number}
+
+
+def groups_have_several_dtypes(case: Case, plan: Plan, name: str) -> Filled:
+    """The plan says in which type groups compute."""
+    if is_mixed(plan) and case.value(name):
+        yield {}
+
+
+def gpus_lack_bf16(case: Case, plan: Plan, name: str) -> Filled:
+    """GPUs without units for it, where the plan says which GPUs it is for."""
+    names = _gpu_kinds(plan)
+    known = {**GPU_KINDS, **(case.kinds or {})}
+    lacking = {kind for kind in names if kind in known and not known[kind].computes_in("bf16")}
+    for number, dtype in enumerate(compute_dtypes(plan, job_dtype(case.args))):
+        group = plan.groups[number]
+        theirs = {names[rank] for rank in group.ranks if rank < len(names)} & lacking
+        if dtype == "bf16" and theirs:
+            of = f"groups[{number}].compute_dtype" if group.compute_dtype else spelling_of(name)
+            yield {"of": of, "group": number, "gpus": " and ".join(sorted(theirs))}
+
+
+def gpus_lack_flash_attention(case: Case, plan: Plan, name: str) -> Filled:
+    """Transformer Engine would stop there. Without `kinds` nobody said what its builds can do."""
+    kinds = case.kinds or {}
+    lacking = {k for k in _gpu_kinds(plan) if k in kinds and not kinds[k].runs_flash_attention}
+    if lacking:
+        yield {"gpus": " and ".join(sorted(lacking))}
+
+
+def _gpu_kinds(plan: Plan) -> Sequence[str]:
+    return () if plan.cluster is None else plan.cluster.gpu_kinds or ()
+
+
+def layout_is_not_of_the_chunks(case: Case, plan: Plan, name: str) -> Filled:
+    """A layout that is not that of the chunks."""
+    if case.value(name) not in (None, layout_of(plan)):
+        yield {"layout": layout_of(plan)}
+
+
+def batch_is_another(case: Case, plan: Plan, name: str) -> Filled:
+    """A batch that is not the plan's."""
+    if case.value(name) not in (None, plan.global_batch_size):
+        yield {"planned": plan.global_batch_size}
+
+
+def batch_is_no_multiple(case: Case, plan: Plan, name: str) -> Filled:
+    """Micro-batches that do not make the plan's batch."""
+    size = case.value(name)
+    if size is not None and (size < 1 or plan.global_batch_size % size):
+        yield {"planned": plan.global_batch_size}
+
+
+def model_is_another(case: Case, plan: Plan, name: str) -> Filled:
+    """A size that is not that of the plan's model."""
+    field = name.removeprefix("padded_")
+    planned, own = getattr(plan.model, field), case.value(name)
+    if name == "num_query_groups" and not case.value("group_query_attention"):
+        # Stock's default stands for nothing then: each head has a group of its own.
+        own = case.value("num_attention_heads")
+    if None not in (planned, own) and planned != own:
+        yield {"own": own, "planned": planned, "field": field}
+
+
+def embeddings_are_tied_otherwise(case: Case, plan: Plan, name: str) -> Filled:
+    """Other than those of the plan's model."""
+    tied, untied = plan.model.tied_embeddings, case.value(name)
+    if None not in (tied, untied) and tied == untied:
+        yield {"planned": not tied}
+
+
+def plan_has_sets(case: Case, plan: Plan, name: str) -> Filled:
+    """Tensor-parallel sets, with which other values than the row's are not exact."""
+    for where, _ in sets_of(plan):
+        yield {"own": _or_default(case.value(name), name), "set": where}
+        return
+
+
+def vocabulary_has_unequal_parts(case: Case, plan: Plan, name: str) -> Filled:
+    """Where cross entropy is fused at all."""
+    parts = [replica.unequal_parts for _, replica in sets_of(plan)]
+    if case.value("cross_entropy_loss_fusion") and any(p and p.vocabulary_rows for p in parts):
+        yield {}
+
+
+def sets_between_lack_masks(case: Case, plan: Plan, name: str) -> Filled:
+    """Scripts broadcast masks in sets of the first and of the last stage only.
+
+    Source: `megatron.core.utils.get_batch_on_this_tp_rank`; other ranks of a set in between would
+    attend by a mask that nobody has written.
+    """
+    makes_masks = getattr(case.args, "create_attention_mask_in_dataloader", True)
+    if not (case.value(name) and makes_masks):
+        return
+    between = tuple(f"groups[{chunk.group}]." for chunk in plan.chunks[1:-1])
+    for where, _ in sets_of(plan):
+        if where.startswith(between):
+            yield {"set": where}
+            return
+
+
+def replicas_hold_unlike_parts(case: Case, plan: Plan, name: str) -> Filled:
+    """Stock compares hashes over the data-parallel group, where unlike replicas hold other parts.
+
+    Source: `megatron.core.utils.check_param_hashes_across_dp_replicas`.
+    """
+    unlike = [n for n, group in enumerate(plan.groups) if not holds_equal_parts(group)]
+    if case.value(name) is not None and unlike:
+        yield {"group": unlike[0]}
+
+
+def sets_cannot_divide(case: Case, plan: Plan, name: str) -> Filled:
+    """Sizes of the command; a plan that knows its model has been checked by itself."""
+    known, grouped = plan.model, case.value("group_query_attention")
+    has_heads = known.num_query_groups or known.num_attention_heads
+    sizes = DividedSizes(
+        num_query_groups=None
+        if has_heads
+        else case.integer(name if grouped else "num_attention_heads"),
+        ffn_hidden_size=None if known.ffn_hidden_size else case.integer("ffn_hidden_size"),
+        vocab_size=None if known.vocab_size else case.integer("padded_vocab_size"),
+        sequence_length=case.integer("seq_length") if case.value("sequence_parallel") else None,
+    )
+    for each in set_problems(plan, sizes):
+        yield {
+            "of": each.where,
+            "counts": each.found,
+            "fitting": each.expected,
+            "way": each.remedy,
+        }
+
+
+def weight_gradients_cannot_wait(case: Case, plan: Plan, name: str) -> Filled:
+    """A plan computes them apart from backwards; asked once flags are final."""
+    numbers = [number for number, group in enumerate(plan.groups) if group.split_backward]
+    is_local = case.value("transformer_impl") == "local"
+    if case.is_final and numbers and is_local and case.value(name):
+        yield {"group": numbers[0]}
+
+
+OF_COMMANDS: Mapping[str, Callable[[Case, str], Filled]] = {
+    each.__name__: each
+    for each in (
+        always,
+        layers_are_local,
+        full_recomputation_lacks_settings,
+        only_full_recomputation_has_settings,
+        modules_are_of_other_layers,
+        checkpoints_fit_one_layout,
+        plan_is_to_be_made,
+        own_entry_trains,
+        command_lacks_evaluations,
+        command_lacks_saves,
+    )
+}
+OF_PLANS: Mapping[str, Callable[[Case, Plan, str], Filled]] = {
+    each.__name__: each
+    for each in (
+        job_has_other_ranks,
+        stages_are_not_chunks,
+        parameters_are_sharded,
+        plan_recomputes,
+        sums_are_as_narrow_as_messages,
+        messages_lack_a_loss_scale,
+        groups_have_several_dtypes,
+        gpus_lack_bf16,
+        gpus_lack_flash_attention,
+        layout_is_not_of_the_chunks,
+        batch_is_another,
+        batch_is_no_multiple,
+        model_is_another,
+        embeddings_are_tied_otherwise,
+        plan_has_sets,
+        vocabulary_has_unequal_parts,
+        sets_between_lack_masks,
+        replicas_hold_unlike_parts,
+        sets_cannot_divide,
+        weight_gradients_cannot_wait,
+    )
+}
