@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.flag_samples import all_words
+from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.table import flags
+from zorse_megatron.pretrain_command import split_command
 
 
 class Refused(Exception):
@@ -92,3 +94,11 @@ def test_script_and_flags_of_ours_are_set_apart(script):
 
 def test_flags_are_not_abbreviated():
     assert read_command(["--global-batch", "8"]).unknown == ("--global-batch",)
+
+
+def test_the_update_of_shards_is_one_of_three():
+    plan = ["--zorse-plan", "plan.json"]
+    assert split_command(plan).update == "auto"
+    assert split_command([*plan, "--zorse-update", "fused"]).update == "fused"
+    with pytest.raises(FlagError, match="--zorse-update: found 'quick'"):
+        split_command([*plan, "--zorse-update", "quick"])

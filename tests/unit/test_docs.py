@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from scripts.flag_tables import decided_table, refused_table
 from zorse_megatron import pretrain_command
-from zorse_megatron.adapter.cpu.cpu_flags import _REFUSED
 from zorse_megatron.cli import command_group
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.perturbed import link_names
 from zorse_megatron.costs.comm import GraphComm
 from zorse_megatron.doctor.plans import UNEVEN_PLAN
+from zorse_megatron.flags.table import machine_rows
 from zorse_megatron.pretrain_command import split_command
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
@@ -285,7 +285,7 @@ def test_the_lists_of_limits_are_those_of_the_table():
     assert decided_table() in text
     without_gpu = text.partition("## Flags that are refused without a GPU")[2]
     listed = set(re.findall(r"^\| `(--[\w-]+)` \|", without_gpu, re.MULTILINE))
-    assert listed == {flag.flag for flag in _REFUSED}
+    assert listed == {r.flag for r in machine_rows() if r.without == "GPU" and not r.added}
 
 
 WITH_ALL_LINKS = b"""

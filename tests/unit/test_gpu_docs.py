@@ -9,9 +9,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from zorse_megatron.software.gpu_flags import with_gpu_flags
+from scripts.gpu_table import support_table
+from zorse_megatron.software.machine_flags import with_gpu_flags
 from zorse_megatron.software.rank_software import RankSoftware
-from zorse_megatron.software.support_table import support_table
 from zorse_megatron.software.torch_builds import RELEASES
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from zorse_megatron.schema.gpus.compute_capability import BF16_FROM
 from zorse_megatron.schema.gpus.gpu_presets import CAPABILITIES, GPU_KINDS
 from zorse_megatron.software.found_lines import found_lines
-from zorse_megatron.software.gpu_flags import EXTENSIONS, told, with_gpu_flags
+from zorse_megatron.software.machine_flags import EXTENSIONS, with_gpu_flags
 from zorse_megatron.software.rank_software import RankSoftware, SeenGpu
 from zorse_megatron.software.start_problems import StartError, refuse_start, start_problems
 from zorse_megatron.software.torch_builds import (
@@ -184,12 +184,12 @@ def test_flags_for_a_gpu_with_nothing_but_torch():
         *("--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"),
     )
     assert command.transformer_impl == "local"
-    line = told(command.added)
+    line = command.told
     assert line is not None
     assert "--transformer-impl local --no-rope-fusion (Transformer Engine is not installed)" in line
     assert all(word in line for word in added)
     again = with_gpu_flags(command.words, without(*EXTENSIONS))
-    assert (again.words, again.added, told(again.added)) == (command.words, (), None)
+    assert (again.words, again.added, again.told) == (command.words, (), None)
     assert again.transformer_impl == "local"
 
 

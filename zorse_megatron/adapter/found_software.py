@@ -7,7 +7,7 @@ from importlib import metadata
 
 import torch
 
-from zorse_megatron.software.gpu_flags import EXTENSIONS
+from zorse_megatron.software.machine_flags import EXTENSIONS
 from zorse_megatron.software.rank_software import RankSoftware, SeenGpu
 
 

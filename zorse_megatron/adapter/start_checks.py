@@ -14,7 +14,7 @@ from zorse_megatron.adapter.found_software import found_software
 from zorse_megatron.log import say
 from zorse_megatron.schema.gpus.gpu import ComputeDtype
 from zorse_megatron.software.found_lines import found_lines
-from zorse_megatron.software.gpu_flags import told, with_gpu_flags
+from zorse_megatron.software.machine_flags import with_gpu_flags
 from zorse_megatron.software.rank_software import RankSoftware
 from zorse_megatron.software.start_problems import refuse_start
 
@@ -46,7 +46,7 @@ def checked_gpu_flags(
     refuse_start(ranks, () if store is None else dtypes, sees_all=store is not None)
     for line in found_lines(ranks):
         say(line)
-    added = None if command is None else told(command.added)
+    added = None if command is None else command.told
     if added is not None:
         say(added, on_each_node=True)
     return words

@@ -67,6 +67,36 @@ class Row:
         return self.under_plan in ("decided", "refused")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MachineRow:
+    """One of the rows `machines`, on a machine that lacks something."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    flag: str
+    without: str
+    """"GPU", or a module of Python."""
+    why: str
+    added: str | bool = False
+    accepted: tuple[str, ...] = ()
+    of_local_layers: bool = False
+
+    @property
+    def value(self) -> str | None:
+        """What is added with the flag; None for a switch."""
+        return self.added if isinstance(self.added, str) else None
+
+    @property
+    def words(self) -> list[str]:
+        """As in a command."""
+        return [self.flag] if self.value is None else [self.flag, self.value]
+
+    @property
+    def fine(self) -> tuple[str, ...]:
+        """Values that the flag may have."""
+        return self.accepted if self.value is None else (self.value,)
+
+
 _IN_NO_ROW = Row(
     what="Not looked at yet",
     under_plan="refused",
@@ -75,12 +105,24 @@ _IN_NO_ROW = Row(
 
 
 @cache
-def rows() -> tuple[Row, ...]:
-    """All rows, in the file's order."""
+def _file() -> dict[str, Any]:
     # libyaml, where PyYAML was built with it, takes a tenth of the time.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    listed = yaml.load(ROWS_FILE.read_text(encoding="utf-8"), Loader=loader)["rows"]
-    return TypeAdapter(tuple[Row, ...]).validate_json(json.dumps(listed))
+    found: dict[str, Any] = yaml.load(ROWS_FILE.read_text(encoding="utf-8"), Loader=loader)
+    return found
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All rows, in the file's order."""
+    return TypeAdapter(tuple[Row, ...]).validate_json(json.dumps(_file()["rows"]))
+
+
+@cache
+def machine_rows() -> tuple[MachineRow, ...]:
+    """What machines need, in the file's order."""
+    listed = json.dumps(_file()["machines"])
+    return TypeAdapter(tuple[MachineRow, ...]).validate_json(listed)
 
 
 def names_of(row: Row) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from zorse_megatron.schema.gpus.compute_capability import BF16_FROM, FLASH_FROM, Capability, spell
-from zorse_megatron.software.gpu_flags import FUSED_ADAM, NORMS
+from zorse_megatron.software.machine_flags import FUSED_ADAM, NORMS
 from zorse_megatron.software.rank_software import RankSoftware
 
 ENGINE_ADAM = "Transformer Engine's FusedAdam"

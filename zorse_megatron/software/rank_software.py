@@ -1,8 +1,8 @@
 """What one rank reports of its GPU and of what is installed on its node."""
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
 
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.gpus.compute_capability import Capability
@@ -34,7 +34,7 @@ class RankSoftware:
     transformer_engine: str | None
     flash_attention: str | None
     extensions: tuple[str, ...]
-    """Those CUDA extensions that `gpu_flags` knows and that are installed."""
+    """Those CUDA extensions that `machine_flags` knows and that are installed."""
     host_id: str | None = None
     """What NCCL takes for the name of the host, where that is set for this rank (NCCL_HOSTID)."""
     transformer_impl: str | None = None
@@ -44,21 +44,9 @@ class RankSoftware:
 
     def to_json(self) -> str:
         """Write it for other ranks, in one line."""
-        return json.dumps(asdict(self))
+        return TypeAdapter(RankSoftware).dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "RankSoftware":
         """Read what `to_json` wrote."""
-        value: dict[str, Any] = json.loads(text)
-        gpu = value.pop("gpu")
-        if gpu is not None:
-            gpu = SeenGpu(**gpu | {"capability": tuple(gpu["capability"])})
-        return cls(
-            **value
-            | {
-                "gpu": gpu,
-                "archs": tuple(value["archs"]),
-                "extensions": tuple(value["extensions"]),
-                "refused": tuple(Problem(**problem) for problem in value["refused"]),
-            }
-        )
+        return TypeAdapter(cls).validate_json(text)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from zorse_megatron.adapter.cpu import cpu_device, cpu_tensors
-from zorse_megatron.adapter.cpu.cpu_flags import cpu_flags, with_cpu_flags
 from zorse_megatron.errors import Problem, SeamError
+from zorse_megatron.software.machine_flags import with_cpu_flags
 from zorse_megatron.software.torch_builds import RELEASES
 
-__all__ = ["cpu_flags", "enable", "enabled", "needed", "with_cpu_flags"]
+__all__ = ["enable", "enabled", "needed", "with_cpu_flags"]
 
 _torch_is_available = torch.cuda.is_available
 _enabled = False

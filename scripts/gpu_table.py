@@ -1,4 +1,4 @@
-"""The documents' table: which kinds of GPU run with which builds of torch, and what runs there."""
+"""The table of docs/gpus.md: which GPUs run with which builds of torch, and what runs there."""
 
 from collections.abc import Iterator
 
