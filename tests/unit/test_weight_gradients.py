@@ -1,6 +1,5 @@
 """Weight gradients as a computation of their own: its place, its time and its memory."""
 
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from zorse_megatron.costs.activations import delayed_elements
 from zorse_megatron.costs.analytic_compute import AnalyticCompute
 from zorse_megatron.costs.efficiency import shares_of
 from zorse_megatron.costs.transformer_memory import TransformerMemory, precision_of
-from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.schedules.actions import Kind, parse_action_lists
 from zorse_megatron.schedules.lower import lower_plan
 from zorse_megatron.schedules.validate import ScheduleError, check_executable
@@ -201,15 +199,3 @@ def test_layers_of_transformer_engine_keep_the_inputs_that_they_have_gathered(is
     )
     parts = 2 * 4096 + inputs * 4096 + (4096 + 11008 + 3 * 4096 + 2 * 11008) // 2
     assert memory.delayed_bytes(3) == 3 * 2 * model.seq_length * parts
-
-
-def test_layers_whose_weight_gradients_cannot_wait_are_refused():
-    plan = equal_stages(2, 2)
-    one = replace(plan, groups=(unsplit(plan).groups[0], plan.groups[1]))
-    engine = Namespace(transformer_impl="transformer_engine", gradient_accumulation_fusion=True)
-    fused = Namespace(transformer_impl="local", gradient_accumulation_fusion=True)
-    local = Namespace(transformer_impl="local", gradient_accumulation_fusion=False)
-    (found,) = check_arguments(fused, one, again=True)
-    assert "groups[1].split_backward" in found.found
-    for args, fine in ((local, one), (engine, one), (fused, unsplit(plan))):
-        assert not check_arguments(args, fine, again=True)
