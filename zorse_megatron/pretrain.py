@@ -37,7 +37,12 @@ from zorse_megatron.errors import FlagError, ZorseError
 from zorse_megatron.extras import refuse_without
 from zorse_megatron.launch.cluster_ranks import node_called, torch_environment
 from zorse_megatron.launch.max_connections import queue_environment, queue_problems
-from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank, node_name
+from zorse_megatron.launch.rank_environment import (
+    LaunchedRank,
+    launched_rank,
+    node_name,
+    note_outcome,
+)
 from zorse_megatron.launch.shared_gpus import share_gpus
 from zorse_megatron.log import complain
 from zorse_megatron.pretrain_command import PretrainCommand, split_command
@@ -285,6 +290,7 @@ def main(argv: Sequence[str] | None = None, *, setup: RankSetup | None = None) -
         run(sys.argv[1:] if argv is None else argv, setup=setup)
     except ZorseError as error:
         complain(str(error), everywhere=error.is_of_one_rank)
+        note_outcome(os.environ, BAD_INPUT)
         sys.exit(BAD_INPUT)
     except Exception as error:
         # Python keeps an error that it shows to its end. Data loaders in the error's frames would
@@ -292,6 +298,7 @@ def main(argv: Sequence[str] | None = None, *, setup: RankSetup | None = None) -
         # for.
         traceback.clear_frames(error.__traceback__)
         raise
+    note_outcome(os.environ, 0)
 
 
 if __name__ == "__mp_main__":

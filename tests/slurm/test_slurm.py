@@ -99,8 +99,8 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def process_of(task: int, conf: Path) -> int:
-    """The process that trains as a task of the Slurm with this configuration.
+def process_of(task: int, conf: Path, module: bytes = b"zorse_megatron.pretrain") -> int:
+    """The process that runs a module in a task of the Slurm with this configuration.
 
     The first one: those that load its data are its copies, with numbers that may be lower.
     """
@@ -113,7 +113,7 @@ def process_of(task: int, conf: Path) -> int:
             started = int((process / "stat").read_text().rpartition(")")[2].split()[19])
         except OSError:
             continue
-        if wanted <= variables and b"zorse_megatron.pretrain" in words:
+        if wanted <= variables and module in words:
             found.append((started, int(process.name)))
     if not found:
         raise LookupError(f"no process of task {task}")

@@ -1,7 +1,9 @@
 """Elastic jobs of torchrun: who meets, which ranks processes become, the commands of the nodes."""
 
 import json
+import os
 import shlex
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,10 @@ from tests.unit.cli_samples import FLAGS, runner_in
 from zorse_megatron.cli.commands import zorse_join
 from zorse_megatron.errors import LaunchError, Problem
 from zorse_megatron.free_port import free_port
-from zorse_megatron.launch.elastic.meeting import (
-    Arrival,
-)
+from zorse_megatron.launch.elastic.meeting import Answers, Arrival
 from zorse_megatron.launch.elastic.nodes_left import nodes_left
 from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
+from zorse_megatron.launch.elastic.starts import GivenUp, Starts
 from zorse_megatron.launch.elastic.torchrun_ranks import answers_for
 from zorse_megatron.launch.torchrun_lines import Rendezvous, elastic_torchrun_lines
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
@@ -47,6 +48,23 @@ class Planned(Replanner):
 PLANNED = Planned(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
 
 
+class Begun(Starts):
+    """Writes nothing, and never gives up."""
+
+    def begin(self, nodes: Sequence[str], *, is_first: bool) -> None:
+        pass
+
+
+PROBLEM = Problem(where="n", found="2 GPUs", expected="3", remedy="Wait.")
+BEGUN = Begun(directory=Path("d"), run="run", save=None, max_failures=9)
+
+
+def answers(
+    arrivals: Sequence[Arrival], *, replanner: Replanner = PLANNED, starts: Starts = BEGUN
+) -> Answers:
+    return answers_for(CLUSTER, replanner, starts, arrivals, was_requeued=False)
+
+
 def arrivals_of(nodes: Sequence[str]) -> list[Arrival]:
     return [
         Arrival(node=node, local_rank=rank, free_port=ord(node) * 10 + rank, address=f"host-{node}")
@@ -60,10 +78,10 @@ def test_ranks_follow_the_cluster_file(order: list[str], count: int) -> None:
     """Whatever order torchrun's rendezvous has brought the nodes in."""
     nodes = order[:count]
     arrivals = arrivals_of(nodes)
-    answers = answers_for(CLUSTER, PLANNED, arrivals)
+    told = answers(arrivals)
     found = {
         (each.node, each.local_rank): answer["variables"]
-        for each, answer in zip(arrivals, answers, strict=True)
+        for each, answer in zip(arrivals, told, strict=True)
     }
     there = [(name, local) for name in SIZES if name in nodes for local in range(SIZES[name])]
     assert [int(found[key]["RANK"]) for key in there] == list(range(len(there)))
@@ -71,14 +89,16 @@ def test_ranks_follow_the_cluster_file(order: list[str], count: int) -> None:
     assert {v["MASTER_ADDR"] for v in found.values()} == {f"host-{first}"}
     assert {v["MASTER_PORT"] for v in found.values()} == {str(ord(first) * 10)}
     assert {v["WORLD_SIZE"] for v in found.values()} == {str(len(there))}
-    assert {answer["plan"] for answer in answers} == {
+    # Agents count differently, and a rank would wait for the others' watch under another key.
+    assert {v["TORCHELASTIC_RESTART_COUNT"] for v in found.values()} == {"0"}
+    assert {answer["plan"] for answer in told} == {
         "-".join(name for name in SIZES if name in nodes) + ".json"
     }
 
 
 def test_nodes_that_are_not_as_in_the_cluster_file_are_told_at_once() -> None:
     strange = [Arrival(node="x", local_rank=0, free_port=1), *arrivals_of(["b", "a"])[:3]]
-    (told,) = {str(answer["error"]) for answer in answers_for(CLUSTER, PLANNED, strange)}
+    (told,) = {str(answer["error"]) for answer in answers(strange)}
     assert "1. x: found a node that the cluster file lacks" in told
     assert "2. a: found 1 processes; expected 3" in told
 
@@ -86,8 +106,8 @@ def test_nodes_that_are_not_as_in_the_cluster_file_are_told_at_once() -> None:
 def test_two_machines_of_one_name_are_told() -> None:
     """Each with a part of the node's GPUs: the count of processes is right."""
     first, second = arrivals_of(["b"])
-    answers = answers_for(CLUSTER, PLANNED, [first, replace(second, local_rank=0)])
-    assert "b: found 2 processes with local ranks [0]" in str(answers[0]["error"])
+    told = answers([first, replace(second, local_rank=0)])
+    assert "b: found 2 processes with local ranks [0]" in str(told[0]["error"])
 
 
 def test_nodes_that_are_cut_off_are_told() -> None:
@@ -97,20 +117,55 @@ def test_nodes_that_are_cut_off_are_told() -> None:
             return replace(files, left=replace(files.left, cut_off=("a",), lost=("c",)))
 
     cut_off = CutOff(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
-    answers = answers_for(CLUSTER, cut_off, arrivals_of(["b", "a"]))
-    assert all("a: found no link to b, with c lost" in str(answer["error"]) for answer in answers)
+    told = answers(arrivals_of(["b", "a"]), replanner=cut_off)
+    assert all("a: found no link to b" in str(answer["error"]) for answer in told)
+    assert [answer["leaves"] for answer in told] == [False] * 2 + [True] * 3
+
+
+def test_a_node_that_has_lost_a_gpu_leaves() -> None:
+    b, *others = arrivals_of(["b", "a"])
+    told = answers([replace(b, gpus=2), *others])
+    assert not any("error" in answer for answer in told)
+    told = answers([replace(b, gpus=1), *others])
+    assert all("b: found fewer GPUs than in the cluster" in str(each["error"]) for each in told)
+    assert [answer["leaves"] for answer in told] == [True] * 2 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("restarts", "was_requeued", "is_first"),
+    [((0, 0), False, True), ((0, 1), False, False), ((0, 0), True, False)],
+)
+def test_all_leave_a_job_that_is_given_up(
+    restarts: tuple[int, int], was_requeued: bool, is_first: bool
+) -> None:
+    """Whether it is a job's first start is not for one agent to say: each counts its own."""
+    seen = []
+
+    class Ends(Begun):
+        def begin(self, nodes: Sequence[str], *, is_first: bool) -> None:
+            seen.append((nodes, is_first))
+            raise GivenUp("the job ends", [PROBLEM])
+
+    ends = Ends(directory=Path("d"), run="run", save=None, max_failures=9)
+    arrivals = [
+        replace(each, restarts=count)
+        for each, count in zip(arrivals_of(["b"]), restarts, strict=True)
+    ]
+    told = answers_for(CLUSTER, PLANNED, ends, arrivals, was_requeued=was_requeued)
+    assert [answer["leaves"] for answer in told] == [True] * 2
+    assert seen == [(["b"], is_first)]
 
 
 def test_what_cannot_be_planned_is_told_to_all() -> None:
     class Fails(Replanner):
         def files_for(self, present: object) -> JobFiles:
-            problem = Problem(where="n", found="2 GPUs", expected="3", remedy="Wait.")
-            raise LaunchError("too few GPUs are left", [problem])
+            raise LaunchError("too few GPUs are left", [PROBLEM])
 
     fails = Fails(plan=None, cluster=Path("c.yaml"), directory=Path("d"), training=())
-    answers = answers_for(CLUSTER, fails, arrivals_of(["b"]))
-    assert len(answers) == 2
-    assert all("too few GPUs" in str(answer["error"]) for answer in answers)
+    told = answers(arrivals_of(["b"]), replanner=fails)
+    assert len(told) == 2
+    assert all("too few GPUs" in str(answer["error"]) for answer in told)
+    assert not any(answer["leaves"] for answer in told)  # a node may come
 
 
 @pytest.mark.parametrize(("min_gpus", "fewest"), [(1, 1), (3, 1), (4, 2), (5, 2), (6, 3)])
@@ -147,7 +202,9 @@ def test_launch_prints_what_join_takes(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     started: list[list[str]] = []
-    monkeypatch.setattr(zorse_join, "answers_for", lambda *_: [ANSWER])
+    answer = {**ANSWER}
+    monkeypatch.setattr(zorse_join, "answers_for", lambda *_, **__: [answer])
+    monkeypatch.setattr(zorse_join, "end_with_parent", lambda: None)
     monkeypatch.setattr(zorse_join.os, "execve", lambda _, words, env: started.append([*words]))
     joined = run(*words[words.index("join") :])
     assert joined.exit_code == 0, joined.output
@@ -160,6 +217,14 @@ def test_launch_prints_what_join_takes(tmp_path: Path, monkeypatch: pytest.Monke
         "--zorse-damaged-checkpoint",
         "skip",
     ]
+    ended: list[tuple[int, int]] = []
+    monkeypatch.setattr(zorse_join.os, "kill", lambda *told: ended.append(told))
+    for leaves in (False, True):
+        answer.update(error="no plan fits", leaves=leaves)
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+        failed = run(*words[words.index("join") :])
+        assert failed.exit_code == 1 and "error: no plan fits" in failed.output
+    assert ended == [(os.getppid(), signal.SIGTERM)] and len(started) == 1
 
 
 ANSWER = {
@@ -178,15 +243,12 @@ def test_join_without_torchrun_says_what_to_use(
     run = runner_in(tmp_path, monkeypatch)
     told = run("join", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS)
     assert told.exit_code == 1
-    assert "zorse launch --torchrun --elastic" in " ".join(told.output.split())
+    assert "zorse launch --elastic" in " ".join(told.output.split())
 
 
-def test_torchrun_has_no_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_checkpoints_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = runner_in(tmp_path, monkeypatch)
     base = ("launch", "plan.json", "--cluster", "cluster.yaml", "--torchrun", "--elastic")
-    told = run(*base, "--grow", "now", "--min-gpus", "2", "--", *FLAGS)
-    assert told.exit_code == 1
-    assert "--grow: found it with --torchrun" in told.output
     unsaved = run(*base, "--", *FLAGS)
     assert unsaved.exit_code == 1
     assert "no --save" in unsaved.output

@@ -27,6 +27,10 @@ _REMOVED = {
     "plan --used-cluster": f"{_USE_ALL} The cluster file of the others is written beside --out.",
     **dict.fromkeys(("plan --objective", "plan --budget", "plan --frontier"), _NO_PRICES),
     "follow": _FROM_STATUS,
+    "supervise": "Write the batch script again with zorse launch --slurm FILE --elastic: it starts "
+    "torchrun on each node.",
+    "launch --grow": "Leave it out: a node takes part again as soon as torchrun is started on it, "
+    "and under Slurm when the job is.",
     "launch --follow": _FROM_STATUS,
     "simulate --memory": "Run zorse plan --html PAGE: its page has the figure. The table of zorse "
     "simulate has the peaks.",

@@ -14,7 +14,6 @@ from zorse_megatron.errors import Problem
 from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.launch.elastic.replan import DEFAULT_LIMIT_S
 from zorse_megatron.launch.training_command import TrainingCommand
-from zorse_megatron.schema.text.suggest import did_you_mean
 
 Without = Annotated[
     list[str] | None,
@@ -90,29 +89,6 @@ def plan_options_problems(text: str) -> Iterator[Problem]:
             )
 
 
-Grow = Annotated[
-    str,
-    typer.Option(
-        metavar="WHEN",
-        help="When nodes that were lost take part again: restart (when the job starts again "
-        "anyway), checkpoint (after its next save) or now. For the last two the ranks save and end "
-        "first.",
-    ),
-]
-GROWS = ("restart", "checkpoint", "now")
-
-
-def grow_problems(text: str) -> Iterator[Problem]:
-    """Yield where it is none of the three."""
-    if text not in GROWS:
-        yield Problem(
-            where="--grow",
-            found=repr(text),
-            expected=f"one of {', '.join(GROWS)}",
-            remedy=did_you_mean(text, GROWS),
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions:
     """What a job is to do when nodes are lost, as it is written into its script."""
@@ -121,21 +97,18 @@ class ElasticOptions:
     min_gpus: int
     plan_options: str
     plan_limit_s: float
-    grow: str
 
     def problems(self) -> Iterator[Problem]:
         """Yield all that is wrong with them."""
         yield from plan_options_problems(self.plan_options)
-        yield from grow_problems(self.grow)
         yield from folder_problems("--plans", self.plans)
 
-    def words(self, *, grows: bool = True) -> list[str]:
-        """As options of a command; `grows`: which knows `--grow`."""
+    def words(self) -> list[str]:
+        """As options of a command."""
         more = ["--plan-options", self.plan_options] if self.plan_options else []
         return [
             *("--plans", str(self.plans), "--min-gpus", str(self.min_gpus), *more),
             *("--plan-limit", f"{self.plan_limit_s:g}"),
-            *(("--grow", self.grow) if grows else ()),
         ]
 
 
@@ -147,18 +120,16 @@ Elastic = Annotated[
         "checkpoint. Needs real host names in the cluster file, and --save.",
     ),
 ]
-_ONLY_ELASTIC = ("plans", "min_gpus", "plan_options", "plan_limit", "grow")
+_ONLY_ELASTIC = ("plans", "min_gpus", "plan_options", "plan_limit")
 
 
 def refuse_odd_elastic(
-    context: typer.Context, options: ElasticOptions, *, is_elastic: bool, torchrun: bool
+    context: typer.Context, options: ElasticOptions, *, is_elastic: bool
 ) -> None:
     """Raise CommandError for what is wrong with the options, or would be ignored."""
     problems: list[Problem] = []
     if is_elastic:
         problems += options.problems()
-        if torchrun and is_given(context, "grow"):
-            problems.append(_grow_with_torchrun())
     else:
         problems += [
             Problem(
@@ -172,15 +143,6 @@ def refuse_odd_elastic(
         ]
     if problems:
         raise CommandError("the command cannot be run", problems)
-
-
-def _grow_with_torchrun() -> Problem:
-    return Problem(
-        where="--grow",
-        found="it with --torchrun",
-        expected="it only with --slurm",
-        remedy="Remove it: torchrun starts all ranks again as soon as a node comes.",
-    )
 
 
 def refuse_without_save(training: TrainingCommand) -> None:

@@ -27,7 +27,6 @@ from zorse_megatron.cli.commands.zorse_replan import replan
 from zorse_megatron.cli.commands.zorse_schema import schema
 from zorse_megatron.cli.commands.zorse_simulate import simulate
 from zorse_megatron.cli.commands.zorse_status import status
-from zorse_megatron.cli.commands.zorse_supervise import supervise
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -41,7 +40,6 @@ app.command(cls=TakesTrainingFlags)(compare)
 app.command(cls=TakesTrainingFlags)(check)
 app.command(cls=TakesTrainingFlags)(launch)
 app.command(cls=TakesTrainingFlags)(replan)
-app.command(cls=TakesTrainingFlags)(supervise)
 app.command(cls=TakesTrainingFlags)(join)
 app.command()(status)
 app.command()(move)

@@ -12,7 +12,7 @@ from pathlib import Path
 from zorse_megatron.checkpoints.folder import TRACKER
 from zorse_megatron.launch.components import JobComponent
 from zorse_megatron.launch.node_starter import TASK, asked_for_node, node_starter
-from zorse_megatron.launch.torchrun_lines import described
+from zorse_megatron.launch.torchrun_lines import OWN_STORES, described
 from zorse_megatron.launch.training_command import TrainingCommand
 from zorse_megatron.schema.plan.spans import spell
 
@@ -20,6 +20,12 @@ _OF_SRUN_TOO = "cpus-per-task="
 _PARAMETERS = """\
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # a job that was started again so often ends at its next failure
 GRACE_S=${GRACE_S:-60}              # seconds until ranks are ended after one of them has ended
+"""
+_ELASTIC_PARAMETERS = """\
+# So often it fails in a row without a new checkpoint, and goes back into the queue after a failure.
+export MAX_RESTARTS=${{MAX_RESTARTS:-20}}
+export RUN=zorse-$SLURM_JOB_ID {own_stores}
+OUTCOME={plans}/$RUN.outcome    # what torchrun does not tell: 0, it is done; 2, it is given up
 """
 _LATEST = """\
 # What the latest checkpoint is, before and after.
@@ -35,13 +41,15 @@ _SIGNALS = """\
 stopped=
 trap 'stopped=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 """
-_REQUEUE = """\
+_WAIT = """\
 srun_pid=$!
 while kill -0 "$srun_pid" 2>/dev/null; do
     wait "$srun_pid"    # a signal ends it, too, with a status of its own
 done
 wait "$srun_pid"
 status=$?
+"""
+_REQUEUE = """\
 
 # Status 2 is bad input, which another start does not change. A job that is stopped starts again as
 # often as it takes, as long as it has saved something each time.
@@ -60,6 +68,10 @@ elif [[ $stopped ]] && ((status == 0)); then
     status=1
 fi
 exit "$status"
+"""
+
+_NOTED = """\
+[[ -s $OUTCOME ]] && status=$(<"$OUTCOME")
 """
 
 _BY_THE_CLUSTER = "Leave it out: the cluster file says how many ranks a node has, one for each GPU."
@@ -95,6 +107,16 @@ OWN_OPTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """A job of which nodes may be lost."""
+
+    fewest_nodes: int
+    """With fewer it waits, and then goes back into the queue."""
+    plans: Path
+    """Where it notes how it has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchOptions:
     """What the script asks Slurm for, beside the GPUs."""
 
@@ -103,8 +125,8 @@ class BatchOptions:
     """The interpreter that has zorse-megatron, on every node."""
     names_nodes: bool = False
     """Ask for the nodes by the names in the cluster file."""
-    survives_nodes: bool = False
-    """Let the job keep the nodes that are left when one of them fails."""
+    elastic: "Elastic | None" = None
+    """Let the job go on with the nodes that are left when one of them fails."""
     signal_s: int = 120
     """How long before its end the job is told to save, in seconds."""
     more: tuple[str, ...] = ()
@@ -127,7 +149,7 @@ def batch_script(
         *sbatch_lines(components, training, options),
         "",
         f"PYTHON={shlex.quote(options.python)}",
-        _PARAMETERS if training.resumes else _without_restarts(_PARAMETERS),
+        _parameters(training, options),
         *([_LATEST.format(tracker=_tracker(training))] if training.resumes else []),
         _RANKS,
         *(f"export {variable}" for variable in training.variables),
@@ -135,22 +157,31 @@ def batch_script(
         *([_SIGNALS] if training.resumes else []),
         _srun(components, training, options),
     ]
-    return "\n".join(parts) + "\n" + (_REQUEUE if training.resumes else "")
+    noted = _NOTED if options.elastic is not None else ""
+    return "\n".join(parts) + "\n" + (_WAIT + noted + _REQUEUE if training.resumes else "")
 
 
 def _starter(
     components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
 ) -> list[str]:
     """What is started on each node, where that is not a rank on each GPU."""
-    return [node_starter(components, save_s=options.signal_s)] if training.module is None else []
+    if training.module is not None:
+        return []
+    fewest = None if options.elastic is None else options.elastic.fewest_nodes
+    return [node_starter(components, save_s=options.signal_s, fewest_nodes=fewest)]
 
 
 def _tracker(training: TrainingCommand) -> str:
     return shlex.quote(str(Path(training.save or ".", TRACKER)))
 
 
-def _without_restarts(parameters: str) -> str:
-    return "".join(line for line in parameters.splitlines(True) if "RESTARTS" not in line)
+def _parameters(training: TrainingCommand, options: BatchOptions) -> str:
+    if options.elastic is not None:
+        plans = shlex.quote(str(options.elastic.plans))
+        return _ELASTIC_PARAMETERS.format(plans=plans, own_stores=OWN_STORES)
+    if training.resumes:
+        return _PARAMETERS
+    return "".join(line for line in _PARAMETERS.splitlines(True) if "RESTARTS" not in line)
 
 
 def component_comments(components: Sequence[JobComponent]) -> list[str]:
@@ -174,7 +205,7 @@ def sbatch_lines(
     restarts = ["--requeue"] if training.resumes else ["--no-requeue"]
     blocks = []
     for component in components:
-        stays = ["--no-kill"] if options.survives_nodes else []
+        stays = ["--no-kill"] if options.elastic is not None else []
         asked = [*_nodes(component, training, options), *restarts, *stays]
         more = (f"--{option}" for option in _further(training, options))
         blocks.append([*asked, *more])
@@ -219,10 +250,12 @@ def _srun(
     asked += ["--cpu-bind=none"] if training.module is None else []
     if len(components) > 1:
         asked.append(f"--het-group={','.join(map(str, range(len(components))))}")
+    # An agent that has gone is no reason to end the others, whose ranks meet again.
+    ends = "--no-kill --wait=0" if options.elastic is not None else '--wait="$GRACE_S"'
     flags = " \\\n    ".join(training.lines())
     task = TASK if training.module is None else f'"$PYTHON" -m {training.module}'
     return (
         f"{' '.join(['srun', *asked])} --mpi=none --distribution=block --kill-on-bad-exit=0 "
-        '--wait="$GRACE_S" \\\n'
+        f"{ends} \\\n"
         f"    {task} \\\n    {flags}{' &' if training.resumes else ''}"
     )

@@ -1,4 +1,4 @@
-"""How a batch script starts ranks of unmodified Megatron: torchrun once on each node.
+"""How a batch script starts ranks by torchrun, once on each node: stock Megatron's, elastic jobs'.
 
 Slurm numbers tasks component by component, and node by node in each; with one task on each node
 that is the node's rank. torchrun needs a time of its own to let ranks save: it ends them after 30 s
@@ -8,6 +8,7 @@ that is the node's rank. torchrun needs a time of its own to let ranks save: it 
 from collections.abc import Sequence
 
 from zorse_megatron.launch.components import JobComponent
+from zorse_megatron.launch.torchrun_lines import MAX_RESTARTS
 
 TASK = r'bash -c "$(declare -p GPUS PYTHON); $(declare -f on_node); on_node \"\$@\"" bash'
 """Of srun, followed by script and flags."""
@@ -24,18 +25,33 @@ on_node() {{
     for at in "${{!mine[@]}}"; do mine[at]=${{given[mine[at]]-${{mine[at]}}}}; done
     CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${{mine[*]}}")
     export CUDA_VISIBLE_DEVICES
-    exec "$PYTHON" -m torch.distributed.run --nnodes "${{#GPUS[@]}}" --node-rank "$SLURM_PROCID" \\
-        --nproc-per-node "${{#mine[@]}}" --master-addr "$MASTER_ADDR" \\
-        --master-port "$MASTER_PORT" "$@"
+    exec "$PYTHON" -m torch.distributed.run {nodes} \\
+        --nproc-per-node "${{#mine[@]}}" {meets} "$@"
 }}
 """
+_ALL_NODES = (
+    '--nnodes "${#GPUS[@]}" --node-rank "$SLURM_PROCID"',
+    '--master-addr "$MASTER_ADDR" \\\n        --master-port "$MASTER_PORT"',
+)
+_NODES_THERE = (
+    f'--nnodes {{fewest}}:"${{{{#GPUS[@]}}}}" --max-restarts {MAX_RESTARTS}',
+    '--rdzv-backend c10d --rdzv-id "$RUN" \\\n        '
+    '--rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "is_host=$((SLURM_PROCID == 0))"',
+)
 
 
-def node_starter(components: Sequence[JobComponent], *, save_s: int) -> str:
-    """Return the function that each node runs. `save_s`: how long ranks may take to save."""
-    nodes = (node for component in components for node in component.nodes)
-    gpus = " ".join(",".join(map(str, node.numbers)) for node in nodes)
-    return _ON_NODE.format(gpus=gpus, save_s=save_s)
+def node_starter(
+    components: Sequence[JobComponent], *, save_s: int, fewest_nodes: int | None
+) -> str:
+    """Return the function that each node runs. `save_s`: how long ranks may take to save.
+
+    `fewest_nodes`: of an elastic job, which goes on with so many; None: all are needed.
+    """
+    numbers = (node.numbers for component in components for node in component.nodes)
+    gpus = " ".join(",".join(map(str, each)) for each in numbers)
+    nodes, meets = _ALL_NODES if fewest_nodes is None else _NODES_THERE
+    nodes = nodes.format(fewest=fewest_nodes) if fewest_nodes is not None else nodes
+    return _ON_NODE.format(gpus=gpus, save_s=save_s, nodes=nodes, meets=meets)
 
 
 def asked_for_node(component: JobComponent, more: Sequence[str]) -> list[str]:

@@ -4,9 +4,11 @@ Slurm's variables are those of srun's manual page (OUTPUT ENVIRONMENT VARIABLES)
 of PyTorch's elastic documentation. What torchrun says comes first: it may run inside a Slurm job.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from zorse_megatron.errors import LaunchError, Problem
@@ -14,8 +16,8 @@ from zorse_megatron.errors import LaunchError, Problem
 NODE_NAME = "ZORSE_NODE_NAME"
 """Names the node in place of its host name: several nodes may be pretended on one machine."""
 
-FIRST_RANK, WORLD_SIZE = "ZORSE_FIRST_RANK", "ZORSE_WORLD_SIZE"
-"""Of a step of srun that has one node of several: rank of its first task, ranks of the job."""
+OUTCOME = "ZORSE_OUTCOME"
+"""Names the file that says how ranks have ended, where their launcher cannot tell."""
 
 Launcher = Literal["torchrun", "srun", "none"]
 
@@ -80,6 +82,14 @@ def launched_rank(environment: Mapping[str, str], host_name: str) -> LaunchedRan
     )
 
 
+def note_outcome(environment: Mapping[str, str], status: int) -> None:
+    """Note, of an elastic job, that it is done (0, by rank 0) or that its input is bad."""
+    path = environment.get(OUTCOME)
+    if path and (status or environment.get("RANK") == "0"):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(str(status), encoding="utf-8")
+
+
 def port_of_step(job: int, step: int) -> int:
     """Return a port for the ranks of one step to meet at."""
     return _PORTS[(_PORTS_PER_JOB * job + step) % len(_PORTS)]
@@ -128,10 +138,6 @@ def _launched_by_slurm(environment: Mapping[str, str], node: str) -> LaunchedRan
     first = "SLURM_JOB_ID_HET_GROUP_0"
     job = _number_or(environment, first if first in environment else own, 0)
     step = _number_or(environment, "SLURM_STEP_ID", 0)
-    if FIRST_RANK in environment:
-        of_job = _numbers(environment, (FIRST_RANK, WORLD_SIZE, "SLURM_LOCALID"))
-        numbers["SLURM_PROCID"] = of_job[FIRST_RANK] + of_job["SLURM_LOCALID"]
-        numbers["SLURM_NTASKS"] = of_job[WORLD_SIZE]
     numbers["MASTER_PORT"] = _number_or(environment, "MASTER_PORT", port_of_step(job, step))
     return _launched(environment, "srun", numbers, node, master)
 

@@ -16,7 +16,10 @@ from zorse_megatron.schema.cluster.cluster import Cluster, Node
 from zorse_megatron.schema.plan.spans import spell
 
 DEFAULT_PORT = 29500
-MAX_RESTARTS = 20
+MAX_RESTARTS = 100
+"""Of torchrun's; before that `zorse join` gives up a job that does not get further."""
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""A port of its own for each round, so that nobody meets those of an earlier one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +68,16 @@ def _elastic_line(
     address = _address(cluster, rendezvous.address)
     line = [
         "torchrun",
-        *("--nnodes", f"{_fewest_nodes(cluster, rendezvous.min_gpus)}:{len(cluster.nodes)}"),
+        *("--nnodes", f"{fewest_nodes(cluster, rendezvous.min_gpus)}:{len(cluster.nodes)}"),
         *("--nproc-per-node", str(len(node.gpu_kinds)), "--max-restarts", str(MAX_RESTARTS)),
         *("--rdzv-backend", "c10d", "--rdzv-id", rendezvous.name),
         *("--rdzv-endpoint", f"{address}:{rendezvous.port}"),
         *("-m", "zorse_megatron", "join", *words),
     ]
-    # A port of its own for each round, so that nobody meets those of an earlier one.
-    return shlex.join([*gpu_variables(node), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *line])
+    return shlex.join([*gpu_variables(node), OWN_STORES, *line])
 
 
-def _fewest_nodes(cluster: Cluster, min_gpus: int) -> int:
+def fewest_nodes(cluster: Cluster, min_gpus: int) -> int:
     """With fewer nodes than this there cannot be so many GPUs."""
     largest_first = sorted((len(node.gpu_kinds) for node in cluster.nodes), reverse=True)
     return 1 + bisect_left(list(accumulate(largest_first)), min_gpus)

@@ -1,11 +1,15 @@
-"""`zorse join`: what the torchrun commands of `zorse launch --torchrun --elastic` run."""
+"""`zorse join`: what torchrun starts on each GPU of an elastic job of `zorse launch`."""
 
 import os
+import shutil
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import typer
 
@@ -22,19 +26,29 @@ from zorse_megatron.cli.elastic_options import (
     plan_options_problems,
 )
 from zorse_megatron.cli.options import ClusterFile, PlanFile
+from zorse_megatron.ends_with_parent import end_with_parent
 from zorse_megatron.errors import Problem
 from zorse_megatron.flags.scan import last_values
 from zorse_megatron.free_port import free_port
+from zorse_megatron.launch.cluster_ranks import node_called
 from zorse_megatron.launch.elastic.meeting import Arrival, MeetingPoint, meet
 from zorse_megatron.launch.elastic.replan import Replanner
-from zorse_megatron.launch.elastic.torchrun_ranks import ERROR, answers_for
+from zorse_megatron.launch.elastic.starts import Starts
+from zorse_megatron.launch.elastic.torchrun_ranks import ERROR, LEAVES, answers_for
 from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank
 from zorse_megatron.launch.training_command import MODULE, training_of
 from zorse_megatron.log import say
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
 
-_ARRIVE_S = 600.0
-"""As long as ranks wait for each other at their own start."""
+_ARRIVE_S = 180.0
+"""From torchrun's start of all processes until each has imported this."""
+_LIST_S = 60.0
+MaxRestarts = Annotated[
+    int,
+    typer.Option(
+        min=0, envvar="MAX_RESTARTS", help="Failures in a row without a new checkpoint, at most."
+    ),
+]
 _AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -46,6 +60,7 @@ def join(  # noqa: PLR0917
     min_gpus: MinGpus = 1,
     plan_options: PlanOptions = "",
     plan_limit: PlanLimit = DEFAULT_PLAN_LIMIT_S,
+    max_restarts: MaxRestarts = 20,
 ) -> None:
     """Train as a process of torchrun, under the plan for the nodes that torchrun has."""
     with reported_errors():
@@ -53,7 +68,11 @@ def join(  # noqa: PLR0917
         if problems:
             raise CommandError("the command cannot be run", problems)
         me = launched_rank(os.environ, socket.gethostname())
+        whole = load_cluster(cluster)
+        node = node_called(whole, me.node)
         given = training_flags(context) or ()
+        save = last_values(given, ["--save"]).get("--save")
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "job")
         replanner = Replanner(
             plan=path,
             cluster=cluster,
@@ -61,15 +80,28 @@ def join(  # noqa: PLR0917
             training=given,
             options=plan_options_of(plan_options),
             min_gpus=min_gpus,
-            save=last_values(given, ["--save"]).get("--save"),
+            save=save,
             limit_s=plan_limit,
         )
+        starts = Starts(directory=plans, run=run, save=save, max_failures=max_restarts)
         answer = meet(
             MeetingPoint(
                 number=me.rank, size=me.world_size, address=me.master_address, port=me.master_port
             ),
-            Arrival(node=me.node, local_rank=me.local_rank, free_port=free_port()),
-            partial(answers_for, load_cluster(cluster), replanner),
+            Arrival(
+                node=me.node if node is None else node.name,
+                local_rank=me.local_rank,
+                free_port=free_port(),
+                gpus=None if me.local_rank else _listed_gpus(),
+                restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            ),
+            partial(
+                answers_for,
+                whole,
+                replanner,
+                starts,
+                was_requeued=os.environ.get("SLURM_RESTART_COUNT", "0") != "0",
+            ),
             arrive_s=_ARRIVE_S,
             decide_s=plan_limit,
         )
@@ -90,7 +122,10 @@ class _Rank:
         """Read an answer; ends this process where there is nothing to train."""
         assert isinstance(answer, dict)
         if ERROR in answer:
-            say(f"error: {answer[ERROR]}")
+            if me.rank == 0 or answer[LEAVES]:
+                say(f"error: {answer[ERROR]}")
+            if answer[LEAVES] and me.local_rank == 0:
+                os.kill(os.getppid(), signal.SIGTERM)
             raise typer.Exit(1)
         variables = {str(key): str(value) for key, value in answer["variables"].items()}
         without = f", without {', '.join(answer['without'])}" if answer["without"] else ""
@@ -105,7 +140,21 @@ def _become(rank: _Rank, given: Sequence[str]) -> None:
     environment = {**os.environ, **rank.variables}
     say(rank.told)
     sys.stdout.flush()
+    end_with_parent()  # else ranks of an agent that is killed would train on beside new ones
     os.execve(sys.executable, [sys.executable, "-m", MODULE, *training.words], environment)
+
+
+def _listed_gpus() -> int | None:
+    """As many as the driver lists, which one that has fallen off its bus is not among; or None."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"], check=False, capture_output=True, text=True, timeout=_LIST_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU") for line in done.stdout.splitlines())
 
 
 def _launcher_problems() -> list[Problem]:
@@ -118,6 +167,6 @@ def _launcher_problems() -> list[Problem]:
             where=_AGENTS_STORE,
             found="nothing" if found is None else found,
             expected="False, as torchrun sets it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-            remedy="Use the commands of zorse launch --torchrun --elastic.",
+            remedy="Use the commands or the batch script of zorse launch --elastic.",
         )
     ]

@@ -2,19 +2,18 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
-from zorse_megatron.cli.elastic_launch import ElasticJob
 from zorse_megatron.cli.elastic_options import (
     DEFAULT_PLAN_LIMIT_S,
     DEFAULT_PLANS,
     Elastic,
     ElasticOptions,
-    Grow,
     MinGpus,
     PlanLimit,
     PlanOptions,
@@ -42,11 +41,13 @@ from zorse_megatron.cli.options import AsJson, ClusterFile, PlanFile
 from zorse_megatron.files.write import write_text
 from zorse_megatron.launch.as_written import refuse_edited, with_checksum
 from zorse_megatron.launch.batch_script import BatchOptions, batch_script
+from zorse_megatron.launch.batch_script import Elastic as OfElastic
 from zorse_megatron.launch.components import components_of
 from zorse_megatron.launch.torchrun_lines import (
     DEFAULT_PORT,
     Rendezvous,
     elastic_torchrun_lines,
+    fewest_nodes,
     torchrun_lines,
 )
 
@@ -70,7 +71,6 @@ def launch(  # noqa: PLR0917
     min_gpus: MinGpus = 1,
     plan_options: PlanOptions = "",
     plan_limit: PlanLimit = DEFAULT_PLAN_LIMIT_S,
-    grow: Grow = "restart",
     as_json: AsJson = False,
 ) -> None:
     """Write the Slurm job or torchrun commands that start a plan's ranks on the right GPUs."""
@@ -89,9 +89,8 @@ def launch(  # noqa: PLR0917
             min_gpus=min_gpus,
             plan_options=plan_options,
             plan_limit_s=plan_limit,
-            grow=grow,
         )
-        refuse_odd_elastic(context, when_lost, is_elastic=elastic, torchrun=torchrun)
+        refuse_odd_elastic(context, when_lost, is_elastic=elastic)
         given, make = training_flags(context) or (), stock_job if stock else planned_job
         job = make(path, cluster, given, names_nodes=node_names or elastic)
         if slurm is None and elastic:
@@ -110,25 +109,18 @@ def launch(  # noqa: PLR0917
                 master_address=master_addr,
                 master_port=master_port,
             )
-        elif elastic:
-            lines = _write_elastic(
-                slurm,
-                job,
-                ElasticJob(
-                    plan=path,
-                    cluster=cluster,
-                    given=given,
-                    partitions=tuple(partition or ()),
-                    sbatch=tuple(sbatch or ()),
-                    python=python,
-                    elastic=when_lost,
-                ),
-                force=force,
-            )
         else:
+            when_elastic = None
+            if elastic:
+                refuse_without_save(job.training)
+                words = ("-m", "zorse_megatron", "join", *_joined(path, cluster, when_lost, given))
+                job = replace(job, training=replace(job.training, words=words, module=None))
+                fewest = fewest_nodes(job.cluster, min_gpus)
+                when_elastic = OfElastic(fewest_nodes=fewest, plans=plans)
             options = BatchOptions(
                 python=python,
-                names_nodes=node_names,
+                names_nodes=node_names or elastic,
+                elastic=when_elastic,
                 more=sbatch_options_of(sbatch or []),
             )
             lines = _write_script(slurm, job, options, partition or [], force=force)
@@ -139,8 +131,7 @@ def _joined(
     path: Path, cluster: Path, when_lost: ElasticOptions, given: Sequence[str]
 ) -> list[str]:
     """Words of the `zorse join` that torchrun runs."""
-    options = when_lost.words(grows=False)
-    return [str(path), "--cluster", str(cluster), *options, "--", *given]
+    return [str(path), "--cluster", str(cluster), *when_lost.words(), "--", *given]
 
 
 def _write_script(
@@ -149,16 +140,6 @@ def _write_script(
     """Write the batch script and return it. Raises ZorseError."""
     components = components_of(job.cluster, partitions_of(partitions))
     script = with_checksum(batch_script(components, job.training, options, title=job.title))
-    if not force:
-        refuse_edited(target, script)
-    write_text(target, script)
-    return script
-
-
-def _write_elastic(target: Path, job: LaunchedJob, elastic: ElasticJob, *, force: bool) -> str:
-    """Write the batch script that goes on without lost nodes. Raises ZorseError."""
-    refuse_without_save(job.training)
-    script = elastic.script([node.name for node in job.cluster.nodes], job.title)
     if not force:
         refuse_edited(target, script)
     write_text(target, script)

@@ -30,6 +30,10 @@ class Arrival:
     local_rank: int
     free_port: int
     """On its node."""
+    gpus: int | None = None
+    """How many its node lists; None: not known."""
+    restarts: int = 0
+    """How often torchrun has started its node's processes again after a failure."""
     address: str = ""
     """Of its node, as the first process sees it; filled in there."""
 

@@ -5,27 +5,45 @@ follow the cluster file, so processes get new numbers, and meet where rank 0 of 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from zorse_megatron.errors import LaunchError, Problem, ZorseError
 from zorse_megatron.launch.elastic.meeting import Answers, Arrival
 from zorse_megatron.launch.elastic.replan import JobFiles, Replanner
+from zorse_megatron.launch.elastic.starts import GivenUp, Starts
+from zorse_megatron.launch.rank_environment import OUTCOME
 from zorse_megatron.schema.cluster.cluster import Cluster
 
-ERROR = "error"
+ERROR, LEAVES = "error", "leaves"
 
 
-def answers_for(cluster: Cluster, replanner: Replanner, arrivals: Sequence[Arrival]) -> Answers:
+def answers_for(
+    cluster: Cluster,
+    replanner: Replanner,
+    starts: Starts,
+    arrivals: Sequence[Arrival],
+    *,
+    was_requeued: bool,
+) -> Answers:
     """Return what each process is to do: `variables` for its environment, `plan` and `cluster`.
 
-    Or, where they cannot train, `error`, for all of them.
+    Or, where they cannot train, `error`, for all of them; those whose nodes cannot take part, or
+    all if the job is given up, get `leaves`: torchrun is to end there.
     """
+    present = {arrival.node for arrival in arrivals}
+    is_first = not was_requeued and not any(arrival.restarts for arrival in arrivals)
+    leave: Collection[str] = ()
     try:
+        starts.begin(sorted(present), is_first=is_first)
         _refuse(cluster, arrivals)
-        files = replanner.files_for({arrival.node for arrival in arrivals})
-        _refuse_cut_off(files)
+        leave = _without_gpus(cluster, arrivals)
+        _refuse_leaving(leave, "fewer GPUs than in the cluster file (nvidia-smi -L)")
+        files = replanner.files_for(present)
+        leave = files.left.cut_off
+        _refuse_leaving(leave, f"no link to {', '.join(files.left.names)}")
     except ZorseError as error:
-        return [{ERROR: str(error)}] * len(arrivals)
+        leave = present if isinstance(error, GivenUp) else leave
+        return [{ERROR: str(error), LEAVES: arrival.node in leave} for arrival in arrivals]
     first_of = _first_ranks(files)
     ranks = [first_of[arrival.node] + arrival.local_rank for arrival in arrivals]
     first = arrivals[ranks.index(0)]
@@ -37,6 +55,9 @@ def answers_for(cluster: Cluster, replanner: Replanner, arrivals: Sequence[Arriv
                 "MASTER_ADDR": first.address,
                 "MASTER_PORT": str(first.free_port),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",
+                # Each agent counts its own failures, so that they differ; the store is a new one.
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                OUTCOME: str(starts.outcome.absolute()),
             },
             "plan": str(files.plan),
             "cluster": str(files.cluster),
@@ -92,13 +113,23 @@ def _problems(cluster: Cluster, arrivals: Sequence[Arrival]) -> Iterator[Problem
             )
 
 
-def _refuse_cut_off(files: JobFiles) -> None:
-    if files.left.cut_off:
+def _without_gpus(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[str, ...]:
+    """Nodes of which a GPU is gone."""
+    listed = {arrival.node: arrival.gpus for arrival in arrivals if arrival.gpus is not None}
+    return tuple(
+        node.name
+        for node in cluster.nodes
+        if listed.get(node.name, len(node.gpu_kinds)) < len(node.gpu_kinds)
+    )
+
+
+def _refuse_leaving(nodes: Collection[str], found: str) -> None:
+    if nodes:
         problem = Problem(
-            where=", ".join(files.left.cut_off),
-            found=f"no link to {', '.join(files.left.names)}, with {', '.join(files.left.lost)} "
-            "lost",
-            expected="one: torchrun has no way to leave out nodes that answer",
-            remedy="Stop torchrun on the nodes that are cut off; the others go on.",
+            where=", ".join(nodes),
+            found=found,
+            expected="nodes that can all train together",
+            remedy="They leave the job, and the others start again. Once it is mended, start "
+            "torchrun on them again.",
         )
-        raise LaunchError("nodes are cut off", [problem])
+        raise LaunchError("nodes cannot take part", [problem])
