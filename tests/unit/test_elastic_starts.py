@@ -70,7 +70,9 @@ def test_what_is_done_is_noted_by_rank_0(starts: Starts) -> None:
     note_outcome({"RANK": "0"}, 0)  # no elastic job
 
 
-def test_a_damaged_log_is_begun_anew(starts: Starts) -> None:
-    begin(starts)
-    (starts.directory / "run.jsonl").write_bytes(b'{"nodes": ["a\xff')
+@pytest.mark.parametrize("text", [b'{"nodes": ["a\xff', b"[1]\n{}\n", b""])
+def test_a_damaged_log_counts_for_nothing(starts: Starts, text: bytes) -> None:
+    begin(starts, times=3)
+    (starts.directory / "run.jsonl").write_bytes(text)
+    starts.outcome.write_text("2")
     begin(starts)

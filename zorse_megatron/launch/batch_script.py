@@ -145,8 +145,8 @@ def batch_script(
         "#!/bin/bash",
         f"# {' '.join(title.split())}",  # names in it may have several lines
         "# Written by zorse launch; submit it with sbatch, from the directory of its files.",
-        *component_comments(components),
-        *sbatch_lines(components, training, options),
+        *_component_comments(components),
+        *_sbatch_lines(components, training, options),
         "",
         f"PYTHON={shlex.quote(options.python)}",
         _parameters(training, options),
@@ -184,7 +184,7 @@ def _parameters(training: TrainingCommand, options: BatchOptions) -> str:
     return "".join(line for line in _PARAMETERS.splitlines(True) if "RESTARTS" not in line)
 
 
-def component_comments(components: Sequence[JobComponent]) -> list[str]:
+def _component_comments(components: Sequence[JobComponent]) -> list[str]:
     """Say which ranks are in which component."""
     lines = []
     for number, component in enumerate(components):
@@ -197,7 +197,7 @@ def component_comments(components: Sequence[JobComponent]) -> list[str]:
     return lines
 
 
-def sbatch_lines(
+def _sbatch_lines(
     components: Sequence[JobComponent], training: TrainingCommand, options: BatchOptions
 ) -> list[str]:
     """Return the lines that ask Slurm for the components."""

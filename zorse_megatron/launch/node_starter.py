@@ -33,10 +33,9 @@ _ALL_NODES = (
     '--nnodes "${#GPUS[@]}" --node-rank "$SLURM_PROCID"',
     '--master-addr "$MASTER_ADDR" \\\n        --master-port "$MASTER_PORT"',
 )
-_NODES_THERE = (
-    f'--nnodes {{fewest}}:"${{{{#GPUS[@]}}}}" --max-restarts {MAX_RESTARTS}',
+_MEET = (
     '--rdzv-backend c10d --rdzv-id "$RUN" \\\n        '
-    '--rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "is_host=$((SLURM_PROCID == 0))"',
+    '--rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "is_host=$((SLURM_PROCID == 0))"'
 )
 
 
@@ -49,8 +48,10 @@ def node_starter(
     """
     numbers = (node.numbers for component in components for node in component.nodes)
     gpus = " ".join(",".join(map(str, each)) for each in numbers)
-    nodes, meets = _ALL_NODES if fewest_nodes is None else _NODES_THERE
-    nodes = nodes.format(fewest=fewest_nodes) if fewest_nodes is not None else nodes
+    nodes, meets = _ALL_NODES
+    if fewest_nodes is not None:
+        most = f'{fewest_nodes}:"${{#GPUS[@]}}"'
+        nodes, meets = f"--nnodes {most} --max-restarts {MAX_RESTARTS}", _MEET
     return _ON_NODE.format(gpus=gpus, save_s=save_s, nodes=nodes, meets=meets)
 
 

@@ -122,9 +122,11 @@ class _Rank:
         """Read an answer; ends this process where there is nothing to train."""
         assert isinstance(answer, dict)
         if ERROR in answer:
-            if me.rank == 0 or answer[LEAVES]:
+            leaves = bool(answer[LEAVES]) and me.local_rank == 0
+            if me.rank == 0 or leaves:
                 say(f"error: {answer[ERROR]}")
-            if answer[LEAVES] and me.local_rank == 0:
+                sys.stdout.flush()  # before torchrun ends this process
+            if leaves:
                 os.kill(os.getppid(), signal.SIGTERM)
             raise typer.Exit(1)
         variables = {str(key): str(value) for key, value in answer["variables"].items()}

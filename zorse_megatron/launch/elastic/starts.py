@@ -47,7 +47,8 @@ class Starts:
         """
         log = self.directory / f"{self.run}.jsonl"
         if is_first:
-            log.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                log.unlink()
         before, ended = _lines(log), self._take_outcome()
         latest = latest_named(self.save)
         failures = 0
@@ -55,7 +56,7 @@ class Starts:
             if start.get("latest") != latest:
                 break
             failures += 1
-        if ended == BAD_INPUT and before and not is_first and before[-1]["nodes"] == [*nodes]:
+        if ended == BAD_INPUT and before and not is_first and before[-1].get("nodes") == [*nodes]:
             self._give_up("bad input, which the last start has said", "other input")
         if failures > self.max_failures:
             found = f"{failures} failures in a row without a new checkpoint"
@@ -89,6 +90,7 @@ class Starts:
 
 def _lines(log: Path) -> list[dict[str, object]]:
     try:
-        return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        found = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         return []
+    return [start for start in found if isinstance(start, dict)]
