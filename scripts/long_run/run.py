@@ -207,11 +207,9 @@ def _arguments() -> argparse.Namespace:
         "--failure-pause",
         type=float,
         default=46.8,
-        help="seconds from a death to the next step without the search (docs/elastic.md)",
+        help="seconds from a death to the next step without the search",
     )
-    parser.add_argument(
-        "--start-pause", type=float, default=21.4, help="seconds of a start (docs/elastic.md)"
-    )
+    parser.add_argument("--start-pause", type=float, default=21.4, help="seconds of a start")
     parser.add_argument(
         "--stock", type=Path, help="a long-run.json with the losses of stock, not trained again"
     )
