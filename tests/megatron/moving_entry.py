@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.megatron.recording_entry import record
 from zorse_megatron.adapter.cpu import cpu_mode
 from zorse_megatron.errors import ZorseError
@@ -40,12 +42,13 @@ def asking_first(begin: Callable[..., Any]) -> Callable[..., Any]:
     return begin_iteration
 
 
-def asking_for_another(checked_plan: Callable[..., Any]) -> Callable[..., Any]:
-    def check(run: Any, session: Any, data: bytes) -> Any:
+def asking_for_another(checked_plan: Callable[..., Any], old: list[Any]) -> Callable[..., Any]:
+    def check(run: Any, at: Any, optimizers: Any, data: bytes) -> Any:
+        old.append(weakref.ref(at))  # which the session holds
         try:
-            return checked_plan(run, session, data)
+            return checked_plan(run, at, optimizers, data)
         except ZorseError:
-            if session.rank == 0:
+            if at.rank == 0:
                 ask_again()
             raise
 
@@ -55,24 +58,23 @@ def asking_for_another(checked_plan: Callable[..., Any]) -> Callable[..., Any]:
 def failing_once(set_aside: Callable[..., Any], old: list[Any]) -> Callable[..., Any]:
     attempts: list[int] = []
 
-    def set_state_aside(session: Any, *args: Any, **kwargs: Any) -> Any:
-        made = set_aside(session, *args, **kwargs)
-        attempts.append(session.rank)
+    def set_state_aside(optimizers: Any, *args: Any, **kwargs: Any) -> Any:
+        made, rank = set_aside(optimizers, *args, **kwargs), dist.get_rank()
+        attempts.append(rank)
         if len(attempts) == 1:
-            if session.rank == 0:
+            if rank == 0:
                 ask_again()
-            if session.rank == FAILS:
+            if rank == FAILS:
                 raise MemoryError("no room for it")
-        owners = (session, *session.optimizers, *session.optimizers[0].model_chunks)
-        old.extend(map(weakref.ref, owners))
+        old.extend(map(weakref.ref, (*optimizers, *optimizers[0].model_chunks)))
         return made
 
     return set_state_aside
 
 
 def noting(move: Callable[..., Any]) -> Callable[..., Any]:
-    def move_and_note(session: Any, aside: Any, parts: Any, told: Any, group: Any) -> None:
-        both = {"before": told[session.rank].before, "after": told[session.rank].after}
+    def move_and_note(rank: int, aside: Any, parts: Any, told: Any, group: Any) -> None:
+        both = {"before": told[rank].before, "after": told[rank].after}
         found = {
             when: [
                 [name, list(block.offset), list(block.size)]
@@ -81,8 +83,8 @@ def noting(move: Callable[..., Any]) -> Callable[..., Any]:
             ]
             for when, owned in both.items()
         }
-        (DIRECTORY / f"owned-rank{session.rank}.json").write_text(json.dumps(found))
-        move(session, aside, parts, told, group)
+        (DIRECTORY / f"owned-rank{rank}.json").write_text(json.dumps(found))
+        move(rank, aside, parts, told, group)
 
     return move_and_note
 
@@ -103,7 +105,7 @@ if __name__ == "__main__":
 
     left: list[Any] = []
     RunWatch.begin = asking_first(RunWatch.begin)  # type: ignore[method-assign]
-    leaving.checked_plan = asking_for_another(leaving.checked_plan)
+    leaving.checked_plan = asking_for_another(leaving.checked_plan, left)
     leaving.set_aside = failing_once(leaving.set_aside, left)
     state._move = noting(state._move)
     one_after_another._forget_all = checking(one_after_another._forget_all, left)

@@ -55,3 +55,8 @@ class PlanRun:
     """State from the plan before; None: from the script, or from a checkpoint."""
     moves: tuple[Move, ...] = ()
     """What has been asked for before this plan."""
+
+    @property
+    def may_move(self) -> bool:
+        """Whether another plan may be asked for, in the directory of the status."""
+        return self.check_next is not None and self.status_directory is not None

@@ -1,190 +1,102 @@
-"""One training run under a plan, on one rank: what the hooks into Megatron share."""
+"""One training run under a plan, on one rank: executes the plan's lists for Megatron's loop."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
-from zorse_megatron.adapter.data.sample_readers import SampleKind
-from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
 from zorse_megatron.adapter.data_parallel.parameter_gathers import wait_for_parameters
-from zorse_megatron.adapter.groups.process_groups import (
-    PlanGroups,
-    collection_of,
-    shard_weights_by_group_rank,
-)
-from zorse_megatron.adapter.groups.stock_stages import stock_stages_of
 from zorse_megatron.adapter.loss.loss_report import IdleReplicaLosses, whole_group_losses
 from zorse_megatron.adapter.memory.memory_probes import KeptActivations
 from zorse_megatron.adapter.memory.session_memory import (
     before_first_step,
     is_parameter,
+    make_ledger,
     watch_logits,
 )
 from zorse_megatron.adapter.model.chunk_runner import MegatronChunkRunner
 from zorse_megatron.adapter.model.step_inputs import StepInputs, iterator_per_chunk
 from zorse_megatron.adapter.model.weight_gradients import WeightGradients
-from zorse_megatron.adapter.optimizer.shard_update import Update
 from zorse_megatron.adapter.parameters.exact_values import start_from_main
 from zorse_megatron.adapter.parameters.tied_embeddings import TiedEmbedding
-from zorse_megatron.adapter.session_executor import (
-    make_executor,
-    phase_of,
-    rank_device,
-    set_place,
-    timed,
-)
-from zorse_megatron.adapter.watching.make_watch import make_watch
-from zorse_megatron.flags.computing_flags import is_mixed
-from zorse_megatron.rebalance.prepare import Prepared
+from zorse_megatron.adapter.plan_run import PlanRun
+from zorse_megatron.adapter.rank_plan import RankPlan
+from zorse_megatron.adapter.session_executor import make_executor
+from zorse_megatron.adapter.session_optimizer import build_optimizer, tied_embedding
+from zorse_megatron.adapter.watching.run_watch import RunWatch
 from zorse_megatron.runtime.activation_offload import ActivationOffload
 from zorse_megatron.runtime.course import Course
-from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.schedules.actions import COMPUTE, ActionLists
-from zorse_megatron.schedules.communicators import Communicator
-from zorse_megatron.schedules.list_queries import chunks_left_in_host, released_chunks
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.samples import MicroBatch, replica_micro_batches
-from zorse_megatron.schedules.set_parts import has_uneven_parts
-from zorse_megatron.schedules.validate import check_executable
-from zorse_megatron.schema.plan.memory_settings import settings_of_rank
-from zorse_megatron.schema.plan.plan import ComputeDtype, Offload, Plan
 from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
-from zorse_megatron.schema.status.status import Move
-from zorse_megatron.trace import Clock, HostClock, Trace
+from zorse_megatron.trace import Trace
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class SessionParts:
+    """What a session is made of; whoever needs one of them takes that one."""
+
+    at: RankPlan
+    run: PlanRun
+    course: Course
+    """Of the training."""
+    trace: Trace
+    watch: RunWatch | None
+    """None: nobody asked how long ranks take."""
+    link: HostLink | None
+    """To host memory, on a rank that offloads."""
+    weight_gradients: WeightGradients | None
+    """Of a group that splits backwards."""
+    idle_losses: IdleReplicaLosses
+
+
 class PlanSession:
     """Executes the plan's lists for Megatron's training loop.
 
     `forward_backward` takes the place of stock's schedules, `optimizer_step` runs the second half
-    of the same list when `train_step` calls the optimizer.
+    of the same list when `train_step` calls the optimizer, which `build_optimizer` has made.
     """
 
-    plan: Plan
-    rank: int
-    groups: PlanGroups
-    tied_embeddings: bool
-    sequence_length: int
-    samples: SampleKind
-    dtypes: tuple[ComputeDtype, ...]
-    """Group -> the type that it computes in."""
-    timeout: timedelta | None = None
-    """Of transfers; None: torch's own."""
-    channels: Mapping[Communicator, int] = field(default_factory=dict)
-    """Communicator -> what NCCL may use for it."""
-    loss_divisor: float = 1.0
-    """See the module of that name."""
-    update: Update = "auto"
-    trace_directory: Path | None = None
-    memory_directory: Path | None = None
-    memory_limit_bytes: int | None = None
-    host_memory_limit_bytes: int | None = None
-    enter: Callable[[str], None] | None = None
-    """Told in which phase this rank is from now on."""
-    make_host_link: Callable[[torch.device], HostLink] = HostLink
-    clock: Clock | None = None
-    """Of the device; None: CUDA's or the host's."""
-    rebalances: bool = False
-    """Whether counts of micro-batches follow what ranks take."""
-    status_directory: Path | None = None
-    may_move: bool = False
-    """Whether another plan may be asked for in the directory of the status."""
-    moves: tuple[Move, ...] = ()
-    """What has been asked for before this plan."""
-    tied: TiedEmbedding | None = None
-    collection: ProcessGroupCollection = field(init=False)
-    training: ActionLists = field(init=False)
-    evaluation: ActionLists = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.collection = collection_of(self.groups)
-        self.training = lower_plan(self.plan, tied=self.tied_embeddings)
-        self.evaluation = lower_plan(self.plan, forward_only=True)
-        sets = [replica.ranks for group in self.plan.groups for replica in group.replicas]
-        check_executable(self.training, sets)
-        check_executable(self.evaluation, sets)
-        self.stages = stock_stages_of(self.plan)
-        self.micro_batches = replica_micro_batches(self.plan, self.rank)
-        """As the plan's file has them, and as evaluations run them."""
-        self.course = Course(self.micro_batches)
-        """Of the training."""
+    def __init__(self, parts: SessionParts) -> None:
+        self.parts = parts
+        self.lists: ActionLists = parts.at.training
+        """Of a step, as counts of micro-batches are now."""
         self.num_done = 0
         """Iterations of this run."""
-        self.chunks = self.plan.chunks_of_group(self.plan.group_of_rank(self.rank))
-        self.holds_last_chunk = self.num_chunks - 1 in self.chunks
-        # Sharded chunks are those that the list gathers before it computes with them.
-        self.sharded_chunks = released_chunks(self.training.ranks[self.rank])
-        self.chunks_in_host = chunks_left_in_host(self.training.ranks[self.rank])
-        """Sharded chunks whose parameters wait in the host when the list begins."""
-        self.local_sizes: Any = None
-        """`model.local_sizes.LocalSizes` of a rank of a set with unequal parts."""
         self.optimizers: list[Any] = []
-        self.settled = False
-        self.activations: ActivationOffload | None = None
-        self.kept: KeptActivations | None = None
-        splits = self.plan.groups[self.plan.group_of_rank(self.rank)].split_backward
-        self.weight_gradients = WeightGradients() if splits else None
-        self.watches_memory = (self.memory_directory, self.memory_limit_bytes) != (None, None)
-        self.offload = settings_of_rank(self.plan, self.rank).offload
-        self.host_link = self.make_host_link(rank_device()) if self.offload != Offload() else None
-        self.comm_dtype = comm_dtype_of(
-            self.plan,
-            self.rank,
-            sequence_length=self.sequence_length,
-            loss_divisor=self.loss_divisor,
-        )
-        self.place = set_place(self.plan, self.rank, self.groups)
-        self.shard_weights = shard_weights_by_group_rank(self.plan, rank=self.rank)
-        of_device = CudaClock() if rank_device().type == "cuda" else HostClock()
-        self.trace = Trace(num_steps=None if self.trace_directory else 0, clock=of_device)
-        self.watch = make_watch(self, self.clock or of_device)
-        self.idle_losses = IdleReplicaLosses.of(self.plan, self.rank, self.groups.group)
+        self.tied: TiedEmbedding | None = None
         self.executor: Executor | None = None
         self.runner: MegatronChunkRunner | None = None
         """Of a training step, from its first forward to its optimizer step."""
+        self.activations: ActivationOffload | None = None
+        self.kept: KeptActivations | None = None
 
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of the whole model."""
-        return len(self.plan.chunks)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return rank_device()
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the plan says in which type groups compute."""
-        return is_mixed(self.plan)
-
-    @property
-    def readers(self) -> range | tuple[int, int]:
-        """The chunks that read samples."""
-        last = self.num_chunks - 1
-        return range(self.num_chunks) if self.samples.every_chunk_reads else (0, last)
-
-    @property
-    def layers(self) -> tuple[tuple[int, int], ...]:
-        """[first, stop) of the layers of each chunk that this rank holds."""
-        return tuple(self.plan.chunks[chunk].layers for chunk in self.chunks)
-
-    @property
-    def last_group_ranks(self) -> list[int]:
-        """The ranks that know the loss."""
-        return sorted(self.plan.groups[self.plan.chunks[-1].group].ranks)
+    def build_optimizer(
+        self, config: Any, model_chunks: list[Any], config_overrides: Any = None, **options: Any
+    ) -> Any:
+        """The counterpart of stock's `get_megatron_optimizer`; the executor calls its step."""
+        parts, run = self.parts, self.parts.run
+        optimizer = build_optimizer(
+            parts.at,
+            config,
+            model_chunks,
+            link=parts.link,
+            update=run.update,
+            host_limit_bytes=run.host_memory_limit_bytes,
+            on_change=self._sample_memory,
+            config_overrides=config_overrides,
+            dump_param_to_param_group_map=options.get("dump_param_to_param_group_map"),
+        )
+        self.optimizers = list(optimizer.chained_optimizers)
+        self.tied = tied_embedding(parts.at, model_chunks, optimizer)
+        stock_step = optimizer.step
+        optimizer.step = lambda: self.optimizer_step(stock_step)
+        return optimizer
 
     def forward_backward(
         self,
@@ -201,85 +113,42 @@ class PlanSession:
 
         What stock passes beyond these (sizes, group collection) is in the plan.
         """
+        at, watch = self.parts.at, self.parts.watch
         models = model if isinstance(model, list) else [model]
         if isinstance(data_iterator, list):
             (data_iterator,) = data_iterator
-        config = get_model_config(models[0])
-        chunk_models = dict(zip(self.chunks, models, strict=True))
-        executor = self._executor(config, chunk_models)
-        with self.before_first_step():
-            self._settle(models)
         inputs = StepInputs(
             forward_step_func=forward_step_func,
-            data_iterators=iterator_per_chunk(data_iterator, self.chunks, self.readers),
-            models=chunk_models,
-            config=config,
+            data_iterators=iterator_per_chunk(data_iterator, at.chunks, at.readers),
+            models=dict(zip(at.chunks, models, strict=True)),
+            config=get_model_config(models[0]),
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
-            are_packed=self.samples.are_packed,
+            are_packed=at.samples.are_packed,
         )
-        if not forward_only and self.watch is not None:
-            self._rebalance(self.watch.begin(self.num_done))
-        lists = self.evaluation if forward_only else self.training
-        micro_batches = self.micro_batches if forward_only else self.course.at(self.num_done)
-        executor.micro_batches = micro_batches
-        runner = self._new_runner(inputs, micro_batches)
+        executor = self.executor or self._start(inputs)
+        if not forward_only and watch is not None:
+            prepared = watch.begin(self.num_done)
+            self.lists = self.lists if prepared is None else prepared.lists
+        executor.micro_batches = (
+            at.micro_batches if forward_only else self.parts.course.at(self.num_done)
+        )
+        runner = self._new_runner(inputs, len(executor.micro_batches))
         if not forward_only:
             self.runner = runner
-        executor.during = phase_of(forward_only=forward_only)
-        with timed(config):
-            executor.run_until_step(lists.ranks[self.rank], runner)
-        if not self.holds_last_chunk or collect_non_loss_data:
+        executor.during = _phase_of(forward_only=forward_only)
+        timers = inputs.config.timers  # as stock's schedules are timed
+        if timers is not None:
+            barrier = inputs.config.barrier_with_L1_time
+            timers("forward-backward", log_level=1).start(barrier=barrier)
+        lists = at.evaluation if forward_only else self.lists
+        executor.run_until_step(lists.ranks[at.rank], runner)
+        if timers is not None:
+            timers("forward-backward").stop()
+        if at.num_chunks - 1 not in at.chunks or collect_non_loss_data:
             return runner.losses
-        losses = self.idle_losses.complete(runner.losses)
-        if self.place is not None and self.place.index and not self._has_twins:
-            losses = [_without_weight(each) for each in losses]
-        if forward_only and self.samples.means_are_averaged:
-            return whole_group_losses(losses, self.groups.group)
-        return losses
-
-    @property
-    def saves_blocks(self) -> bool:
-        """Whether parameters are no regular grid of parts for some ranks of the job.
-
-        The copies of a tied embedding are one tensor, so sets of two groups matter, too.
-        """
-        groups = self.plan.groups
-        degrees = {len(replica.ranks) for group in groups for replica in group.replicas}
-        return len(degrees) > 1 or any(map(has_uneven_parts, groups))
-
-    @property
-    def _has_twins(self) -> bool:
-        """Whether the data-parallel group has one rank of each replica."""
-        return holds_equal_parts(self.plan.groups[self.plan.group_of_rank(self.rank)])
-
-    def _rebalance(self, prepared: Prepared | None) -> None:
-        """From this iteration on, run other counts."""
-        if prepared is not None:
-            self.training = prepared.lists
-
-    def _new_runner(
-        self, inputs: StepInputs, micro_batches: Sequence[MicroBatch]
-    ) -> MegatronChunkRunner:
-        return MegatronChunkRunner(
-            inputs=inputs,
-            collection=self.collection,
-            num_micro_batches=len(micro_batches),
-            stages=self.stages,
-            tied=self.tied,
-            loss_divisor=self.loss_divisor,
-            activations=self.activations,
-            kept=self.kept,
-            weight_gradients=self.weight_gradients,
-            place=self.place,
-            optimizers=self.optimizers,
-            computations=[a for a in self.training.ranks[self.rank] if a.kind in COMPUTE],
-        )
-
-    def before_first_step(self) -> AbstractContextManager[None]:
-        """Within the block, this rank may find that the host has too little memory."""
-        return before_first_step(self.rank, self.host_link)
+        return self._reported(runner.losses, forward_only=forward_only)
 
     def optimizer_step(self, stock_step: Any) -> Any:
         """Run the rest of the list: the step, by stock's `stock_step`, and the gathers."""
@@ -292,16 +161,101 @@ class PlanSession:
             self.wait_for_parameters()
         self.runner = None  # drops this step's graph and losses
         self.num_done += 1
-        if self.watch is not None:
-            self.watch.end(self.num_done)
-        if self.enter is not None:
-            self.enter(f"after the step, {self.executor.during}")
+        if self.parts.watch is not None:
+            self.parts.watch.end(self.num_done)
+        self.parts.run.enter(f"after the step, {self.executor.during}")
         return result
 
     def wait_for_parameters(self) -> None:
         """Wait for the gathers of the last step, as who reads parameters must."""
         for optimizer in self.optimizers:
             wait_for_parameters(optimizer.model_chunks)
+
+    def save_records(self, *, training_ended: bool) -> None:
+        """Write what was executed and what memory held, if asked for; the last the session does."""
+        run = self.parts.run
+        self.runner = None  # of a step that failed, which has an iterator
+        if self.parts.watch is not None:
+            self.parts.watch.reporter.close(ended=training_ended)
+        if run.trace_directory is not None:
+            rank = self.parts.at.rank
+            self.parts.trace.save(run.trace_directory, rank=rank, waits=training_ended)
+        if run.memory_directory is not None and self.executor is not None:
+            assert self.executor.ledger is not None
+            self.executor.ledger.save(run.memory_directory)
+
+    def _start(self, inputs: StepInputs) -> Executor:
+        """Before the first step, when a checkpoint has been loaded if there is one."""
+        parts, run, models = self.parts, self.parts.run, inputs.models
+        watches_memory = (run.memory_directory, run.memory_limit_bytes) != (None, None)
+        self.executor = make_executor(
+            parts.at,
+            inputs.config,
+            trace=parts.trace,
+            enter=run.enter,
+            times=None if parts.watch is None else parts.watch.times,
+        )
+        self.executor.ledger = make_ledger(
+            self.executor,
+            models,
+            self.optimizers,
+            rank=parts.at.rank,
+            device=parts.at.device,
+            activation_bytes=lambda: self.kept.highest_bytes() if self.kept else 0,
+            link=parts.link,
+            watches=watches_memory,
+            limit_bytes=run.memory_limit_bytes,
+        )
+        with before_first_step(parts.at.rank, parts.link):
+            self._settle(list(models.values()), watches_memory=watches_memory)
+        return self.executor
+
+    def _settle(self, models: list[Any], *, watches_memory: bool) -> None:
+        if self.parts.at.is_mixed:
+            start_from_main(models, self.optimizers)
+        for model in models:
+            if model.parted:
+                model.shards.on_summed = self._sample_memory
+            if model.parted and not model.shards.releases:
+                model.shards.gather()  # a checkpoint has been loaded into what ranks own
+        of_models = partial(is_parameter, models)
+        if self.parts.at.offload.activations:
+            assert self.parts.link is not None
+            self.activations = ActivationOffload(link=self.parts.link, stays=of_models)
+        if watches_memory:
+            self.kept = KeptActivations(of_models, self.activations)
+            watch_logits(models, self.kept)
+            if self.parts.weight_gradients is not None:
+                self.parts.weight_gradients.kept = self.kept
+
+    def _new_runner(self, inputs: StepInputs, num_micro_batches: int) -> MegatronChunkRunner:
+        at = self.parts.at
+        return MegatronChunkRunner(
+            inputs=inputs,
+            collection=at.collection,
+            num_micro_batches=num_micro_batches,
+            stages=at.stages,
+            tied=self.tied,
+            loss_divisor=at.loss_divisor,
+            activations=self.activations,
+            kept=self.kept,
+            weight_gradients=self.parts.weight_gradients,
+            place=at.place,
+            optimizers=self.optimizers,
+            computations=[a for a in self.lists.ranks[at.rank] if a.kind in COMPUTE],
+        )
+
+    def _reported(self, losses: list[Any], *, forward_only: bool) -> list[Any]:
+        """What stock adds up over the data-parallel group, on a rank of the last chunk."""
+        at = self.parts.at
+        losses = self.parts.idle_losses.complete(losses)
+        has_twins = holds_equal_parts(at.group)  # then that group has one rank of each replica
+        if at.place is not None and at.place.index and not has_twins:
+            # Another rank of the set reports them.
+            losses = [{name: torch.zeros_like(v) for name, v in each.items()} for each in losses]
+        if forward_only and at.samples.means_are_averaged:
+            return whole_group_losses(losses, at.groups.group)
+        return losses
 
     def _drop_gradients(self, models: Mapping[int, Any]) -> None:
         """Shards of gradients have been used; stock would keep them until the next step."""
@@ -311,41 +265,9 @@ class PlanSession:
         for model in sharded:
             model.zero_grad_buffer()
 
-    def save_records(self, *, training_ended: bool) -> None:
-        """Write what was executed and what memory held, if asked for; the last the session does."""
-        self.runner = None  # of a step that failed, which has an iterator
-        if self.watch is not None:
-            self.watch.reporter.close(ended=training_ended)
-        if self.trace_directory is not None:
-            self.trace.save(self.trace_directory, rank=self.rank, waits=training_ended)
-        if self.memory_directory is not None and self.executor is not None:
-            assert self.executor.ledger is not None
-            self.executor.ledger.save(self.memory_directory)
-
-    def _executor(self, config: Any, models: Mapping[int, Any]) -> Executor:
-        if self.executor is None:
-            self.executor = make_executor(self, config, models)
-        return self.executor
-
-    def _settle(self, models: list[Any]) -> None:
-        """Before the first step, when a checkpoint has been loaded if there is one."""
-        if self.settled:
-            return
-        self.settled = True
-        if self.is_mixed:
-            start_from_main(models, self.optimizers)
-        for model in models:
-            if model.parted and not model.shards.releases:
-                model.shards.gather()  # a checkpoint has been loaded into what ranks own
-        of_models = partial(is_parameter, models)
-        if self.offload.activations:
-            assert self.host_link is not None
-            self.activations = ActivationOffload(link=self.host_link, stays=of_models)
-        if self.watches_memory:
-            self.kept = KeptActivations(of_models, self.activations)
-            watch_logits(models, self.kept)
-            if self.weight_gradients is not None:
-                self.weight_gradients.kept = self.kept
+    def _sample_memory(self) -> None:
+        if self.executor is not None:
+            self.executor.sample_memory()
 
 
 def _reads_parameters_next(args: Any) -> bool:
@@ -354,6 +276,9 @@ def _reads_parameters_next(args: Any) -> bool:
     return is_last or args.check_weight_hash_across_dp_replicas_interval is not None
 
 
-def _without_weight(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The losses of a replica that another rank of its set reports."""
-    return {name: torch.zeros_like(value) for name, value in losses.items()}
+def _phase_of(*, forward_only: bool) -> str:
+    """What a list is executed for."""
+    done = getattr(get_args(), "curr_iteration", None)  # before the iteration that runs
+    if not forward_only:
+        return f"in iteration {(done or 0) + 1}"
+    return "in an evaluation" if done is None else f"in the evaluation after iteration {done + 1}"

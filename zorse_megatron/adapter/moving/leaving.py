@@ -7,7 +7,7 @@ it, and have set their state aside, nothing of the training is touched: that is 
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
@@ -17,19 +17,18 @@ from megatron.training.async_utils import maybe_finalize_async_save
 from zorse_megatron.adapter.moving.next_plan import checked_plan
 from zorse_megatron.adapter.moving.owned_parts import owned_parts
 from zorse_megatron.adapter.moving.plan_left import PlanLeft
+from zorse_megatron.adapter.moving.requests import PlanRequests
 from zorse_megatron.adapter.moving.state import SetAside, set_aside
 from zorse_megatron.adapter.placement import check_placement
 from zorse_megatron.adapter.plan_run import PlanRun
+from zorse_megatron.adapter.session import PlanSession
+from zorse_megatron.adapter.watching.run_watch import RunWatch
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import say
 from zorse_megatron.runtime.host_budget import available_host_bytes, node_name
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint, parse_plan
 from zorse_megatron.schema.status.status import Move
-
-if TYPE_CHECKING:
-    from zorse_megatron.adapter.moving.requests import PlanRequests
-    from zorse_megatron.adapter.session import PlanSession
 
 _OF_LOOP = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
@@ -38,9 +37,7 @@ class _RefusedError(Exception):
     """Some rank cannot: the training goes on as it is."""
 
 
-def leaving_when_asked(
-    run: PlanRun, session: "PlanSession", stock: Callable[..., bool]
-) -> Callable[..., bool]:
+def leaving_when_asked(session: PlanSession, stock: Callable[..., bool]) -> Callable[..., bool]:
     """Return what takes the place of `checkpoint_and_decide_exit` (`stock`).
 
     It raises PlanLeft on all ranks, or on none.
@@ -64,12 +61,19 @@ def leaving_when_asked(
             checkpointing_context,
             train_data_iterator,
         )
-        requests = None if session.watch is None else session.watch.requests
-        if requests is None or not requests.is_open or ends or iteration >= get_args().train_iters:
+        watch = session.parts.watch
+        requests = None if watch is None else watch.requests
+        if (
+            watch is None
+            or requests is None
+            or not requests.is_open
+            or ends
+            or iteration >= get_args().train_iters
+        ):
             return ends
         leave = _Leaving(
-            run=run,
             session=session,
+            watch=watch,
             models=model,
             scheduler=opt_param_scheduler,
             iteration=iteration,
@@ -85,22 +89,24 @@ def leaving_when_asked(
 class _Leaving:
     """One attempt."""
 
-    run: PlanRun
-    session: "PlanSession"
+    session: PlanSession
+    watch: RunWatch
     models: list[Any]
     scheduler: Any
     iteration: int
     num_flops: float
 
-    def if_all_can(self, requests: "PlanRequests") -> None:
+    def __post_init__(self) -> None:
+        self.at, self.run = self.session.parts.at, self.session.parts.run
+        self.group = self.watch.exchange.group
+
+    def if_all_can(self, requests: PlanRequests) -> None:
         """Raise PlanLeft, or say why not; a collective call."""
-        assert self.session.watch is not None
-        self.group = self.session.watch.exchange.group
         self.run.enter(f"before another plan, after iteration {self.iteration}")
         data = [requests.data]
         dist.broadcast_object_list(data, src=0, group=self.group)
         requests.answer()
-        moves = self.session.watch.reporter.status.moves
+        moves = self.watch.reporter.status.moves
         asked_for = _fingerprint(data[0] or b"")
         try:
             run = self._next_run(data[0] or b"")
@@ -118,17 +124,19 @@ class _Leaving:
 
     def _next_run(self, data: bytes) -> PlanRun:
         """What all ranks go on with; raises _RefusedError on all ranks where one cannot."""
-        plan: Plan = self._agreed(lambda: checked_plan(self.run, self.session, data))
+        plan: Plan = self._agreed(
+            lambda: checked_plan(self.run, self.at, self.session.optimizers, data)
+        )
         try:
             check_placement(replace(self.run, plan=plan))
         except ZorseError as error:  # the same on all ranks
             raise _RefusedError(str(error)) from error
-        dp_cp = self.session.collection.dp_cp
+        dp_cp = self.at.collection.dp_cp
         parts = self._agreed(lambda: list(owned_parts(self.models, self.session.optimizers, dp_cp)))
         self._check_host(sum(part.device_bytes for part in parts))
         aside: SetAside = self._agreed(
             lambda: set_aside(
-                self.session,
+                self.session.optimizers,
                 parts,
                 self.scheduler,
                 iteration=self.iteration,
@@ -145,7 +153,7 @@ class _Leaving:
         except Exception as error:  # whatever it is, the training under the old plan is whole
             known = isinstance(error, ZorseError)
             problem = str(error) if known else "".join(traceback.format_exception_only(error))
-        problems: list[Any] = [None] * self.session.plan.world_size
+        problems: list[Any] = [None] * self.at.plan.world_size
         dist.all_gather_object(problems, problem, group=self.group)
         for rank, found in enumerate(problems):
             if found is not None:
@@ -155,7 +163,7 @@ class _Leaving:
     def _check_host(self, num_bytes: int) -> None:
         """Ask whether each node has room for what its ranks set aside."""
         mine = node_name(), num_bytes, available_host_bytes()
-        told: list[Any] = [None] * self.session.plan.world_size
+        told: list[Any] = [None] * self.at.plan.world_size
         dist.all_gather_object(told, mine, group=self.group)
         for node in sorted({name for name, *_ in told}):
             need = sum(each for name, each, _ in told if name == node)
@@ -168,7 +176,7 @@ class _Leaving:
 
     def _groups(self) -> list[dist.ProcessGroup]:
         """Those of the plan that is left, in the order in which all ranks have made theirs."""
-        groups = self.session.groups
+        groups = self.at.groups
         found = [groups.alone, groups.group, groups.set, groups.everyone]
         if groups.regions is not None:
             inside = groups.regions.inside
@@ -182,8 +190,7 @@ class _Leaving:
 
     def _close(self) -> None:
         """Finish what is under way beside the training."""
-        assert self.session.watch is not None
-        self.session.watch.exchange.finish()
+        self.watch.exchange.finish()
         maybe_finalize_async_save(blocking=True, terminate=True)
         if (board := get_tensorboard_writer()) is not None:
             board.close()

@@ -1,48 +1,43 @@
 """Can this job go on under that plan? Asked on each rank, before anything is touched."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron.training import get_args
 
 from zorse_megatron.adapter.plan_run import PlanRun
+from zorse_megatron.adapter.rank_plan import RankPlan, executable_lists
 from zorse_megatron.errors import PlanError, Problem
 from zorse_megatron.flags.check import check_arguments
-from zorse_megatron.schedules.lower import lower_plan
-from zorse_megatron.schedules.validate import check_executable
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import parse_plan
-
-if TYPE_CHECKING:
-    from zorse_megatron.adapter.session import PlanSession
 
 _SOURCE = "the next plan"
 # What stock has started, or is recording, and would lose or start a second time.
 _ONCE = ("profile", "log_straggler", "run_workload_inspector_server", "log_energy")
 
 
-def checked_plan(run: PlanRun, session: "PlanSession", data: bytes) -> Plan:
-    """The plan in `data`, checked as at the start of a job. Raises ZorseError."""
+def checked_plan(run: PlanRun, at: RankPlan, optimizers: Sequence[Any], data: bytes) -> Plan:
+    """The plan in `data`, checked as at the start of a job; `at`: that runs. Raises ZorseError."""
     plan = parse_plan(data, source=_SOURCE)
     assert run.check_next is not None
     dtypes = run.check_next(plan)
     args = get_args()
-    problems = [*_problems(plan, session, args), *_other_types(dtypes, session)]
+    problems = [*_problems(plan, at, args), *_frozen_problems(optimizers)]
+    problems += _other_types(dtypes, at)
     problems += check_arguments(args, plan, again=True)
     if problems:
         raise PlanError("The next plan cannot take over", problems)
-    sets = [replica.ranks for group in plan.groups for replica in group.replicas]
-    check_executable(lower_plan(plan, tied=session.tied_embeddings), sets)
-    check_executable(lower_plan(plan, forward_only=True), sets)
+    executable_lists(plan, tied=at.tied_embeddings)
     return plan
 
 
-def _problems(plan: Plan, session: "PlanSession", args: Any) -> Iterator[Problem]:
-    if plan.global_batch_size != session.plan.global_batch_size:
+def _problems(plan: Plan, at: RankPlan, args: Any) -> Iterator[Problem]:
+    if plan.global_batch_size != at.plan.global_batch_size:
         yield Problem(
             where=f"{_SOURCE}: global_batch_size",
             found=str(plan.global_batch_size),
-            expected=f"{session.plan.global_batch_size}, as in the plan that runs",
+            expected=f"{at.plan.global_batch_size}, as in the plan that runs",
             remedy="Plan for the same batch: the training is to stay the same.",
         )
     for name in _ONCE:
@@ -53,14 +48,13 @@ def _problems(plan: Plan, session: "PlanSession", args: Any) -> Iterator[Problem
                 expected="a command without it, for a run that goes on under another plan",
                 remedy="Save a checkpoint, and start the next plan from it.",
             )
-    yield from _frozen_problems(session)
 
 
-def _frozen_problems(session: "PlanSession") -> Iterator[Problem]:
+def _frozen_problems(optimizers: Sequence[Any]) -> Iterator[Problem]:
     """The first parameter of this rank that has no optimizer state, which is what moves."""
     frozen = [
         name
-        for optimizer in session.optimizers
+        for optimizer in optimizers
         for chunk in optimizer.model_chunks
         for name, parameter in chunk.named_parameters()
         if not parameter.requires_grad
@@ -74,8 +68,8 @@ def _frozen_problems(session: "PlanSession") -> Iterator[Problem]:
         )
 
 
-def _other_types(dtypes: Any, session: "PlanSession") -> Iterator[Problem]:
-    now = [session.dtypes[session.plan.group_of_rank(r)] for r in range(session.plan.world_size)]
+def _other_types(dtypes: Any, at: RankPlan) -> Iterator[Problem]:
+    now = [at.dtypes[at.plan.group_of_rank(rank)] for rank in range(at.plan.world_size)]
     if list(dtypes) != now:
         yield Problem(
             where=f"{_SOURCE}: compute_dtype",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,13 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import (
 )
 from zorse_megatron.adapter.moving.owned_parts import OwnedPart, owned_parts
 from zorse_megatron.adapter.parameters.exact_values import start_from_main
+from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.log import say
 from zorse_megatron.migration.boxes import common_block
 from zorse_megatron.migration.costs import peak_bytes, sent_bytes
 from zorse_megatron.migration.transfers import Owned, Transfer, plan_transfers
 from zorse_megatron.runtime.state_transfer import Held, HeldBlock, StateTransfer
 from zorse_megatron.schedules.tensor_blocks import TensorBlock
-
-if TYPE_CHECKING:
-    from zorse_megatron.adapter.session import PlanSession
 
 # Where the training is, in Megatron's arguments; a checkpoint has the same.
 _POSITION = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -50,7 +48,7 @@ class SetAside:
 
 
 def set_aside(
-    session: "PlanSession",
+    optimizers: Sequence[Any],
     parts: Sequence[OwnedPart],
     scheduler: Any,
     *,
@@ -62,7 +60,7 @@ def set_aside(
     for part in parts:
         held.setdefault(part.name, []).append(HeldBlock(block=part.block, values=part.read()))
     args, states = get_args(), parts[0].states if parts else {}
-    own = [each for each in session.optimizers if not each.is_stub_optimizer]
+    own = [each for each in optimizers if not each.is_stub_optimizer]
     return SetAside(
         held=held,
         states=tuple(states),
@@ -76,20 +74,22 @@ def set_aside(
     )
 
 
-def take_over(session: "PlanSession", aside: SetAside, models: list[Any], scheduler: Any) -> None:
+def take_over(
+    at: RankPlan, aside: SetAside, models: list[Any], optimizers: Sequence[Any], scheduler: Any
+) -> None:
     """Go on where the training was set aside; a collective call of all ranks.
 
     Leaves what loading a checkpoint leaves that was saved under the old plan.
     """
-    group = dist.new_group(backend="gloo", timeout=session.timeout)
-    parts = list(owned_parts(models, session.optimizers, session.collection.dp_cp))
+    group = dist.new_group(backend="gloo", timeout=at.timeout)
+    parts = list(owned_parts(models, optimizers, at.collection.dp_cp))
     told = _tell(group, aside, parts)
-    _move(session, aside, parts, told, group)
+    _move(at.rank, aside, parts, told, group)
     for model in models:
         if model.shards is not None:
             model.shards.mark_changed()
-    start_from_main(models, session.optimizers)
-    for optimizer in session.optimizers:
+    start_from_main(models, optimizers)
+    for optimizer in optimizers:
         if not optimizer.is_stub_optimizer:
             restore_common_state(optimizer, _joined_common(told))
     scheduler.load_state_dict(aside.scheduler)
@@ -134,7 +134,7 @@ def _tell(group: Any, aside: SetAside, parts: Sequence[OwnedPart]) -> list[_Told
 
 
 def _move(
-    session: "PlanSession",
+    rank: int,
     aside: SetAside,
     parts: Sequence[OwnedPart],
     told: Sequence[_Told],
@@ -144,7 +144,7 @@ def _move(
     after = {rank: each.after for rank, each in enumerate(told)}
     transfers = plan_transfers(before, after)
     states, dtypes = next((each.states, each.dtypes) for each in told if each.states)
-    moving = StateTransfer(transfers, aside.held, rank=session.rank, dtypes=dtypes, group=group)
+    moving = StateTransfer(transfers, aside.held, rank=rank, dtypes=dtypes, group=group)
     targets: dict[str, list[OwnedPart]] = {}
     for part in parts:
         assert tuple(part.states) == states, f"{part.name} has {tuple(part.states)}, not {states}"
@@ -156,7 +156,7 @@ def _move(
                     both = common_block(part.block, block)
                     if both is not None:
                         part.write(state, both, _inside(block, values, both))
-    _report(moving, before[session.rank], transfers, group)
+    _report(moving, before[rank], transfers, group)
 
 
 def _report(
