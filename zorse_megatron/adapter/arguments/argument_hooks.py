@@ -1,9 +1,9 @@
-"""Hooks into argument parsing: flags are compared with the plan, and set by it."""
+"""Hooks into argument parsing: flags are compared with the plan, and set by it, once."""
 
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from zorse_megatron.adapter.arguments.compute_dtype import set_compute_dtype
@@ -37,7 +37,7 @@ def argument_hooks(
     )
     return {
         **({under_plan.CHECK_HEADS: with_any_heads} if has_own_heads else {}),
-        under_plan.PARSE_ARGS: partial(_parsing, plan, world_size, fit),
+        under_plan.PARSE_ARGS: _parsing,
         under_plan.VALIDATE_ARGS: partial(_validating, plan, world_size, fit),
         under_plan.PRINT_ARGS: without_defaults,
         under_plan.PAD_VOCABULARY: _padding_for_the_command,
@@ -48,26 +48,16 @@ Fit = Callable[[Namespace], list[str]]
 """Compares arguments with the plan, sets what it decides, and returns what is to be said."""
 
 
-def _parsing(
-    plan: Plan, world_size: int, fit: Fit, stock: Callable[..., Namespace]
-) -> Callable[..., Namespace]:
-    say_once = cache(say)  # scripts parse more than once
-
+def _parsing(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
     def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Namespace:
         extra = extra_args_provider
         if not ignore_unknown_args:
             extra = partial(_with_known_flags, extra_args_provider)
         args = stock(extra, ignore_unknown_args)
-        for note in fit(args):
-            say_once(note)
         # Stock reads the checkpoint's arguments before there are groups of ranks.
         load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
         if load is not None:
             check_at_a_look(load)
-        say_once(
-            "Megatron's own lines count one replica per chunk: its 'world size' below is "
-            f"{len(plan.chunks) * args.tensor_model_parallel_size}, this job has {world_size} ranks"
-        )
         return args
 
     return parse_args
@@ -77,12 +67,17 @@ def _validating(
     plan: Plan, world_size: int, fit: Fit, stock: Callable[..., Any]
 ) -> Callable[..., Any]:
     def validate_args(args: Namespace, defaults: Any = None) -> Any:
-        # Once more: --use-checkpoint-args may have set arguments since they were parsed.
-        fit(args)
+        # Not when they are parsed: --use-checkpoint-args sets arguments in between.
+        for note in fit(args):
+            say(note)
         set_compute_dtype(args, plan)
         # One rank per stage: then stock's grid arithmetic is that of one replica that takes
         # the whole global batch, which is what a plan's groups are to the training loop.
         args.world_size = len(plan.chunks) * args.tensor_model_parallel_size
+        say(
+            "Megatron's own lines count one replica per chunk: its 'world size' below is "
+            f"{args.world_size}, this job has {world_size} ranks"
+        )
         try:
             return stock(args, {} if defaults is None else defaults)
         finally:

@@ -35,8 +35,7 @@ def fit_to_plan(
     args.micro_batch_size = args.micro_batch_size or 1
     args.pipeline_model_parallel_size = len(plan.chunks)
     args.pipeline_model_parallel_layout = layout_of(plan)
-    if not hasattr(args, "zorse_per_token_loss"):
-        args.zorse_per_token_loss = args.calculate_per_token_loss  # as the command says
+    args.zorse_per_token_loss = args.calculate_per_token_loss  # as the command says
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         notes.append(
@@ -66,9 +65,7 @@ def _set_degree(args: Namespace, plan: Plan) -> list[str]:
 
     The command's own degree stays in `args.zorse_command_degree`: the vocabulary is padded for it.
     """
-    if not hasattr(args, "zorse_command_degree"):
-        args.zorse_command_degree = args.tensor_model_parallel_size
-    wanted = args.zorse_command_degree
+    args.zorse_command_degree = wanted = args.tensor_model_parallel_size
     args.tensor_model_parallel_size = len(set_of_rank(plan, args.rank))
     degrees = {len(replica.ranks) for group in plan.groups for replica in group.replicas}
     notes = []

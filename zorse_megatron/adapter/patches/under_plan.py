@@ -15,17 +15,18 @@ _training = partial(_record, test=f"{_EXACT}::test_follows_stock")
 PARSE_ARGS = _record(
     target="megatron.training.arguments:parse_args",
     parameters=("extra_args_provider", "ignore_unknown_args"),
-    becomes="The same, and then the flags are compared with the plan.",
-    why="flags are checked against the plan, and what the plan decides is set; those of the "
-    "script's own parser are known only here",
+    becomes="The same; flags that nobody knows are told by name, and so is a checkpoint that is "
+    "not whole where its arguments are asked for.",
+    why="flags of the script's own parser are known only here, and argparse would print its usage, "
+    "a thousand lines, on every rank",
     test="tests/megatron/test_bad_input.py::test_a_flag_that_the_parser_of_the_script_lacks",
     delete_when="upstream takes a plan, or patches/ is merged",
 )
 VALIDATE_ARGS = _training(
     target="megatron.training.arguments:validate_args",
     parameters=("args", "defaults"),
-    becomes="The same, with one rank per stage, so that stock's grid arithmetic is that of one "
-    "replica.",
+    becomes="The same, once the flags fit the plan, and with one rank per stage, so that stock's "
+    "grid arithmetic is that of one replica.",
     why="stock divides the world size by the stages and the batch by the quotient; unequal "
     "groups have no such quotient",
     delete_when="validate_args stops assuming equal data-parallel groups",
