@@ -49,14 +49,13 @@ def _train(setup: Setup, weights: tuple[float, ...]) -> list[float]:
     assert starts == list(range(len(chunk.bucket_groups))) * 4
     if setup.overlap:
         assert len(chunk.bucket_groups) == 4
-        chunk.disable_forward_pre_hook()
     return torch.cat([p.detach().view(-1) for p in chunk.parameters()]).tolist()
 
 
 def _noted(dispatch: Any, number: int, starts: list[int]) -> Any:
-    def noted(**kwargs: Any) -> None:
+    def noted() -> None:
         starts.append(number)
-        dispatch(**kwargs)
+        dispatch()
 
     return noted
 

@@ -19,8 +19,7 @@ def _stepped_chunk(setup: Setup) -> Any:
     tiny_gpt.start()
     collection = tiny_gpt.groups_of([[0, 1]], setup)
     model = tiny_gpt.build_gpt(setup, collection)
-    # As under a plan, which turns --overlap-param-gather off.
-    chunk = tiny_gpt.wrap(model, setup, collection, (3, 1), overlap_param_gather=False)
+    chunk = tiny_gpt.wrap(model, setup, collection, (3, 1))
     with torch.no_grad():
         for parameter in chunk.parameters():
             chunk.parameter_piece(parameter, *chunk.owned_part(parameter)).add_(1 + dist.get_rank())
@@ -29,7 +28,9 @@ def _stepped_chunk(setup: Setup) -> Any:
 
 def _gather_at_once(setup: Setup) -> list[float]:
     chunk = _stepped_chunk(setup)
-    chunk.start_param_sync()
+    for group in reversed(chunk.bucket_groups):
+        for bucket in group.buckets:
+            group.gather_bucket(bucket, async_op=False)
     return [parameter.sum().item() for parameter in chunk.parameters()]
 
 
@@ -89,7 +90,7 @@ def _sections(setup: Setup) -> list[set[str]]:
     tiny_gpt.start()
     collection = tiny_gpt.groups_of([[0, 1]], setup)
     model = tiny_gpt.build_gpt(setup, collection)
-    chunk = tiny_gpt.wrap(model, setup, collection, (3, 1), overlap_param_gather=False)
+    chunk = tiny_gpt.wrap(model, setup, collection, (3, 1))
     name_of = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
     layouts = bucket_per_layer(chunk.module, chunk.ddp_config, collection).layouts.values()
     buckets: list[set[str]] = []

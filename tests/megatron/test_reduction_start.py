@@ -32,8 +32,7 @@ def _chunk(setup: Setup) -> Any:
     tiny_gpt.start()
     collection = tiny_gpt.groups_of([[0, 1]], setup)
     model = tiny_gpt.build_gpt(setup, collection)
-    # As under a plan, which turns --overlap-param-gather off.
-    return tiny_gpt.wrap(model, setup, collection, (3, 1), overlap_param_gather=False)
+    return tiny_gpt.wrap(model, setup, collection, (3, 1))
 
 
 def _begin_one_after_the_other(setup: Setup) -> list[float]:

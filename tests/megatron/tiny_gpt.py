@@ -148,7 +148,6 @@ def wrap(
         check_for_nan_in_grad=setup.dtype is not torch.float16,
         **{
             "use_distributed_optimizer": weights is not None,
-            "overlap_param_gather": setup.overlap and weights is not None,
             **options,
         },
     )
@@ -282,9 +281,19 @@ def reduce_and_step(
         tied.reduce()
     chunk.scale_gradients(1.0 / divide_by)
     result = optimizer.step()
+    if hasattr(chunk, "gathers"):  # ours: the list's steps and gathers
+        for each in optimizer.chained_optimizers:
+            each.step_chunk(chunk)
+        gather(chunk)
     chunk.zero_grad_buffer()
     optimizer.zero_grad()
     return result
+
+
+def gather(chunk: Any) -> None:
+    """Gather our chunk's parameters from their owners."""
+    chunk.gathers.start()
+    chunk.gathers.wait()
 
 
 def weights_of(chunk: Any, setup: Setup) -> dict[str, torch.Tensor]:

@@ -54,9 +54,6 @@ def build_optimizer(
     for each in parts:
         each.is_mixed = at.is_mixed
         take_exact(each)
-        # Steps of chunks, and the gathers after them, are the list's. The latter is stock's own
-        # switch for it (`DistributedOptimizer.step_with_ready_grads`).
-        each.steps_by_chunk = each._defer_param_sync = True
     streams = _streams_gradients(at, update, models)
     say_update(
         [choose_update(each, update, at.device, streams=streams) for each in parts], at.device

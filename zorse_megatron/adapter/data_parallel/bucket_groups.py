@@ -1,4 +1,4 @@
-"""Megatron's gradient buckets with shards of unequal size, reduced and gathered in one order.
+"""Megatron's gradient buckets with shards of unequal size, reduced in one order.
 
 Source: `megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup`, whose equal
 shards and tensor collectives are replaced; when to communicate stays as it is there, except that
@@ -32,7 +32,6 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
     """
 
     order: "BucketOrder"
-    param_gather_handle: Any
     grad_reduce_handle: Any
 
     def __init__(
@@ -75,15 +74,16 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         Raises RuntimeError when this step's reduction has been started already (not in the first
         step, in which stock ignores it too).
         """
+        assert not force_all_reduce, "owners of unequal shards need their sums only"
         if not self.ddp_config.overlap_grad_reduce:
-            self.dispatch_grad_sync(force_all_reduce=bool(force_all_reduce))
+            self.dispatch_grad_sync()
             return
         if self.grad_sync_dispatched:
             if self.is_first_batch:
                 return
             raise RuntimeError("this bucket's gradients are being reduced already in this step")
         self.grad_sync_requested = True
-        self.order.dispatch_requested(force_all_reduce=bool(force_all_reduce))
+        self.order.dispatch_requested()
 
     def begin_grad_sync(self) -> None:
         """Start the reduction, unless a backward has; `finish_grad_sync` waits for it.
@@ -91,11 +91,11 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         Raises RuntimeError when a backward ran but left gradients out, as stock does.
         """
         if not self.ddp_config.overlap_grad_reduce:
-            self._dispatch(force_all_reduce=False, async_op=True)
+            self._dispatch(async_op=True)
             self.began = True
         elif not self.grad_sync_dispatched and not self.grad_reduce_finished:
             self._refuse_partial_backward()
-            self.order.dispatch_through(self, force_all_reduce=False)
+            self.order.dispatch_through(self)
 
     @property
     def reduction_bytes(self) -> int:
@@ -109,7 +109,6 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         """
         if self.began:
             self.began = False
-            self.param_gather_dispatched = False
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
             self._copy_back_extra_main_grads()
@@ -117,7 +116,7 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         overlap = self.ddp_config.overlap_grad_reduce
         if overlap and not self.grad_sync_dispatched and not self.grad_reduce_finished:
             self._refuse_partial_backward()
-            self.order.dispatch_through(self, force_all_reduce=bool(force_all_reduce))
+            self.order.dispatch_through(self)
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     def _refuse_partial_backward(self) -> None:
@@ -129,15 +128,13 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
                 "--overlap-grad-reduce a backward must reach the same parameters in every step"
             )
 
-    def dispatch_grad_sync(self, *, force_all_reduce: bool) -> None:
+    def dispatch_grad_sync(self) -> None:
         """Start the reduction, out of `order`'s or stock's hands; waits unless it overlaps."""
-        async_op = self.ddp_config.overlap_grad_reduce
-        self._dispatch(force_all_reduce=force_all_reduce, async_op=async_op)
+        self._dispatch(async_op=self.ddp_config.overlap_grad_reduce)
 
-    def _dispatch(self, *, force_all_reduce: bool, async_op: bool) -> None:
+    def _dispatch(self, *, async_op: bool) -> None:
         self.prepare_gradients()
-        reduce = self._all_reduce if force_all_reduce else self.reduce_bucket
-        works = [reduce(bucket, async_op=async_op) for bucket in self.buckets]
+        works = [self.reduce_bucket(bucket, async_op=async_op) for bucket in self.buckets]
         self.grad_reduce_handle = Works([w for w in works if w is not None]) if async_op else None
         self.grad_sync_dispatched = self.ddp_config.overlap_grad_reduce
 
@@ -147,9 +144,6 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
             super().check_grads(check_for_nan_or_inf, check_for_large)
         else:
             self.noted_norms = [bucket.grad_data.norm(p=2) for bucket in self.buckets]
-
-    def _all_reduce(self, bucket: Any, *, async_op: bool) -> Any:
-        return dist.all_reduce(bucket.grad_data, group=self.group, async_op=async_op)
 
     def reduce_bucket(self, bucket: Any, *, async_op: bool) -> Works | None:
         """Sum a bucket's gradients into the owners' shards; returns the work when `async_op`."""
@@ -200,39 +194,11 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         for event in events:
             torch.cuda.current_stream().wait_event(event)
 
-    # Parameters.
-
-    def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gather the shards of parameters; returns at once with overlap_param_gather.
-
-        `force_sync` waits in any case.
-        """
-        overlap = self.ddp_config.overlap_param_gather
-        if force_sync and self.param_gather_handle is not None:
-            self.param_gather_handle.wait()
-            self.param_gather_handle = None
-            self._post_param_sync()
-            return
-        assert self.param_gather_handle is None, "these parameters are being gathered already"
-        async_op = overlap and not force_sync
-        works = [self.gather_bucket(bucket, async_op=async_op) for bucket in self.buckets]
-        self.param_gather_handle = Works([w for w in works if w is not None]) if async_op else None
-        if force_sync and overlap:
-            self._post_param_sync()
-        self.param_gather_dispatched = True
-
-    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        """Wait for the gather; start it, and all that come before it, if nobody has."""
-        self.order.dispatch_gathers_before(self)
-        super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch)
-
 
 class BucketOrder:
-    """The order of one model chunk's communication: the same on all ranks of its group.
+    """The order of one model chunk's reductions: the same on all ranks of its group.
 
-    Gradients are reduced from the first bucket to the last (buckets hold parameters from the
-    output back to the input), parameters are gathered from the last to the first, and a step's
-    gathers all come before its reductions.
+    From the first bucket to the last: buckets hold parameters from the output back to the input.
     """
 
     def __init__(self, groups: Sequence[UnevenBucketGroup]) -> None:
@@ -240,38 +206,19 @@ class BucketOrder:
         for group in self.groups:
             group.order = self
 
-    def dispatch_requested(self, *, force_all_reduce: bool) -> None:
+    def dispatch_requested(self) -> None:
         """Start the reductions that are asked for and have no unstarted one before them."""
         for group in self.groups:
             if group.grad_sync_dispatched:
                 continue
             if not group.grad_sync_requested:
                 return
-            self._dispatch(group, force_all_reduce)
+            group.dispatch_grad_sync()
 
-    def dispatch_through(self, last: UnevenBucketGroup, *, force_all_reduce: bool) -> None:
+    def dispatch_through(self, last: UnevenBucketGroup) -> None:
         """Start the reductions up to and including `last`, asked for or not."""
         for group in self.groups:
             if not group.grad_sync_dispatched:
-                self._dispatch(group, force_all_reduce)
+                group.dispatch_grad_sync()
             if group is last:
                 return
-
-    def _dispatch(self, group: UnevenBucketGroup, force_all_reduce: bool) -> None:
-        first_in_step = not any(other.grad_sync_dispatched for other in self.groups)
-        if group.ddp_config.overlap_param_gather and first_in_step:
-            self._finish_param_gathers()
-        group.dispatch_grad_sync(force_all_reduce=force_all_reduce)
-
-    def dispatch_gathers_before(self, group: UnevenBucketGroup) -> None:
-        """Start the gathers that come before that of `group`."""
-        for other in reversed(self.groups):
-            if other is group:
-                return
-            if not other.param_gather_dispatched:
-                other.start_param_sync()
-
-    def _finish_param_gathers(self) -> None:
-        """Take part in the gathers that this rank's forward did not ask for; wait for all."""
-        for group in reversed(self.groups):
-            group.finish_param_sync(skip_next_bucket_dispatch=True)

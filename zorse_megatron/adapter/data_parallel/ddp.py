@@ -9,7 +9,6 @@ says so; see `chunk_shards`.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from megatron.core.utils import unwrap_model
 from zorse_megatron.adapter.checkpoint.saved_parameters import joined_loaded, take_loaded
 from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
-from zorse_megatron.adapter.data_parallel.ddp_options import option_problems
 from zorse_megatron.adapter.data_parallel.parameter_gathers import ParameterGathers
 from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards
 from zorse_megatron.adapter.data_parallel.uneven_buckets import (
@@ -30,7 +28,6 @@ from zorse_megatron.adapter.data_parallel.uneven_buckets import (
 from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.parameters.exact_values import keep_exact
 from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, held_parts, taken
-from zorse_megatron.errors import FlagError
 from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
 from zorse_megatron.runtime.host_link import HostLink
 from zorse_megatron.runtime.low_precision_reduce import CommDtype
@@ -42,9 +39,7 @@ from zorse_megatron.schedules.tensor_parts import Run, runs_of_rows
 
 def _without_overlap(ddp_config: Any) -> Any:
     """Stock refuses a config with both numbers for buckets; it has made one of the other by now."""
-    return replace(
-        ddp_config, overlap_grad_reduce=False, overlap_param_gather=False, num_buckets=None
-    )
+    return replace(ddp_config, overlap_grad_reduce=False, num_buckets=None)
 
 
 class UnevenDistributedDataParallel(DistributedDataParallel):
@@ -53,22 +48,20 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     `shard_weights`: one float >= 0 per rank of the data-parallel group, in the order of the group;
     each bucket is cut in this proportion, and a rank with weight 0 owns nothing. A rank may run
     any number of micro-batches in a step, none included, as long as it then calls
-    `finish_grad_sync`. With overlap_param_gather a rank without micro-batches should call
-    `start_param_sync` at the start of the step, or the others wait for it.
+    `finish_grad_sync`. Parameters are gathered by `gathers`, when the list says so.
 
     `sharded`: have unsharded parameters and gradients only between `shards.gather` and
     `shards.release`, and between the first backward of a step and the reduction. Such a chunk is
-    cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce and
-    overlap_param_gather have no effect on it. `link`: for shards of parameters that may wait in
+    cut into a bucket per layer and communicates when it is told to: overlap_grad_reduce has no
+    effect on it. `link`: for shards of parameters that may wait in
     the host. `comm_dtype`: how gradients, which are then fp32, are sent; None: as they are kept.
     `is_mixed`: groups compute in different types (see `exact_values`). `place`: this rank's in its
     tensor-parallel set. `unlike`: the group's replicas, where they cut layers differently: what a
     rank owns is packed then (see `parted_shards`), and `sharded` says whether it is all it keeps.
     `delays_weights`: weight gradients come after their backward (see `model.weight_gradients`), so
-    no reduction starts in one: overlap_grad_reduce and overlap_param_gather have no effect.
-    `regions`: of a hierarchical group.
-
-    Raises FlagError for options that unequal shards cannot keep.
+    no reduction starts in one: overlap_grad_reduce has no effect.
+    `regions`: of a hierarchical group. Options that unequal shards cannot keep have been refused as
+    flags (`zorse_megatron.flags`).
     """
 
     bucket_groups: list[Any]
@@ -94,9 +87,6 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         delays_weights: bool = False,
         regions: RegionGroups | None = None,
     ) -> None:
-        problems = option_problems(config, ddp_config, module)
-        if problems:
-            raise FlagError("Gradients cannot be reduced into unequal shards", problems)
         self.has_uneven_parts = place is not None and not place.parts.are_equal
         if sharded or unlike is not None or self.has_uneven_parts:
             ddp_config = _without_overlap(ddp_config)
@@ -150,25 +140,6 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         self.param_to_bucket_group = {
             param: group for group in groups for bucket in group.buckets for param in bucket.params
         }
-        if self.ddp_config.overlap_param_gather:
-            for previous, group in pairwise(groups):
-                group.next_param_gather_bucket_group = previous
-
-    def start_param_sync(
-        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
-    ) -> None:
-        """Gather the shards of all parameters, in the order in which a forward asks for them.
-
-        With overlap_param_gather, gathers that are done or under way are left alone unless
-        `force_sync`, so that a rank without micro-batches may call this in any step. A sharded
-        chunk is gathered when the list says so, not here.
-        """
-        if self.shards is not None:
-            return
-        for group in reversed(self.bucket_groups):
-            pending = not (self.ddp_config.overlap_param_gather and group.param_gather_dispatched)
-            if pending or force_sync:
-                self._start_bucket_group_param_sync(group, force_sync=force_sync)
 
     def begin_grad_sync(self) -> None:
         """Start the reduction of gradients, unless a backward has; `finish_grad_sync` waits."""

@@ -205,7 +205,7 @@ class MegatronChunkRunner:
             model.scale_gradients(factor)
 
     def norm(self) -> None:
-        """Stock's optimizer step, in which optimizers only decide (`steps_by_chunk`)."""
+        """Stock's optimizer step, in which optimizers only decide (`step_with_ready_grads`)."""
         assert self.stock_step is not None
         self.step_result = self.stock_step()
 

@@ -11,7 +11,6 @@ from zorse_megatron.adapter.checkpoint.saved_optimizer import CheckpointLayout
 from zorse_megatron.adapter.optimizer.distributed_optimizer import UnevenDistributedOptimizer
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.registry import REGISTRY
-from zorse_megatron.errors import FlagError, Problem
 
 
 def build_uneven_optimizer(
@@ -29,12 +28,8 @@ def build_uneven_optimizer(
     A collective call of all ranks. `model_chunks` are `UnevenDistributedDataParallel`;
     `pg_collection` has the groups of a plan (intra_dist_opt is the world). `config` is
     not changed; the optimizer gets a copy with use_distributed_optimizer. `state_waits`: its state
-    is to wait in the host (`UnevenDistributedOptimizer.keep_in_host`). Raises FlagError for
-    optimizers and options that cannot be kept.
+    is to wait in the host (`UnevenDistributedOptimizer.keep_in_host`).
     """
-    problems = _problems(config)
-    if problems:
-        raise FlagError("The optimizer state cannot be cut into unequal shards", problems)
     uneven_class = partial(
         UnevenDistributedOptimizer, checkpoint_layout=checkpoint_layout, state_waits=state_waits
     )
@@ -47,30 +42,3 @@ def build_uneven_optimizer(
             pg_collection=pg_collection,
             dump_param_to_param_group_map=dump_param_to_param_group_map,
         )
-
-
-# (field, value it must have, flag): who would step, or when, would no longer be the shard's owner.
-_UNSUPPORTED = (
-    ("optimizer", "adam", "--optimizer"),
-    ("optimizer_cpu_offload", False, "--optimizer-cpu-offload"),
-    (
-        "overlap_param_gather_with_optimizer_step",
-        False,
-        "--overlap-param-gather-with-optimizer-step",
-    ),
-    ("use_layer_wise_distributed_optimizer", False, "--use-layer-wise-distributed-optimizer"),
-    ("reuse_grad_buf_for_mxfp8_param_ag", False, "--reuse-grad-buf-for-mxfp8-param-ag"),
-)
-
-
-def _problems(config: Any) -> list[Problem]:
-    return [
-        Problem(
-            where=flag,
-            found=repr(value),
-            expected=repr(expected),
-            remedy=f"Set {flag} adam." if field == "optimizer" else f"Remove {flag}.",
-        )
-        for field, expected, flag in _UNSUPPORTED
-        if (value := getattr(config, field)) != expected
-    ]

@@ -60,8 +60,6 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         """Whether the inner step writes 16-bit parameters, too."""
         self.factors: GradientFactors | StreamedGradients | None = None
         """What the inner step multiplies gradients by; None: stock has done it before."""
-        self.steps_by_chunk = False
-        """Whether `step` only decides, and chunks are then stepped by `step_chunk`."""
         self._may_step = False
         self.step_count = 0
         self._last_grad_norm = 0.0
@@ -105,20 +103,14 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update this rank's shards and, unless deferred, gather all parameters."""
-        # ChainedOptimizer.step makes this comparison only on ranks that own parameters; the
-        # others would go on to the gather alone.
+        """Decide for all chunks: `step_chunk` then updates this rank's shard of each."""
+        # ChainedOptimizer.step makes this comparison only on ranks that own parameters.
         threshold = self.config.grad_norm_skip_threshold
         if math.isfinite(threshold) and self._last_grad_norm > threshold:
             return False
-        if not self.steps_by_chunk:
-            super().step_with_ready_grads()
-        elif not self.is_stub_optimizer:
+        if not self.is_stub_optimizer:
             self._may_step = True
-            if self.host_state is not None:
-                self.host_state.begin()
-            else:
-                self.chunk_steps.begin()
+            (self.host_state or self.chunk_steps).begin()
         self.step_count += 1
         return True
 
@@ -144,16 +136,12 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         else:
             with self.chunk_steps.counting_one(), self.chunk_steps.only(chunk):
                 self.optimizer.step()
-            self._after_step(chunk)
+            if not self.copies_in_step:
+                self.copy_main_to_model(chunk)
+            elif chunk.shards is not None:
+                chunk.shards.mark_changed()
         if timers is not None:
             timers("optimizer-inner-step").stop()
-
-    def _after_step(self, chunk: Any) -> None:
-        """Write new main parameters to where the chunk's are kept, unless the step has."""
-        if not self.copies_in_step:
-            self.copy_main_to_model(chunk)
-        elif chunk.shards is not None:
-            chunk.shards.mark_changed()
 
     # Shards, wherever a chunk keeps them.
 
@@ -173,11 +161,9 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             )
             self.factors = streamed
             self.config = replace(self.config, clip_grad=0.0)
-        host_state = HostState(
+        self.host_state = HostState(
             self, link, optimizer_state=optimizer_state, gradients=streamed, on_change=on_change
         )
-        self.host_state = host_state
-        self.optimizer.step = host_state.step
 
     def update_in_one_pass(self, step: Callable[[], None], factors: GradientFactors) -> None:
         """Step by `step`, which also writes the new parameters of 16 bits (see `shard_update`).
@@ -212,12 +198,6 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
             if parameter.dtype != torch.float32:
                 self.write(shard, chunk.read_parameter(parameter, start, stop))
         take_exact(self)
-
-    def _copy_main_params_to_model_params(self) -> None:
-        if self.host_state is not None:  # which has done it already
-            return
-        for chunk in self.model_chunks:
-            self._after_step(chunk)
 
     @torch.no_grad()
     def copy_main_to_model(self, chunk: Any) -> None:

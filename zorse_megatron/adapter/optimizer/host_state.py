@@ -67,7 +67,6 @@ class HostState:
         self.on_change = on_change
         self.gradients = gradients
         self.inner = optimizer.optimizer
-        self._step_all = self.inner.step
         self.steps: ChunkSteps = optimizer.chunk_steps
         self._to_step: list[_Unit] = []
         self._leaving: list[HostBacked] = []
@@ -112,12 +111,6 @@ class HostState:
     def num_elements(self) -> int:
         """What a step changes."""
         return sum(shard.tensor.numel() for shards in self._shards.values() for shard in shards)
-
-    def step(self) -> None:
-        """The inner optimizer's step, and the copy of new main parameters to the shards."""
-        self.begin()
-        for chunk in self.chunks:
-            self.step_chunk(chunk)
 
     def begin(self) -> None:
         """An update begins; `step_chunk` follows for each chunk in turn."""
@@ -183,12 +176,12 @@ class HostState:
         if unit.piece is None:
             with self.steps.only(unit.chunk):
                 self._give(unit, [each.tensor for each in self._shards[id(unit.chunk)]])
-                self._step_all()
+                self.inner.step()
             self.optimizer.copy_main_to_model(unit.chunk)
             return
         with unit.piece.alone(self.inner) as tensors:
             self._give(unit, tensors)
-            self._step_all()
+            self.inner.step()
         unit.piece.copy_main_to(unit.chunk)
         if unit.chunk.shards is not None:
             unit.chunk.shards.mark_changed()
