@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,24 @@ def weights(chunks: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for chunk in chunks:
         shards = getattr(chunk, "shards", None)
-        with nullcontext() if shards is None else shards.unsharded():
+        with nullcontext() if shards is None else unsharded(shards):
             found |= weights_of_chunk(chunk)
     return found
+
+
+@contextmanager
+def unsharded(shards: Any) -> Iterator[None]:
+    """Have a chunk's parameters unsharded within the block, and then as they were."""
+    was_unsharded, away = shards.is_unsharded, shards._away()
+    shards.gather()
+    shards.wait_until_unsharded()
+    for buffer in () if was_unsharded else shards.parameters:
+        buffer.keep_shard()  # in fp32 it is what the optimizer steps and saves
+    yield
+    if not was_unsharded:
+        shards.release()
+    for buffer in away:
+        buffer.offload()
 
 
 def weights_of_chunk(chunk: Any) -> dict[str, Any]:

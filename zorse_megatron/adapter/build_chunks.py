@@ -19,7 +19,6 @@ from megatron.training.initialize import _set_random_seed, set_jit_fusion_option
 from zorse_megatron.adapter.checkpoint.saved_parameters import owned_entries, unsharded_entries
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
-from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.groups.process_groups import (
     PipelinePosition,
     at_chunk,
@@ -33,6 +32,7 @@ from zorse_megatron.adapter.rank_plan import RankPlan
 from zorse_megatron.runtime.host_link import HostLink, copied_to_host
 from zorse_megatron.schedules.list_queries import chunks_left_in_host
 from zorse_megatron.schedules.set_parts import has_uneven_parts
+from zorse_megatron.schema.plan.rank_axes import holds_equal_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class ChunkBuilder:
             ),
             is_mixed=at.is_mixed,
             place=at.place,
-            unlike=UnlikeReplicas.of(at.group),
+            unlike=None if holds_equal_parts(at.group) else at.group,
             delays_weights=self.weight_gradients is not None,
             regions=at.groups.regions,
             **kwargs,

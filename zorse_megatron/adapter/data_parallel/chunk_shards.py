@@ -9,7 +9,7 @@ and writes them, and what was unsharded is made from them.
 The order of communication is that of the action lists, which is the same on all ranks of a group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,19 +30,26 @@ class ChunkShards:
     built, before the next one is. Optimizer and checkpoints do with the shards.
     """
 
-    def __init__(self, ddp: Any, link: HostLink | None = None) -> None:
-        """`link`: for parameters and gradients that may wait in the host."""
+    def __init__(
+        self, ddp: Any, link: HostLink | None = None, *, buffers: Sequence[Any] | None = None
+    ) -> None:
+        """`link`: for parameters and gradients that may wait in the host.
+
+        `buffers`: those of which this rank keeps its intervals; None: all.
+        """
         self.bucket_groups: list[UnevenBucketGroup] = ddp.bucket_groups
         self.group = ddp.intra_dp_cp_group
         self._position: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self.parameters: list[ShardedBuffer] = []
         self.gradients: list[ShardedBuffer] = []
-        for number, buffer in enumerate(ddp.buffers):
+        for number, buffer in enumerate(ddp.buffers if buffers is None else buffers):
             owned = [_owned(bucket, self.group.rank()) for bucket in buffer.buckets]
             self.parameters.append(ShardedBuffer(buffer.param_data, owned, link))
             self.gradients.append(ShardedBuffer(buffer.grad_data, owned, link, "gradients"))
             for parameter, (start, *_) in buffer.param_index_map.items():
                 self._position[parameter] = number, start
+        self.full: Sequence[ShardedBuffer] = self.parameters
+        """Parameters as layers compute with them, while they are there."""
         self._gathers: ParameterGathers = ddp.gathers
         self._reduction: Works | None = None
         self._reduced = False
@@ -54,7 +61,7 @@ class ChunkShards:
     @property
     def is_unsharded(self) -> bool:
         """Whether the parameters are there, or on their way."""
-        return all(buffer.is_unsharded for buffer in self.parameters)
+        return all(buffer.is_unsharded for buffer in self.full)
 
     def gather(self) -> None:
         """Start to unshard the parameters, in the order in which a forward asks for them."""
@@ -114,24 +121,6 @@ class ChunkShards:
         """The optimizer has stepped the shards: the host's copies are old."""
         for buffer in self.parameters:
             buffer.changed = True
-
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Have the parameters unsharded within the block; a collective call of the group."""
-        was_unsharded = self.is_unsharded
-        away = self._away()
-        self.gather()
-        self.wait_until_unsharded()
-        if not was_unsharded:
-            for buffer in self.parameters:
-                buffer.keep_shard()  # in fp32 it is what the optimizer steps and saves
-        try:
-            yield
-        finally:
-            if not was_unsharded:
-                self.release()
-            for buffer in away:
-                buffer.offload()
 
     def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter, all owned by this rank, where they are true."""

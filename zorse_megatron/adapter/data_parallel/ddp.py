@@ -19,13 +19,12 @@ from zorse_megatron.adapter.checkpoint.saved_parameters import joined_loaded, ta
 from zorse_megatron.adapter.data_parallel.bucket_groups import BucketOrder
 from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
 from zorse_megatron.adapter.data_parallel.parameter_gathers import ParameterGathers
-from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards
+from zorse_megatron.adapter.data_parallel.parted_shards import PartedShards, parted_tensor
 from zorse_megatron.adapter.data_parallel.uneven_buckets import (
     bucket_per_layer,
     cut_buckets,
     uneven_bucket_groups,
 )
-from zorse_megatron.adapter.data_parallel.unlike_replicas import UnlikeReplicas
 from zorse_megatron.adapter.parameters.exact_values import keep_exact
 from zorse_megatron.adapter.parameters.parameter_parts import cut_axis, held_parts, taken
 from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
@@ -35,6 +34,7 @@ from zorse_megatron.runtime.part_exchange import PartedTensor
 from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.shards import Interval, intersection
 from zorse_megatron.schedules.tensor_parts import Run, runs_of_rows
+from zorse_megatron.schema.plan.plan import Group
 
 
 def _without_overlap(ddp_config: Any) -> Any:
@@ -56,7 +56,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
     effect on it. `link`: for shards of parameters that may wait in
     the host. `comm_dtype`: how gradients, which are then fp32, are sent; None: as they are kept.
     `is_mixed`: groups compute in different types (see `exact_values`). `place`: this rank's in its
-    tensor-parallel set. `unlike`: the group's replicas, where they cut layers differently: what a
+    tensor-parallel set. `unlike`: the plan's group, if its replicas cut layers differently: what a
     rank owns is packed then (see `parted_shards`), and `sharded` says whether it is all it keeps.
     `delays_weights`: weight gradients come after their backward (see `model.weight_gradients`), so
     no reduction starts in one: overlap_grad_reduce has no effect.
@@ -66,7 +66,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
 
     bucket_groups: list[Any]
     shards: Any
-    """`ChunkShards` or `PartedShards`; None where parameters stay unsharded."""
+    """`ChunkShards`; None where parameters stay unsharded."""
 
     def __init__(  # noqa: PLR0917  (stock's signature)
         self,
@@ -83,7 +83,7 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         comm_dtype: CommDtype | None = None,
         is_mixed: bool = False,
         place: SetPlace | None = None,
-        unlike: UnlikeReplicas | None = None,
+        unlike: Group | None = None,
         delays_weights: bool = False,
         regions: RegionGroups | None = None,
     ) -> None:
@@ -118,10 +118,11 @@ class UnevenDistributedDataParallel(DistributedDataParallel):
         if unlike is not None:
             self._pack(unlike, releases=sharded)
 
-    def _pack(self, unlike: UnlikeReplicas, *, releases: bool) -> None:
+    def _pack(self, unlike: Group, *, releases: bool) -> None:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self.parted[parameter] = unlike.parted(
+                self.parted[parameter] = parted_tensor(
+                    unlike,
                     name,
                     self.parts[parameter],
                     cut_axis(parameter),

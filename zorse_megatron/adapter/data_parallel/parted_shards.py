@@ -6,9 +6,9 @@ of blocks of whole parameters (`schedules.tensor_parts`), packed into a buffer o
 what sums of gradients arrive in, what the optimizer steps, and what checkpoints hold. Parameters as
 layers compute with them are made of it by GATHER (`runtime.part_exchange`).
 
-To the rest it is a chunk of which a rank keeps its shards (`chunk_shards.ChunkShards`), with the
-packed order as the order of each parameter's elements. The parameters may stay unsharded, if the
-list never releases them; the packed buffer is beside them then.
+To the rest it is a chunk of which a rank keeps its shards, with the packed order as the order of
+each parameter's elements. The parameters may stay unsharded, if the list never releases them; the
+packed buffer is beside them then.
 """
 
 import re
@@ -18,58 +18,54 @@ from typing import Any
 
 import torch
 
+from zorse_megatron.adapter.data_parallel.chunk_shards import ChunkShards
+from zorse_megatron.adapter.parameters.parameter_parts import part_of_whole
 from zorse_megatron.runtime.part_exchange import (
     PartedTensor,
     gather_from_owners,
     sum_into_owners,
 )
 from zorse_megatron.runtime.sharded_buffer import ShardedBuffer
-from zorse_megatron.schedules.tensor_parts import Run, runs_of
+from zorse_megatron.schedules.set_parts import SetParts
+from zorse_megatron.schedules.tensor_parts import Run, TensorPart, owned_blocks, runs_of
+from zorse_megatron.schema.plan.plan import Group
 
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
 
-class PartedShards:
-    """The memory of one wrapped chunk; the interface is that of `ChunkShards`."""
+class PartedShards(ChunkShards):
+    """The memory of one wrapped chunk, none of which may wait in the host.
 
-    reduction_bytes = 0
+    Gathers and reductions are over when they return.
+    """
 
     def __init__(
         self, ddp: Any, parted: dict[torch.nn.Parameter, PartedTensor], *, releases: bool
     ) -> None:
         """`parted`: each trainable parameter; `releases`: whether the list ever releases."""
-        self.group = ddp.intra_dp_cp_group
+        super().__init__(ddp, buffers=())
         self.rank = torch.distributed.get_rank()
-        self.bucket_groups = ddp.bucket_groups
         self.parted = parted
         self.releases = releases
         self.units = list(_units(ddp.module, parted))
-        self.buffers = [ShardedBuffer(buffer.param_data, ()) for buffer in ddp.buffers]
+        self.full = [ShardedBuffer(buffer.param_data, ()) for buffer in ddp.buffers]
         self.gradients = [ShardedBuffer(buffer.grad_data, ()) for buffer in ddp.buffers]
         self.values = {p: t.packed(p.detach(), self.rank) for p, t in parted.items()}
         """What this rank owns of each parameter."""
         self.sums: dict[torch.nn.Parameter, torch.Tensor] = {}
         """And of its gradient, once it has been reduced."""
-        self.parameters: list[ShardedBuffer] = []
-        """Those that may wait in the host: none."""
         self.on_summed: Callable[[], None] = _nothing
         """Called within a reduction, when there are gradients and all sums of them."""
-        self._reduced = False
         self._close_gradients()
 
     # Parameters.
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the parameters are there."""
-        return all(buffer.is_unsharded for buffer in self.buffers)
 
     @torch.no_grad()
     def gather(self) -> None:
         """Make the parameters of what their owners have; a collective call of the group."""
         if self.releases and self.is_unsharded:
             return
-        for buffer in self.buffers:
+        for buffer in self.full:
             buffer.allocate()
         for unit in self.units:
             gather_from_owners(
@@ -79,42 +75,20 @@ class PartedShards:
                 self.group,
             )
 
-    def wait_until_unsharded(self) -> None:
-        """Nothing is under way."""
-
     def release(self) -> None:
         """Keep what this rank owns only, if the list ever does."""
-        for buffer in self.buffers if self.releases else ():
+        for buffer in self.full if self.releases else ():
             buffer.free()
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """What is owned always is."""
-        yield
 
     @contextmanager
     def owned_in_place(self) -> Iterator[None]:
         """Have memory where stock's code reads parameters; what it reads is not used."""
-        for buffer in self.buffers:
+        for buffer in self.full:
             buffer.allocate()
         try:
             yield
         finally:
             self.release()
-
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Have the parameters unsharded within the block; a collective call of the group."""
-        was_unsharded = self.is_unsharded
-        self.gather()
-        try:
-            yield
-        finally:
-            if not was_unsharded:
-                self.release()
-
-    def mark_changed(self) -> None:
-        """What layers compute with is old until the next gather."""
 
     def parameter_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of what this rank owns of a parameter."""
@@ -149,7 +123,7 @@ class PartedShards:
     @property
     def parameter_bytes(self) -> int:
         """What parameters take of the device now."""
-        return sum(b.held_bytes for b in self.buffers) + sum(v.nbytes for v in self.values.values())
+        return sum(b.held_bytes for b in self.full) + sum(v.nbytes for v in self.values.values())
 
     @property
     def gradient_bytes(self) -> int:
@@ -157,15 +131,6 @@ class PartedShards:
         return sum(b.held_bytes for b in self.gradients) + sum(v.nbytes for v in self.sums.values())
 
     # Gradients.
-
-    def open_gradients(self) -> None:
-        """Have gradients, zero at first, to accumulate into."""
-        if self._reduced:
-            raise RuntimeError("this chunk's gradients have been reduced already in this step")
-        for buffer in self.gradients:
-            if not buffer.is_unsharded:
-                buffer.allocate()
-                buffer.full.zero_()
 
     @torch.no_grad()
     def start_reduction(self) -> None:
@@ -192,31 +157,47 @@ class PartedShards:
             buffer.free()
         self._reduced = True
 
-    def finish_reduction(self) -> None:
-        """Nothing is under way."""
-
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
         """Multiply what this rank owns of the gradients."""
         for gradient in self.sums.values():
             gradient.mul_(factor)
-
-    def zero_gradients(self) -> None:
-        """Forget all gradients: a new step begins."""
-        self._close_gradients()
-        self._reduced = False
 
     def gradient_piece(self, parameter: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of what this rank owns of a parameter's gradient."""
         return self.sums[parameter][start:stop]
 
     def _close_gradients(self) -> None:
+        super()._close_gradients()
         self.sums = {}
-        for buffer in self.gradients:
-            buffer.free()
 
 
 def _nothing() -> None:
     pass
+
+
+def parted_tensor(
+    group: Group, name: str, mine: TensorPart, axis: int | None, *, is_gated: bool
+) -> PartedTensor:
+    """A parameter of a group whose replicas cut it differently.
+
+    `name`: in the model; `mine`: what this rank holds; `axis`: that which is cut.
+    """
+    replicas = [
+        {
+            rank: part_of_whole(
+                name,
+                mine.shape,
+                axis,
+                SetParts.of(replica),
+                is_gated=is_gated,
+                index=index,
+            )
+            for index, rank in enumerate(replica.ranks)
+        }
+        for replica in group.replicas
+    ]
+    weights = [replica.shard_weight for replica in group.replicas]
+    return PartedTensor(part=mine, blocks=owned_blocks(replicas, weights))
 
 
 def _units(

@@ -153,8 +153,8 @@ class StreamedGradients:
 
 
 def gradients_in_host(chunk: Any) -> GradientsInHost:
-    """Those of a wrapped chunk; of some chunks all gradients stay on the device."""
-    return getattr(chunk.shards, "gradients_in_host", None) or GradientsInHost(())
+    """Those of a wrapped chunk; of a resident one all gradients stay on the device."""
+    return GradientsInHost(()) if chunk.shards is None else chunk.shards.gradients_in_host
 
 
 def count_zeros(chained: Any) -> float:
