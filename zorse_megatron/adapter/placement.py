@@ -1,14 +1,13 @@
 """Stops a job at its start where a rank is not on the GPU, or not on the node, of the plan."""
 
 import os
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zorse_megatron.adapter.plan_run import PlanRun
 from zorse_megatron.errors import PlanError
 from zorse_megatron.log import say
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.schema.cluster.rank_placement import (
     RankLocation,
     placement_problems,
@@ -24,8 +23,7 @@ def check_placement(run: PlanRun) -> None:
     Raises PlanError on every rank, with all that are elsewhere.
     """
     mine = _found(run.node)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = gathered(mine)
     kinds = run.plan.cluster.gpu_kinds if run.plan.cluster else None
     nodes = None
     if run.cluster is not None:

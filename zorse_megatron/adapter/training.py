@@ -42,6 +42,7 @@ from zorse_megatron.adapter.watching.make_watch import make_watch
 from zorse_megatron.errors import FlagError, OutputError, PlanError, Problem
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.log import complain
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.course import Course
 from zorse_megatron.runtime.device_clock import CudaClock
 from zorse_megatron.runtime.host_link import HostLink
@@ -115,9 +116,7 @@ def _save_records(session: PlanSession, *, training_ended: bool) -> None:
 
 def _check_same_plan(run: PlanRun) -> None:
     """Every rank reads its own copy of the file; they must be the same."""
-    mine = fingerprint(run.plan)
-    theirs: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(theirs, mine)
+    theirs = gathered(fingerprint(run.plan))
     others = {rank: other for rank, other in enumerate(theirs) if other != theirs[0]}
     if others:
         raise PlanError(

@@ -9,7 +9,7 @@ then give the same result on every run.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,13 @@ def all_gather_uneven(
 
 
 OperationKind = Literal["reduce_scatter", "all_gather", "exchange"]
+
+
+def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of a group has, in its order; None: of the world. Pickled, so for few."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zorse_megatron.adapter.checkpoint.saved_schedule import same_schedule
-from zorse_megatron.adapter.checkpoint.shared_reads import gathered, on_rank_0, read_together
+from zorse_megatron.adapter.checkpoint.shared_reads import on_rank_0, read_together
 from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.checkpoints.check import (
@@ -31,6 +31,7 @@ from zorse_megatron.checkpoints.choice import SKIP, TITLE, Chooser, Load
 from zorse_megatron.checkpoints.folder import Checkpoint
 from zorse_megatron.errors import CheckpointError, FlagError, Problem, ZorseError
 from zorse_megatron.log import say
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.watch.processes.watched_rank import is_communication_error
 
 

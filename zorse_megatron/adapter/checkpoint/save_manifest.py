@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zorse_megatron.adapter.checkpoint.shared_reads import gathered, on_rank_0, read_together
+from zorse_megatron.adapter.checkpoint.shared_reads import on_rank_0, read_together
 from zorse_megatron.adapter.patches import checkpoints
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.checkpoints.check import LAST_OF_STOCK
@@ -25,6 +25,7 @@ from zorse_megatron.checkpoints.manifest import (
     write_manifest,
 )
 from zorse_megatron.files.write import NotWritten
+from zorse_megatron.runtime.collectives import gathered
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zorse_megatron.checkpoints.manifest import FileRecord, Hashing
 from zorse_megatron.log import say
+from zorse_megatron.runtime.collectives import gathered
 
 _BYTES_BETWEEN_EXCHANGES = 1 << 30
 _PROGRESS_INTERVAL_S = 10.0
@@ -50,13 +51,6 @@ def read_together(
     return {
         name: None if name in missing else hashing.record() for name, hashing in hashings.items()
     }
-
-
-def gathered(mine: Any) -> list[Any]:
-    """What every rank has, by rank; a collective call."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def on_rank_0(decide: Callable[[], Any]) -> Any:

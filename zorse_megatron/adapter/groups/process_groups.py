@@ -25,6 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from zorse_megatron.adapter.groups.plan_ranks import PlanRankGenerator
 from zorse_megatron.log import say
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.communicator_groups import nccl_options
 from zorse_megatron.runtime.hierarchical_collectives import RegionGroups
 from zorse_megatron.schedules.communicators import (
@@ -189,8 +190,7 @@ def nccl_channels(plan: Plan) -> dict[Communicator, int]:
     if dist.get_backend() != "nccl":
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    counts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, properties.multi_processor_count)
+    counts = gathered(properties.multi_processor_count)
     note = crowding_note(plan, counts) if dist.get_rank() == 0 else None
     if note is not None:
         say(f"warning: {note}")

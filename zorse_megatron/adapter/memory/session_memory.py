@@ -18,6 +18,7 @@ from zorse_megatron.adapter.memory.memory_probes import (
     reduction_bytes,
     state_bytes,
 )
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.executor import Executor
 from zorse_megatron.runtime.host_budget import (
     HostMemoryNeed,
@@ -106,9 +107,7 @@ def share_host_memory(
         available_bytes=available_host_bytes(),
         held_bytes=held_bytes,
     )
-    needs: list[HostMemoryNeed | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(needs, mine)
-    budgets = check_host_memory((need for need in needs if need), limit_bytes=limit_bytes)
+    budgets = check_host_memory(gathered(mine), limit_bytes=limit_bytes)
     if link is not None:
         link.limit_bytes = budgets[rank]
 

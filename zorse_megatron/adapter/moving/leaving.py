@@ -25,6 +25,7 @@ from zorse_megatron.adapter.session import PlanSession
 from zorse_megatron.adapter.watching.run_watch import RunWatch
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import say
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.host_budget import available_host_bytes, node_name
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import fingerprint, parse_plan
@@ -153,18 +154,14 @@ class _Leaving:
         except Exception as error:  # whatever it is, the training under the old plan is whole
             known = isinstance(error, ZorseError)
             problem = str(error) if known else "".join(traceback.format_exception_only(error))
-        problems: list[Any] = [None] * self.at.plan.world_size
-        dist.all_gather_object(problems, problem, group=self.group)
-        for rank, found in enumerate(problems):
+        for rank, found in enumerate(gathered(problem, self.group)):
             if found is not None:
                 raise _RefusedError(f"rank {rank}: {found.strip()}")
         return made
 
     def _check_host(self, num_bytes: int) -> None:
         """Ask whether each node has room for what its ranks set aside."""
-        mine = node_name(), num_bytes, available_host_bytes()
-        told: list[Any] = [None] * self.at.plan.world_size
-        dist.all_gather_object(told, mine, group=self.group)
+        told = gathered((node_name(), num_bytes, available_host_bytes()), self.group)
         for node in sorted({name for name, *_ in told}):
             need = sum(each for name, each, _ in told if name == node)
             free = min(each for name, _, each in told if name == node)

@@ -21,6 +21,7 @@ from zorse_megatron.log import say
 from zorse_megatron.migration.boxes import common_block
 from zorse_megatron.migration.costs import peak_bytes, sent_bytes
 from zorse_megatron.migration.transfers import Owned, Transfer, plan_transfers
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.state_transfer import Held, HeldBlock, StateTransfer
 from zorse_megatron.schedules.tensor_blocks import TensorBlock
 
@@ -128,9 +129,7 @@ def _tell(group: Any, aside: SetAside, parts: Sequence[OwnedPart]) -> list[_Told
         dtypes=aside.dtypes,
         common=aside.common,
     )
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, mine, group=group)
-    return told
+    return gathered(mine, group)
 
 
 def _move(
@@ -169,9 +168,7 @@ def _report(
         moving.peak_bytes,
         peak_bytes(moving.rank, before, transfers, state_bytes),
     )
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, mine, group=group)
-    sent, peaks, stated = zip(*told, strict=True)
+    sent, peaks, stated = zip(*gathered(mine, group), strict=True)
     say(
         f"moved {sum(sent):,} bytes of state between ranks, of which "
         f"{sent_bytes(transfers, state_bytes).total():,} had to; a rank held at most "

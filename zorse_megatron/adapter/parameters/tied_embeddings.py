@@ -21,7 +21,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import unwrap_model
 
 from zorse_megatron.adapter.parameters.exact_values import original_entry
-from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals
+from zorse_megatron.runtime.collectives import IntervalExchange, exchange_intervals, gathered
 from zorse_megatron.schedules.shards import intersection
 from zorse_megatron.schedules.tensor_parts import Run
 
@@ -221,9 +221,7 @@ def _copy_in(model_chunks: Sequence[Any], end: int) -> _Copy:
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:
     """`mine` of every rank of `group`, by global rank."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
+    return dict(zip(dist.get_process_group_ranks(group), gathered(mine, group), strict=True))
 
 
 def _owned(owners: dict[int, Any], ranks: Sequence[int], end: int) -> _Side:

@@ -12,6 +12,7 @@ from zorse_megatron.adapter.patches import without_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
 from zorse_megatron.errors import OutputError, Problem
 from zorse_megatron.files.writable import folder_problems, unwritable_problems
+from zorse_megatron.runtime.collectives import gathered
 from zorse_megatron.runtime.memory_ledger import memory_name
 from zorse_megatron.schema.plan.spans import spans_of, spell
 from zorse_megatron.trace import trace_name
@@ -37,10 +38,8 @@ def check_record_files(files: RecordFiles) -> None:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = list(_problems(files, rank, is_last=rank == world_size - 1))
-    of_ranks: list[Any] = [None] * world_size
-    dist.all_gather_object(of_ranks, mine)
     ranks_with: dict[Problem, list[int]] = defaultdict(list)
-    for each, problems in enumerate(of_ranks):
+    for each, problems in enumerate(gathered(mine)):
         for problem in problems:
             ranks_with[problem].append(each)
     if ranks_with:
