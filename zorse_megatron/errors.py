@@ -51,6 +51,10 @@ class ZorseError(Exception):
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
         return _printable("\n".join(lines))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Ranks hand errors to each other; by default the message alone would be handed on."""
+        return type(self), (self.title, self.problems)
+
 
 class PlanError(ZorseError):
     """The plan file cannot be used."""
@@ -90,10 +94,6 @@ class RankFailure(ZorseError):
 
 class MeasureError(ZorseError):
     """The cluster cannot be measured, or not as it was asked for."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Ranks hand errors to each other; by default the message alone would be handed on."""
-        return type(self), (self.title, self.problems)
 
 
 class CheckpointError(ZorseError):

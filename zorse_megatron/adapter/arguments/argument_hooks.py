@@ -10,10 +10,11 @@ from zorse_megatron.adapter.arguments.compute_dtype import set_compute_dtype
 from zorse_megatron.adapter.arguments.plan_arguments import fit_to_plan
 from zorse_megatron.adapter.arguments.printed_arguments import without_defaults
 from zorse_megatron.adapter.arguments.unequal_heads import with_any_heads
-from zorse_megatron.adapter.checkpoint.check_before_load import check_at_a_look, load_of
+from zorse_megatron.adapter.checkpoint.check_before_load import load_of
 from zorse_megatron.adapter.groups.global_groups import presented
 from zorse_megatron.adapter.patches import under_plan
 from zorse_megatron.adapter.patches.rebind import Replacements
+from zorse_megatron.checkpoints.choice import Chooser
 from zorse_megatron.errors import FlagError
 from zorse_megatron.flags.command import unknown_problems
 from zorse_megatron.log import say
@@ -57,7 +58,7 @@ def _parsing(stock: Callable[..., Namespace]) -> Callable[..., Namespace]:
         # Stock reads the checkpoint's arguments before there are groups of ranks.
         load = load_of(args, skips_damaged=False) if args.use_checkpoint_args else None
         if load is not None:
-            check_at_a_look(load)
+            Chooser(load).choose()  # by names and sizes, on this rank alone
         return args
 
     return parse_args

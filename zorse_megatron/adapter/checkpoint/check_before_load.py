@@ -9,6 +9,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def check_before_load(load: Load) -> Checkpoint | None:
     and none may take its place, OSError where a file cannot be read.
     """
     chooser = Chooser(load)
-    while (look := _chosen(chooser)) is not None:
+    while (look := on_rank_0(partial(_choose, chooser))) is not None:
         started_s = time.monotonic()
         problems = _problems_of(look)
         if not problems:
@@ -79,31 +80,14 @@ def check_before_load(load: Load) -> Checkpoint | None:
     return None
 
 
-def _chosen(chooser: Chooser) -> Look | None:
-    """What rank 0 finds, on every rank; its errors, too."""
-
-    def choose() -> tuple[Any, ...]:
-        try:
-            return chooser.choose(), None, None, _taken(chooser.notes)
-        except ZorseError as error:
-            return None, error.problems, None, _taken(chooser.notes)
-        except OSError as error:
-            return None, None, (error.errno, error.strerror, error.filename), ()
-
-    look, problems, os_error, notes = on_rank_0(choose)
-    for note in notes:
-        say(note)
-    if problems is not None:
-        raise CheckpointError(TITLE, problems)
-    if os_error is not None:
-        raise OSError(*os_error)
-    return look
-
-
-def _taken(notes: list[str]) -> tuple[str, ...]:
-    taken = tuple(notes)
-    notes.clear()
-    return taken
+def _choose(chooser: Chooser) -> Look | None:
+    """What is to be loaded; says what there is to say of it."""
+    try:
+        return chooser.choose()
+    finally:
+        for note in chooser.notes:
+            say(note)
+        chooser.notes.clear()
 
 
 def _problems_of(look: Look) -> tuple[Problem, ...]:
@@ -139,21 +123,6 @@ def _say_checked(look: Look, wall_s: float) -> None:
         f"{folder} is whole: {len(look.sizes)} files, {look.num_bytes / 1e9:.2f} GB, read in "
         f"{wall_s:.1f} s"
     )
-
-
-def check_at_a_look(load: Load) -> None:
-    """The same by names and sizes, on this rank alone, before there are groups of ranks.
-
-    Raises CheckpointError. Never goes back to an older checkpoint.
-    """
-    Chooser(
-        Load(
-            root=load.root,
-            step=load.step,
-            pretrained=load.pretrained,
-            is_needed=load.is_needed,
-        )
-    ).choose()
 
 
 def _make_load(stock_load: Callable[..., Any]) -> Callable[..., Any]:

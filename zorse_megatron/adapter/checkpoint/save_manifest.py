@@ -65,23 +65,16 @@ def write_together(folder: Path) -> None:
     files: dict[str, FileRecord] = {}
     for each in gathered(records):
         files |= each
-    failure = on_rank_0(partial(_write, folder, files))
-    if failure is not None:
-        raise OSError(*failure)
+    on_rank_0(partial(_write, folder, files))
 
 
-def _write(folder: Path, files: dict[str, FileRecord]) -> tuple[Any, ...] | None:
-    """Write the manifest; returns what kept it from being written, for all ranks."""
+def _write(folder: Path, files: dict[str, FileRecord]) -> None:
     try:
         write_manifest(folder, files)
     except NotWritten as error:
         cause = error.__cause__
-        return (
-            getattr(cause, "errno", None),
-            getattr(cause, "strerror", None),
-            str(folder / MANIFEST),
-        )
-    return None
+        number, what = getattr(cause, "errno", None), getattr(cause, "strerror", None)
+        raise OSError(number, what, str(folder / MANIFEST)) from error
 
 
 def _writer(name: str) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zorse_megatron.checkpoints.manifest import FileRecord, Hashing
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.log import say
 from zorse_megatron.runtime.collectives import gathered
 
@@ -54,9 +55,16 @@ def read_together(
 
 
 def on_rank_0(decide: Callable[[], Any]) -> Any:
-    """Let rank 0 decide for all; a collective call."""
-    decision = [decide() if dist.get_rank() == 0 else None]
+    """Let rank 0 decide for all; a collective call. What it raises is raised on every rank."""
+    decision: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            decision[0] = decide()
+        except (ZorseError, OSError) as error:
+            decision[1] = error
     dist.broadcast_object_list(decision, src=0)
+    if decision[1] is not None:
+        raise decision[1]
     return decision[0]
 
 
