@@ -256,10 +256,10 @@ def test_saves_of_constant_structure(tmp_path: Path) -> None:
 
 def test_shardings_that_only_their_writer_can_read_are_refused() -> None:
     with pytest.raises(RanksFailed, match="--dist-ckpt-optim-fully-reshardable"):
-        run_megatron_ranks(1, _save_dp_reshardable)
+        run_megatron_ranks(1, _load_dp_reshardable)
 
 
-def _save_dp_reshardable() -> None:
+def _load_dp_reshardable() -> None:
     from tests.megatron import tiny_gpt
 
     tiny_gpt.start()
@@ -267,4 +267,4 @@ def _save_dp_reshardable() -> None:
     chunk, optimizer = tiny_gpt.make_ours(FP32, collection, (1,), distributed_layout=True)
     metadata = {"distrib_optim_sharding_type": "dp_reshardable", "dp_cp_group": collection.dp_cp}
     state = {"model": chunk.sharded_state_dict(metadata=metadata)}
-    optimizer.sharded_state_dict(state, metadata=metadata)
+    optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)

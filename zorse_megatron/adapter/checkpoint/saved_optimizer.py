@@ -54,10 +54,10 @@ def sharded_state_dict(
     """Build the state dict to save, or the request to load.
 
     `metadata` is that of the checkpoint (its `content_metadata`), which tells the layout to read.
-    Allocates the optimizer's state if there is none yet. Raises FlagError for a layout that
-    unequal shards cannot have.
+    Allocates the optimizer's state if there is none yet. Raises FlagError for a layout to read that
+    unequal shards cannot have; to write it has been refused as a flag.
     """
-    layout = _layout_to_read(metadata) if is_loading else _layout_to_write(optimizer, metadata)
+    layout = _layout_to_read(metadata) if is_loading else optimizer.checkpoint_layout
     allocate_state(optimizer)
     state = {} if is_loading else common_state(optimizer, layout)
     shardings = model_shardings(model_sharded_state_dict)
@@ -100,41 +100,25 @@ def restore_common_state(optimizer: Any, state_dict: dict) -> None:
 # Layouts.
 
 
-def _layout_to_write(optimizer: Any, metadata: dict) -> CheckpointLayout:
-    sharding_type = metadata.get(_SHARDING_TYPE)
-    if optimizer.checkpoint_layout is CheckpointLayout.REPLICATED:
-        if sharding_type is not None:
-            raise ValueError(
-                f"found {_SHARDING_TYPE} {sharding_type!r} in the metadata of a checkpoint in the "
-                "layout without --use-distributed-optimizer; expected none"
-            )
-    elif sharding_type != _FULLY_RESHARDABLE:
-        raise _wrong_sharding_type("The checkpoint cannot be saved", sharding_type)
-    return optimizer.checkpoint_layout
-
-
 def _layout_to_read(metadata: dict) -> CheckpointLayout:
-    if _SHARDING_TYPE not in metadata:
-        return CheckpointLayout.REPLICATED
-    if metadata[_SHARDING_TYPE] != _FULLY_RESHARDABLE:
-        raise _wrong_sharding_type("The checkpoint cannot be loaded", metadata[_SHARDING_TYPE])
-    return CheckpointLayout.DISTRIBUTED
-
-
-def _wrong_sharding_type(title: str, found: str | None) -> FlagError:
-    return FlagError(
-        title,
-        [
-            Problem(
-                where="the optimizer state's sharding",
-                found=repr(found),
-                expected=repr(_FULLY_RESHARDABLE),
-                remedy="Save with --ckpt-fully-parallel-save --dist-ckpt-optim-fully-reshardable: "
-                "the default sharding of --use-distributed-optimizer is only readable with the "
-                "data-parallel layout that wrote it.",
-            )
-        ],
-    )
+    found = metadata.get(_SHARDING_TYPE, _FULLY_RESHARDABLE)
+    if found != _FULLY_RESHARDABLE:
+        raise FlagError(
+            "The checkpoint cannot be loaded",
+            [
+                Problem(
+                    where="the optimizer state's sharding",
+                    found=repr(found),
+                    expected=repr(_FULLY_RESHARDABLE),
+                    remedy="Save with --ckpt-fully-parallel-save "
+                    "--dist-ckpt-optim-fully-reshardable: the default sharding of "
+                    "--use-distributed-optimizer is only readable with the data-parallel layout "
+                    "that wrote it.",
+                )
+            ],
+        )
+    layouts = CheckpointLayout
+    return layouts.DISTRIBUTED if _SHARDING_TYPE in metadata else layouts.REPLICATED
 
 
 def common_state(optimizer: Any, layout: CheckpointLayout) -> dict:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from zorse_megatron.adapter.optimizer.host_state import HostState
 from zorse_megatron.adapter.optimizer.main_parameters import by_chunk
 from zorse_megatron.adapter.optimizer.streamed_gradients import StreamedGradients
 from zorse_megatron.adapter.parameters.exact_values import take_exact
-from zorse_megatron.errors import FlagError, Problem
 from zorse_megatron.runtime.host_link import HostBacked, HostLink
 from zorse_megatron.schedules.shards import Interval
 
@@ -281,27 +280,3 @@ class UnevenDistributedOptimizer(DistributedOptimizer):
         for chunk in self.model_chunks:
             if chunk.shards is not None:
                 chunk.shards.mark_changed()
-
-    def state_dict(self) -> NoReturn:
-        """Refuse: a plain state dict cannot say which elements a rank owns."""
-        raise FlagError(
-            "The optimizer state cannot be saved",
-            [
-                Problem(
-                    where="--ckpt-format",
-                    found="a format without sharded tensors",
-                    expected="torch_dist",
-                    remedy="Use --ckpt-format torch_dist, Megatron's default.",
-                )
-            ],
-        )
-
-    def save_parameter_state(self, filename: str) -> NoReturn:
-        """Refuse, as `state_dict` does."""
-        self.state_dict()
-
-    def load_parameter_state(
-        self, filename: str, *, update_legacy_format: bool = False
-    ) -> NoReturn:
-        """Refuse, as `state_dict` does."""
-        self.state_dict()
