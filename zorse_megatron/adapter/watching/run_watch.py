@@ -1,6 +1,8 @@
 """Follow how long each rank's iterations take; all ranks know the same of all."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 from megatron.training import get_args
 
@@ -16,11 +18,10 @@ from zorse_megatron.runtime.step_times import StepTimes
 from zorse_megatron.schedules.policy import Worker
 from zorse_megatron.schema.plan.plan import Plan
 
-# Where the numbers of links begin in what a rank tells.
-_OF_LINKS = 8
-_NOTHING = IterationTimes(
-    number=-1, micro_batch_s=0.0, compute_s=0.0, waited_s=0.0, update_s=0.0, iteration_s=0.0
-)
+_TIMES = tuple(field.name for field in fields(IterationTimes))
+"""What a rank tells begins with them; then what it has made of other counts, and requests."""
+_OF_LINKS = len(_TIMES) + 2
+"""Where the numbers of links begin in what a rank tells."""
 
 
 @dataclass(kw_only=True)
@@ -50,16 +51,11 @@ class RunWatch:
         """So many iterations have been run. A collective call that waits for nobody."""
         self.times.end()
         read = self.times.read()
-        own = read or _NOTHING
+        own = read or _times_of([-1.0] + [0.0] * len(_TIMES))
         code = 0.0 if self.switching is None else self.switching.code
         told = self.exchange.swap(
             (
-                own.number,
-                own.micro_batch_s,
-                own.compute_s,
-                own.waited_s,
-                own.update_s,
-                own.iteration_s,
+                *astuple(own),
                 code,
                 0.0 if self.requests is None else self.requests.code(),
                 *self.links.row(self.rank, self.times.messages if read else None),
@@ -69,27 +65,17 @@ class RunWatch:
             self._hear(told, done)
 
     def _hear(self, told: list[list[float]], done: int) -> None:
-        ranks = tuple(
-            IterationTimes(
-                number=int(row[0]),
-                micro_batch_s=row[1],
-                compute_s=row[2],
-                waited_s=row[3],
-                update_s=row[4],
-                iteration_s=row[5],
-            )
-            for row in told
-        )
+        ranks = tuple(map(_times_of, told))
         # A GPU may be an iteration behind the others; what is told is of one iteration or ignored.
         known = len({each.number for each in ranks}) == 1 and ranks[0].number >= 0
         if known:
             self.links.take([row[_OF_LINKS:] for row in told])
             self.reporter.take(ranks)
         if self.requests is not None:
-            self.requests.hear(told[0][7])
+            self.requests.hear(told[0][_OF_LINKS - 1])
         if self.switching is not None:
             seconds = self._seconds(ranks) if known else {}
-            codes = [row[6] for row in told]
+            codes = [row[_OF_LINKS - 2] for row in told]
             self.switching.take(ranks[0].number, seconds, codes, done=done)
 
     def _seconds(self, ranks: tuple[IterationTimes, ...]) -> dict[Worker, float]:
@@ -100,3 +86,8 @@ class RunWatch:
             )
             for group, index in workers_of(self.plan)
         }
+
+
+def _times_of(row: Sequence[float]) -> IterationTimes:
+    told: dict[str, Any] = dict(zip(_TIMES, row, strict=False))
+    return IterationTimes(**{**told, "number": int(row[0])})
