@@ -111,7 +111,6 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
             self.began = False
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
-            self._copy_back_extra_main_grads()
             return
         overlap = self.ddp_config.overlap_grad_reduce
         if overlap and not self.grad_sync_dispatched and not self.grad_reduce_finished:
@@ -164,35 +163,19 @@ class UnevenBucketGroup(_ParamAndGradBucketGroup):
         return all_gather_uneven(full, bounds, self.group, async_op=async_op)
 
     def prepare_gradients(self) -> None:
-        """What stock's `start_grad_sync` does before it communicates."""
-        self._wait_for_graph_replays()
+        """What stock's `start_grad_sync` does before it communicates.
+
+        Left out is what goes with refused flags: graphs, local sums in fp32; and means over a
+        group, as gradients are summed.
+        """
         if self.set_group is not None:
             sum_over_set(self.set_sums, self.set_group)
-        for bucket in self.buckets:
-            for param in bucket.params_with_extra_main_grads:
-                if getattr(param, "main_grad_copy_in_grad_buffer", None) is not None:
-                    param.main_grad_copy_in_grad_buffer.copy_(param.main_grad)
         config = self.ddp_config
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             self.check_grads(
                 check_for_nan_or_inf=config.check_for_nan_in_grad,
                 check_for_large=config.check_for_large_grads,
             )
-        with torch.no_grad():
-            for bucket in self.buckets:
-                if bucket.gradient_scaling_factor != 1.0:
-                    bucket.grad_data *= bucket.gradient_scaling_factor
-
-    def _wait_for_graph_replays(self) -> None:
-        """A CUDA graph may still be adding to the gradients that are about to be read."""
-        events = {
-            event
-            for bucket in self.buckets
-            for param in bucket.params_list
-            if (event := getattr(param, "_cudagraph_wgrad_ready_event", None)) is not None
-        }
-        for event in events:
-            torch.cuda.current_stream().wait_event(event)
 
 
 class BucketOrder:
