@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed, set_jit_fusion_options
 
-from zorse_megatron.adapter.checkpoint.saved_parameters import owned_entries, unsharded_entries
+from zorse_megatron.adapter.checkpoint.saved_parameters import saved_entries
 from zorse_megatron.adapter.data_parallel.ddp import UnevenDistributedDataParallel
 from zorse_megatron.adapter.data_parallel.gradient_comm_dtype import comm_dtype_of
 from zorse_megatron.adapter.groups.process_groups import (
@@ -121,10 +121,9 @@ class ChunkBuilder:
         """Stock's, which looks up a chunk's first layer by the process-wide stage."""
         with self.at.stages.at_chunk(chunk):
             found = stock(*args, **kwargs)
-        entries = (
-            unsharded_entries if wrapped.shards is None and self._saves_blocks else owned_entries
+        return saved_entries(
+            wrapped, found, is_mixed=self.at.is_mixed, in_blocks=self._saves_blocks
         )
-        return entries(wrapped, found, is_mixed=self.at.is_mixed)
 
     @cached_property
     def _saves_blocks(self) -> bool:

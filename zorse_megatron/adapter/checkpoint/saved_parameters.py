@@ -19,55 +19,44 @@ from zorse_megatron.adapter.parameters.exact_values import in_fp32, keep_exact_p
 from zorse_megatron.runtime.host_link import copied_to_host
 
 
-def owned_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> dict[str, Any]:
+def saved_entries(
+    chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool, in_blocks: bool
+) -> dict[str, Any]:
     """A chunk's sharded state dict with blocks of what this rank owns in place of unsharded
     parameters.
 
     Name -> number of the block -> `ShardedTensor`; nothing for parameters of which it owns nothing.
     The blocks' data are those of the shard, wherever it is, so that a checkpoint is loaded into it.
-    `is_mixed`: 16-bit parameters are saved and loaded in fp32, with a copy in the host.
+    `is_mixed`: 16-bit parameters are saved and loaded in fp32, of shards with a copy in the host.
+    `in_blocks`: an unsharded chunk's parameters are in blocks, too, as other chunks of the job are:
+    a tensor of a checkpoint is described by all ranks as a regular grid of parts, or by none.
     """
-    owned: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    parameters = {id(parameter) for parameter in chunk.parts} if chunk.shards is None else set()
     for name, entry in entries.items():
         parameter: Any = getattr(entry, "data", None)
-        if not is_sharded(chunk, parameter):
-            owned[name] = in_fp32(entry) if is_mixed else entry
-            continue
-        start, stop = chunk.owned_part(parameter)
-        if start == stop:  # an empty entry would end up in the checkpoint's common part
-            continue
-        flat = chunk.shards.read(parameter, start, stop)
-        if is_mixed and flat.dtype != torch.float32:
-            flat = copied_to_host(flat).float()
-        blocks = saved_blocks("", flat, chunk, parameter, entry)
-        owned[name] = {
-            str(number): standing_for(entry, block) for number, block in enumerate(blocks)
-        }
-    return owned
-
-
-def unsharded_entries(chunk: Any, entries: Mapping[str, Any], *, is_mixed: bool) -> dict[str, Any]:
-    """An unsharded chunk's sharded state dict in blocks, as those of other chunks of the job are.
-
-    A tensor of a checkpoint is described by all ranks as a regular grid of parts, or by none.
-    """
-    blocks: dict[str, Any] = {}
-    parameters = {id(parameter): parameter for parameter in chunk.parts}
-    for name, entry in entries.items():
-        parameter = parameters.get(id(getattr(entry, "data", None)))
-        if parameter is None:
-            blocks[name] = in_fp32(entry) if is_mixed else entry
+        own = is_sharded(chunk, parameter)
+        if not own and not (in_blocks and id(parameter) in parameters):
+            found[name] = in_fp32(entry) if is_mixed else entry
             continue
         flat = parameter.detach().view(-1)
-        if not len(flat):
+        if own:
+            flat = chunk.shards.read(parameter, *chunk.owned_part(parameter))
+        if not len(flat):  # an empty entry would end up in the checkpoint's common part
             continue
-        found = held_blocks(chunk, flat.float() if is_mixed else flat, parameter, entry)
-        blocks[name] = {str(n): standing_for(entry, block) for n, block in enumerate(found)}
-    return blocks
+        if is_mixed and flat.dtype != torch.float32:
+            flat = (copied_to_host(flat) if own else flat).float()
+        blocks = (
+            saved_blocks("", flat, chunk, parameter, entry)
+            if own
+            else held_blocks(chunk, flat, parameter, entry)
+        )
+        found[name] = {str(n): standing_for(entry, block) for n, block in enumerate(blocks)}
+    return found
 
 
 def joined_loaded(chunk: Any, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """What has been loaded of `unsharded_entries`, as tensors."""
+    """What has been loaded of an unsharded chunk's `saved_entries`, as tensors."""
     shapes = {name: p.shape for name, p in unwrap_model(chunk).named_parameters()}
     found = {
         name: joined(value).view(shapes[name]) if isinstance(value, Mapping) else value
@@ -81,7 +70,7 @@ def joined_loaded(chunk: Any, loaded: Mapping[str, Any]) -> dict[str, Any]:
 def saved_as_nothing(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `apply_swiglu_sharded_factory`, which divides by the columns of this rank.
 
-    What is returned for no columns at all is left out by `owned_entries` and `unsharded_entries`.
+    What is returned for no columns at all is left out by `saved_entries`.
     """
 
     def apply_swiglu_sharded_factory(original_sh_ten: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +84,7 @@ def saved_as_nothing(stock: Callable[..., Any]) -> Callable[..., Any]:
 def take_loaded(
     chunk: Any, loaded: Mapping[str, Any], *, strict: bool, is_mixed: bool
 ) -> dict[str, Any]:
-    """Write what has been loaded of `owned_entries` to the shards; returns all other entries.
+    """Write what has been loaded of `saved_entries` to the shards; returns all other entries.
 
     Full tensors will do, too. Raises KeyError if `strict` and a parameter is missing.
     """
