@@ -162,6 +162,24 @@ def test_model_that_differs_in_what_megatron_derives(tmp_path: Path) -> None:
     assert_refused(result, "--ffn-hidden-size", "found 128", "expected 96", "--padded-vocab-size")
 
 
+def test_a_checkpoint_whose_model_is_not_that_of_the_plan(tmp_path: Path) -> None:
+    """--use-checkpoint-args sets flags that the command leaves out."""
+    saves = str(tmp_path / "saves")
+    run_plan(json.dumps(good_plan()), tmp_path, "--save", saves, "--save-interval", "2").check()
+    plan = edit(
+        lambda p: (
+            p["model"].update(num_layers=2),
+            p["chunks"][0].update(layers=[0, 1]),
+            p["chunks"][1].update(layers=[1, 2]),
+        )
+    )
+    (tmp_path / "plan.json").write_text(plan)
+    at = FLAGS.index("--num-layers")
+    words = [*FLAGS[:at], *FLAGS[at + 2 :], "--load", saves, "--use-checkpoint-args"]
+    result = run_ranks([*words, "--zorse-plan", str(tmp_path / "plan.json")], 3, timeout_s=60)
+    assert_refused(result, "--num-layers", "found 4", "expected 2")
+
+
 def test_parts_of_a_vocabulary_that_only_megatron_knows(tmp_path: Path) -> None:
     """Taken for proportions, they would give the ranks of the set rows that overlap."""
     plan = good_plan()
