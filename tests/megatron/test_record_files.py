@@ -51,6 +51,14 @@ def test_a_stock_run_checks_its_metrics(tmp_path: Path) -> None:
     )
 
 
+def test_megatron_writes_its_parameter_groups_under_a_plan(tmp_path: Path) -> None:
+    save_plan(LAYOUTS["2|1"], tmp_path / "plan.json")
+    words = ("--zorse-plan", str(tmp_path / "plan.json"))
+    words += ("--dump-param-to-param-group-map", str(tmp_path / "groups"))
+    run_ranks([*FLAGS, *words], 3, timeout_s=60).check()
+    assert (tmp_path / "groups" / ".metadata").exists()
+
+
 @pytest.mark.parametrize("flag", ["--zorse-trace", "--zorse-metrics"])
 def test_what_can_no_longer_be_written_ends_in_a_message(flag: str, tmp_path: Path) -> None:
     """The disk is full once training has begun."""
