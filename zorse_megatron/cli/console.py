@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -16,32 +16,31 @@ from zorse_megatron.schema.text.figures import memory
 from zorse_megatron.schema.text.json_text import layout
 
 _WIDTH_IN_FILES = 120
-T = TypeVar("T")
 
 
 class CommandError(ZorseError):
     """The options of a command do not go together, or name what is not there."""
 
 
-class Refusals:
-    """Errors of several checks, to be told all at once."""
+class Errors:
+    """Errors of several checks, to be reported all at once."""
 
     def __init__(self) -> None:
-        self.errors: list[ZorseError] = []
+        self.found: list[ZorseError] = []
 
-    def gather(self, check: Callable[[], T]) -> T:
-        """Return what a check returns; not to be used before `raise_all` if it fails."""
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the error that ends the block; what the block assigns is unbound then."""
         try:
-            return check()
+            yield
         except ZorseError as error:
-            self.errors.append(error)
-            return cast("T", None)
+            self.found.append(error)
 
     def raise_all(self) -> None:
-        """Raise the error of the check that failed, or one for all of them."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        problems = [problem for error in self.errors for problem in error.problems]
+        """Raise the error that was collected, or one for all of them."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        problems = [problem for error in self.found for problem in error.problems]
         if problems:
             raise CommandError("the command cannot be run", problems)
 

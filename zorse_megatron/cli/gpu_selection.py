@@ -91,32 +91,74 @@ def select_gpus(
     return searches.selected(points)
 
 
-def plan_for_all(
-    costs: WorkloadCosts, strategy: "Strategy", on_progress: OnProgress
-) -> tuple["Outcome", StockFound | None]:
-    """Search for the plan of all GPUs; also return what stock Megatron takes on all of them.
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan, and what it is compared with."""
 
-    Raises NoPlanError where nothing fits.
+    costs: WorkloadCosts
+    """On the GPUs that are used."""
+    outcome: "Outcome"
+    stock: StockFound | None = None
+    """Stock Megatron; None: there are too many GPUs, or it is not asked for."""
+    selected: Selected | None = None
+    """None: GPUs were not selected, all are used."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the whole cluster, those that are used."""
+        return (
+            self.selected.point.ranks
+            if self.selected
+            else tuple(range(self.outcome.plan.world_size))
+        )
+
+
+def find(
+    costs: WorkloadCosts,
+    costs_of: CostsOf,
+    strategy: "Strategy",
+    on_progress: OnProgress,
+    *,
+    may_leave_out: bool,
+    with_stock: bool = True,
+) -> Found:
+    """Search for the plan of all GPUs, or of those that train fastest. `costs`: on all of them.
+
+    `with_stock`: and for what stock Megatron takes. Raises NoPlanError where nothing fits.
     """
+    from zorse_megatron.planner.find_plan import find_plan
+
+    if may_leave_out:
+        found = select_gpus(costs, costs_of, strategy, on_progress, with_stock=with_stock)
+        return Found(costs=found.costs, outcome=found.outcome, stock=found.stock, selected=found)
+    if not with_stock:
+        outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
+        return Found(costs=costs, outcome=outcome)
+    stock, layouts = _stock_on_all(costs, strategy)
+    outcome = find_plan(costs.inputs, strategy=strategy, stock=layouts, on_progress=on_progress)
+    return Found(costs=costs, outcome=outcome, stock=stock)
+
+
+def _stock_on_all(
+    costs: WorkloadCosts, strategy: "Strategy"
+) -> "tuple[StockFound | None, list[StockLayout]]":
+    """What stock takes on all GPUs, and its layouts there, fastest first."""
     from zorse_megatron.planner.baselines.stock_best import (
         MOST_GPUS,
         StockSearches,
         no_stock_layout,
     )
-    from zorse_megatron.planner.find_plan import find_plan
 
-    stock, layouts = None, []
-    if strategy == "stock" or costs.inputs.world_size <= MOST_GPUS:
-        searches = StockSearches(costs.inputs)
-        at_best = searches.on_all()
-        if (best := at_best.best.fitting) is not None:  # perhaps an even one
-            layouts = [best, *searches.on(searches.everything)]
-        plan = layouts[0].plan_on(costs.inputs) if layouts else None
-        stock = StockFound(at_best=at_best, plan=plan, cluster_text=None)
-        if strategy == "stock" and not layouts:
-            raise no_stock_layout(at_best.best)
-    found = find_plan(costs.inputs, strategy=strategy, stock=layouts, on_progress=on_progress)
-    return found, stock
+    if strategy != "stock" and costs.inputs.world_size > MOST_GPUS:
+        return None, []
+    searches, layouts = StockSearches(costs.inputs), []
+    at_best = searches.on_all()
+    if (best := at_best.best.fitting) is not None:  # perhaps an even one
+        layouts = [best, *searches.on(searches.everything)]
+    if strategy == "stock" and not layouts:
+        raise no_stock_layout(at_best.best)
+    plan = layouts[0].plan_on(costs.inputs) if layouts else None
+    return StockFound(at_best=at_best, plan=plan, cluster_text=None), layouts
 
 
 class _Searches:

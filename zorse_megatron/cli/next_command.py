@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
-from zorse_megatron.cli.after_dashes import own_options, training_flags
+from zorse_megatron.cli.after_dashes import own_options
+from zorse_megatron.cli.options import WorkloadOptions
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.flags.command import read_command
 from zorse_megatron.flags.shape import flags_of_shape
@@ -61,11 +60,10 @@ def shell_lines(start: str, words: Sequence[str], width: int) -> list[str]:
 
 
 def next_command(
-    context: typer.Context,
+    given: WorkloadOptions,
     *,
     plan: Path | None,
     cluster: Path,
-    model: str | None,
     costs: WorkloadCosts,
     can_be_trained: bool,
     is_stock: bool,
@@ -73,12 +71,12 @@ def next_command(
     """Write the plan, or start one that was written; simulate one that this version cannot train.
 
     `is_stock`: whether it is for unmodified Megatron. `plan`: its file; None: none was asked for.
-    `cluster`: of the GPUs that it uses. `model`: what `--model` says. A model without a training
+    `cluster`: of the GPUs that it uses. A model without a training
     command is started with the flags of its shape.
     """
-    flags = training_flags(context)
+    flags, model, own = given.flags, given.model, own_options(given.context)
     if plan is None:
-        kept = [word for word in own_options(context) if word not in _OF_THIS_ANSWER]
+        kept = [word for word in own if word not in _OF_THIS_ANSWER]
         after = () if flags is None else ("--", *flags)
         return NextCommand(words=("zorse", "plan", *kept, "--out", "plan.json", *after))
     files = (str(plan), "--cluster", str(cluster))
@@ -96,10 +94,7 @@ def next_command(
     what = ("--", *flags) if flags is not None else ("--model", model or "")
     options = ("--profile", "--dtype", "--seq-length", "--margin")
     kept = [
-        word
-        for piece in _pieces_of(own_options(context))
-        if piece[0].partition("=")[0] in options
-        for word in piece
+        word for piece in _pieces_of(own) if piece[0].partition("=")[0] in options for word in piece
     ]
     return NextCommand(words=("zorse", "simulate", *files, *kept, *what))
 

@@ -1,15 +1,21 @@
 """Options that several commands share, and how their values are parsed."""
 
+import dataclasses
+import functools
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE
+from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE, Workload, workload_of
 from zorse_megatron.errors import Problem
+from zorse_megatron.schema.plan.plan import Plan
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]
 ClusterFile = Annotated[
@@ -70,6 +76,95 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 DEFAULT_MARGIN = 0.05
 _LARGEST_FACTOR = 1e6
+
+
+def with_bundles(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses of options: each field is an option of its own.
+
+    They stand where the parameter is, with the field's annotation and default.
+    """
+    hints = _hints(command)
+    bundles: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        bundle: Any = hints[name]
+        if dataclasses.is_dataclass(bundle):
+            bundles[name] = bundle
+            parameters += inspect.signature(bundles[name]).parameters.values()
+            hints |= _hints(bundle)
+        else:
+            parameters.append(parameter)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, bundle in bundles.items():
+            fields = dataclasses.fields(bundle)
+            values[name] = bundle(**{each.name: values.pop(each.name) for each in fields})
+        command(**values)
+
+    by_name = [
+        each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for each in parameters
+    ]
+    run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in by_name}
+    return run
+
+
+def _hints(annotated: Any) -> dict[str, Any]:
+    return get_type_hints(annotated, include_extras=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """What is trained: the options of every command that costs a plan, or makes one."""
+
+    context: typer.Context
+    model: Model = None
+    profile: Profiles = None
+    global_batch_size: GlobalBatchSize = None
+    seq_length: SeqLength = None
+    dtype: DtypeName = None
+
+    @property
+    def flags(self) -> tuple[str, ...] | None:
+        """The training command's flags after `--`; None without a `--`."""
+        return training_flags(self.context)
+
+    @property
+    def profiles(self) -> list[Path]:
+        """Files of profiles."""
+        return self.profile or []
+
+    @property
+    def inputs(self) -> list[Path | str | None]:
+        """Files that no output may replace."""
+        return [self.model, *self.profiles]
+
+    def workload(
+        self,
+        plan: Plan | None = None,
+        *,
+        flags: Sequence[str] | None = None,
+        dtype_may_be_auto: bool = False,
+    ) -> Workload:
+        """Return what is trained; see `workload_of`. `flags`: in place of those after `--`."""
+        return workload_of(
+            model=self.model,
+            flags=self.flags if flags is None else flags,
+            global_batch_size=self.global_batch_size,
+            seq_length=self.seq_length,
+            dtype=self.dtype,
+            dtype_may_be_auto=dtype_may_be_auto,
+            plan=plan,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedWorkload(WorkloadOptions):
+    """The same for a command that plans: each group may have a dtype of its own."""
+
+    dtype: DtypeOrAuto = None
 
 
 def factors(texts: Sequence[str]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.console import gib, print_plain
-from zorse_megatron.cli.gpu_selection import Selected
+from zorse_megatron.cli.gpu_selection import Found, Selected
 from zorse_megatron.cli.next_command import NextCommand
 from zorse_megatron.cli.plan_options import Tokens
 from zorse_megatron.cli.plan_table import plan_line, print_plan
@@ -123,28 +123,21 @@ class Answer:
 
 
 def answer_of(
-    whole: WorkloadCosts,
-    costs: WorkloadCosts,
-    outcome: "Outcome",
-    selected: Selected | None,
-    stock: "StockAtBest | None",
-    *,
-    tokens: Tokens | None,
-    written: Written,
+    whole: WorkloadCosts, found: Found, *, tokens: Tokens | None, written: Written
 ) -> Answer:
-    """Collect what is told of a plan. `whole`: of all GPUs, `costs`: of those that are used."""
+    """Collect what is shown of a plan. `whole`: costs on all GPUs."""
     from zorse_megatron.planner.explain.analysis import explain
     from zorse_megatron.planner.explain.error_bar import error_bar
 
-    found = outcome.plan
+    plan, inputs = found.outcome.plan, found.costs.inputs
     return Answer(
         whole=whole,
-        costs=costs,
-        outcome=outcome,
-        selected=selected,
-        explanation=explain(costs.inputs, found) if found.world_size <= MOST_EXPLAINED else None,
-        error_bar=error_bar(costs.inputs, num_groups=len(found.groups)),
-        stock=stock,
+        costs=found.costs,
+        outcome=found.outcome,
+        selected=found.selected,
+        explanation=explain(inputs, plan) if plan.world_size <= MOST_EXPLAINED else None,
+        error_bar=error_bar(inputs, num_groups=len(plan.groups)),
+        stock=None if found.stock is None else found.stock.at_best,
         tokens=tokens,
         written=written,
     )

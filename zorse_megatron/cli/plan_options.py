@@ -1,6 +1,7 @@
 """Options of `zorse plan`, and what their values mean."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
@@ -8,8 +9,19 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.from_status import FromStatus
+from zorse_megatron.cli.options import DEFAULT_MARGIN, AsJson, Margin
+from zorse_megatron.cli.workload import Workload
+from zorse_megatron.cli.workload_costs import (
+    SetOptions,
+    WorkloadCosts,
+    costs_of_workload,
+    needed_batch_size,
+)
 from zorse_megatron.errors import Problem
+from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import GradientCommDtype
+from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.text.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -19,49 +31,6 @@ _TOKENS = re.compile(r"(\d{1,20}(?:\.\d{0,20})?(?:[eE]\+?\d{1,2})?)\s*([kKmMbBtT
 _THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _MOST_TOKENS = 1e18
 
-StrategyName = Annotated[
-    str, typer.Option("--strategy", help="zorse, or a baseline: stock, zorse-paper or cephalo.")
-]
-GradientCommDtypeName = Annotated[
-    str | None,
-    typer.Option(
-        "--wire",
-        help="Communication dtype for gradients, bf16 or fp16, used by the groups it makes faster. "
-        "Gradients are still summed in fp32, but sending rounds them. Default: none.",
-    ),
-]
-MaxTensorParallel = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tp",
-        min=1,
-        help="Most ranks of a tensor-parallel set; 1: no sets. Default: a node's GPUs.",
-    ),
-]
-SetsAcrossNodes = Annotated[
-    bool,
-    typer.Option("--sets-across-nodes", help="Let tensor-parallel sets have ranks on two nodes."),
-]
-EqualParts = Annotated[
-    bool,
-    typer.Option("--equal-parts", help="Give the ranks of a tensor-parallel set equal parts only."),
-]
-SplitBackward = Annotated[
-    bool,
-    typer.Option(
-        "--split-backward",
-        help="Let groups compute weight gradients apart from backwards where that is faster and "
-        "fits. Needs Transformer Engine 2.3, or --no-gradient-accumulation-fusion.",
-    ),
-]
-HostActivations = Annotated[
-    bool,
-    typer.Option(
-        "--host-activations",
-        help="Search plans, too, that keep activations in host memory without recomputing all "
-        "layers. Takes about as long again.",
-    ),
-]
 UseAll = Annotated[
     bool,
     typer.Option(
@@ -70,34 +39,121 @@ UseAll = Annotated[
         "cluster file of the others is written beside the plan.",
     ),
 ]
-TokensToTrain = Annotated[
-    str | None,
-    typer.Option(
-        "--tokens",
-        metavar="TOKENS",
-        help="Say how many days training on so many tokens takes: 300B, 1T, 1.5e12.",
-    ),
-]
-Verbose = Annotated[
-    bool,
-    typer.Option(
-        "--verbose",
-        "-v",
-        help="Print the whole plan, its reasons, rejected plans, and what the times rest on.",
-    ),
-]
-PlanToWrite = Annotated[
-    Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan to this file.")
-]
-PageToWrite = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        metavar="HTML",
-        help="Write a report page: timeline, memory, stock's best layouts, and what one more "
-        "GPU would bring (several more searches).",
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Which plans are searched, and for which GPUs."""
+
+    strategy: Annotated[
+        str, typer.Option(help="zorse, or a baseline: stock, zorse-paper or cephalo.")
+    ] = "zorse"
+    comm_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--wire",
+            help="Communication dtype for gradients, bf16 or fp16, used by the groups it makes "
+            "faster. Gradients are still summed in fp32, but sending rounds them. Default: none.",
+        ),
+    ] = None
+    max_tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tp",
+            min=1,
+            help="Most ranks of a tensor-parallel set; 1: no sets. Default: a node's GPUs.",
+        ),
+    ] = None
+    sets_across_nodes: Annotated[
+        bool,
+        typer.Option(
+            "--sets-across-nodes", help="Let tensor-parallel sets have ranks on two nodes."
+        ),
+    ] = False
+    equal_parts: Annotated[
+        bool,
+        typer.Option(
+            "--equal-parts", help="Give the ranks of a tensor-parallel set equal parts only."
+        ),
+    ] = False
+    split_backward: Annotated[
+        bool,
+        typer.Option(
+            "--split-backward",
+            help="Let groups compute weight gradients apart from backwards where that is faster "
+            "and fits. Needs Transformer Engine 2.3, or --no-gradient-accumulation-fusion.",
+        ),
+    ] = False
+    offload_activations: Annotated[
+        bool,
+        typer.Option(
+            "--host-activations",
+            help="Search plans, too, that keep activations in host memory without recomputing all "
+            "layers. Takes about as long again.",
+        ),
+    ] = False
+    from_status: FromStatus = None
+    use_all: UseAll = False
+    margin: Margin = DEFAULT_MARGIN
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether the plan may be for fewer GPUs than there are; a run goes on with what it has."""
+        return not self.use_all and self.from_status is None
+
+    def costs(
+        self, cluster: Cluster, *, workload: Workload, profiles: Sequence[Path | Profile]
+    ) -> WorkloadCosts:
+        """Return what a workload costs where such plans are searched. Raises ZorseError."""
+        return costs_of_workload(
+            cluster,
+            workload,
+            profiles,
+            global_batch_size=needed_batch_size(workload),
+            margin=self.margin,
+            sets=SetOptions(
+                most=self.max_tensor_parallel,
+                across_nodes=self.sets_across_nodes,
+                unequal_parts=not self.equal_parts,
+            ),
+            gradient_comm_dtype=communication_dtype_named(self.comm_dtype),
+            split_backward=self.split_backward,
+            offload_activations=self.offload_activations,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """What is written and shown of a plan."""
+
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PLAN", help="Write the plan to this file.")
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="HTML",
+            help="Write a report page: timeline, memory, stock's best layouts, and what one more "
+            "GPU would bring (several more searches).",
+        ),
+    ] = None
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Say how many days training on so many tokens takes: 300B, 1T, 1.5e12.",
+        ),
+    ] = None
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Print the whole plan, its reasons, rejected plans, and what the times rest on.",
+        ),
+    ] = False
+    as_json: AsJson = False
 
 
 def strategy_named(name: str) -> "Strategy":

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zorse_megatron.cli.console import CommandError, Refusals, print_plain
-from zorse_megatron.cli.gpu_selection import Selected, StockFound
+from zorse_megatron.cli.console import CommandError, Errors, print_plain
+from zorse_megatron.cli.gpu_selection import Found
 from zorse_megatron.cli.plan_answer import Answer, Written
 from zorse_megatron.errors import Problem, ZorseError
 from zorse_megatron.extras import refuse_without
@@ -13,7 +13,6 @@ from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.files.write import NotWritten, write_text
 from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS
 from zorse_megatron.schema.cluster.rank_placement import stock_plan_file, used_cluster_file
-from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan, save_plan
 
 
@@ -30,6 +29,11 @@ class PlanOutputs:
     """Whether stock's best layout goes beside the plan."""
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the plan goes to a stream: what is written there cannot be read again."""
+        return self.plan is not None and stream_of(self.plan) is not None
+
+    @property
     def used_cluster(self) -> Path | None:
         """Where the cluster file goes if GPUs are left out."""
         return used_cluster_file(self.plan) if self.plan and self.may_leave_out else None
@@ -37,8 +41,9 @@ class PlanOutputs:
     @property
     def stock(self) -> Path | None:
         """Where stock's best layout goes; nowhere beside a stream."""
-        is_file = self.plan is not None and stream_of(self.plan) is None
-        return stock_plan_file(self.plan) if is_file and self.with_stock and self.plan else None
+        if self.plan is None or self.is_stream or not self.with_stock:
+            return None
+        return stock_plan_file(self.plan)
 
     @property
     def stock_cluster(self) -> Path | None:
@@ -47,17 +52,19 @@ class PlanOutputs:
 
     def refuse(self, inputs: list[Path | str | None]) -> None:
         """Raise before the search, which takes a while, what would go wrong after it."""
-        told = Refusals()
-        told.gather(lambda: self._refuse_unwritable(inputs))
-        told.gather(self._refuse_foreign)
-        told.raise_all()
+        errors = Errors()
+        with errors.collect():
+            self._refuse_unwritable(inputs)
+        with errors.collect():
+            self._refuse_foreign()
+        errors.raise_all()
         if self.page is not None:
             refuse_without("plots", what="zorse plan --html")
 
     def _refuse_unwritable(self, inputs: list[Path | str | None]) -> None:
         given = {"--out": self.plan, "--html": self.page}
         refuse_unwritable(given, inputs=inputs)
-        if self.plan is not None and stream_of(self.plan) is None:
+        if self.plan is not None and not self.is_stream:
             start = f"--out {self.plan}: "
             beside = {
                 f"{start}the cluster file beside it,": self.used_cluster,
@@ -74,7 +81,7 @@ class PlanOutputs:
         if self.plan is None:
             return
         where, problems = f"--out {self.plan}", []
-        if stream_of(self.plan) is not None:
+        if self.is_stream:
             if self.may_leave_out:
                 found = "a stream, beside which there is no place for the cluster file of its GPUs"
                 remedy = "Write a file, or add --use-all."
@@ -98,13 +105,12 @@ class PlanOutputs:
         if problems:
             raise CommandError("the command cannot be run", problems)
 
-    def saved(
-        self, found: Plan, selected: Selected | None, stock: StockFound | None, *, cluster: Path
-    ) -> tuple[Written, NotWritten | None]:
+    def saved(self, found: Found, *, cluster: Path) -> tuple[Written, NotWritten | None]:
         """Write plans and cluster files; also return why one could not be.
 
         The plan is shown in any case. `cluster`: the file that was read, which stays.
         """
+        selected, stock = found.selected, found.stock
         used = self.used_cluster if selected and selected.cluster_text else None
         beside = self.stock if stock and stock.plan else None
         stock_cluster = self.stock_cluster if beside and stock and stock.cluster_text else None
@@ -112,7 +118,7 @@ class PlanOutputs:
             if used and selected and selected.cluster_text:
                 write_text(used, selected.cluster_text)
             if self.plan is not None:
-                save_plan(found, self.plan)
+                save_plan(found.outcome.plan, self.plan)
         except NotWritten as error:
             return Written(plan=error.kept), error
         written = Written(plan=self.plan, used_cluster=used)
@@ -128,7 +134,7 @@ class PlanOutputs:
 
     def _remove_left_over(self, new: set[Path | None], *, keep: Path) -> None:
         """Remove what an earlier plan of that name had beside it, and this one has not."""
-        if self.plan is None or stream_of(self.plan) is not None:
+        if self.plan is None or self.is_stream:
             return
         stock = stock_plan_file(self.plan)
         for path in {used_cluster_file(self.plan), stock, used_cluster_file(stock)} - new:

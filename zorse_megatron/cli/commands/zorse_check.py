@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.check_files import CheckedFile, check_file, check_model
 from zorse_megatron.cli.check_together import Checked, CheckOptions, checks_of
 from zorse_megatron.cli.console import (
@@ -18,13 +17,10 @@ from zorse_megatron.cli.console import (
 )
 from zorse_megatron.cli.options import (
     AsJson,
-    DtypeName,
-    GlobalBatchSize,
     Margin,
-    Model,
-    Profiles,
-    SeqLength,
+    WorkloadOptions,
     checked_share,
+    with_bundles,
 )
 from zorse_megatron.cli.plan_table import print_plan
 from zorse_megatron.cli.workload import dtype_named, model_or_flags
@@ -39,8 +35,9 @@ _NOTHING = Problem(
 )
 
 
-def check(  # noqa: PLR0917
-    context: typer.Context,
+@with_bundles
+def check(
+    *,
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -50,11 +47,7 @@ def check(  # noqa: PLR0917
     cluster: Annotated[
         Path | None, typer.Option("--cluster", metavar="YAML", help="A cluster file, as FILE.")
     ] = None,
-    model: Model = None,
-    profile: Profiles = None,
-    global_batch_size: GlobalBatchSize = None,
-    seq_length: SeqLength = None,
-    dtype: DtypeName = None,
+    given: WorkloadOptions,
     margin: Margin = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -65,13 +58,13 @@ def check(  # noqa: PLR0917
     """
     with reported_errors(to_stderr=False, as_json=as_json):
         options = CheckOptions(
-            dtype=dtype_named(dtype),
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
+            dtype=dtype_named(given.dtype),
+            global_batch_size=given.global_batch_size,
+            seq_length=given.seq_length,
             margin=checked_share(margin, "--margin"),
         )
-        name, flags = model_or_flags(model, training_flags(context))
-        named = [*(paths or ()), *([cluster] if cluster else ()), *(profile or ())]
+        name, flags = model_or_flags(given.model, given.flags)
+        named = [*(paths or ()), *([cluster] if cluster else ()), *given.profiles]
         files = [*map(check_file, named), *map(check_model, [name] if name else ())]
         if not files:
             raise CommandError("the command cannot be run", [_NOTHING])

@@ -1,16 +1,15 @@
 """`zorse compare`: stock Megatron, the baselines and ours, on one emulated or simulated cluster."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.commands.zorse_emulate import MAX_RANKS, NOTE
 from zorse_megatron.cli.console import (
     CommandError,
@@ -20,24 +19,20 @@ from zorse_megatron.cli.console import (
     print_table,
     reported_errors,
 )
-from zorse_megatron.cli.gpu_selection import CostsOf, plan_for_all, select_gpus
+from zorse_megatron.cli.gpu_selection import CostsOf, find
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
     ClusterFile,
-    DtypeOrAuto,
-    GlobalBatchSize,
     Iterations,
     Margin,
-    Model,
-    Profiles,
-    SeqLength,
+    PlannedWorkload,
     is_given,
+    with_bundles,
 )
-from zorse_megatron.cli.perturbed import Jitter, Seed, SlowKind, SlowRank, perturbation_of
+from zorse_megatron.cli.perturbed import SlowGpus
 from zorse_megatron.cli.plan_options import UseAll, strategy_named
 from zorse_megatron.cli.progress_display import waiting
-from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import (
     WorkloadCosts,
     costs_of_workload,
@@ -60,8 +55,38 @@ _EMULATED = ("iterations", "jitter", "seed", "slow_rank", "slow_kind")
 """Options of what trains."""
 
 
-def compare(  # noqa: PLR0917
-    context: typer.Context,
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """What is compared, and where."""
+
+    simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulated",
+            help="Compare in the simulator: any number of GPUs, nothing is trained.",
+        ),
+    ] = False
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Only this strategy; repeatable. Default: all.")
+    ] = None
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The same as --strategy stock --strategy zorse.")
+    ] = False
+    use_all: UseAll = False
+    iterations: Iterations = 4
+
+    @property
+    def strategies(self) -> "list[Strategy]":
+        """Raises CommandError for one that there is not."""
+        from zorse_megatron.planner.outcome import STRATEGIES
+
+        named = [*(self.strategy or ()), *(("stock", "zorse") if self.quick else ())]
+        return [strategy_named(name) for name in named or STRATEGIES]
+
+
+@with_bundles
+def compare(
+    *,
     cluster: ClusterFile,
     out: Annotated[
         Path | None,
@@ -70,68 +95,32 @@ def compare(  # noqa: PLR0917
             help="Directory for the table, the figures and the page. Needed without --simulated.",
         ),
     ] = None,
-    model: Model = None,
-    profile: Profiles = None,
-    global_batch_size: GlobalBatchSize = None,
-    seq_length: SeqLength = None,
-    dtype: DtypeOrAuto = None,
+    given: PlannedWorkload,
     margin: Margin = DEFAULT_MARGIN,
-    simulated: Annotated[
-        bool,
-        typer.Option(
-            "--simulated",
-            help="Compare in the simulator: any number of GPUs, nothing is trained.",
-        ),
-    ] = False,
-    strategy: Annotated[
-        list[str] | None, typer.Option(help="Only this strategy; repeatable. Default: all.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="The same as --strategy stock --strategy zorse.")
-    ] = False,
-    use_all: UseAll = False,
-    iterations: Iterations = 4,
-    jitter: Jitter = 0.0,
-    seed: Seed = 0,
-    slow_rank: SlowRank = None,
-    slow_kind: SlowKind = None,
+    comparison: ComparisonOptions,
+    slow: SlowGpus,
     as_json: AsJson = False,
 ) -> None:
     """Compare stock Megatron and every strategy's plan, trained on an emulated cluster."""
     with reported_errors(as_json=as_json):
-        if not simulated:
-            refuse_without("train", "plots", what="zorse compare")
-        elif out is not None:
-            refuse_without("plots", what="zorse compare --out")
-        from zorse_megatron.planner.outcome import STRATEGIES
-
-        named = [*(strategy or ()), *(("stock", "zorse") if quick else ())]
-        strategies = [strategy_named(name) for name in named or STRATEGIES]
-        workload = workload_of(
-            model=model,
-            flags=training_flags(context),
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
-            dtype=dtype,
-            dtype_may_be_auto=simulated,
-        )
+        _refuse_without_extras(comparison, out)
+        strategies = comparison.strategies
+        workload = given.workload(dtype_may_be_auto=comparison.simulated)
         batch = needed_batch_size(workload)
         costs_of = partial(
-            costs_of_workload, profiles=profile or [], global_batch_size=batch, margin=margin
+            costs_of_workload, profiles=given.profiles, global_batch_size=batch, margin=margin
         )
         machines = load_cluster(cluster)
-        _refuse(context, machines.world_size, out, simulated=simulated)
-        costs = costs_of(machines, workload)
-        if simulated:
-            perturbation = None
-        else:
+        _refuse(given.context, machines.world_size, out, simulated=comparison.simulated)
+        costs, perturbation = costs_of(machines, workload), None
+        if not comparison.simulated:
             workload = replace(workload, dtype=costs.dtype)  # one for all, on fewer GPUs too
-            perturbation = perturbation_of(
-                machines, jitter=jitter, seed=seed, slow_rank=slow_rank, slow_kind=slow_kind
-            )
-        planned = partial(_planned, costs, partial(costs_of, workload=workload), use_all)
+            perturbation = slow.perturbation(costs)
+        planned = partial(_planned, costs, partial(costs_of, workload=workload), comparison.use_all)
         with waiting("planning", wanted=not as_json) as tell:
-            report = _compared(costs, strategies, planned, perturbation, iterations, tell)
+            report = _compared(
+                costs, strategies, planned, perturbation, comparison.iterations, tell
+            )
         written, lost = _saved(report, out)
     if as_json:
         answer = {"ok": True, "dtype": costs.dtype, "rows": report.as_json()}
@@ -142,6 +131,13 @@ def compare(  # noqa: PLR0917
         if not as_json:
             print_plain(str(lost), to_stderr=True)
         raise typer.Exit(1)
+
+
+def _refuse_without_extras(comparison: ComparisonOptions, out: Path | None) -> None:
+    if not comparison.simulated:
+        refuse_without("train", "plots", what="zorse compare")
+    elif out is not None:
+        refuse_without("plots", what="zorse compare --out")
 
 
 def _saved(report: "ComparisonReport", out: Path | None) -> tuple[list[Path], NotWritten | None]:
@@ -161,23 +157,20 @@ def _planned(
 ) -> "Planned":
     """Plan as `zorse plan` does. `costs`: of all GPUs."""
     from zorse_megatron.emulate.compare.compared_systems import Planned
-    from zorse_megatron.planner.find_plan import find_plan
 
-    def on_progress(progress: Any) -> None:
-        tell(f"plan of {strategy}: {progress.phase}")
-
-    everything, stock = tuple(range(costs.inputs.world_size)), None
-    with_stock = strategy == "zorse"
-    if use_all and with_stock:
-        outcome, stock = plan_for_all(costs, strategy, on_progress)
-        ranks = everything
-    elif use_all:
-        outcome = find_plan(costs.inputs, strategy=strategy, on_progress=on_progress)
-        ranks = everything
-    else:
-        found = select_gpus(costs, costs_of, strategy, on_progress, with_stock=with_stock)
-        outcome, stock, ranks = found.outcome, found.stock, found.point.ranks
-    return Planned(ranks=ranks, outcome=outcome, stock=None if stock is None else stock.at_best)
+    found = find(
+        costs,
+        costs_of,
+        strategy,
+        lambda progress: tell(f"plan of {strategy}: {progress.phase}"),
+        may_leave_out=not use_all,
+        with_stock=strategy == "zorse",
+    )
+    return Planned(
+        ranks=found.ranks,
+        outcome=found.outcome,
+        stock=None if found.stock is None else found.stock.at_best,
+    )
 
 
 def _compared(  # noqa: PLR0917

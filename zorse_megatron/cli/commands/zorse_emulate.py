@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
     CommandError,
     part_of,
@@ -22,26 +22,13 @@ from zorse_megatron.cli.emulated_training import EmulatedTraining, ours, stock_l
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
-    DtypeName,
-    GlobalBatchSize,
     Iterations,
-    Model,
     PlanFile,
-    Profiles,
-    SeqLength,
-    is_given,
+    WorkloadOptions,
+    with_bundles,
 )
-from zorse_megatron.cli.perturbed import (
-    Jitter,
-    Seed,
-    SlowKind,
-    SlowLink,
-    SlowRankInSpells,
-    link_names,
-    perturbation_of,
-)
+from zorse_megatron.cli.perturbed import SlowIterations
 from zorse_megatron.cli.progress_display import waiting
-from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
@@ -62,81 +49,64 @@ NOTE = (
 )
 
 
-def emulate(  # noqa: PLR0917
-    context: typer.Context,
-    path: PlanFile,
-    cluster: ClusterFile,
-    model: Model = None,
-    profile: Profiles = None,
-    global_batch_size: GlobalBatchSize = None,
-    seq_length: SeqLength = None,
-    dtype: DtypeName = None,
-    iterations: Iterations = 4,
-    jitter: Jitter = 0.0,
-    seed: Seed = 0,
-    slow_rank: SlowRankInSpells = None,
-    slow_kind: SlowKind = None,
-    slow_link: SlowLink = None,
+@dataclass(frozen=True, kw_only=True)
+class EmulationOptions:
+    """How a cluster is emulated."""
+
     dilation: Annotated[
         float | None,
         typer.Option(
             help="Run in real time: wall-clock seconds per emulated second. Default: as fast as "
             "possible, on a virtual clock."
         ),
-    ] = None,
+    ] = None
     stock: Annotated[
         bool,
         typer.Option(
             "--stock", help="Train with unmodified Megatron in the plan's layout, by its flags."
         ),
-    ] = False,
+    ] = False
     rebalance: Annotated[
         bool,
         typer.Option(
             "--rebalance", help="Let counts of micro-batches follow what ranks take for them."
         ),
-    ] = False,
+    ] = False
     status: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep the run's status there, for zorse status."),
-    ] = None,
+    ] = None
+
+
+@with_bundles
+def emulate(
+    *,
+    path: PlanFile,
+    cluster: ClusterFile,
+    given: WorkloadOptions,
+    iterations: Iterations = 4,
+    slow: SlowIterations,
+    emulation: EmulationOptions,
     as_json: AsJson = False,
 ) -> None:
     """Train with a plan on an emulated cluster, on this machine's CPU."""
     with reported_errors(as_json=as_json):
         refuse_without("train", what="zorse emulate")
-        plan = load_plan(path)
-        flags, layout = training_flags(context), None
-        if stock:
+        plan, flags, layout = load_plan(path), given.flags, None
+        if emulation.stock:
             layout, flags = stock_layout(plan, cluster, flags, source=str(path))
         refuse_unsupported(plan, str(path))
-        workload = workload_of(
-            model=model,
-            flags=flags,
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
-            dtype=dtype,
-            plan=plan,
-        )
-        costs = costs_for_plan(plan, cluster, workload, profile or [], source=str(path))
-        _refuse(context, plan, dilation, str(path), stock=stock)
-        perturbation = perturbation_of(
-            costs.cluster,
-            jitter=jitter,
-            seed=seed,
-            slow_rank=slow_rank,
-            slow_kind=slow_kind,
-            slow_link=slow_link,
-            known_links=link_names(costs.inputs.comm, plan.world_size),
-            has_iterations=True,
-        )
+        workload = given.workload(plan, flags=flags)
+        costs = costs_for_plan(plan, cluster, workload, given.profiles, source=str(path))
+        _refuse(plan, emulation, str(path))
+        perturbation = slow.perturbation(costs)
         with waiting("simulating", wanted=not as_json) as tell:
             if layout is None:
-                job = ours(plan, costs, rebalance=rebalance, status=status)
+                job = ours(plan, costs, rebalance=emulation.rebalance, status=emulation.status)
             else:
                 job = layout.job(plan, costs)
             predicted = job.simulated(str(path))
-            run = _run(job, iterations, perturbation, dilation, tell)
+            run = _run(job, iterations, perturbation, emulation.dilation, tell)
     if as_json:
         print_json(_as_json(run, costs, predicted))
     else:
@@ -162,10 +132,8 @@ def _run(
         return emulated.run(job.system)
 
 
-def _refuse(
-    context: typer.Context, plan: Plan, dilation: float | None, source: str, *, stock: bool
-) -> None:
-    problems = list(_problems(plan, dilation, source))
+def _refuse(plan: Plan, emulation: EmulationOptions, source: str) -> None:
+    problems = list(_problems(plan, emulation.dilation, source))
     problems += [
         Problem(
             where=f"--{name}",
@@ -174,7 +142,7 @@ def _refuse(
             remedy="Stock Megatron has no such thing; leave one of them out.",
         )
         for name in ("rebalance", "status")
-        if stock and is_given(context, name)
+        if emulation.stock and getattr(emulation, name)
     ]
     if problems:
         raise CommandError("the plan cannot be emulated", problems)
@@ -186,7 +154,7 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
             where=source,
             found=f"{plan.world_size} ranks",
             expected=f"at most {MAX_RANKS}: each is a process on this machine",
-            remedy="Emulate a part of the cluster, or use zorse simulate.",
+            remedy="Emulate a part of the cluster, or use zorse explain.",
         )
     if dilation is not None and not 0 < dilation < float("inf"):
         yield Problem(

@@ -7,23 +7,18 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import gib, print_json, print_plain, print_table, reported_errors
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
     ClusterFile,
-    DtypeName,
-    GlobalBatchSize,
     Margin,
-    Model,
     PlanFile,
-    Profiles,
-    SeqLength,
+    WorkloadOptions,
+    with_bundles,
 )
 from zorse_megatron.cli.progress_display import progress_bar, waiting
 from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
-from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
@@ -35,15 +30,12 @@ if TYPE_CHECKING:
     from zorse_megatron.planner.explain.replan import Replans
 
 
-def explain(  # noqa: PLR0917
-    context: typer.Context,
+@with_bundles
+def explain(
+    *,
     path: PlanFile,
     cluster: ClusterFile,
-    model: Model = None,
-    profile: Profiles = None,
-    global_batch_size: GlobalBatchSize = None,
-    seq_length: SeqLength = None,
-    dtype: DtypeName = None,
+    given: WorkloadOptions,
     margin: Margin = DEFAULT_MARGIN,
     no_replan: Annotated[
         bool,
@@ -62,16 +54,8 @@ def explain(  # noqa: PLR0917
 
         plan = load_plan(path)
         refuse_too_many_micro_batches(plan, str(path))
-        workload = workload_of(
-            model=model,
-            flags=training_flags(context),
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
-            dtype=dtype,
-            plan=plan,
-        )
         costs = costs_for_plan(
-            plan, cluster, workload, profile or [], source=str(path), margin=margin
+            plan, cluster, given.workload(plan), given.profiles, source=str(path), margin=margin
         )
         searched = None if no_replan else _replans(costs, shows_progress=not as_json)
         stock, notes = None, list(costs.notes)

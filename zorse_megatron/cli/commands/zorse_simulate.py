@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zorse_megatron.cli.after_dashes import training_flags
 from zorse_megatron.cli.console import (
     print_json,
     print_plain,
@@ -16,23 +15,12 @@ from zorse_megatron.cli.critical_shares import critical_as_json, critical_lines
 from zorse_megatron.cli.options import (
     AsJson,
     ClusterFile,
-    DtypeName,
-    GlobalBatchSize,
     Margin,
-    Model,
     PlanFile,
-    Profiles,
-    SeqLength,
+    WorkloadOptions,
+    with_bundles,
 )
-from zorse_megatron.cli.perturbed import (
-    Jitter,
-    Seed,
-    SlowKind,
-    SlowLink,
-    SlowRank,
-    link_names,
-    perturbation_of,
-)
+from zorse_megatron.cli.perturbed import SlowMachines
 from zorse_megatron.cli.pictures import (
     Pictures,
     refuse_other_formats,
@@ -42,7 +30,6 @@ from zorse_megatron.cli.pictures import (
 from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
 from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
-from zorse_megatron.cli.workload import workload_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.schema.plan.plan import Plan
@@ -54,15 +41,12 @@ if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult
 
 
-def simulate(  # noqa: PLR0917
-    context: typer.Context,
+@with_bundles
+def simulate(
+    *,
     path: PlanFile,
     cluster: ClusterFile,
-    model: Model = None,
-    profile: Profiles = None,
-    global_batch_size: GlobalBatchSize = None,
-    seq_length: SeqLength = None,
-    dtype: DtypeName = None,
+    given: WorkloadOptions,
     margin: Margin = 0.0,
     timeline: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw each rank's timeline.")
@@ -70,11 +54,7 @@ def simulate(  # noqa: PLR0917
     trace: Annotated[
         Path | None, typer.Option(metavar="JSON", help="Write a trace for ui.perfetto.dev.")
     ] = None,
-    jitter: Jitter = 0.0,
-    seed: Seed = 0,
-    slow_rank: SlowRank = None,
-    slow_kind: SlowKind = None,
-    slow_link: SlowLink = None,
+    slow: SlowMachines,
     as_json: AsJson = False,
 ) -> None:
     """Predict a plan's iteration time, tokens/s, and each rank's time and memory."""
@@ -82,30 +62,12 @@ def simulate(  # noqa: PLR0917
     with reported_errors(as_json=as_json):
         refuse_other_formats(pictures)
         refuse_without_matplotlib(pictures)
-        inputs = [path, cluster, model, *(profile or ())]
-        refuse_unwritable(pictures.by_option(), inputs=inputs)
+        refuse_unwritable(pictures.by_option(), inputs=[path, cluster, *given.inputs])
         plan = load_plan(path)
-        workload = workload_of(
-            model=model,
-            flags=training_flags(context),
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
-            dtype=dtype,
-            plan=plan,
-        )
         costs = costs_for_plan(
-            plan, cluster, workload, profile or [], source=str(path), margin=margin
+            plan, cluster, given.workload(plan), given.profiles, source=str(path), margin=margin
         )
-        perturbation = perturbation_of(
-            costs.cluster,
-            jitter=jitter,
-            seed=seed,
-            slow_rank=slow_rank,
-            slow_kind=slow_kind,
-            slow_link=slow_link,
-            # Of all pairs of GPUs: slow if there are many.
-            known_links=link_names(costs.inputs.comm, plan.world_size) if slow_link else (),
-        )
+        perturbation = slow.perturbation(costs)
         with waiting("simulating", wanted=not as_json) as tell:
             result = simulated(plan, costs, source=str(path), perturbation=perturbation)
             tell("drawing")
