@@ -10,6 +10,7 @@ from tests.unit.cli_samples import runner_in
 from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.baselines.stock_best import Stock, StockAtBest, stock_on_all
 from zorse_megatron.planner.baselines.stock_grids import grids, plan_of_grid
+from zorse_megatron.planner.explain import replan
 from zorse_megatron.planner.explain.against_stock import against_stock, stock_sentence
 from zorse_megatron.planner.explain.analysis import explain
 from zorse_megatron.planner.inputs.search_inputs import make_inputs
@@ -120,9 +121,10 @@ def test_explain_says_it_of_the_gpus_that_a_plan_is_for(tmp_path, monkeypatch):
     slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
     (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
     case = ("--model", "model.json", "--seq-length", "512", "--global-batch-size", "16")
+    monkeypatch.setattr(replan, "replan", lambda inputs, **_: None)
     planned = run("plan", "--cluster", "cluster.yaml", *case, "--out", "less.json")
     assert planned.exit_code == 0, planned.output
-    words = ("explain", "less.json", "--cluster", "less.cluster.yaml", *case, "--no-replan")
+    words = ("explain", "less.json", "--cluster", "less.cluster.yaml", *case, "--search")
     result = run(*words)
     assert result.exit_code == 0, result.output
     assert "\nStock Megatron takes " in result.stdout and " layout (1 A100-40: " in result.stdout

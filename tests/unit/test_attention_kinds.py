@@ -99,7 +99,7 @@ def test_a_softmax_of_several_kernels_moves_each_of_their_matrices():
 def test_groups_of_both_are_planned_and_simulated_by_kind(tmp_path, monkeypatch):
     """The V100s of the lab keep scores, the A6000s do not: 16 x 512^2 x 2 bytes each."""
     run = runner_in(tmp_path, monkeypatch)
-    command = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--json")
+    command = ("explain", "plan.json", "--cluster", "cluster.yaml", "--json")
     flags = ("--", *FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0")
     before = json.loads(run(*command, *flags).stdout)["ranks"]
     cluster = tmp_path / "cluster.yaml"

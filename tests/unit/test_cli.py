@@ -149,7 +149,7 @@ WORKLOAD = {
     "--margin",
 }
 WITH_A_WORKLOAD = {
-    **{name: WORKLOAD for name in ("plan", "explain", "check", "simulate", "compare")},
+    **{name: WORKLOAD for name in ("plan", "explain", "check", "compare")},
     # Its GPUs have all of their memory.
     "emulate": WORKLOAD - {"--margin"},
     # These take the training command alone, or no model.

@@ -233,7 +233,7 @@ def test_a_model_in_yaml_is_answered_with_the_ways_there_are(run, tmp_path):
         "model.yaml: found a YAML file: models in YAML are no longer read; expected a config.json"
     )
     for name in ("model.yaml", "none.yml"):  # the way is wrong, whether there is a file or not
-        result = run("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", name)
+        result = run("explain", "plan.json", "--cluster", "cluster.yaml", "--model", name)
         assert result.exit_code == 1
         assert said.replace("model.yaml", name, 1) in result.output
         assert "--model llama-13b, with --seq-length 4096" in result.output
@@ -282,7 +282,7 @@ def test_broken_json_is_called_so(run, tmp_path, option, kind):
     (tmp_path / "broken.json").write_text('{"a": 1,\n "b": 2,}')
     given = {"--cluster": "cluster.yaml", "--model": "model.json"} | {option: "broken.json"}
     plan = given.pop("", "plan.json")
-    result = run("simulate", plan, *(word for pair in given.items() for word in pair))
+    result = run("explain", plan, *(word for pair in given.items() for word in pair))
     assert result.exit_code == 1
     assert f"broken.json is not a {kind} (1 problem):" in result.output
     assert "broken.json: line 2 column 9: found text that is not JSON (trailing comma)" in (
@@ -291,12 +291,11 @@ def test_broken_json_is_called_so(run, tmp_path, option, kind):
     assert "YAML" not in result.output
 
 
-@pytest.mark.parametrize("command", [("simulate",), ("explain", "--no-replan")])
-def test_options_that_made_a_plan_go_with_it(run, command):
+def test_options_that_made_a_plan_go_with_it(run):
     given = ("--cluster", "cluster.yaml", "--model", "model.json", "--margin", "0.1")
-    same = run(*command, "plan.json", *given, "--global-batch-size", "16", "--seq-length", "512")
+    same = run("explain", "plan.json", *given, "--global-batch-size", "16", "--seq-length", "512")
     assert same.exit_code == 0, same.output
-    other = run(*command, "plan.json", *given, "--global-batch-size", "8", "--seq-length", "256")
+    other = run("explain", "plan.json", *given, "--global-batch-size", "8", "--seq-length", "256")
     assert other.exit_code == 1
     assert "global_batch_size: found 16, while the training command says 8" in other.output
     assert "model.seq_length: found 512, while the model has 256" in other.output
@@ -304,7 +303,7 @@ def test_options_that_made_a_plan_go_with_it(run, command):
 
 def test_a_margin_counts_where_memory_is_simulated(run):
     given = ("plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
-    assert "does not fit" not in run("simulate", *given).stdout
-    tight = run("simulate", *given, "--margin", "0.99")
+    assert "does not fit" not in run("explain", *given).stdout
+    tight = run("explain", *given, "--margin", "0.99")
     assert "does not fit: plan.json: groups[0]" in tight.stdout
     assert "the memory of A6000 without 99 %" in tight.stdout

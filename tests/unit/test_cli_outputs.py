@@ -14,7 +14,7 @@ from zorse_megatron.schema.plan.plan_json import load_plan, parse_plan
 pytestmark = pytest.mark.slow
 
 PLAN = ("plan", *WORKLOAD)
-SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
+EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 LAUNCH = ("launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.sh")
 TWO = "nodes: [{gpus: 2 x T4}]"
 COMPARE = ("compare", *PLAN[1:])
@@ -39,8 +39,8 @@ def stop(*_args, **_kwargs):
 
 OUTPUTS = {
     "plan": ((*PLAN, "--out"), "zorse_megatron.planner.find_plan.find_plan"),
-    "timeline": ((*SIMULATE, "--timeline"), "zorse_megatron.cli.commands.zorse_simulate.simulated"),
-    "trace": ((*SIMULATE, "--trace"), "zorse_megatron.cli.commands.zorse_simulate.simulated"),
+    "timeline": ((*EXPLAIN, "--timeline"), "zorse_megatron.cli.commands.zorse_explain.simulated"),
+    "trace": ((*EXPLAIN, "--trace"), "zorse_megatron.cli.commands.zorse_explain.simulated"),
     "launch": ((*LAUNCH[:-1],), "zorse_megatron.cli.launched_job.load_plan"),
     "compare": ((*COMPARE, "--out"), "zorse_megatron.cli.commands.zorse_compare._compared"),
     "discover": (("discover", "--out"), "zorse_megatron.cli.commands.zorse_discover.as_ranks"),
@@ -78,8 +78,8 @@ def test_nothing_that_a_command_reads_is_replaced(run, tmp_path):
     said = "found a file that this command reads"
     told(run(*PLAN, "--out", "link.yaml"), said)
     told(run(*PLAN, "--out", "model.json"), said)
-    told(run(*SIMULATE, "--trace", "model.json"), said)
-    told(run(*SIMULATE[:-1], "none.json", "--trace", "none.json"), "cannot read")
+    told(run(*EXPLAIN, "--trace", "model.json"), said)
+    told(run(*EXPLAIN[:-1], "none.json", "--trace", "none.json"), "cannot read")
 
 
 @pytest.mark.parametrize("as_json", [False, True])

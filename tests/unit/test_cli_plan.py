@@ -22,6 +22,7 @@ from zorse_megatron.planner.baselines import stock_best
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain import analysis as explain_module
 from zorse_megatron.planner.explain import replan as replan_module
+from zorse_megatron.planner.explain.critical_shares import CriticalShares
 from zorse_megatron.planner.explain.explanation import Explanation, GroupLoad, Headroom
 from zorse_megatron.planner.explain.replan import OneMore, Replans
 from zorse_megatron.planner.find_plan import NoPlanError
@@ -79,7 +80,7 @@ class Search:
         )
 
 
-def fake_explanation(inputs, plan, replans=None, stock=None):
+def fake_explanation(inputs, plan, replans=None, stock=None, result=None):
     headroom = [
         Headroom(rank=rank, kind=kind, capacity_bytes=capacity, peak_bytes=10**9)
         for rank, (kind, capacity) in enumerate(
@@ -100,7 +101,9 @@ def fake_explanation(inputs, plan, replans=None, stock=None):
         efficiency=0.9,
         limited_by="compute",
         bottleneck_group=1,
-        critical_path=(("backward", 0.6),),
+        critical_path=CriticalShares(
+            by_work_s={"backward": 1.0}, by_group_s={"0": 1.0}, contention_s=0.0, num_steps=1
+        ),
         loads=loads,
         headroom=tuple(headroom),
         host=(),
@@ -110,7 +113,7 @@ def fake_explanation(inputs, plan, replans=None, stock=None):
     )
 
 
-def fake_replan(inputs, *, found_s=None, on_progress=None, with_less=True):
+def fake_replan(inputs, *, found_s=None, on_progress=None):
     more = OneMore(kind="A6000", node="new", iteration_s=0.8, speedup=1.25)
     return Replans(again_s=found_s or 1.0, one_more=(more,))
 
@@ -220,7 +223,6 @@ def test_the_page_has_everything_in_it(run, search, tmp_path):
 def test_the_page_names_the_spares_and_searches_no_more_than_it_shows(run, tmp_path, monkeypatch):
     slow = "nodes: [{name: a, gpus: 1 x A100-40, nics: NIC}, {name: b, gpus: 1 x T4, nics: NIC}]"
     (tmp_path / "cluster.yaml").write_text(slow.replace("NIC", "100 Mb/s"))
-    monkeypatch.setattr(replan_module, "_one_less", None)
     result = run("plan", *WORKLOAD, "--html", "page.html")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
@@ -389,11 +391,14 @@ def test_nothing_to_compare_is_a_failure(run, search):
 def test_explain(run, search):
     result = run(*EXPLAIN)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith("A first sentence.\nA second one.\n")
-    _, *rows = cells(result.stdout)
-    assert rows[0] == ["1 old", "4 x V100-16", "3", "50 %", "20 %", "30 %"]
-    assert rows[1] == ["0 to 3", "A6000", "954 MiB", "45.2 GiB", "44.2 GiB"]
-    assert rows[2] == ["4 to 7", "V100-16", "954 MiB", "15.0 GiB", "14.0 GiB"]
+    first, second, *_ = result.stdout.splitlines()
+    assert first.startswith("plan.json: one iteration takes ")
+    assert second == "A second one."
+    assert [row[:3] for row in cells(result.stdout)] == [
+        ["0 new", "0 to 3", "A6000"],
+        ["1 old", "4 to 7", "V100-16"],
+    ]
+    assert not search.inputs
 
 
 @pytest.mark.parametrize(
@@ -419,7 +424,7 @@ def test_plan_and_explain_say_the_same_of_tensor_parallelism(flags, said, run):
         ),
         *("--out", "new.json", *told),
     )
-    explained = run("explain", "new.json", "--cluster", "cluster.yaml", "--no-replan", *told)
+    explained = run("explain", "new.json", "--cluster", "cluster.yaml", *told)
     lines = [
         [line for line in result.stdout.splitlines() if line.startswith("TP")]
         for result in (plan, explained)
@@ -438,17 +443,17 @@ def test_a_new_search_of_explain_has_the_sets_of_plan(run, search, monkeypatch):
     monkeypatch.setattr(replan_module, "replan", lambda inputs, **_: search(inputs) and None)
     told = ("--", "pretrain_gpt.py", *FLAGS)
     run("plan", "--cluster", "cluster.yaml", "--use-all", *told)
-    run("explain", "plan.json", "--cluster", "cluster.yaml", *told)
+    run("explain", "plan.json", "--cluster", "cluster.yaml", "--search", *told)
     planned, explained = (inputs.space for inputs in search.inputs)
     assert planned == explained
     assert planned.max_tensor_parallel == 1
 
 
 def test_explain_json(run, search):
-    answer = json.loads(run(*EXPLAIN, "--json").stdout)
+    answer = json.loads(run(*EXPLAIN, "--search", "--json").stdout)
     assert answer["limited_by"] == "compute"
     assert answer["replans"]["one_more"][0]["speedup"] == 1.25
-    assert "replans" not in json.loads(run(*EXPLAIN, "--no-replan", "--json").stdout)
+    assert "replans" not in json.loads(run(*EXPLAIN, "--json").stdout)
     assert answer["headroom"][7]["rank"] == 7
 
 
@@ -474,11 +479,9 @@ def test_a_plan_in_types_of_its_own_is_priced_alike_by_all_commands(run):
     # Other commands need not be told, and are not misled by what they are told.
     files = ("own.json", "--cluster", "cluster.yaml", "--model", "model.json")
     for told in ((), ("--dtype", "bf16"), ("--dtype", "float32")):
-        simulated = json.loads(run("simulate", *files, *told, "--json").stdout)
-        assert simulated["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
-        assert simulated["fits_in_memory"] is True
-    explained = json.loads(run("explain", *files, "--no-replan", "--json").stdout)
-    assert explained["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
+        explained = json.loads(run("explain", *files, *told, "--json").stdout)
+        assert explained["iteration_s"] == pytest.approx(plan.predictions.iteration_s)
+        assert explained["fits_in_memory"] is True
     checked = run("check", "own.json", "cluster.yaml", "model.json")
     assert checked.exit_code == 0, checked.output
     assert "computing in fp16" in checked.stdout
@@ -492,6 +495,6 @@ def test_a_kind_of_ones_own_without_units_for_a_plans_type_is_named(run, tmp_pat
     (tmp_path / "own.json").write_text(json.dumps(plan))
     cluster = (tmp_path / "cluster.yaml").read_text().replace("V100-16", "relic")
     (tmp_path / "own.yaml").write_text(f"gpu_kinds: [{relic}]\n{cluster}")
-    result = run("simulate", "own.json", "--cluster", "own.yaml", "--model", "model.json")
+    result = run("explain", "own.json", "--cluster", "own.yaml", "--model", "model.json")
     assert result.exit_code == 1
     assert 'own.json: groups[1].compute_dtype: found "fp16" on relic' in result.stderr

@@ -19,8 +19,7 @@ from tests.unit.profile_samples import good as good_profile
 LAB = "nodes:\n  - {gpus: 4 x A6000, nics: 100 Gb/s}\n  - {gpus: 4 x V100-16, nics: 100 Gb/s}\n"
 PLAN = ("plan", *WORKLOAD)
 PLAN_FOR_FLAGS = ("plan", "--cluster", "cluster.yaml", "--", "pretrain_gpt.py")
-SIMULATE = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
-EXPLAIN = ("explain", *SIMULATE[1:])
+EXPLAIN = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
 COMPARE = ("compare", "--simulated", *PLAN[1:])
 WITH_PROFILE = (*PLAN, "--profile", "profile.json")
 
@@ -183,26 +182,26 @@ PROFILES = {
     ),
 }
 PLANS = {
-    "no file": ({}, ("simulate", "no.json", *SIMULATE[2:]), ["cannot read no.json", "a plan file"]),
-    "cut off": (json.dumps(lab_plan())[:200], SIMULATE, ["plan.json is not a plan"]),
+    "no file": ({}, ("explain", "no.json", *EXPLAIN[2:]), ["cannot read no.json", "a plan file"]),
+    "cut off": (json.dumps(lab_plan())[:200], EXPLAIN, ["plan.json is not a plan"]),
     "a group that steers the terminal": (
         spoilt(lab_plan(), "groups", 0, "name", "\x9b31m"),
-        SIMULATE,
+        EXPLAIN,
         ["groups[0].name: found a control character (U+009B)"],
     ),
     "a gap": (
         spoilt(lab_plan(), "chunks", 1, "layers", [6, 8]),
-        SIMULATE,
+        EXPLAIN,
         ["found layer 5 in no chunk"],
     ),
     "samples": (
         spoilt(lab_plan(), "groups", 0, "replicas", 0, "num_microbatches", 3),
-        SIMULATE,
+        EXPLAIN,
         ["found 18 samples", "-2 samples in all"],
     ),
     "another model": (
         spoilt(lab_plan(), "model", "seq_length", 2048),
-        (*SIMULATE, "--seq-length", 512),
+        (*EXPLAIN, "--seq-length", 512),
         ["model.seq_length: found 2048, while the model has 512"],
     ),
     "other GPUs": (
@@ -212,26 +211,26 @@ PLANS = {
     ),
     "infinite weight": (
         json.dumps(lab_plan()).replace("1.0", "1e999", 1),
-        SIMULATE,
+        EXPLAIN,
         ["shard_weight"],
     ),
 }
 OPTIONS = {
-    "a rank that is not there": ((*SIMULATE, "--slow-rank", "8=2"), ["--slow-rank", "from 0 to 7"]),
-    "a rank without a factor": ((*SIMULATE, "--slow-rank", "3"), ["--slow-rank 3=1.3"]),
-    "a factor of nothing": ((*SIMULATE, "--slow-rank", "3=0"), ['"3=0"', "above 0"]),
-    "no number": ((*SIMULATE, "--slow-rank", "3=nan"), ['"3=nan"', "above 0"]),
+    "a rank that is not there": ((*EXPLAIN, "--slow-rank", "8=2"), ["--slow-rank", "from 0 to 7"]),
+    "a rank without a factor": ((*EXPLAIN, "--slow-rank", "3"), ["--slow-rank 3=1.3"]),
+    "a factor of nothing": ((*EXPLAIN, "--slow-rank", "3=0"), ['"3=0"', "above 0"]),
+    "no number": ((*EXPLAIN, "--slow-rank", "3=nan"), ['"3=nan"', "above 0"]),
     "two factors of a rank": (
-        (*SIMULATE, "--slow-rank", "3=2", "--slow-rank", "3=4"),
+        (*EXPLAIN, "--slow-rank", "3=2", "--slow-rank", "3=4"),
         ['"3" 2 times', "one factor for each"],
     ),
-    "a rank with a zero before": ((*SIMULATE, "--slow-rank", "03=2"), ['"03"', "from 0 to 7"]),
-    "a link that is not there": ((*SIMULATE, "--slow-link", "x=2"), ["--slow-link", "nic0:out"]),
-    "a kind that is not there": ((*SIMULATE, "--slow-kind", "T4=2"), ["one of A6000, V100-16"]),
-    "jitter below 0": ((*SIMULATE, "--jitter", "-1"), ["--jitter: found -1.0"]),
-    "no jitter": ((*SIMULATE, "--jitter", "nan"), ["--jitter: found nan"]),
-    "a picture's format": ((*SIMULATE, "--timeline", "m.pdf"), ["m.pdf", "ends in .png"]),
-    "no directory": ((*SIMULATE, "--trace", "no/t.json"), ["no directory no"]),
+    "a rank with a zero before": ((*EXPLAIN, "--slow-rank", "03=2"), ['"03"', "from 0 to 7"]),
+    "a link that is not there": ((*EXPLAIN, "--slow-link", "x=2"), ["--slow-link", "nic0:out"]),
+    "a kind that is not there": ((*EXPLAIN, "--slow-kind", "T4=2"), ["one of A6000, V100-16"]),
+    "jitter below 0": ((*EXPLAIN, "--jitter", "-1"), ["--jitter: found -1.0"]),
+    "no jitter": ((*EXPLAIN, "--jitter", "nan"), ["--jitter: found nan"]),
+    "a picture's format": ((*EXPLAIN, "--timeline", "m.pdf"), ["m.pdf", "ends in .png"]),
+    "no directory": ((*EXPLAIN, "--trace", "no/t.json"), ["no directory no"]),
     "a directory": ((*PLAN, "--out", "."), ["--out .: found a directory"]),
     "nowhere to write": ((*PLAN, "--out", "no/plan.json"), ["no directory no"]),
     "margin of all": ((*PLAN, "--margin", "1"), ["--margin: found 1.0", "below 1"]),
@@ -300,7 +299,7 @@ def test_there_are_enough_cases():
 
 def test_problems_as_json(run, tmp_path):
     (tmp_path / "cluster.yaml").write_text("nodes: [{gpus: 8 x T5}]")
-    for command in (PLAN, SIMULATE, EXPLAIN, COMPARE):
+    for command in (PLAN, EXPLAIN, COMPARE):
         result = run(*command, "--json")
         assert result.exit_code == 1
         answer = json.loads(result.stdout)
@@ -315,8 +314,7 @@ def test_a_plan_with_too_many_micro_batches(run, tmp_path):
         for replica in group["replicas"]:
             replica["num_microbatches"] = 10**9
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    for command in (SIMULATE, EXPLAIN):
-        check_message(run(*command), ["8000000000 micro-batches in all chunks together"])
+    check_message(run(*EXPLAIN), ["8000000000 micro-batches in all chunks together"])
 
 
 VALUES = st.one_of(
@@ -405,7 +403,7 @@ def test_mutated_files_never_give_a_traceback(run, file):
     try:
         for command in (
             ("check", *PLAIN),
-            (*SIMULATE, "--profile", "profile.json"),
+            (*EXPLAIN, "--profile", "profile.json"),
             ("actions", "plan.json"),
         ):
             result = run(*command)
@@ -415,7 +413,7 @@ def test_mutated_files_never_give_a_traceback(run, file):
         Path(name).write_bytes(before)
 
 
-@pytest.mark.parametrize("command", [PLAN, SIMULATE, ("check",), ("actions",)])
+@pytest.mark.parametrize("command", [PLAN, EXPLAIN, ("check",), ("actions",)])
 def test_a_fifo_is_not_waited_for(run, tmp_path, command):
     os.mkfifo(tmp_path / "pipe")
     words = (*PLAN, "--cluster", "pipe") if command == PLAN else (command[0], "pipe", *command[2:])

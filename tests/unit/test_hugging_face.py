@@ -410,4 +410,4 @@ def test_the_commands_take_it(tmp_path, monkeypatch):
     assert run(*launch[1:]).exit_code == 0
     # The plan says how long samples are.
     given = ("--cluster", "cluster.yaml", "--model", "tiny/config.json")
-    assert "8 samples of 256 tokens" in run("simulate", "p.json", *given).stdout
+    assert "8 samples of 256 tokens" in run("explain", "p.json", *given).stdout

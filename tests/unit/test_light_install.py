@@ -67,13 +67,12 @@ PLANS = {
     "plan": "plan --cluster cluster.yaml --model gpt-1.3b --global-batch-size 4 --out plan.json",
     "check": "check plan.json cluster.yaml",
     "actions": "actions plan.json",
-    "explain": f"explain {GIVEN}",
+    "explain": f"explain {GIVEN} --trace trace.json",
     "compare": "compare --simulated --strategy cephalo --cluster cluster.yaml --model gpt-1.3b "
     "--global-batch-size 4",
-    "simulate": f"simulate {GIVEN} --trace trace.json",
     "launch": f"launch plan.json --cluster cluster.yaml --torchrun -- {FLAGS}",
 }
-PICTURES = {"--timeline": f"simulate {GIVEN} --timeline timeline.png"}
+PICTURES = {"--timeline": f"explain {GIVEN} --timeline timeline.png"}
 TRAINS = {
     "zorse emulate": f"emulate {GIVEN}",
     "discover": "discover",

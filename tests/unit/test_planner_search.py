@@ -186,7 +186,7 @@ def test_explanations_agree_with_the_simulator():
     for load in found.loads:
         assert load.busy + load.communication + load.waiting == pytest.approx(1.0)
     assert sum(load.num_layers for load in found.loads) == MODEL.num_layers
-    assert sum(share for _, share in found.critical_path) == pytest.approx(1.0)
+    assert sum(found.critical_path.by_work_s.values()) == pytest.approx(found.iteration_s)
     assert [each.free_bytes >= 0 for each in found.headroom] == [True] * inputs.world_size
     assert found.replans is None
     assert not any("One more" in sentence for sentence in found.sentences)

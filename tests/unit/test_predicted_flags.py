@@ -25,7 +25,7 @@ def simulated(tmp_path, monkeypatch):
 
     def simulate(*flags):
         result = run(
-            "simulate", "plan.json", "--cluster", "cluster.yaml", "--json", "--", *FLAGS, *flags
+            "explain", "plan.json", "--cluster", "cluster.yaml", "--json", "--", *FLAGS, *flags
         )
         assert result.exit_code == 0, result.output
         answer = json.loads(result.stdout)
@@ -154,11 +154,11 @@ def test_gradients_in_16_bits_are_half_as_large(simulated):
 
 def test_flash_attention_that_a_gpu_lacks_is_told(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
-    said = run("simulate", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS).stdout
+    said = run("explain", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS).stdout
     assert re.search(r"V100-16: unfused attention, because Transformer Engine has no", said)
     assert "flash attention on A6000, unfused attention on V100-16 and dropout" in said
     named = run(
-        *("simulate", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS),
+        *("explain", "plan.json", "--cluster", "cluster.yaml", "--", *FLAGS),
         *("--attention-backend", "unfused"),
     ).stdout
     assert "neither flash nor fused" not in named

@@ -96,7 +96,7 @@ def test_what_a_profile_measured_of_a_kind_takes_the_place_of_the_constant():
 
 def test_simulated_peaks_have_them(tmp_path, monkeypatch):
     run = runner_in(tmp_path, monkeypatch)
-    command = ("simulate", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
+    command = ("explain", "plan.json", "--cluster", "cluster.yaml", "--model", "model.json")
     ranks = json.loads(run(*command, "--json").stdout)["ranks"]
     for rank in ranks:
         assert rank["at_peak_bytes"]["fixed"] > CONTEXT + WORKSPACES

@@ -101,7 +101,7 @@ def test_the_answer_has_what_one_wants_to_know_on_twelve_lines(name, run, tmp_pa
     assert "written to new.json" in told
     assert "0.000" not in told
     words = command_in(lines)
-    assert words[:2] in (["zorse", "launch"], ["zorse", "simulate"])
+    assert words[:2] in (["zorse", "launch"], ["zorse", "explain"])
     again = CliRunner().invoke(app, words[1:])
     assert again.exit_code == 0, again.output
 

@@ -32,9 +32,9 @@ _REMOVED = {
     "launch --grow": "Leave it out: a node takes part again as soon as torchrun is started on it, "
     "and under Slurm when the job is.",
     "launch --follow": _FROM_STATUS,
-    "simulate --memory": "Run zorse plan --html PAGE: its page has the figure. The table of zorse "
-    "simulate has the peaks.",
-    "simulate --topology": "Leave it out: zorse plan prints which GPUs are in which group.",
+    "simulate": "Run zorse explain: it shows the same, and why. zorse plan --html PAGE has figures "
+    "of memory.",
+    "explain --no-replan": "Leave it out: zorse explain searches with --search only.",
     "profile import": "Measure with zorse profile measure. For published tables in CSV: "
     "python -m scripts.import_profile, in a checkout of zorse-megatron.",
 }

@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -75,6 +76,34 @@ def print_table(table: Table) -> None:
 def print_json(value: dict[str, Any]) -> None:
     """Print JSON for programs."""
     typer.echo(layout(value))
+
+
+def print_answer(
+    values: Mapping[str, Any],
+    shown: Iterable[str | Table],
+    *,
+    notes: Sequence[str] | None = None,
+    written: Sequence[Path] | None = None,
+    as_json: bool,
+) -> None:
+    """Print what a command found: values for programs, or lines and tables for people.
+
+    `notes`, `written`: None where the command never has any.
+    """
+    files = [str(path) for path in written or ()]
+    if as_json:
+        more = {} if notes is None else {"notes": list(notes)}
+        print_json(
+            {"ok": True, **values, **more, **({} if written is None else {"written": files})}
+        )
+        return
+    for each in (*shown, *(f"note: {note}" for note in notes or ())):
+        if isinstance(each, Table):
+            print_table(each)
+        else:
+            print_plain(each)
+    if files:
+        print_plain(f"written: {', '.join(files)}")
 
 
 def plain_problems(problems: Sequence[Problem]) -> list[dict[str, str]]:

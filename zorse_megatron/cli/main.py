@@ -25,7 +25,6 @@ from zorse_megatron.cli.commands.zorse_plan import plan
 from zorse_megatron.cli.commands.zorse_profile import profile
 from zorse_megatron.cli.commands.zorse_replan import replan
 from zorse_megatron.cli.commands.zorse_schema import schema
-from zorse_megatron.cli.commands.zorse_simulate import simulate
 from zorse_megatron.cli.commands.zorse_status import status
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
@@ -34,7 +33,6 @@ app.command()(discover)
 app.command()(doctor)
 app.command(cls=TakesTrainingFlags)(plan)
 app.command(cls=TakesTrainingFlags)(explain)
-app.command(cls=TakesTrainingFlags)(simulate)
 app.command(cls=TakesTrainingFlags)(emulate)
 app.command(cls=TakesTrainingFlags)(compare)
 app.command(cls=TakesTrainingFlags)(check)

@@ -68,7 +68,7 @@ def next_command(
     can_be_trained: bool,
     is_stock: bool,
 ) -> NextCommand:
-    """Write the plan, or start one that was written; simulate one that this version cannot train.
+    """Write the plan, or start one that was written; explain one that this version cannot train.
 
     `is_stock`: whether it is for unmodified Megatron. `plan`: its file; None: none was asked for.
     `cluster`: of the GPUs that it uses. A model without a training
@@ -96,7 +96,7 @@ def next_command(
     kept = [
         word for piece in _pieces_of(own) if piece[0].partition("=")[0] in options for word in piece
     ]
-    return NextCommand(words=("zorse", "simulate", *files, *kept, *what))
+    return NextCommand(words=("zorse", "explain", *files, *kept, *what))
 
 
 def _for_stock(given: Sequence[str]) -> tuple[str, ...]:

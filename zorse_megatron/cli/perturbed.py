@@ -61,6 +61,11 @@ class SlowMachines(SlowGpus):
         ),
     ] = None
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether anything is."""
+        return bool(self.jitter or self.slow_rank or self.slow_kind or self.slow_link)
+
     def perturbation(self, costs: WorkloadCosts) -> "Perturbation":
         """The same."""
         return perturbation_of(costs, self, self.slow_link or ())

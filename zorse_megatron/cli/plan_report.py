@@ -38,9 +38,7 @@ def plan_page(answer: Answer, *, shows_progress: bool) -> str:
 
     inputs, outcome = answer.costs.inputs, answer.outcome
     with progress_bar(wanted=shows_progress, title="page") as on_progress:
-        replans = replan(
-            inputs, found_s=outcome.iteration_s, on_progress=on_progress, with_less=False
-        )
+        replans = replan(inputs, found_s=outcome.iteration_s, on_progress=on_progress)
     explanation = answer.explanation or explain(inputs, outcome.plan)
     return _page(answer, explanation, replans).html()
 

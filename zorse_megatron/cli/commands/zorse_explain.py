@@ -1,13 +1,15 @@
-"""`zorse explain`: bottleneck, alternatives and possible improvements of a plan."""
+"""`zorse explain`: what a plan takes, what limits it, and what would make it faster."""
 
-from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
-from zorse_megatron.cli.console import gib, print_json, print_plain, print_table, reported_errors
+from zorse_megatron.cli.console import CommandError, print_answer, reported_errors
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -17,17 +19,24 @@ from zorse_megatron.cli.options import (
     WorkloadOptions,
     with_bundles,
 )
+from zorse_megatron.cli.perturbed import SlowMachines
+from zorse_megatron.cli.pictures import Pictures
 from zorse_megatron.cli.progress_display import progress_bar, waiting
-from zorse_megatron.cli.simulated import refuse_too_many_micro_batches
+from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
+from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
+from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.plan_json import load_plan
-from zorse_megatron.schema.plan.spans import spans_of, spell
+from zorse_megatron.schema.text.counted import number_of
+from zorse_megatron.schema.text.figures import duration, figure
 from zorse_megatron.schema.text.strict import plain
 
 if TYPE_CHECKING:
-    from zorse_megatron.planner.explain.explanation import Explanation, Headroom
+    from zorse_megatron.planner.baselines.stock_best import StockAtBest
+    from zorse_megatron.planner.explain.explanation import Explanation
     from zorse_megatron.planner.explain.replan import Replans
+    from zorse_megatron.simulate.result import SimulationResult
 
 
 @with_bundles
@@ -37,82 +46,121 @@ def explain(
     cluster: ClusterFile,
     given: WorkloadOptions,
     margin: Margin = DEFAULT_MARGIN,
-    no_replan: Annotated[
+    search: Annotated[
         bool,
         typer.Option(
-            "--no-replan",
-            help="Skip the searches for a better plan, and with one GPU, node or region more or "
-            "less.",
+            "--search",
+            help="Search, too: for a better plan, for plans with one more GPU of each kind, and "
+            "for stock Megatron's best layout.",
         ),
     ] = False,
+    pictures: Pictures,
+    slow: SlowMachines,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a plan: its bottleneck, memory headroom, rejected alternatives, what would help."""
+    """Explain a plan: times and memory of its ranks, bottleneck, alternatives, what would help."""
     with reported_errors(as_json=as_json):
-        from zorse_megatron.planner.baselines import stock_best
         from zorse_megatron.planner.explain.analysis import explain as explained
 
-        plan = load_plan(path)
-        refuse_too_many_micro_batches(plan, str(path))
+        pictures.refuse(inputs=[path, cluster, *given.inputs])
+        plan, source = load_plan(path), str(path)
         costs = costs_for_plan(
-            plan, cluster, given.workload(plan), given.profiles, source=str(path), margin=margin
+            plan, cluster, given.workload(plan), given.profiles, source=source, margin=margin
         )
-        searched = None if no_replan else _replans(costs, shows_progress=not as_json)
-        stock, notes = None, list(costs.notes)
-        if plan.world_size > stock_best.MOST_GPUS:
-            notes.append(f"stock Megatron: not computed for more than {stock_best.MOST_GPUS} GPUs")
-        else:
-            with waiting("stock's layouts", wanted=not as_json):
-                stock = stock_best.stock_at_best(costs.inputs)
-        explanation = explained(costs.inputs, plan, searched, stock)
-    if as_json:
-        print_json({"ok": True, **plain(explanation), "dtype": costs.dtype, "notes": notes})
-        return
-    for sentence in explanation.sentences:
-        print_plain(sentence)
-    print_table(_loads(plan, explanation))
-    print_table(_headroom(plan, explanation))
-    for note in notes:
-        print_plain(f"note: {note}")
+        perturbation = slow.perturbation(costs)
+        if search and slow.is_slow:
+            raise CommandError("the command cannot be run", [_SEARCHES_AS_USUAL])
+        with waiting("simulating", wanted=not as_json) as tell:
+            result = simulated(plan, costs, source=source, perturbation=perturbation)
+            tell("drawing")
+            written = pictures.save(plan, result, title=_title(path, result))
+        found = _Simulated(path=path, plan=plan, costs=costs, result=result, margin=margin)
+        reasons, notes = None, list(costs.notes)
+        if not slow.is_slow:
+            replans, stock = _searched(found, notes, quiet=as_json) if search else (None, None)
+            reasons = explained(costs.inputs, plan, replans, stock, result)
+    answer = found.values(reasons), found.lines(reasons)
+    print_answer(*answer, notes=notes, written=written, as_json=as_json)
 
 
-def _replans(costs: WorkloadCosts, *, shows_progress: bool) -> "Replans | None":
-    """Search again; None where there is no plan, as a plan that does not fit is explained too."""
+_SEARCHES_AS_USUAL = Problem(
+    where="--search",
+    found="it with --slow-rank, --slow-kind, --slow-link or --jitter",
+    expected="one of the two: plans are searched for GPUs and links as they are",
+    remedy="Leave one of them out.",
+)
+
+
+def _title(path: Path, result: "SimulationResult") -> str:
+    return f"{path.name}: {duration(result.iteration_s)}, {figure(result.tokens_per_s)} tokens/s"
+
+
+def _searched(
+    found: "_Simulated", notes: list[str], *, quiet: bool
+) -> "tuple[Replans | None, StockAtBest | None]":
+    """Search again, and for what stock takes; None where there is none, or it takes too long."""
+    from zorse_megatron.planner.baselines.stock_best import MOST_GPUS, stock_at_best
     from zorse_megatron.planner.explain.replan import replan
     from zorse_megatron.planner.planner_errors import NoPlanError
 
-    with progress_bar(wanted=shows_progress) as on_progress:
-        try:
-            return replan(costs.inputs, on_progress=on_progress)
-        except NoPlanError:
-            return None
+    inputs, replans = found.costs.inputs, None
+    with progress_bar(wanted=not quiet) as on_progress, suppress(NoPlanError):
+        replans = replan(inputs, on_progress=on_progress)  # a plan that does not fit is explained
+    if found.plan.world_size > MOST_GPUS:
+        notes.append(f"stock Megatron: not computed for more than {MOST_GPUS} GPUs")
+        return replans, None
+    with waiting("stock's layouts", wanted=not quiet):
+        return replans, stock_at_best(inputs)
 
 
-def _loads(plan: Plan, explanation: "Explanation") -> Table:
-    table = Table("Group", "GPUs", "Layers", "Busy", "Communication", "Waiting")
-    for load in explanation.loads:
-        name = f"{load.group} {plan.groups[load.group].name or ''}".strip()
-        gpus = ", ".join(f"{count} x {kind}" for kind, count in load.kinds)
-        shares = [f"{100 * s:.0f} %" for s in (load.busy, load.communication, load.waiting)]
-        table.add_row(*map(Text, [name, gpus, str(load.num_layers), *shares]))
-    return table
+@dataclass(frozen=True, kw_only=True)
+class _Simulated:
+    """A plan, and what one iteration of it takes."""
 
+    path: Path
+    plan: Plan
+    costs: WorkloadCosts
+    result: "SimulationResult"
+    margin: float
 
-def _headroom(plan: Plan, explanation: "Explanation") -> Table:
-    """One row for the ranks of a group that have the same to spare."""
-    alike: dict[tuple[int, str, str], list[Headroom]] = defaultdict(list)
-    for each in explanation.headroom:
-        key = plan.group_of_rank(each.rank), each.kind, gib(each.peak_bytes)
-        alike[key].append(each)
-    table = Table("Ranks", "GPU", "Peak memory", "Usable", "Free")
-    for (_, kind, peak), members in alike.items():
-        one = members[0]
-        free = gib(abs(one.free_bytes))
-        table.add_row(
-            spell(spans_of(each.rank for each in members)),
-            Text(kind),
-            peak,
-            gib(one.capacity_bytes),
-            free if one.free_bytes >= 0 else f"{free} too much",
+    @property
+    def problems(self) -> list[Problem]:
+        """Ranks whose memory does not suffice."""
+        margin, source = self.margin, str(self.path)
+        cluster = self.costs.cluster
+        return list(memory_problems(self.plan, self.result, cluster, source, margin=margin))
+
+    def values(self, reasons: "Explanation | None") -> dict[str, Any]:
+        """For programs."""
+        from zorse_megatron.planner.explain.critical_shares import critical_shares
+
+        result = self.result
+        found = {"iteration_s": result.iteration_s, "tokens_per_s": result.tokens_per_s}
+        path = plain(critical_shares(self.plan, result))
+        return {
+            **(found | {"critical_path": path} if reasons is None else plain(reasons)),
+            "dtype": self.costs.dtype,
+            "ranks": ranks_as_json(self.plan, result, self.costs.cluster),
+            "fits_in_memory": not self.problems,
+        }
+
+    def lines(self, reasons: "Explanation | None") -> Iterator[str | Table]:
+        """For people."""
+        from zorse_megatron.planner.explain.critical_shares import (
+            critical_sentences,
+            critical_shares,
         )
-    return table
+
+        plan, result = self.plan, self.result
+        samples = number_of(plan.global_batch_size, "sample")
+        yield (
+            f"{self.path}: one iteration takes {duration(result.iteration_s)}: "
+            f"{figure(result.tokens_per_s)} tokens/s ({samples} of "
+            f"{self.costs.inputs.sequence_length} tokens, {types_of(plan, self.costs)})"
+        )
+        if reasons is None:
+            yield from critical_sentences(plan, critical_shares(plan, result), result.iteration_s)
+        else:
+            yield from reasons.sentences[1:]  # the first one says the same
+        yield rank_table(plan, result, self.costs.cluster)
+        yield from (f"does not fit: {problem}" for problem in self.problems)

@@ -1,6 +1,5 @@
 """Why a plan takes as long as it does, and what would make it faster."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from zorse_megatron.planner.evaluate.evaluator import Evaluator
 from zorse_megatron.planner.evaluate.node_host_memory import host_needs
 from zorse_megatron.planner.evaluate.simulate_plan import simulate_plan
 from zorse_megatron.planner.explain.against_stock import against_stock
+from zorse_megatron.planner.explain.critical_shares import CriticalShares, critical_shares
 from zorse_megatron.planner.explain.explanation import (
     Alternative,
     Explanation,
@@ -26,7 +26,6 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.search.plan_changes import busiest_group, changes
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.figures import memory, percent
-from zorse_megatron.simulate.critical_path import CriticalStep
 from zorse_megatron.simulate.result import SimulationResult
 
 
@@ -35,22 +34,23 @@ def explain(
     plan: Plan,
     replans: Replans | None = None,
     stock: StockAtBest | None = None,
+    result: SimulationResult | None = None,
 ) -> Explanation:
     """Explain a plan on the cluster of `inputs`.
 
     The plan is simulated, and so are its alternatives (`changes`): no recomputation, a layer moved
-    away from the busiest group. `replans`: see `replan`; `stock`: on the plan's GPUs. Raises
-    PlanError or SimulationError where it cannot be simulated, ValueError where the plan is for
-    another number of GPUs.
+    away from the busiest group. `replans`: see `replan`; `stock`: on the plan's GPUs; `result`: of
+    the plan's simulation, if there was one. Raises PlanError or SimulationError where it cannot be
+    simulated, ValueError where the plan is for another number of GPUs.
     """
     if plan.world_size != inputs.world_size:
         raise ValueError(
             f"found a plan for {plan.world_size} GPUs and a cluster of {inputs.world_size}; "
             "expected as many of both. Plan again for this cluster."
         )
-    result = _simulated(inputs, plan)
+    result = result or simulate_plan(inputs, plan, merge_equal_ranks=True)
     loads = tuple(_loads(inputs, plan, result))
-    path = _path(result.critical_path, result.iteration_s)
+    path = critical_shares(plan, result)
     bottleneck = busiest_group(plan, result)
     bound_s = plan_bound_s(inputs, plan)
     nodes = [inputs.spec.ranks_of(node) for node in range(len(inputs.spec.nodes))]
@@ -61,7 +61,7 @@ def explain(
         recomputing_bound_s=plan_bound_s(inputs, plan, recomputing=True),
         link_bound=plan_link_bound(inputs, plan),
         efficiency=bound_s / result.iteration_s,
-        limited_by=_limit(loads, path),
+        limited_by=_limit(loads, path, result.iteration_s),
         bottleneck_group=bottleneck,
         critical_path=path,
         loads=loads,
@@ -73,10 +73,6 @@ def explain(
         sentences=(),
     )
     return replace(unworded, sentences=tuple(sentences(inputs, plan, unworded)))
-
-
-def _simulated(inputs: Inputs, plan: Plan) -> SimulationResult:
-    return simulate_plan(inputs, plan, merge_equal_ranks=True)
 
 
 def _loads(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[GroupLoad]:
@@ -94,32 +90,13 @@ def _loads(inputs: Inputs, plan: Plan, result: SimulationResult) -> Iterator[Gro
         )
 
 
-def _path(steps: Sequence[CriticalStep], whole_s: float) -> tuple[tuple[str, float], ...]:
-    """Shares of the critical path by kind of action."""
-    shares: Counter[str] = Counter()
-    for step in steps:
-        shares[_kind_of(step.action)] += (step.end_s - step.start_s) / whole_s  # type: ignore[assignment]
-    return tuple(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _kind_of(action: str) -> str:
-    word = "".join(letter for letter in re.split("[<>]", action)[0] if letter.isalpha())
-    names = {"F": "forward", "B": "backward", "W": "weight gradients", "STEP": "optimizer step"}
-    names |= dict.fromkeys(("SA", "RA"), "activations sent")
-    names |= dict.fromkeys(("SG", "RG"), "gradients sent")
-    names |= {"REDUCE": "reductions", "GATHER": "gathers", "TIE": "tied embedding"}
-    names |= dict.fromkeys(("SCALE", "NORM"), "sums over all ranks")
-    names |= dict.fromkeys(("OFFLOAD", "OFFLOADG"), "copies to the host")
-    return names.get(word, word.lower())
-
-
-def _limit(loads: Sequence[GroupLoad], path: Sequence[tuple[str, float]]) -> Limit:
+def _limit(loads: Sequence[GroupLoad], path: CriticalShares, iteration_s: float) -> Limit:
     """Compute where the busiest group hardly ever waits; else what it waits for."""
     if max(load.busy for load in loads) >= 0.85:
         return "compute"
     computing = {"forward", "backward", "weight gradients", "optimizer step"}
-    communicating = sum(share for name, share in path if name not in computing)
-    return "communication" if communicating > 0.15 else "imbalance and bubbles"
+    other_s = sum(took_s for name, took_s in path.by_work_s.items() if name not in computing)
+    return "communication" if other_s > 0.15 * iteration_s else "imbalance and bubbles"
 
 
 def _headroom(inputs: Inputs, result: SimulationResult) -> tuple[Headroom, ...]:

@@ -6,6 +6,7 @@ from typing import Literal
 from zorse_megatron.planner.evaluate.node_host_memory import (
     NodeHostMemory,
 )
+from zorse_megatron.planner.explain.critical_shares import CriticalShares
 from zorse_megatron.planner.explain.replan import Replans
 from zorse_megatron.planner.outcome import LinkBound
 
@@ -84,8 +85,7 @@ class Explanation:
     limited_by: Limit
     bottleneck_group: int
     """The group that is busy for the largest share of the iteration."""
-    critical_path: tuple[tuple[str, float], ...]
-    """(what, share of the iteration), largest first."""
+    critical_path: CriticalShares
     loads: tuple[GroupLoad, ...]
     headroom: tuple[Headroom, ...]
     """By rank."""

@@ -6,6 +6,7 @@ from zorse_megatron.planner.evaluate.node_host_memory import (
     host_sentences,
 )
 from zorse_megatron.planner.explain.against_stock import stock_sentence
+from zorse_megatron.planner.explain.critical_shares import critical_sentences
 from zorse_megatron.planner.explain.explanation import Explanation, Headroom
 from zorse_megatron.planner.explain.set_sentences import set_sentences
 from zorse_megatron.planner.inputs.search_inputs import Inputs
@@ -25,8 +26,7 @@ def sentences(inputs: Inputs, plan: Plan, found: Explanation) -> Iterator[str]:
     if found.stock is not None:
         yield stock_sentence(found.stock, found.iteration_s)
     yield f"Limited by {limit_phrase(inputs, plan, found)}."
-    told = ", ".join(f"{name} {percent(share)}" for name, share in found.critical_path[:4])
-    yield f"Critical path: {told}."
+    yield from critical_sentences(plan, found.critical_path, found.iteration_s)
     yield f"{fullest_phrase(found.headroom)}."
     yield from host_sentences(found.host)
     yield from set_sentences(inputs, plan)
@@ -100,13 +100,8 @@ def _replanned(found: Explanation) -> Iterator[str]:
         )
     for more in found.replans.one_more:
         gain = f"{duration(more.iteration_s)}, {faster(more.speedup)}"
-        told = gain if more.speedup >= _FASTER else faster(more.speedup)
-        yield f"With one more {more.kind} in node {more.node}: {told}."
-    for less in found.replans.faster_without:
-        yield (
-            f"Without {less.part} {less.name}: {duration(less.iteration_s)}, "
-            f"{faster(less.speedup)}. zorse plan leaves out what slows the others."
-        )
+        brings = gain if more.speedup >= _FASTER else faster(more.speedup)
+        yield f"With one more {more.kind} in node {more.node}: {brings}."
 
 
 def faster(speedup: float) -> str:

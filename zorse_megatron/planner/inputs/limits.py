@@ -26,7 +26,7 @@ def _problems(inputs: Inputs) -> Iterator[Problem]:
             found=f"{inputs.world_size:,} GPUs",
             expected=f"at most {MAX_GPUS:,}, which take about ten minutes to plan for",
             remedy="Plan for a part of the cluster, one region or one kind of node, and train one "
-            "job there; or write the plan by hand, and try it with zorse simulate.",
+            "job there; or write the plan by hand, and try it with zorse explain.",
         )
     if inputs.num_layers > MAX_LAYERS:
         yield Problem(
@@ -34,5 +34,5 @@ def _problems(inputs: Inputs) -> Iterator[Problem]:
             found=f"{inputs.num_layers:,} layers",
             expected=f"at most {MAX_LAYERS:,}",
             remedy="Check num_layers; for such a model write the plan by hand, and try it with "
-            "zorse simulate.",
+            "zorse explain.",
         )

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
-from typing import Literal
 
 import networkx as nx
 
@@ -11,7 +10,6 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 
 Selection = tuple[int, ...]
 """Ranks of the whole cluster, ascending."""
-PartName = Literal["region", "node", "GPU"]
 _EVERY_SUBSET_UP_TO = 4  # classes of alike nodes
 
 
@@ -47,36 +45,6 @@ def fewer(inputs: Inputs, selection: Selection) -> Iterator[Fewer]:
                 seen.add(left)
                 if _is_joined(inputs, left):
                     yield Fewer(ranks=left, of_nodes=of_nodes, slow_links=slow_links)
-
-
-def parts_of_cluster(inputs: Inputs) -> Iterator[tuple[PartName, str, Selection]]:
-    """Yield (what, name, ranks) of each region, of nodes and of GPUs, as one may leave them out.
-
-    Of alike nodes the last one, of each kind the last GPU of a node. Without it there is something
-    left, in regions that are joined.
-    """
-    everything = tuple(range(inputs.world_size))
-    for what, name, ranks in _parts_of_cluster(inputs, everything):
-        left = tuple(rank for rank in everything if rank not in ranks)
-        if left and _is_joined(inputs, left):
-            yield what, name, ranks
-
-
-def _parts_of_cluster(
-    inputs: Inputs, everything: Selection
-) -> Iterator[tuple[PartName, str, Selection]]:
-    spec = inputs.spec
-    nodes = [tuple(ranks) for _, ranks in groupby(everything, key=spec.node_of)]
-    regions = dict.fromkeys(_region(inputs, ranks) for ranks in nodes)
-    for region in regions:
-        inside = _ranks(ranks for ranks in nodes if _region(inputs, ranks) == region)
-        yield "region", region, tuple(sorted(inside))
-    for same in _alike(inputs, nodes):
-        yield "node", spec.nodes[spec.node_of(same[-1][0])].name, same[-1]
-    for kind in dict.fromkeys(inputs.kinds):
-        last = [ranks[-1] for ranks in nodes if inputs.kinds[ranks[-1]] == kind]
-        if last:
-            yield "GPU", f"{kind} of node {spec.nodes[spec.node_of(last[-1])].name}", (last[-1],)
 
 
 def _far_nodes(inputs: Inputs, nodes: Sequence[Selection]) -> Iterator[frozenset[int]]:
