@@ -153,7 +153,7 @@ WITH_A_WORKLOAD = {
     # Its GPUs have all of their memory.
     "emulate": WORKLOAD - {"--margin"},
     # These take the training command alone, or no model.
-    **{name: {"--cluster"} for name in ("launch", "replan", "join")},
+    **{name: {"--cluster"} for name in ("launch", "join")},
     "discover": {"--profile"},
 }
 

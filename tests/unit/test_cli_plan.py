@@ -331,6 +331,36 @@ def test_no_plan(run, search):
     assert run("check", "new.json").exit_code == 1
 
 
+def test_a_plan_for_the_nodes_that_are_left(run, tmp_path):
+    left = ("plan", *WORKLOAD, "--without", "old", "--strategy", "zorse-paper", "--use-all")
+    result = run(*left, "--out", "left.json")
+    assert result.exit_code == 0, result.output
+    assert "\nWithout old: GPUs used: 4 A6000 (all 4); none left out\n" in result.stdout
+    assert "written to left.json, its cluster file to left.cluster.yaml\n" in result.stdout
+    written = (tmp_path / "left.cluster.yaml").read_text()
+    assert "# Without old.\n" in written and "V100" not in written
+    assert run("check", "left.json", "left.cluster.yaml", "model.json").exit_code == 0
+    assert load_plan("left.json").world_size == 4
+    answer = json.loads(run(*left, "--json").stdout)
+    assert (answer["without"], answer["cut_off"], answer["nodes"]) == (["old"], [], ["new"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--without", "nobody"), "found no node nobody"),
+        (("--without", "old", "--without", "new"), "found no ranks"),
+        (("--without", "old", "--from-status", "status"), "--without: found it with --from-status"),
+        (("--without", "old", "--use-all", "--out", "/dev/stdout"), "Write a file."),
+    ],
+)
+def test_nodes_that_cannot_be_lost(run, search, words, said):
+    result = run("plan", *WORKLOAD, *words)
+    assert result.exit_code == 1
+    assert said in " ".join(result.stderr.split())
+    assert not search.inputs
+
+
 @pytest.mark.slow
 def test_compare_in_the_simulator(run, search):
     result = run(*COMPARE)

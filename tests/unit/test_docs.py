@@ -38,6 +38,7 @@ NOT_OURS = {
     "plan.stock.json",
     "stock.json",
     "next.json",
+    "left.json",
     "profile.json",
     "trace.json",
     "pretrain_gpt.py",

@@ -1,6 +1,5 @@
 """Which nodes a job goes on with, and the plan for them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.cli_samples import FLAGS, runner_in
+from tests.unit.cli_samples import FLAGS
 from tests.unit.test_fewer_gpus import WHOLE
 from tests.unit.test_migration_request import plan_of
 from zorse_megatron.errors import LaunchError
@@ -148,21 +147,6 @@ def test_a_search_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     slow.chmod(0o755)
     with pytest.raises(LaunchError, match=r"no plan after 0\.2 s"):
         replanner(tmp_path, python=str(slow), limit_s=0.2).files_for({"b"})
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = runner_in(tmp_path, monkeypatch)
-    lab = ("replan", "--cluster", "cluster.yaml")
-    assert "no node nobody" in run(*lab, "--without", "nobody", "--", *FLAGS).output
-    assert "no training command" in run(*lab, "--without", "old").output
-    assert "found --out in it" in run(*lab, "--plan-options", "--out x", "--", *FLAGS).output
-    wrong = run(*lab, "--without", "nobody", "--plan-options", "--out x")
-    assert all(each in wrong.output for each in ("no node nobody", "--out in it", "(3 problems)"))
-    assert "no training command" in wrong.output and wrong.exit_code == 1
-    said = json.loads(
-        run(*lab, "--json", "--without", "old", "--without", "new", "--", *FLAGS).output
-    )
-    assert said["problems"][0]["found"] == "0 of 8 GPUs (without new, old)"
 
 
 def test_a_lost_region_cuts_off_what_it_joined() -> None:

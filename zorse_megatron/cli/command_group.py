@@ -34,6 +34,8 @@ _REMOVED = {
     "launch --follow": _FROM_STATUS,
     "simulate": "Run zorse explain: it shows the same, and why. zorse plan --html PAGE has figures "
     "of memory.",
+    "replan": "Run zorse plan --without NODE --out PLAN: the cluster file of the other nodes is "
+    "written beside the plan.",
     "explain --no-replan": "Leave it out: zorse explain searches with --search only.",
     "profile import": "Measure with zorse profile measure. For published tables in CSV: "
     "python -m scripts.import_profile, in a checkout of zorse-megatron.",

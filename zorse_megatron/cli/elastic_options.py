@@ -15,10 +15,6 @@ from zorse_megatron.files.writable import folder_problems
 from zorse_megatron.launch.elastic.replan import DEFAULT_LIMIT_S
 from zorse_megatron.launch.training_command import TrainingCommand
 
-Without = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NODE", help="A node that is lost, by its name; repeatable."),
-]
 PlansDirectory = Annotated[
     Path,
     typer.Option(
@@ -56,6 +52,7 @@ _NOT_AGAIN = (
     "--model",
     "--html",
     "--from-status",
+    "--without",
     "--",
 )
 

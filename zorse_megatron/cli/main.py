@@ -23,7 +23,6 @@ from zorse_megatron.cli.commands.zorse_launch import launch
 from zorse_megatron.cli.commands.zorse_move import move
 from zorse_megatron.cli.commands.zorse_plan import plan
 from zorse_megatron.cli.commands.zorse_profile import profile
-from zorse_megatron.cli.commands.zorse_replan import replan
 from zorse_megatron.cli.commands.zorse_schema import schema
 from zorse_megatron.cli.commands.zorse_status import status
 
@@ -37,7 +36,6 @@ app.command(cls=TakesTrainingFlags)(emulate)
 app.command(cls=TakesTrainingFlags)(compare)
 app.command(cls=TakesTrainingFlags)(check)
 app.command(cls=TakesTrainingFlags)(launch)
-app.command(cls=TakesTrainingFlags)(replan)
 app.command(cls=TakesTrainingFlags)(join)
 app.command()(status)
 app.command()(move)

@@ -14,6 +14,7 @@ from zorse_megatron.cli.selection_answer import print_selection, selection_as_js
 from zorse_megatron.cli.short_answer import flag_lines, short_lines
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
+from zorse_megatron.launch.elastic.nodes_left import NodesLeft
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.counted import number_of
@@ -67,6 +68,8 @@ class Answer:
     tokens: Tokens | None
     """How many to train on, if that is asked."""
     written: Written
+    left: NodesLeft | None = None
+    """Nodes of the cluster file that are not lost; None: all of them."""
     next_command: NextCommand | None = None
 
     @property
@@ -252,8 +255,13 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         "written_stock": _text(answer.written.stock),
         "stock_cluster": _text(answer.written.stock_cluster),
         "next_command": None if answer.next_command is None else answer.next_command.text,
+        **({} if answer.left is None else _left_as_json(answer.left)),
         **(everything if selected is None else selection_as_json(selected)),
     }
+
+
+def _left_as_json(left: NodesLeft) -> dict[str, Any]:
+    return {"without": list(left.lost), "cut_off": list(left.cut_off), "nodes": list(left.names)}
 
 
 def _text(path: Path | None) -> str | None:

@@ -94,6 +94,14 @@ class SearchOptions:
     ] = False
     from_status: FromStatus = None
     use_all: UseAll = False
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODE",
+            help="A node of the cluster file that is lost; repeatable. The cluster file of those "
+            "that are left is written beside the plan.",
+        ),
+    ] = None
     margin: Margin = DEFAULT_MARGIN
 
     @property

@@ -25,6 +25,8 @@ class PlanOutputs:
     """The report page."""
     may_leave_out: bool
     """Whether the plan may be for fewer GPUs than there are."""
+    is_part: bool
+    """Whether nodes of the cluster file are lost, so that the plan is for the others."""
     with_stock: bool
     """Whether stock's best layout goes beside the plan."""
 
@@ -35,8 +37,12 @@ class PlanOutputs:
 
     @property
     def used_cluster(self) -> Path | None:
-        """Where the cluster file goes if GPUs are left out."""
-        return used_cluster_file(self.plan) if self.plan and self.may_leave_out else None
+        """Where the cluster file goes if GPUs are left out or lost."""
+        return used_cluster_file(self.plan) if self.plan and self._may_have_fewer else None
+
+    @property
+    def _may_have_fewer(self) -> bool:
+        return self.may_leave_out or self.is_part
 
     @property
     def stock(self) -> Path | None:
@@ -48,7 +54,7 @@ class PlanOutputs:
     @property
     def stock_cluster(self) -> Path | None:
         """Where its cluster file goes if it leaves GPUs out."""
-        return used_cluster_file(self.stock) if self.stock and self.may_leave_out else None
+        return used_cluster_file(self.stock) if self.stock and self._may_have_fewer else None
 
     def refuse(self, inputs: list[Path | str | None]) -> None:
         """Raise before the search, which takes a while, what would go wrong after it."""
@@ -82,9 +88,9 @@ class PlanOutputs:
             return
         where, problems = f"--out {self.plan}", []
         if self.is_stream:
-            if self.may_leave_out:
+            if self._may_have_fewer:
                 found = "a stream, beside which there is no place for the cluster file of its GPUs"
-                remedy = "Write a file, or add --use-all."
+                remedy = "Write a file." if self.is_part else "Write a file, or add --use-all."
                 problems.append(Problem(where=where, found=found, expected="a file", remedy=remedy))
         else:
             for path, what in (
@@ -105,26 +111,31 @@ class PlanOutputs:
         if problems:
             raise CommandError("the command cannot be run", problems)
 
-    def saved(self, found: Found, *, cluster: Path) -> tuple[Written, NotWritten | None]:
+    def saved(
+        self, found: Found, *, cluster: Path, left: str | None
+    ) -> tuple[Written, NotWritten | None]:
         """Write plans and cluster files; also return why one could not be.
 
-        The plan is shown in any case. `cluster`: the file that was read, which stays.
+        The plan is shown in any case. `cluster`: the file that was read, which stays; `left`: the
+        text of one without the nodes that are lost.
         """
         selected, stock = found.selected, found.stock
-        used = self.used_cluster if selected and selected.cluster_text else None
+        text = (selected and selected.cluster_text) or left
+        stock_text = (stock and stock.cluster_text) or left
+        used = self.used_cluster if text else None
         beside = self.stock if stock and stock.plan else None
-        stock_cluster = self.stock_cluster if beside and stock and stock.cluster_text else None
+        stock_cluster = self.stock_cluster if beside and stock_text else None
         try:
-            if used and selected and selected.cluster_text:
-                write_text(used, selected.cluster_text)
+            if used and text:
+                write_text(used, text)
             if self.plan is not None:
                 save_plan(found.outcome.plan, self.plan)
         except NotWritten as error:
             return Written(plan=error.kept), error
         written = Written(plan=self.plan, used_cluster=used)
         try:
-            if stock_cluster and stock and stock.cluster_text:
-                write_text(stock_cluster, stock.cluster_text)
+            if stock_cluster and stock_text:
+                write_text(stock_cluster, stock_text)
             if beside and stock and stock.plan:
                 save_plan(stock.plan, beside)
         except NotWritten as error:

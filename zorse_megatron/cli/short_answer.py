@@ -167,9 +167,12 @@ def _tokens(answer: "Answer") -> Iterator[str]:
 
 
 def _gpus(answer: "Answer") -> str:
-    cluster, selected = answer.costs.cluster, answer.selected
+    cluster, selected, left = answer.costs.cluster, answer.selected, answer.left
     number = cluster.world_size
     used = f"GPUs used: {gpus_of(cluster, range(number))}"
+    if left is not None:
+        used = f"Without {', '.join(left.lost)}: {used}"
+        used += f", {', '.join(left.cut_off)} cut off" * bool(left.cut_off)
     if selected is None or not selected.left_out:
         return f"{used} (all{f' {number}' if number > 1 else ''}); none left out"
     return f"{used} ({number} of {answer.num_gpus}); {spares(selected)}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zorse_megatron.cli.console import (
+    CommandError,
     Errors,
     failure_as_json,
     print_json,
@@ -39,7 +40,10 @@ from zorse_megatron.cli.progress_display import progress_bar
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.write import NotWritten
-from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, parse_cluster
+from zorse_megatron.launch.elastic.nodes_left import NodesLeft, nodes_left
+from zorse_megatron.schema.cluster.cluster import Cluster
+from zorse_megatron.schema.cluster.cluster_yaml import CLUSTER_FILE, dump_cluster, parse_cluster
+from zorse_megatron.schema.cluster.fewer_gpus import USED_GPUS, nodes_without, with_gpus
 from zorse_megatron.schema.plan.plan_json import dump_plan
 from zorse_megatron.schema.text.strict import read_file
 
@@ -59,6 +63,7 @@ def plan(
         plan=shown.out,
         page=shown.html,
         may_leave_out=search.may_leave_out,
+        is_part=bool(search.without),
         with_stock=search.strategy == "zorse" and search.from_status is None,
     )
     with reported_errors(as_json=shown.as_json):
@@ -93,6 +98,8 @@ class _Task:
     costs: WorkloadCosts
     """On all GPUs."""
     costs_of: CostsOf
+    left: NodesLeft | None = None
+    """Nodes that are not lost; None: all nodes of the cluster file."""
     run: ObservedRun | None = None
     """That the plan is to go on with."""
 
@@ -121,7 +128,11 @@ def _task(
         data = read_file(cluster, CLUSTER_FILE)
     errors.raise_all()
     costs_of = partial(search.costs, workload=workload, profiles=given.profiles)
-    costs, run = costs_of(parse_cluster(data, source=str(cluster))), None
+    whole, left, run = parse_cluster(data, source=str(cluster)), None, None
+    if search.without:
+        left = _left(whole, search, str(cluster))
+        whole = with_gpus(whole, left.ranks, source=str(cluster))
+    costs = costs_of(whole)
     if search.from_status is not None:
         run = observed_run(
             search.from_status,
@@ -132,7 +143,24 @@ def _task(
             source=str(cluster),
         )
         costs = costs_of(run.costs.cluster, profiles=run.profiles)
-    return _Task(strategy=strategy, tokens=to_train, costs=costs, costs_of=costs_of, run=run)
+    return _Task(
+        strategy=strategy, tokens=to_train, costs=costs, costs_of=costs_of, left=left, run=run
+    )
+
+
+def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
+    """Return the nodes that are not lost. Raises a ZorseError where there are none such."""
+    lost = search.without or []
+    if search.from_status is not None:
+        problem = Problem(
+            where="--without",
+            found="it with --from-status",
+            expected="one of the two: a run goes on with the ranks that it has",
+            remedy="Leave one of them out.",
+        )
+        raise CommandError("the command cannot be run", [problem])
+    nodes_without(cluster, lost, source=source)
+    return nodes_left(cluster, {node.name for node in cluster.nodes} - set(lost))
 
 
 def _written(
@@ -141,8 +169,15 @@ def _written(
     """Write the plan; also return why it could not be."""
     if task.run is not None:
         found = replace(found, outcome=task.run.named(found.outcome))
-    written, lost = outputs.saved(found, cluster=cluster)
-    return answer_of(task.costs, found, tokens=task.tokens, written=written), lost
+    text = None if task.left is None else _text_of(task.costs.cluster, task.left)
+    written, lost = outputs.saved(found, cluster=cluster, left=text)
+    answer = answer_of(task.costs, found, tokens=task.tokens, written=written)
+    return replace(answer, left=task.left), lost
+
+
+def _text_of(cluster: Cluster, left: NodesLeft) -> str:
+    """The cluster file of the nodes that are left."""
+    return dump_cluster(cluster, f"{USED_GPUS}\nWithout {', '.join((*left.lost, *left.cut_off))}.")
 
 
 def _with_next_command(
