@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from zorse_megatron.cli import progress_display as progress
-from zorse_megatron.cli.progress_display import progress_bar, waiting
+from zorse_megatron.cli import console as progress
+from zorse_megatron.cli.console import progress_bar, waiting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from tests.unit.cli_samples import EXAMPLES, FLAGS, WORKLOAD, runner_in
-from zorse_megatron.cli.gpu_selection import Selected
+from zorse_megatron.cli.gpu_selection import Selected, spares
 from zorse_megatron.cli.main import app
 from zorse_megatron.cli.plan_options import tokens_named
-from zorse_megatron.cli.selection_answer import spares
 from zorse_megatron.cli.short_answer import MOST_LINES, WIDTH
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.flags.shape import flags_of_shape, shape_from_flags

@@ -3,7 +3,7 @@
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from zorse_megatron.cli.console import CommandError, print_json, reported_errors
 from zorse_megatron.errors import Problem
@@ -114,3 +114,36 @@ def _problem(error: Any) -> dict[str, str]:
         "expected": "options and arguments as in its help",
         "remedy": f"Run: {command} --help.",
     }
+
+
+_KEY = "zorse_megatron.training_flags"
+_OPTIONS = "zorse_megatron.own_options"
+
+
+class TakesTrainingFlags(TyperCommand):
+    """A command whose arguments end at the first `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep what is after `--`, and parse the rest."""
+        if "--" in args:
+            cut = args.index("--")
+            ctx.meta[_KEY] = tuple(args[cut + 1 :])
+            args = args[:cut]
+        ctx.meta[_OPTIONS] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Say in the usage that there may be something after `--`."""
+        return [*super().collect_usage_pieces(ctx), "[-- TRAINING_COMMAND]"]
+
+
+def own_options(context: typer.Context) -> tuple[str, ...]:
+    """What was given before `--`, as it was spelled."""
+    words: tuple[str, ...] = context.meta[_OPTIONS]
+    return words
+
+
+def training_flags(context: typer.Context) -> tuple[str, ...] | None:
+    """What was given after `--`; None without a `--`."""
+    flags: tuple[str, ...] | None = context.meta.get(_KEY)
+    return flags

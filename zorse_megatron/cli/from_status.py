@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zorse_megatron.cli.console import CommandError
-from zorse_megatron.cli.plan_against_workload import workload_problems
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
-from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_on
+from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_on, workload_problems
 from zorse_megatron.costs.own_speeds import GpuSpeed, OwnSpeeds, with_own_speeds
 from zorse_megatron.errors import Problem
 from zorse_megatron.migration.move_costs import move_cost

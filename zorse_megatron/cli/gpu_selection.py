@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.workload_costs import WorkloadCosts
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zorse_megatron.planner.planner_errors import NoPlanError
     from zorse_megatron.planner.selection.explore import Point
 
+_MAX_NODES = 3
 CostsOf = Callable[[Cluster], WorkloadCosts]
 OnProgress = Callable[[Any], None] | None
 """Takes a `SearchProgress`, whose module only the search imports."""
@@ -298,3 +300,16 @@ def gpus_of(cluster: Cluster, ranks: Sequence[int]) -> str:
     """
     counts = Counter(cluster.gpu_kinds[rank] for rank in ranks)
     return ", ".join(f"{number} {kind}" for kind, number in counts.items())
+
+
+def spares(selected: Selected) -> str:
+    """Say which GPUs are left out, of a few nodes."""
+    whole = selected.whole
+    parts = [
+        f"{gpus_of(whole, tuple(ranks))} of node {node}"
+        for node, ranks in groupby(
+            selected.left_out, key=lambda rank: whole.node_of_rank(rank).name
+        )
+    ]
+    more = f" and of {len(parts) - _MAX_NODES} more nodes" if len(parts) > _MAX_NODES else ""
+    return f"left out as spares: {', '.join(parts[:_MAX_NODES])}{more}"

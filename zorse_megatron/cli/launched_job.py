@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zorse_megatron.cli.plan_against_workload import workload_in_flags, workload_problems
+from zorse_megatron.cli.workload_costs import workload_in_flags, workload_problems
 from zorse_megatron.errors import FlagError
 from zorse_megatron.launch.components import refuse_odd_names
 from zorse_megatron.launch.stock_command import (

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from zorse_megatron import __version__
-from zorse_megatron.cli.after_dashes import TakesTrainingFlags
-from zorse_megatron.cli.command_group import Commands
+from zorse_megatron.cli.command_group import Commands, TakesTrainingFlags
 from zorse_megatron.cli.commands.zorse_actions import actions
 from zorse_megatron.cli.commands.zorse_check import check
 from zorse_megatron.cli.commands.zorse_checkpoint import checkpoint
@@ -20,11 +19,10 @@ from zorse_megatron.cli.commands.zorse_emulate import emulate
 from zorse_megatron.cli.commands.zorse_explain import explain
 from zorse_megatron.cli.commands.zorse_join import join
 from zorse_megatron.cli.commands.zorse_launch import launch
-from zorse_megatron.cli.commands.zorse_move import move
 from zorse_megatron.cli.commands.zorse_plan import plan
 from zorse_megatron.cli.commands.zorse_profile import profile
 from zorse_megatron.cli.commands.zorse_schema import schema
-from zorse_megatron.cli.commands.zorse_status import status
+from zorse_megatron.cli.commands.zorse_status import move, status
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
 app = Commands(no_args_is_help=True, pretty_exceptions_enable=False)

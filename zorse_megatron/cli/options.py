@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.command_group import training_flags
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE, Workload, workload_of
 from zorse_megatron.errors import Problem

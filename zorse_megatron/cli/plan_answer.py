@@ -5,20 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zorse_megatron.cli.console import gib, print_plain
-from zorse_megatron.cli.gpu_selection import Found, Selected
-from zorse_megatron.cli.next_command import NextCommand
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.console import gib, print_plain, print_table
+from zorse_megatron.cli.gpu_selection import Found, Selected, gpus_of, spares
 from zorse_megatron.cli.plan_options import Tokens
 from zorse_megatron.cli.plan_table import plan_line, print_plan
-from zorse_megatron.cli.selection_answer import print_selection, selection_as_json
-from zorse_megatron.cli.short_answer import flag_lines, short_lines
+from zorse_megatron.cli.short_answer import NextCommand, flag_lines, short_lines
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
 from zorse_megatron.launch.elastic.nodes_left import NodesLeft
 from zorse_megatron.schedules.refusals import refuse_unsupported
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.text.counted import number_of
-from zorse_megatron.schema.text.figures import duration
+from zorse_megatron.schema.text.figures import duration, figure
 from zorse_megatron.schema.text.strict import plain
 from zorse_megatron.software.torch_builds import build_notes
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_REJECTED = 5
 _MAX_REASONS = 3
+_MAX_SELECTIONS = 12
 _DAY_S = 86_400.0
 # Beyond it, explaining takes as long as searching; `zorse explain` still does it.
 MOST_EXPLAINED = 512
@@ -173,7 +175,7 @@ def _print_details(answer: Answer) -> None:
     for line in [] if answer.is_stock else flag_lines(answer, is_one=True):
         print_plain(line)
     if answer.selected is not None:
-        print_selection(answer.selected)
+        _print_selection(answer.selected)
     for sentence in answer.sentences:
         print_plain(sentence)
     print_plain(
@@ -256,7 +258,7 @@ def answer_as_json(answer: Answer) -> dict[str, Any]:
         "stock_cluster": _text(answer.written.stock_cluster),
         "next_command": None if answer.next_command is None else answer.next_command.text,
         **({} if answer.left is None else _left_as_json(answer.left)),
-        **(everything if selected is None else selection_as_json(selected)),
+        **(everything if selected is None else _selection_as_json(selected)),
     }
 
 
@@ -304,3 +306,47 @@ def _training_as_json(answer: Answer) -> dict[str, Any] | None:
         "days": answer.days(),
         "days_between": list(between),
     }
+
+
+def _print_selection(selected: Selected) -> None:
+    """Print which GPUs are left out, and the other selections that were searched."""
+    print_plain(_spares_sentence(selected))
+    if not selected.left_out:
+        return
+    table = Table("GPUs", "Iteration", "Tokens/s", "")
+    for point in [point for point in selected.points if point.fits][:_MAX_SELECTIONS]:
+        table.add_row(
+            Text(gpus_of(selected.whole, point.ranks)),
+            duration(point.iteration_s),
+            figure(point.tokens_per_s),
+            "chosen" if point.ranks == selected.point.ranks else "",
+        )
+    print_table(table)
+
+
+def _selection_as_json(selected: Selected) -> dict[str, Any]:
+    """The same as JSON values."""
+    return {
+        "used_ranks": list(selected.point.ranks),
+        "left_out_ranks": list(selected.left_out),
+        "selections": [
+            {
+                "ranks": list(point.ranks),
+                "iteration_s": point.iteration_s,
+                "tokens_per_s": point.tokens_per_s,
+            }
+            for point in selected.points
+            if point.fits
+        ],
+    }
+
+
+def _spares_sentence(selected: Selected) -> str:
+    """Which GPUs are spares, and what all of them would bring."""
+    if not selected.left_out:
+        return "uses all GPUs of the cluster"
+    whole = next(
+        point for point in selected.points if len(point.ranks) == selected.whole.world_size
+    )
+    all_take = duration(whole.iteration_s) if whole.fits else "more memory than there is"
+    return f"{spares(selected)} (with all GPUs: {all_take})"

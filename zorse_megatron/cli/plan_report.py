@@ -5,12 +5,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from zorse_megatron.cli.console import gib
-from zorse_megatron.cli.gpu_selection import gpus_of
+from zorse_megatron.cli.console import gib, progress_bar
+from zorse_megatron.cli.gpu_selection import gpus_of, spares
 from zorse_megatron.cli.plan_answer import Answer, notes_on
 from zorse_megatron.cli.plan_table import memory_saved_by, plan_line
-from zorse_megatron.cli.progress_display import progress_bar
-from zorse_megatron.cli.selection_answer import spares
 from zorse_megatron.cli.simulated import capacities_bytes, simulated, types_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.schema.plan.plan import Plan

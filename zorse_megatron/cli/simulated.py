@@ -1,12 +1,20 @@
-"""Simulate a plan for a command, and check that it fits in memory."""
+"""A simulated plan: whether it fits, each rank's time and memory, its pictures."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from zorse_megatron.cli.console import CommandError, gib
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from zorse_megatron.cli.console import CommandError, gib, part_of
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
+from zorse_megatron.extras import refuse_without
+from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import Plan
 from zorse_megatron.schema.plan.spans import spans_of, spell
@@ -15,6 +23,7 @@ if TYPE_CHECKING:
     from zorse_megatron.simulate.framework import Framework
     from zorse_megatron.simulate.perturb import Perturbation
     from zorse_megatron.simulate.result import SimulationResult
+
 
 # Beyond these a simulation takes hours or more memory than a workstation has.
 MAX_MICRO_BATCHES = 2_000_000
@@ -118,3 +127,123 @@ def fullest_rank(result: "SimulationResult", cluster: Cluster) -> tuple[int, flo
     shares = [peak / capacities[rank] for rank, peak in enumerate(result.peak_memory_bytes)]
     rank = max(range(len(shares)), key=shares.__getitem__)
     return rank, shares[rank]
+
+
+_PARTS = ("busy", "communication", "wait", "idle")
+# A group with more kinds of rows than this shows the busiest and the least busy of its ranks.
+_MAX_ROWS_PER_GROUP = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankRow:
+    """Ranks of a group that cannot be told apart in the table."""
+
+    group: int
+    ranks: tuple[int, ...]
+    kind: str
+
+
+def rank_table(plan: Plan, result: "SimulationResult", cluster: Cluster) -> Table:
+    """One row for the ranks of a group that show the same numbers."""
+    headings = ("Group", "Ranks", "GPU", "Busy", "Communication", "Waiting", "Idle", "Peak memory")
+    table = Table(*headings)
+    capacities = capacities_bytes(cluster)
+    groups = dict.fromkeys(chunk.group for chunk in plan.chunks)
+    by_group = {number: _rows(plan, number, result, cluster) for number in groups}
+    has_long_groups = any(len(rows) > 1 for rows in by_group.values())
+    for number, rows in by_group.items():
+        head = f"{number} {plan.groups[number].name or ''}".strip()
+        for row in rows[:_MAX_ROWS_PER_GROUP]:
+            peak, capacity = result.peak_memory_bytes[row.ranks[0]], capacities[row.ranks[0]]
+            memory = part_of(peak, capacity)
+            cells = [head, spell(spans_of(row.ranks)), row.kind]
+            cells += [f"{percent} %" for percent in _percents(result, row.ranks[0])]
+            table.add_row(*map(Text, [*cells, memory]))
+            head = ""
+        if len(rows) > _MAX_ROWS_PER_GROUP:
+            table.add_row("", f"and {len(rows) - _MAX_ROWS_PER_GROUP} more rows")
+        if has_long_groups:
+            table.add_section()
+    return table
+
+
+def ranks_as_json(plan: Plan, result: "SimulationResult", cluster: Cluster) -> list[dict[str, Any]]:
+    """Every rank's numbers as plain values."""
+    capacities = capacities_bytes(cluster)
+    return [
+        {
+            "rank": rank,
+            "group": plan.group_of_rank(rank),
+            "gpu_kind": cluster.gpu_kinds[rank],
+            **{f"{part}_s": getattr(usage, f"{part}_s") for part in _PARTS},
+            "peak_memory_bytes": result.peak_memory_bytes[rank],
+            "gpu_memory_bytes": capacities[rank],
+            "at_peak_bytes": {
+                category.label: num_bytes
+                for category, num_bytes in result.memory[rank].at_peak_bytes.items()
+            },
+        }
+        for rank, usage in enumerate(result.usage)
+    ]
+
+
+def _rows(plan: Plan, number: int, result: "SimulationResult", cluster: Cluster) -> list[_RankRow]:
+    """Ranks of one group by what they show, busiest first."""
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for rank in plan.groups[number].ranks:
+        peak = gib(result.peak_memory_bytes[rank])
+        alike[cluster.gpu_kinds[rank], *_percents(result, rank), peak].append(rank)
+    rows = [_RankRow(group=number, ranks=tuple(ranks), kind=key[0]) for key, ranks in alike.items()]
+    return sorted(rows, key=lambda row: -result.usage[row.ranks[0]].busy_s)
+
+
+def _percents(result: "SimulationResult", rank: int) -> tuple[int, ...]:
+    """Whole percents of the iteration for each part of it."""
+    whole_s = result.iteration_s or 1.0
+    usage = result.usage[rank]
+    return tuple(round(100 * getattr(usage, f"{part}_s") / whole_s) for part in _PARTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Where to write what; None: do not."""
+
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw each rank's timeline.")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Write a trace for ui.perfetto.dev.")
+    ] = None
+
+    def refuse(self, inputs: Sequence[Path | str | None]) -> None:
+        """Stop before the work at what could not be drawn or written, or has another format."""
+        given = {"--timeline": self.timeline, "--trace": self.trace}
+        endings = {"--timeline": ".png", "--trace": ".json"}
+        problems = [
+            Problem(
+                where=option,
+                found=f"{path}",
+                expected=f"a name that ends in {endings[option]}",
+                remedy="Pictures are PNG files, the trace is JSON.",
+            )
+            for option, path in given.items()
+            if path is not None and path.suffix.lower() != endings[option]
+        ]
+        if problems:
+            raise CommandError("the results could not be written", problems)
+        if self.timeline is not None:
+            refuse_without("plots", what="--timeline")
+        refuse_unwritable(given, inputs=inputs)
+
+    def save(self, plan: Plan, result: "SimulationResult", *, title: str) -> Sequence[Path]:
+        """Write what was asked for, and return the paths."""
+        written = []
+        if self.timeline is not None:
+            from zorse_megatron.plots.simulated_gantt import draw_timeline
+
+            written.append(draw_timeline(self.timeline, plan=plan, result=result, title=title))
+        if self.trace is not None:
+            from zorse_megatron.simulate.chrome_trace import save_chrome_trace
+
+            written.append(save_chrome_trace(self.trace, result))
+        return written

@@ -1,20 +1,22 @@
-"""From a command's options to cluster, model and costs."""
+"""From a command's options to cluster, model and costs; whether a plan is for them."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zorse_megatron.cli.console import CommandError
 from zorse_megatron.cli.options import DEFAULT_MARGIN, checked_share
-from zorse_megatron.cli.workload import Workload, at_seq_length
+from zorse_megatron.cli.workload import Workload, at_seq_length, workload_of
 from zorse_megatron.costs.unlikely import unlikely_times
-from zorse_megatron.errors import Problem
+from zorse_megatron.errors import ModelError, Problem
+from zorse_megatron.flags.scan import last_values
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.cluster.cluster_yaml import load_cluster
-from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, common_dtype
+from zorse_megatron.schema.gpus.gpu import DTYPE_OF, Dtype, DtypeChoice, GpuKind, common_dtype
 from zorse_megatron.schema.model.model_shape import ModelShape
-from zorse_megatron.schema.plan.plan import GradientCommDtype, Plan
+from zorse_megatron.schema.plan.plan import GradientCommDtype, ModelFingerprint, Plan
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import joined, load_profile
 
@@ -148,7 +150,7 @@ def costs_for_plan(
     margin: float = DEFAULT_MARGIN,
 ) -> WorkloadCosts:
     """Return what an existing plan costs. Raises where it is for another cluster or model."""
-    from zorse_megatron.cli.plan_against_workload import workload_problems
+    from zorse_megatron.cli.workload_costs import workload_problems
     from zorse_megatron.schema.cluster.rank_placement import cluster_problems
 
     cluster = load_cluster(cluster_file)
@@ -207,3 +209,56 @@ def _not_said(option: str, expected: str) -> Problem:
         expected=expected,
         remedy="Add it here, or to the training command's flags.",
     )
+
+
+_VOCABULARY = "--vocab-size"
+
+
+def workload_problems(plan: Plan, workload: Workload, source: str = "plan") -> Iterator[Problem]:
+    """Yield where the plan's model and batch are not those of the workload."""
+    yield from fingerprint_problems(plan, workload.model.fingerprint(), source)
+    batch = workload.global_batch_size
+    if batch is not None and batch != plan.global_batch_size:
+        yield Problem(
+            where=f"{source}: global_batch_size",
+            found=f"{plan.global_batch_size}, while the training command says {batch}",
+            expected="the same in both",
+            remedy="The plan splits one global batch; change the flag or make a new plan.",
+        )
+
+
+def fingerprint_problems(plan: Plan, model: ModelFingerprint, source: str) -> Iterator[Problem]:
+    """Yield every field of the plan's model that another model has otherwise."""
+    for field in dataclasses.fields(ModelFingerprint):
+        planned, other = getattr(plan.model, field.name), getattr(model, field.name)
+        if planned is not None and other is not None and planned != other:
+            yield Problem(
+                where=f"{source}: model.{field.name}",
+                found=f"{planned}, while the model has {other}",
+                expected="the same in both",
+                remedy="Give the model that the plan was made for, or make a new plan.",
+            )
+
+
+def workload_in_flags(
+    flags: Sequence[str],
+    plan: Plan,
+    kinds: Mapping[str, GpuKind] | None = None,
+    **options: Any,
+) -> tuple[Workload, bool]:
+    """Read a training command to compare it with a plan, and whether it says the vocabulary.
+
+    Where it does not (its tokenizer is not here), that of the plan is taken. `kinds`:
+    figures of GPUs that only the cluster file has; `options`: as of `workload_of`. Raises FlagError
+    for flags that the plan does not go with, ModelError for an inconsistent model.
+    """
+    options |= {"model": None, "plan": plan, "kinds": kinds, "is_whole": True}
+    try:
+        return workload_of(flags=flags, **options), True
+    except ModelError as error:
+        if [problem.where for problem in error.problems] != [_VOCABULARY]:
+            raise
+        if _VOCABULARY in last_values(flags, [_VOCABULARY]):
+            raise
+    with_size = [*flags, "--padded-vocab-size", str(plan.model.vocab_size or 1)]
+    return workload_of(flags=with_size, **options), False

@@ -6,8 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from zorse_megatron.cli.check_files import CheckedFile, check_file, check_model
-from zorse_megatron.cli.check_together import Checked, CheckOptions, checks_of
+from zorse_megatron.cli.check_files import (
+    Checked,
+    CheckedFile,
+    CheckOptions,
+    check_file,
+    check_model,
+    checks_of,
+)
 from zorse_megatron.cli.console import (
     CommandError,
     plain_problems,

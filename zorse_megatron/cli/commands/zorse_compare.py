@@ -18,6 +18,7 @@ from zorse_megatron.cli.console import (
     print_plain,
     print_table,
     reported_errors,
+    waiting,
 )
 from zorse_megatron.cli.gpu_selection import CostsOf, find
 from zorse_megatron.cli.options import (
@@ -32,7 +33,6 @@ from zorse_megatron.cli.options import (
 )
 from zorse_megatron.cli.perturbed import SlowGpus
 from zorse_megatron.cli.plan_options import UseAll, strategy_named
-from zorse_megatron.cli.progress_display import waiting
 from zorse_megatron.cli.workload_costs import (
     WorkloadCosts,
     costs_of_workload,

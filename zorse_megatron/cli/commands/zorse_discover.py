@@ -1,21 +1,60 @@
 """`zorse discover`: measure a cluster, and write its cluster file."""
 
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zorse_megatron.cli.console import print_json, print_plain, reported_errors
-from zorse_megatron.cli.measuring import Again, as_ranks
+from zorse_megatron.cli.console import (
+    OnProgress,
+    print_json,
+    print_plain,
+    progress_bar,
+    reported_errors,
+)
 from zorse_megatron.cli.options import AsJson
+from zorse_megatron.extras import refuse_without
 from zorse_megatron.files.writable import refuse_unwritable
+from zorse_megatron.launch.rank_environment import LaunchedRank, launched_rank
 from zorse_megatron.schema.text.counted import number_of
 
 if TYPE_CHECKING:
     from zorse_megatron.measure.on_ranks.cluster_discovery import Discovered
 
+
 _LARGEST_MB = 64.0
 _TIME_LIMIT_S = 2.0
+Again = Annotated[
+    bool, typer.Option("--again", help="Measure again even what the files already have.")
+]
+
+
+@contextmanager
+def as_ranks(
+    title: str, *, messages_on_gpu: bool, as_json: bool
+) -> Iterator[tuple[LaunchedRank, OnProgress]]:
+    """Run the block on every rank of the job; yields this rank, and what shows progress.
+
+    Errors end every rank with its message and exit code 1, or 3 where another rank is gone.
+    """
+    # One answer for programs: the other ranks complain in words.
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    with reported_errors(as_json=as_json and is_first):
+        refuse_without("train", what=f"measuring ({title})")
+        launched = launched_rank(os.environ, socket.gethostname())
+        # Here and not above: other commands start without torch.
+        from zorse_megatron.measure.on_ranks.ranks import measuring_job
+
+        with (
+            # This one first: it forks, and the progress bar has a thread.
+            measuring_job(launched, messages_on_gpu=messages_on_gpu),
+            progress_bar(wanted=launched.rank == 0, title=title) as show,
+        ):
+            yield launched, show or (lambda _progress: None)
 
 
 def discover(  # noqa: PLR0917

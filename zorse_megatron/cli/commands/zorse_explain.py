@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from zorse_megatron.cli.console import CommandError, print_answer, reported_errors
+from zorse_megatron.cli.console import (
+    CommandError,
+    print_answer,
+    progress_bar,
+    reported_errors,
+    waiting,
+)
 from zorse_megatron.cli.options import (
     DEFAULT_MARGIN,
     AsJson,
@@ -20,10 +26,14 @@ from zorse_megatron.cli.options import (
     with_bundles,
 )
 from zorse_megatron.cli.perturbed import SlowMachines
-from zorse_megatron.cli.pictures import Pictures
-from zorse_megatron.cli.progress_display import progress_bar, waiting
-from zorse_megatron.cli.rank_table import rank_table, ranks_as_json
-from zorse_megatron.cli.simulated import memory_problems, simulated, types_of
+from zorse_megatron.cli.simulated import (
+    Pictures,
+    memory_problems,
+    rank_table,
+    ranks_as_json,
+    simulated,
+    types_of,
+)
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_for_plan
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan.plan import Plan

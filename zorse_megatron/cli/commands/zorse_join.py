@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.command_group import training_flags
 from zorse_megatron.cli.console import CommandError, reported_errors
 from zorse_megatron.cli.elastic_options import (
     DEFAULT_PLAN_LIMIT_S,

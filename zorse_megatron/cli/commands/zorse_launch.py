@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from zorse_megatron.cli.after_dashes import training_flags
+from zorse_megatron.cli.command_group import training_flags
 from zorse_megatron.cli.console import print_json, print_plain, reported_errors
 from zorse_megatron.cli.elastic_options import (
     DEFAULT_PLAN_LIMIT_S,

@@ -15,11 +15,11 @@ from zorse_megatron.cli.console import (
     failure_as_json,
     print_json,
     print_plain,
+    progress_bar,
     reported_errors,
 )
 from zorse_megatron.cli.from_status import ObservedRun, observed_run
 from zorse_megatron.cli.gpu_selection import CostsOf, Found, find
-from zorse_megatron.cli.next_command import next_command
 from zorse_megatron.cli.options import ClusterFile, PlannedWorkload, with_bundles
 from zorse_megatron.cli.plan_answer import (
     Answer,
@@ -36,7 +36,7 @@ from zorse_megatron.cli.plan_options import (
     tokens_named,
 )
 from zorse_megatron.cli.plan_outputs import PlanOutputs
-from zorse_megatron.cli.progress_display import progress_bar
+from zorse_megatron.cli.short_answer import next_command
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.files.write import NotWritten
