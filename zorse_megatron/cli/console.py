@@ -25,6 +25,18 @@ class CommandError(ZorseError):
     """The options of a command do not go together, or name what is not there."""
 
 
+def refusal(
+    where: str,
+    found: str,
+    expected: str,
+    remedy: str,
+    *,
+    what: str = "the command cannot be run",
+) -> CommandError:
+    """Return an error of one problem."""
+    return CommandError(what, [Problem(where=where, found=found, expected=expected, remedy=remedy)])
+
+
 class Errors:
     """Errors of several checks, to be reported all at once."""
 

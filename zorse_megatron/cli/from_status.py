@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.console import CommandError, refusal
 from zorse_megatron.cli.simulated import simulated
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import WorkloadCosts, costs_on, workload_problems
 from zorse_megatron.costs.own_speeds import GpuSpeed, OwnSpeeds, with_own_speeds
-from zorse_megatron.errors import Problem
 from zorse_megatron.migration.move_costs import move_cost
 from zorse_megatron.rebalance.balancer import with_counts
 from zorse_megatron.schema.cluster.cluster import Cluster
@@ -179,22 +178,22 @@ def _read(directory: Path) -> tuple[Status, Plan]:
     if fingerprint(plan) != status.plan or ranks != [
         (each.rank, each.group, each.replica) for each in status.ranks
     ]:
-        problem = Problem(
-            where=str(directory),
-            found=f"plan {fingerprint(plan)} of {plan.world_size} ranks, beside the status of plan "
+        raise refusal(
+            str(directory),
+            f"plan {fingerprint(plan)} of {plan.world_size} ranks, beside the status of plan "
             f"{status.plan} with {len(status.ranks)}",
-            expected="both of one plan",
-            remedy="Try again: the run is about to change its plan.",
+            "both of one plan",
+            "Try again: the run is about to change its plan.",
+            what="the run's speeds cannot be read",
         )
-        raise CommandError("the run's speeds cannot be read", [problem])
     if not any(each.micro_batch_s for each in status.ranks):
-        problem = Problem(
-            where=str(directory),
-            found="no rank with times of its micro-batches",
-            expected="the status of a run that has trained",
-            remedy="Let the run make four iterations or more.",
+        raise refusal(
+            str(directory),
+            "no rank with times of its micro-batches",
+            "the status of a run that has trained",
+            "Let the run make four iterations or more.",
+            what="the run's speeds are not known",
         )
-        raise CommandError("the run's speeds are not known", [problem])
     counts = [[0] * len(group.replicas) for group in plan.groups]
     for each in status.ranks:
         counts[each.group][each.replica] = each.num_microbatches

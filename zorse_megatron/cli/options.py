@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from zorse_megatron.cli.command_group import training_flags
-from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.console import refusal
 from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE, Workload, workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan.plan import Plan
@@ -204,13 +204,12 @@ def checked_share(value: float, option: str) -> float:
     """Return a share of at least 0 and below 1. Raises CommandError for any other number."""
     if 0 <= value < 1:  # NaN is neither
         return value
-    problem = Problem(
-        where=option,
-        found=f"{value}",
-        expected="a share: at least 0 and below 1",
-        remedy="0.05 is one twentieth.",
+    raise refusal(
+        option,
+        f"{value}",
+        "a share: at least 0 and below 1",
+        "0.05 is one twentieth.",
     )
-    raise CommandError("the command cannot be run", [problem])
 
 
 def is_given(context: typer.Context, name: str) -> bool:

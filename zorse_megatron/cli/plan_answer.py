@@ -11,7 +11,7 @@ from rich.text import Text
 from zorse_megatron.cli.console import gib, print_plain, print_table
 from zorse_megatron.cli.gpu_selection import Found, Selected, gpus_of, spares
 from zorse_megatron.cli.plan_options import Tokens
-from zorse_megatron.cli.plan_table import plan_line, print_plan
+from zorse_megatron.cli.plan_table import plan_line, plan_table
 from zorse_megatron.cli.short_answer import NextCommand, flag_lines, short_lines
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import PlanError
@@ -171,7 +171,7 @@ def print_answer(answer: Answer, *, verbose: bool) -> None:
 def _print_details(answer: Answer) -> None:
     outcome, counts = answer.outcome, answer.outcome.considered
     print_plain(plan_line(outcome.plan))
-    print_plan(outcome.plan)
+    print_table(plan_table(outcome.plan))
     for line in [] if answer.is_stock else flag_lines(answer, is_one=True):
         print_plain(line)
     if answer.selected is not None:

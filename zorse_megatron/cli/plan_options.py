@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.console import refusal
 from zorse_megatron.cli.from_status import FromStatus
 from zorse_megatron.cli.options import DEFAULT_MARGIN, AsJson, Margin
 from zorse_megatron.cli.workload import Workload
@@ -18,7 +18,6 @@ from zorse_megatron.cli.workload_costs import (
     costs_of_workload,
     needed_batch_size,
 )
-from zorse_megatron.errors import Problem
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import GradientCommDtype
 from zorse_megatron.schema.profile.profile import Profile
@@ -171,13 +170,12 @@ def strategy_named(name: str) -> "Strategy":
     for known in STRATEGIES:
         if name == known:
             return known
-    problem = Problem(
-        where="--strategy",
-        found=f'"{name}"',
-        expected=f"one of {', '.join(STRATEGIES)}",
-        remedy=did_you_mean(name, STRATEGIES),
+    raise refusal(
+        "--strategy",
+        f'"{name}"',
+        f"one of {', '.join(STRATEGIES)}",
+        did_you_mean(name, STRATEGIES),
     )
-    raise CommandError("the command cannot be run", [problem])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,13 +199,12 @@ def tokens_named(text: str | None) -> Tokens | None:
     count = float(match[1]) * _THOUSANDS[match[2].upper()] if match else 0.0
     if 1 <= count <= _MOST_TOKENS:
         return Tokens(count=count, said=text.strip())
-    problem = Problem(
-        where="--tokens",
-        found=f'"{text}"',
-        expected=f"a number of tokens from 1 to {_MOST_TOKENS:.0e}, with K, M, B or T or without",
-        remedy="Such as 300B, 1T or 1.5e12.",
+    raise refusal(
+        "--tokens",
+        f'"{text}"',
+        f"a number of tokens from 1 to {_MOST_TOKENS:.0e}, with K, M, B or T or without",
+        "Such as 300B, 1T or 1.5e12.",
     )
-    raise CommandError("the command cannot be run", [problem])
 
 
 def communication_dtype_named(name: str | None) -> GradientCommDtype | None:
@@ -217,10 +214,9 @@ def communication_dtype_named(name: str | None) -> GradientCommDtype | None:
     for known in get_args(GradientCommDtype):
         if name == known:
             return cast(GradientCommDtype, known)
-    problem = Problem(
-        where="--wire",
-        found=f'"{name}"',
-        expected="bf16 or fp16",
-        remedy="Omit it to send gradients in the dtype they are accumulated in.",
+    raise refusal(
+        "--wire",
+        f'"{name}"',
+        "bf16 or fp16",
+        "Omit it to send gradients in the dtype they are accumulated in.",
     )
-    raise CommandError("the command cannot be run", [problem])

@@ -8,7 +8,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import print_table
 from zorse_megatron.schema.plan.memory_settings import settings_in
 from zorse_megatron.schema.plan.plan import Group, Plan, Replica
 from zorse_megatron.schema.plan.plan_json import fingerprint
@@ -25,11 +24,6 @@ def plan_line(plan: Plan) -> str:
         f"{number_of(plan.global_batch_size, 'sample')} per iteration, "
         f"schedule {plan.schedule.name}"
     )
-
-
-def print_plan(plan: Plan) -> None:
-    """Print the groups of a plan."""
-    print_table(_table(plan))
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:
@@ -61,7 +55,7 @@ def _summary(plan: Plan, index: int) -> dict[str, Any]:
     }
 
 
-def _table(plan: Plan) -> Table:
+def plan_table(plan: Plan) -> Table:
     """One row for each run of equal replicas, so that a group of 100 equal ranks is one row."""
     kinds = plan.cluster.gpu_kinds if plan.cluster else None
     has_settings = any(memory_saved_by(g, r) for g in plan.groups for r in g.replicas)

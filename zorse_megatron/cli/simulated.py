@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import CommandError, gib, part_of
+from zorse_megatron.cli.console import CommandError, gib, part_of, refusal
 from zorse_megatron.cli.workload_costs import WorkloadCosts
 from zorse_megatron.errors import Problem
 from zorse_megatron.extras import refuse_without
@@ -57,13 +57,13 @@ def simulated(
             merge_equal_ranks=plan.world_size > _ALL_RANKS_UP_TO,
         )
     except SimulationError as error:
-        problem = Problem(
-            where=source,
-            found=str(error),
-            expected="a plan that can be simulated",
-            remedy="Check the plan with zorse check.",
-        )
-        raise CommandError(f"{source} cannot be simulated", [problem]) from error
+        raise refusal(
+            source,
+            str(error),
+            "a plan that can be simulated",
+            "Check the plan with zorse check.",
+            what=f"{source} cannot be simulated",
+        ) from error
 
 
 def refuse_too_many_micro_batches(plan: Plan, source: str) -> None:
@@ -75,13 +75,13 @@ def refuse_too_many_micro_batches(plan: Plan, source: str) -> None:
     )
     if count <= MAX_MICRO_BATCHES:
         return
-    problem = Problem(
-        where=f"{source}: groups",
-        found=f"{count} micro-batches in all chunks together",
-        expected=f"at most {MAX_MICRO_BATCHES}",
-        remedy="Use larger micro-batches, or a smaller global batch.",
+    raise refusal(
+        f"{source}: groups",
+        f"{count} micro-batches in all chunks together",
+        f"at most {MAX_MICRO_BATCHES}",
+        "Use larger micro-batches, or a smaller global batch.",
+        what=f"{source} is too large to simulate",
     )
-    raise CommandError(f"{source} is too large to simulate", [problem])
 
 
 def capacities_bytes(cluster: Cluster, margin: float = 0.0) -> tuple[int, ...]:

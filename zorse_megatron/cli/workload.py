@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from zorse_megatron.cli.console import CommandError
+from zorse_megatron.cli.console import CommandError, refusal
 from zorse_megatron.errors import FlagError, ModelError, Problem
 from zorse_megatron.flags.check import check_command
 from zorse_megatron.flags.command import Command, read_command, unknown_flags
@@ -83,7 +83,7 @@ def workload_of(
     """
     model, flags = model_or_flags(model, flags)
     if model is None and flags is None:
-        raise _one_problem(
+        raise refusal(
             "--model",
             "no model",
             f"--model with {_WAYS}, or those flags after --",
@@ -118,7 +118,7 @@ def model_or_flags(
 ) -> tuple[str | None, Sequence[str] | None]:
     """Tell the two apart: --model may be the flags in quotes. Raises CommandError for both."""
     if model is not None and flags is not None:
-        raise _one_problem(
+        raise refusal(
             "--model", f"{model!r}, and flags after --", "one of the two", "Leave one out."
         )
     if model is not None and "--" in model and not _exists(model):
@@ -135,7 +135,7 @@ def dtype_named(name: str | None) -> Dtype | None:
     if name in names:
         return names[name]
     listed = ", ".join(get_args(Dtype))
-    raise _one_problem("--dtype", f'"{name}"', f"one of {listed}", did_you_mean(name, names))
+    raise refusal("--dtype", f'"{name}"', f"one of {listed}", did_you_mean(name, names))
 
 
 def _from_flags(
@@ -200,7 +200,7 @@ def named_model(name: str) -> Workload:
         return model_in(read_file(path, CONFIG_FILE), source=str(path))
     known = MODELS.get(canonical_model(name))
     if known is None:
-        raise _one_problem(
+        raise refusal(
             "--model",
             f'"{name}", which is neither a file nor a well-known model',
             _WAYS,
@@ -260,7 +260,7 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise _one_problem(
+        raise refusal(
             "--model",
             f"flags that cannot be split into words ({error})",
             "the flags of a training command, quoted as in a shell",
@@ -293,8 +293,3 @@ def _refuse_absurd(shape: ModelShape) -> None:
     ]
     if problems:
         raise ModelError("the model of these Megatron flags cannot be planned", problems)
-
-
-def _one_problem(where: str, found: str, expected: str, remedy: str) -> CommandError:
-    problem = Problem(where=where, found=found, expected=expected, remedy=remedy)
-    return CommandError("the command cannot be run", [problem])

@@ -1,10 +1,11 @@
 """`zorse check`: validate files, alone and together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from zorse_megatron.cli.check_files import (
     Checked,
@@ -15,10 +16,9 @@ from zorse_megatron.cli.check_files import (
     checks_of,
 )
 from zorse_megatron.cli.console import (
-    CommandError,
     plain_problems,
-    print_json,
-    print_plain,
+    print_answer,
+    refusal,
     reported_errors,
 )
 from zorse_megatron.cli.options import (
@@ -28,17 +28,10 @@ from zorse_megatron.cli.options import (
     checked_share,
     with_bundles,
 )
-from zorse_megatron.cli.plan_table import print_plan
+from zorse_megatron.cli.plan_table import plan_table
 from zorse_megatron.cli.workload import dtype_named, model_or_flags
-from zorse_megatron.errors import Problem, ZorseError
+from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.plan.plan import Plan
-
-_NOTHING = Problem(
-    where="FILE",
-    found="no file",
-    expected="a plan, cluster, model or profile, or --model",
-    remedy="Such as: zorse check plan.json cluster.yaml --model llama-7b",
-)
 
 
 @with_bundles
@@ -73,25 +66,27 @@ def check(
         named = [*(paths or ()), *([cluster] if cluster else ()), *given.profiles]
         files = [*map(check_file, named), *map(check_model, [name] if name else ())]
         if not files:
-            raise CommandError("the command cannot be run", [_NOTHING])
+            raise refusal(
+                "FILE",
+                "no file",
+                "a plan, cluster, model or profile, or --model",
+                "Such as: zorse check plan.json cluster.yaml --model llama-7b",
+            )
         together = checks_of(files, flags, options)
     errors = [file.error for file in files] + [each.error for each in together]
     found = [error for error in errors if error is not None]
-    if as_json:
-        print_json(_as_json(files, together, found))
-    else:
-        _print(files, together)
+    print_answer(_as_json(files, together, found), _shown(files, together), as_json=as_json)
     if found:
         raise typer.Exit(1)
 
 
-def _print(files: Sequence[CheckedFile], together: Sequence[Checked]) -> None:
+def _shown(files: Sequence[CheckedFile], together: Sequence[Checked]) -> Iterator[str | Table]:
     for file in files:
-        print_plain(str(file.error) if file.error else file.line)
+        yield str(file.error) if file.error else file.line
         if isinstance(file.content, Plan):
-            print_plan(file.content)
+            yield plan_table(file.content)
     for each in together:
-        print_plain(str(each.error) if each.error else f"{each.what}: OK, {each.found}")
+        yield str(each.error) if each.error else f"{each.what}: OK, {each.found}"
 
 
 def _as_json(

@@ -1,6 +1,6 @@
 """`zorse checkpoint`: which checkpoints are complete, and which one training resumes from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +12,9 @@ from zorse_megatron.checkpoints.choice import bad_tracker
 from zorse_megatron.checkpoints.folder import Tracker
 from zorse_megatron.checkpoints.verify import verify
 from zorse_megatron.cli.console import (
-    CommandError,
     plain_problems,
-    print_json,
-    print_plain,
-    print_table,
+    print_answer,
+    refusal,
     reported_errors,
 )
 from zorse_megatron.cli.options import AsJson
@@ -48,73 +46,85 @@ def verify_checkpoints(
     """
     with reported_errors(as_json=as_json):
         if not folder.is_dir():
-            raise CommandError("There is nothing to verify", [_no_folder(folder)])
+            raise refusal(
+                str(folder),
+                "no such folder",
+                "the directory given to --save",
+                "Correct the path.",
+                what="There is nothing to verify",
+            )
 
-        def reads(looks: Sequence[Look], look: Look) -> bool:
-            return read_all or not (sizes or any(each.is_usable for each in looks))
+        def reads(found: Sequence[Look], each: Look) -> bool:
+            return read_all or not (sizes or any(each.is_usable for each in found))
 
         try:
-            tracker, looks = verify(folder, reads=reads)
+            tracker, found = verify(folder, reads=reads)
         except OSError as error:
-            raise CommandError("The checkpoints cannot be read", [_unreadable(error)]) from error
-    problems = _problems(folder, tracker, looks)
-    newest = next((look for look in looks if look.is_usable), None)
-    if as_json:
-        print_json(_as_json(tracker, looks, newest, problems))
-    else:
-        _print(folder, tracker, looks, newest, problems)
+            raise refusal(
+                str(error.filename),
+                str(error.strerror),
+                "a file that can be read",
+                "Try it again where the file can be read.",
+                what="The checkpoints cannot be read",
+            ) from error
+    problems = _problems(folder, tracker, found)
+    newest = next((each for each in found if each.is_usable), None)
+    print_answer(
+        _as_json(tracker, found, newest, problems),
+        _shown(folder, tracker, found, newest, problems),
+        as_json=as_json,
+    )
     if problems:
         raise typer.Exit(1)
 
 
-def _problems(folder: Path, tracker: Tracker, looks: Sequence[Look]) -> list[Problem]:
+def _problems(folder: Path, tracker: Tracker, found: Sequence[Look]) -> list[Problem]:
     """What keeps training from resuming from the latest checkpoint."""
     if tracker.names is None:
-        if tracker.exists or any(look.is_usable for look in looks):
+        if tracker.exists or any(each.is_usable for each in found):
             return [bad_tracker(tracker)]
         return [_no_checkpoint(folder)]
-    latest = next(look for look in looks if look.checkpoint == tracker.names)
+    latest = next(each for each in found if each.checkpoint == tracker.names)
     return list(latest.problems)
 
 
-def _print(
+def _shown(
     folder: Path,
     tracker: Tracker,
-    looks: Sequence[Look],
+    found: Sequence[Look],
     newest: Look | None,
     problems: Sequence[Problem],
-) -> None:
+) -> Iterator[str | Table]:
     table = Table()
     for name in ("checkpoint", "files", "GB", "state"):
         table.add_column(name, justify="right" if name in ("files", "GB") else "left")
-    for look in looks:
-        is_latest = look.checkpoint == tracker.names
+    for each in found:
+        is_latest = each.checkpoint == tracker.names
         table.add_row(
-            f"{look.checkpoint.folder.name}{' (latest)' if is_latest else ''}",
-            str(len(look.sizes)),
-            f"{look.num_bytes / 1e9:.3f}",
-            _state(look),
+            f"{each.checkpoint.folder.name}{' (latest)' if is_latest else ''}",
+            str(len(each.sizes)),
+            f"{each.num_bytes / 1e9:.3f}",
+            _state(each),
         )
-    if looks:
-        print_table(table)
-    for problem in problems:
-        print_plain(str(problem))
+    if found:
+        yield table
+    yield from map(str, problems)
     if newest is None:
-        print_plain(f"{folder}: no checkpoint to resume from")
+        yield f"{folder}: no checkpoint to resume from"
     elif problems:
-        print_plain(f"{folder}: the newest to resume from is {newest.checkpoint}")
+        yield f"{folder}: the newest to resume from is {newest.checkpoint}"
 
 
-def _state(look: Look) -> str:
-    if look.state is State.WHOLE:
-        return "whole" if look.is_read else "sizes are right; not read"
-    if look.state is State.UNVERIFIED:
+def _state(each: Look) -> str:
+    if each.state is State.WHOLE:
+        return "whole" if each.is_read else "sizes are right; not read"
+    if each.state is State.UNVERIFIED:
         return "sizes suffice; no manifest"
-    return look.state.value
+    return each.state.value
 
 
 def _as_json(
-    tracker: Tracker, looks: Sequence[Look], newest: Look | None, problems: Sequence[Problem]
+    tracker: Tracker, found: Sequence[Look], newest: Look | None, problems: Sequence[Problem]
 ) -> dict[str, Any]:
     return {
         "ok": not problems,
@@ -123,26 +133,17 @@ def _as_json(
         "newest_usable": None if newest is None else newest.checkpoint.iteration,
         "checkpoints": [
             {
-                "iteration": look.checkpoint.iteration,
-                "folder": str(look.checkpoint.folder),
-                "files": len(look.sizes),
-                "bytes": look.num_bytes,
-                "state": look.state.value,
-                "read": look.is_read,
-                "problems": plain_problems(look.problems),
+                "iteration": each.checkpoint.iteration,
+                "folder": str(each.checkpoint.folder),
+                "files": len(each.sizes),
+                "bytes": each.num_bytes,
+                "state": each.state.value,
+                "read": each.is_read,
+                "problems": plain_problems(each.problems),
             }
-            for look in looks
+            for each in found
         ],
     }
-
-
-def _no_folder(folder: Path) -> Problem:
-    return Problem(
-        where=str(folder),
-        found="no such folder",
-        expected="the directory given to --save",
-        remedy="Correct the path.",
-    )
 
 
 def _no_checkpoint(folder: Path) -> Problem:
@@ -151,13 +152,4 @@ def _no_checkpoint(folder: Path) -> Problem:
         found="no completely saved checkpoint",
         expected="at least one",
         remedy="Give the --save directory, not that of a single iteration.",
-    )
-
-
-def _unreadable(error: OSError) -> Problem:
-    return Problem(
-        where=str(error.filename),
-        found=str(error.strerror),
-        expected="a file that can be read",
-        remedy="Try it again where the file can be read.",
     )

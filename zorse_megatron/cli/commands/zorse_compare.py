@@ -14,9 +14,8 @@ from zorse_megatron.cli.commands.zorse_emulate import MAX_RANKS, NOTE
 from zorse_megatron.cli.console import (
     CommandError,
     failure_as_json,
-    print_json,
+    print_answer,
     print_plain,
-    print_table,
     reported_errors,
     waiting,
 )
@@ -122,11 +121,8 @@ def compare(
                 costs, strategies, planned, perturbation, comparison.iterations, tell
             )
         written, lost = _saved(report, out)
-    if as_json:
-        answer = {"ok": True, "dtype": costs.dtype, "rows": report.as_json()}
-        print_json(answer | {"written": list(map(str, written))} | failure_as_json(lost))
-    else:
-        _print(report, written)
+    values = {"dtype": costs.dtype, "rows": report.as_json(), **failure_as_json(lost)}
+    print_answer(values, _shown(report), written=written, as_json=as_json)
     if lost is not None:
         if not as_json:
             print_plain(str(lost), to_stderr=True)
@@ -192,7 +188,7 @@ def _compared(  # noqa: PLR0917
         results = [Result(compared=each, is_emulated=False) for each in found]
     else:
         results = _trained(found, costs, perturbation, iterations, tell)
-        notes = (NOTE.removeprefix("note: "), *notes)
+        notes = (NOTE, *notes)
     how = "simulated" if perturbation is None else "emulated"
     title = (
         f"{costs.workload.model.name} on {costs.cluster.name or 'the cluster'}: "
@@ -279,17 +275,12 @@ def _problems(
         )
 
 
-def _print(report: "ComparisonReport", written: Sequence[Path]) -> None:
-    print_plain(report.title)
+def _shown(report: "ComparisonReport") -> Iterator[str | Table]:
+    yield report.title
     rows = report.table()
     table = Table(*(each for each in report.headings if each != "Layout"))
     for name, _, *cells in rows:
         table.add_row(*map(Text, (name, *cells)))
-    print_table(table)
-    for name, layout, *_ in rows:
-        if layout != "-":
-            print_plain(f"{name}: {layout}")
-    for note in report.notes:
-        print_plain(f"note: {note}")
-    if written:
-        print_plain(f"written: {', '.join(map(str, written))}")
+    yield table
+    yield from (f"{name}: {layout}" for name, layout, *_ in rows if layout != "-")
+    yield from (f"note: {note}" for note in report.notes)

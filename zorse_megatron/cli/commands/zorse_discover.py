@@ -11,8 +11,7 @@ import typer
 
 from zorse_megatron.cli.console import (
     OnProgress,
-    print_json,
-    print_plain,
+    print_answer,
     progress_bar,
     reported_errors,
 )
@@ -109,29 +108,20 @@ def discover(  # noqa: PLR0917
 def _say(output: Path, profile: Path, found: "Discovered", *, as_json: bool) -> None:
     ranks = sum(len(node.ranks) for node in found.nodes)
     kinds = list(dict.fromkeys(node.kind for node in found.nodes))
-    if as_json:
-        print_json(
-            {
-                "ok": True,
-                "cluster": str(output),
-                "profile": str(profile),
-                "nodes": len(found.nodes),
-                "ranks": ranks,
-                "node_kinds": kinds,
-                "measured": found.num_measured,
-                "known": found.num_known,
-                "notes": list(found.notes),
-            }
-        )
-        return
-    print_plain(
+    values = {
+        "cluster": str(output),
+        "profile": str(profile),
+        "nodes": len(found.nodes),
+        "ranks": ranks,
+        "node_kinds": kinds,
+        "measured": found.num_measured,
+        "known": found.num_known,
+    }
+    shown = [
         f"{output}: {number_of(len(found.nodes), 'node')} with {number_of(ranks, 'rank')}, "
-        f"{number_of(found.num_measured, 'measurement')}"
-    )
-    for kind in kinds:
-        count = sum(node.kind == kind for node in found.nodes)
-        print_plain(f"  {count} x [{kind}]")
+        f"{number_of(found.num_measured, 'measurement')}",
+        *(f"  {sum(node.kind == kind for node in found.nodes)} x [{kind}]" for kind in kinds),
+    ]
     if not found.num_measured:
-        print_plain("nothing left to measure; --again repeats the measurements")
-    for note in found.notes:
-        print_plain(f"note: {note}")
+        shown.append("nothing left to measure; --again repeats the measurements")
+    print_answer(values, shown, notes=found.notes, as_json=as_json)

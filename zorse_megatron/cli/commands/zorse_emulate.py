@@ -14,9 +14,7 @@ from rich.text import Text
 from zorse_megatron.cli.console import (
     CommandError,
     part_of,
-    print_json,
-    print_plain,
-    print_table,
+    print_answer,
     reported_errors,
     waiting,
 )
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 MAX_RANKS = 32
 """A workstation does not fit more processes than this."""
 NOTE = (
-    "note: the emulation shares its costs with the planner: it validates schedule, order, overlap "
+    "the emulation shares its costs with the planner: it validates schedule, order, overlap "
     "and runtime, not the profile"
 )
 
@@ -218,10 +216,12 @@ def emulate(
                 job = layout.job(plan, costs)
             predicted = job.simulated(str(path))
             run = _run(job, iterations, perturbation, emulation.dilation, tell)
-    if as_json:
-        print_json(_as_json(run, costs, predicted))
-    else:
-        _print(path, run, costs, predicted)
+    print_answer(
+        _as_json(run, predicted),
+        _shown(path, run, costs, predicted),
+        notes=[NOTE, *costs.notes],
+        as_json=as_json,
+    )
     if not run.self_test.is_valid or run.out_of_memory is not None:
         raise typer.Exit(1)
 
@@ -276,30 +276,27 @@ def _problems(plan: Plan, dilation: float | None, source: str) -> Iterator[Probl
         )
 
 
-def _print(
+def _shown(
     path: Path, run: "EmulatedRun", costs: WorkloadCosts, predicted: "SimulationResult"
-) -> None:
+) -> Iterator[str | Table]:
     if run.system.plan is None:
-        print_plain(f"unmodified Megatron with {shlex.join(run.system.flags)}")
+        yield (f"unmodified Megatron with {shlex.join(run.system.flags)}")
     if run.out_of_memory is not None:
-        print_plain(f"{path}: out of memory: {run.out_of_memory}")
+        yield (f"{path}: out of memory: {run.out_of_memory}")
     else:
         off = round(predicted.iteration_s / run.iteration_s - 1, 4)
-        print_plain(
+        yield (
             f"{path}: one iteration takes {duration(run.iteration_s)}, "
             f"{figure(_tokens(predicted) / run.iteration_s)} tokens/s; simulated: "
             f"{duration(predicted.iteration_s)} ({'+' * (off > 0)}{percent(off)})"
         )
         if "--zorse-rebalance" in run.system.flags:
-            print_plain(f"the last iteration takes {duration(run.iterations_s[-1])}")
-        print_table(_ranks(run, costs))
-        print_plain(f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
-    print_plain(str(run.self_test))
+            yield (f"the last iteration takes {duration(run.iterations_s[-1])}")
+        yield _ranks(run, costs)
+        yield (f"losses of the tiny model: {', '.join(f'{loss:.4f}' for loss in run.losses)}")
+    yield (str(run.self_test))
     if run.late_s is not None:
-        print_plain(f"largest lag of this machine: {duration(run.late_s)} of emulated time")
-    print_plain(NOTE)
-    for note in costs.notes:
-        print_plain(f"note: {note}")
+        yield (f"largest lag of this machine: {duration(run.late_s)} of emulated time")
 
 
 def _tokens(predicted: "SimulationResult") -> float:
@@ -316,9 +313,7 @@ def _ranks(run: "EmulatedRun", costs: WorkloadCosts) -> Table:
     return table
 
 
-def _as_json(
-    run: "EmulatedRun", costs: WorkloadCosts, predicted: "SimulationResult"
-) -> dict[str, Any]:
+def _as_json(run: "EmulatedRun", predicted: "SimulationResult") -> dict[str, Any]:
     ran = run.out_of_memory is None
     return {
         "ok": ran,
@@ -332,5 +327,4 @@ def _as_json(
         "losses": list(run.losses),
         "peak_memory_bytes": list(run.peak_bytes),
         "late_s": run.late_s,
-        "notes": [NOTE.removeprefix("note: "), *costs.notes],
     }

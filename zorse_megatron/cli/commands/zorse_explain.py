@@ -10,9 +10,9 @@ import typer
 from rich.table import Table
 
 from zorse_megatron.cli.console import (
-    CommandError,
     print_answer,
     progress_bar,
+    refusal,
     reported_errors,
     waiting,
 )
@@ -79,7 +79,12 @@ def explain(
         )
         perturbation = slow.perturbation(costs)
         if search and slow.is_slow:
-            raise CommandError("the command cannot be run", [_SEARCHES_AS_USUAL])
+            raise refusal(
+                "--search",
+                "it with --slow-rank, --slow-kind, --slow-link or --jitter",
+                "one of the two: plans are searched for GPUs and links as they are",
+                "Leave one of them out.",
+            )
         with waiting("simulating", wanted=not as_json) as tell:
             result = simulated(plan, costs, source=source, perturbation=perturbation)
             tell("drawing")
@@ -91,14 +96,6 @@ def explain(
             reasons = explained(costs.inputs, plan, replans, stock, result)
     answer = found.values(reasons), found.lines(reasons)
     print_answer(*answer, notes=notes, written=written, as_json=as_json)
-
-
-_SEARCHES_AS_USUAL = Problem(
-    where="--search",
-    found="it with --slow-rank, --slow-kind, --slow-link or --jitter",
-    expected="one of the two: plans are searched for GPUs and links as they are",
-    remedy="Leave one of them out.",
-)
 
 
 def _title(path: Path, result: "SimulationResult") -> str:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zorse_megatron.cli.console import (
-    CommandError,
     Errors,
     failure_as_json,
     print_json,
     print_plain,
     progress_bar,
+    refusal,
     reported_errors,
 )
 from zorse_megatron.cli.from_status import ObservedRun, observed_run
@@ -152,13 +152,12 @@ def _left(cluster: Cluster, search: SearchOptions, source: str) -> NodesLeft:
     """Return the nodes that are not lost. Raises a ZorseError where there are none such."""
     lost = search.without or []
     if search.from_status is not None:
-        problem = Problem(
-            where="--without",
-            found="it with --from-status",
-            expected="one of the two: a run goes on with the ranks that it has",
-            remedy="Leave one of them out.",
+        raise refusal(
+            "--without",
+            "it with --from-status",
+            "one of the two: a run goes on with the ranks that it has",
+            "Leave one of them out.",
         )
-        raise CommandError("the command cannot be run", [problem])
     nodes_without(cluster, lost, source=source)
     return nodes_left(cluster, {node.name for node in cluster.nodes} - set(lost))
 

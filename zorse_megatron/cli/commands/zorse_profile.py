@@ -13,10 +13,8 @@ from rich.text import Text
 from zorse_megatron.cli.command_group import AnswersInJson, TakesTrainingFlags, training_flags
 from zorse_megatron.cli.commands.zorse_discover import Again, as_ranks
 from zorse_megatron.cli.console import (
-    CommandError,
-    print_json,
-    print_plain,
-    print_table,
+    print_answer,
+    refusal,
     reported_errors,
 )
 from zorse_megatron.cli.from_status import observed_run
@@ -24,7 +22,7 @@ from zorse_megatron.cli.options import AsJson, ClusterFile, DtypeName, Model, Se
 from zorse_megatron.cli.workload import Workload, workload_of
 from zorse_megatron.costs.curve import Replaced, fit_curve
 from zorse_megatron.costs.unlikely import unlikely_times
-from zorse_megatron.errors import FlagError, Problem
+from zorse_megatron.errors import FlagError
 from zorse_megatron.files.writable import refuse_unwritable
 from zorse_megatron.files.write import write_text
 from zorse_megatron.flags.check import check_command
@@ -38,7 +36,6 @@ from zorse_megatron.schema.profile.profile import Profile, Times
 from zorse_megatron.schema.profile.profile_json import load_profile, save_profile
 from zorse_megatron.schema.status.status import RUNNING_PLAN_NAME
 from zorse_megatron.schema.text.counted import number_of
-from zorse_megatron.schema.text.json_text import layout
 from zorse_megatron.schema.text.strict import read_file
 
 if TYPE_CHECKING:
@@ -122,23 +119,21 @@ def _workload(
 ) -> tuple[Workload, tuple[Path | None, tuple[str, ...]]]:
     command = training_flags(context)
     if command is None:
-        problem = Problem(
-            where="--",
-            found="no training command",
-            expected="a training command's flags after --",
-            remedy="Such as: zorse profile measure -- --num-layers 32 ...",
+        raise refusal(
+            "--",
+            "no training command",
+            "a training command's flags after --",
+            "Such as: zorse profile measure -- --num-layers 32 ...",
         )
-        raise CommandError("the command cannot be run", [problem])
     name, flags = split_script(command)
     script = None if name is None else Path(name)
     if script is not None and not script.is_file():
-        problem = Problem(
-            where=str(script),
-            found="no such file",
-            expected="your training script: it builds the layers",
-            remedy="Correct the path, or omit it to build Megatron's GPT layers.",
+        raise refusal(
+            str(script),
+            "no such file",
+            "your training script: it builds the layers",
+            "Correct the path, or omit it to build Megatron's GPT layers.",
         )
-        raise CommandError("the command cannot be run", [problem])
     workload = workload_of(model=None, flags=flags, checks_flags=False)
     # Of the command that measures: it leaves out what a plan decides.
     words = [*([] if script is None else [str(script)]), *single_layer_flags(flags, workload.model)]
@@ -151,27 +146,23 @@ def _say(output: Path, found: "Profiled", *, as_json: bool) -> None:
     from zorse_megatron.measure.results.cluster_text import kind_entry
 
     entries = [kind_entry(kind, rates) for kind, rates in found.rates.items()]
-    if as_json:
-        print_json(
-            {
-                "ok": True,
-                "profile": str(output),
-                "measured": found.num_measured,
-                "measured_kinds": list(found.measured_kinds),
-                "known_kinds": list(found.known_kinds),
-                "gpu_kinds": entries,
-            }
-        )
-        return
-    print_plain(f"{output}: {found.num_measured} micro-batches and steps measured")
-    for kind in found.measured_kinds:
-        print_plain(f"  {kind}: measured")
-    for kind in found.known_kinds:
-        print_plain(f"  {kind}: measured already; --again repeats it")
+    values = {
+        "profile": str(output),
+        "measured": found.num_measured,
+        "measured_kinds": list(found.measured_kinds),
+        "known_kinds": list(found.known_kinds),
+        "gpu_kinds": entries,
+    }
+    shown = [
+        f"{output}: {found.num_measured} micro-batches and steps measured",
+        *(f"  {kind}: measured" for kind in found.measured_kinds),
+        *(f"  {kind}: measured already; --again repeats it" for kind in found.known_kinds),
+    ]
     if entries:
-        print_plain(f"not well known, so for the cluster file: {', '.join(found.rates)}")
         text = yaml.safe_dump({"gpu_kinds": entries}, sort_keys=False, allow_unicode=True)
-        print_plain(text.rstrip())
+        kinds = ", ".join(found.rates)
+        shown += [f"not well known, so for the cluster file: {kinds}", text.rstrip()]
+    print_answer(values, shown, as_json=as_json)
 
 
 @profile.command(cls=TakesTrainingFlags)
@@ -218,12 +209,16 @@ def correct(  # noqa: PLR0917
         assert run.speeds.profile is not None
         save_profile(run.speeds.profile, out)
         write_text(cluster_out, text)
-    slower = list(run.slower_ranks())
-    if as_json:
-        answer = {"profile": str(out), "cluster": str(cluster_out), "kinds": run.speeds.kinds}
-        print_json({"ok": True, **answer, "factors": run.factors})
-        return
-    print_plain(f"{out}, {cluster_out}: {', '.join(slower) or 'nothing to correct'}")
+    print_answer(
+        {
+            "profile": str(out),
+            "cluster": str(cluster_out),
+            "kinds": run.speeds.kinds,
+            "factors": run.factors,
+        },
+        [f"{out}, {cluster_out}: {', '.join(run.slower_ranks()) or 'nothing to correct'}"],
+        as_json=as_json,
+    )
 
 
 @profile.command()
@@ -235,19 +230,17 @@ def show(
     with reported_errors(as_json=as_json):
         loaded = load_profile(path)
     summary = _summary(loaded)
-    if as_json:
-        typer.echo(layout({"ok": True, **summary}))
-        return
-    print_plain(f"{path}: {counts_of(loaded)}")
     grid = Grid("GPU", "Models", "Sequence lengths", "Dtypes", "Series", "Points")
     for kind, facts in summary["gpu_kinds"].items():
         cells = [", ".join(map(str, facts[key])) for key in ("models", "seq_lengths", "dtypes")]
         grid.add_row(*map(Text, [kind, *cells, str(facts["series"]), str(facts["points"])]))
-    print_table(grid)
-    for entry in summary["not_believed"]:
-        print_plain(_sentence(entry))
-    for each in summary["unlikely"]:
-        print_plain(f"unlikely: {each}")
+    shown: list[str | Grid] = [
+        f"{path}: {counts_of(loaded)}",
+        grid,
+        *map(_sentence, summary["not_believed"]),
+        *(f"unlikely: {each}" for each in summary["unlikely"]),
+    ]
+    print_answer(summary, shown, as_json=as_json)
 
 
 def counts_of(loaded: Profile) -> str:

@@ -1,20 +1,15 @@
 """`zorse status` and `zorse move`: see how a run does; let it go on under another plan."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from zorse_megatron.cli.console import (
-    CommandError,
-    print_json,
-    print_plain,
-    print_table,
-    reported_errors,
-)
+from zorse_megatron.cli.console import CommandError, print_answer, reported_errors
 from zorse_megatron.cli.options import AsJson, PlanFile
 from zorse_megatron.errors import Problem
 from zorse_megatron.migration.request import make_request
@@ -39,18 +34,14 @@ def status(
     """Show who is slow in a run, by how much and since when, and where its time goes."""
     with reported_errors(as_json=as_json):
         found = load_status(directory)
-    if as_json:
-        written: dict[str, Any] = plain(found)
-        print_json({"ok": True, **written})
-        return
-    _print(found)
+    print_answer(plain(found), _shown(found), as_json=as_json)
 
 
-def _print(found: Status) -> None:
+def _shown(found: Status) -> Iterator[str | Table]:
     age_s = time.time() - found.written_s
     old = f", written {age_s:.0f} s ago" if age_s > _OLD_S else ""
     ended = ", the training has ended" if found.ended else old
-    print_plain(f"iteration {found.iteration}{ended}: {_speed(found)}")
+    yield f"iteration {found.iteration}{ended}: {_speed(found)}"
     grid = Table(
         *("Rank", "GPU", "Group", "Micro-batches", "One takes", "Of planned", "Since"),
         *("Computes", "Waits", "Updates"),
@@ -58,26 +49,26 @@ def _print(found: Status) -> None:
     has_plan = any(each.planned_micro_batch_s for each in found.ranks)
     for each in found.ranks:
         grid.add_row(*map(Text, _row(each)))
-    print_table(grid)
+    yield grid
     if not has_plan:
-        print_plain(
+        yield (
             "The plan does not say how long micro-batches take: they are compared with the first "
             "iterations of the run."
         )
     for link in sorted(found.links, key=_rate)[:_MOST_LINKS]:
         low, high = link.ranks
-        print_plain(
+        yield (
             f"ranks {low} and {high}: a message of {link.num_bytes:,} bytes takes "
             f"{1e3 * link.seconds:.4g} ms, mean of both ways ({link.messages} each way)"
         )
     for change in found.changes:
         counts = "|".join(",".join(map(str, row)) for row in change.counts)
-        print_plain(
+        yield (
             f"micro-batches of each group's replicas since iteration {change.iteration}: {counts}"
         )
     for move in found.moves:
         became = "the run went on under it" if move.refused is None else f"refused: {move.refused}"
-        print_plain(
+        yield (
             f"plan {move.plan or 'that could not be read'} was asked for after iteration "
             f"{move.iteration}: {became}"
         )
@@ -126,13 +117,12 @@ def move(
         plan = load_plan(path)
         refuse_other_run(load_status(directory), plan, str(path))
         made = make_request(directory, plan)
-    if as_json:
-        print_json({"ok": True, "plan": fingerprint(plan), "request": str(made)})
-        return
-    print_plain(
+    asked = (
         f"Asked for plan {fingerprint(plan)}. The run's log says, two iterations from now, whether "
         "it goes on under it."
     )
+    values = {"plan": fingerprint(plan), "request": str(made)}
+    print_answer(values, [asked], as_json=as_json)
 
 
 def refuse_other_run(status: Status, plan: Plan, path: str) -> None:
