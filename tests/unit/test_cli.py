@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from tests.unit.plan_samples import good, load
 from zorse_megatron import __version__
 from zorse_megatron.cli.main import app
-from zorse_megatron.schema.plan.json_schema import json_schema_text
 from zorse_megatron.schema.plan.plan_json import fingerprint
 
 
@@ -95,10 +94,6 @@ def test_check_json_bad(run, name, count):
     assert [set(each) for each in answer["problems"]] == [
         {"where", "found", "expected", "remedy"}
     ] * count
-
-
-def test_schema(run):
-    assert run("schema").stdout == json_schema_text()
 
 
 def test_version(run):

@@ -17,7 +17,7 @@ from zorse_megatron.cli.console import print_plain, print_table
 from zorse_megatron.cli.main import app
 from zorse_megatron.schema.text import counted
 
-WITHOUT_JSON = {"actions", "join", "schema"}
+WITHOUT_JSON = {"actions", "join"}
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ def test_what_is_said(
     found = observed_run(
         run.directory, CLUSTER.encode(), WORKLOAD, [], margin=0.05, source="cluster.yaml"
     )
-    told = list(found.told(move))
+    told = list(found.lines(move))
     for line in lines:
         assert any(line in each for each in told), told
     assert ("a move gains nothing" in told[-1]) == (move["pays_after_iterations"] is None)

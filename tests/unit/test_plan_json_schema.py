@@ -22,7 +22,7 @@ def test_the_committed_file_is_current():
         resources.files("zorse_megatron.schema.plan").joinpath("plan.schema.json").read_text()
     )
     assert committed == json_schema_text(), (
-        "run: zorse schema > zorse_megatron/schema/plan/plan.schema.json"
+        "write json_schema_text() to zorse_megatron/schema/plan/plan.schema.json"
     )
 
 

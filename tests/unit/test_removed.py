@@ -19,6 +19,7 @@ LAUNCH = ["launch", "plan.json", "--cluster", "cluster.yaml", "--slurm", "train.
         (["compare-plans", "--model", "m"], "zorse compare-plans", "zorse compare --simulated"),
         (["profile", "import", "t.csv"], "zorse profile import", "scripts.import_profile"),
         (["simulate", "p.json", "--memory", "m.png"], "zorse simulate", "Run zorse explain"),
+        (["schema"], "zorse schema", "plan.schema.json"),
         (["replan", "--cluster", "c.yaml"], "zorse replan", "zorse plan --without NODE"),
         (["explain", "p.json", "--no-replan"], "zorse explain --no-replan", "--search only"),
         ([*PLAN, "--may-leave-out"], "zorse plan --may-leave-out", "unless there is --use-all"),

@@ -118,14 +118,14 @@ def _kind_of(data: bytes, path: Path) -> FileKind:
     fields = {kind.name: set(_keys_of(kind)) for kind in _KINDS}
     # Keys that several kinds have, such as `name`, say nothing.
     counts = Counter(field for names in fields.values() for field in names)
-    told = {
+    matches = {
         name: sum(_is_among(key, (field for field in names if counts[field] == 1)) for key in keys)
         for name, names in fields.items()
     }
-    best = max(told.values())
+    best = max(matches.values())
     if not best:
         return _kind_of_name(path)
-    return next(kind for kind in _KINDS if told[kind.name] == best)
+    return next(kind for kind in _KINDS if matches[kind.name] == best)
 
 
 def _keys_of(kind: FileKind) -> Iterable[str]:

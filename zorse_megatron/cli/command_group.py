@@ -34,6 +34,7 @@ _REMOVED = {
     "launch --follow": _FROM_STATUS,
     "simulate": "Run zorse explain: it shows the same, and why. zorse plan --html PAGE has figures "
     "of memory.",
+    "schema": "The schema is in the package: zorse_megatron/schema/plan/plan.schema.json.",
     "replan": "Run zorse plan --without NODE --out PLAN: the cluster file of the other nodes is "
     "written beside the plan.",
     "explain --no-replan": "Leave it out: zorse explain searches with --search only.",

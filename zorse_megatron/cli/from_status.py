@@ -94,7 +94,7 @@ class ObservedRun:
             "command": shlex.join(words) if moves else None,
         }
 
-    def told(self, move: dict[str, Any]) -> Iterator[str]:
+    def lines(self, move: dict[str, Any]) -> Iterator[str]:
         """Yield lines for people."""
         said = ", ".join(self.slower_ranks()) or "all GPUs compute as fast as expected"
         yield f"iteration {self.status.iteration} of the run in {self.directory}: {said}"

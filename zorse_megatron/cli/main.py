@@ -21,7 +21,6 @@ from zorse_megatron.cli.commands.zorse_join import join
 from zorse_megatron.cli.commands.zorse_launch import launch
 from zorse_megatron.cli.commands.zorse_plan import plan
 from zorse_megatron.cli.commands.zorse_profile import profile
-from zorse_megatron.cli.commands.zorse_schema import schema
 from zorse_megatron.cli.commands.zorse_status import move, status
 
 # What goes wrong on our side is reported with a plain traceback, without local variables.
@@ -38,7 +37,6 @@ app.command(cls=TakesTrainingFlags)(join)
 app.command()(status)
 app.command()(move)
 app.command()(actions)
-app.command()(schema)
 app.add_typer(profile, name="profile")
 app.add_typer(checkpoint, name="checkpoint")
 

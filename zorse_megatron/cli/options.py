@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -16,7 +16,9 @@ from zorse_megatron.cli.console import refusal
 from zorse_megatron.cli.workload import MAX_GLOBAL_BATCH_SIZE, MAX_SIZE, Workload, workload_of
 from zorse_megatron.errors import Problem
 from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.text.suggest import did_you_mean
 
+T = TypeVar("T")
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="The plan file.")]
 ClusterFile = Annotated[
     Path, typer.Option("--cluster", metavar="YAML", help="The cluster file: GPUs and links.")
@@ -210,6 +212,16 @@ def checked_share(value: float, option: str) -> float:
         "a share: at least 0 and below 1",
         "0.05 is one twentieth.",
     )
+
+
+def one_of(names: Sequence[T], name: str, option: str, remedy: str = "") -> T:
+    """Return the one of that name. Raises CommandError for another text."""
+    for known in names:
+        if name == known:
+            return known
+    all_of_them = [str(known) for known in names]
+    remedy = remedy or did_you_mean(name, all_of_them)
+    raise refusal(option, f'"{name}"', f"one of {', '.join(all_of_them)}", remedy)
 
 
 def is_given(context: typer.Context, name: str) -> bool:

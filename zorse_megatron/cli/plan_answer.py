@@ -1,4 +1,4 @@
-"""The answer of `zorse plan`: what is told, and all of it as text and as JSON."""
+"""The answer of `zorse plan`: all that is known of a plan, as text and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, and what is told of it."""
+    """A plan, and what is known of it."""
 
     whole: WorkloadCosts
     costs: WorkloadCosts

@@ -4,13 +4,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from zorse_megatron.cli.console import refusal
 from zorse_megatron.cli.from_status import FromStatus
-from zorse_megatron.cli.options import DEFAULT_MARGIN, AsJson, Margin
+from zorse_megatron.cli.options import DEFAULT_MARGIN, AsJson, Margin, one_of
 from zorse_megatron.cli.workload import Workload
 from zorse_megatron.cli.workload_costs import (
     SetOptions,
@@ -21,7 +21,6 @@ from zorse_megatron.cli.workload_costs import (
 from zorse_megatron.schema.cluster.cluster import Cluster
 from zorse_megatron.schema.plan.plan import GradientCommDtype
 from zorse_megatron.schema.profile.profile import Profile
-from zorse_megatron.schema.text.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from zorse_megatron.planner.outcome import Strategy
@@ -167,15 +166,7 @@ def strategy_named(name: str) -> "Strategy":
     """Return the strategy of that name. Raises CommandError for another text."""
     from zorse_megatron.planner.outcome import STRATEGIES
 
-    for known in STRATEGIES:
-        if name == known:
-            return known
-    raise refusal(
-        "--strategy",
-        f'"{name}"',
-        f"one of {', '.join(STRATEGIES)}",
-        did_you_mean(name, STRATEGIES),
-    )
+    return one_of(STRATEGIES, name, "--strategy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,12 +202,5 @@ def communication_dtype_named(name: str | None) -> GradientCommDtype | None:
     """Return the type of that name. Raises CommandError for another text."""
     if name is None:
         return None
-    for known in get_args(GradientCommDtype):
-        if name == known:
-            return cast(GradientCommDtype, known)
-    raise refusal(
-        "--wire",
-        f'"{name}"',
-        "bf16 or fp16",
-        "Omit it to send gradients in the dtype they are accumulated in.",
-    )
+    remedy = "Omit it to send gradients in the dtype they are accumulated in."
+    return one_of(get_args(GradientCommDtype), name, "--wire", remedy)

@@ -94,9 +94,9 @@ def _iteration(answer: "Answer") -> Iterator[str]:
         f"tokens/s, ± {percent(bar.share)} ({how}{bar.basis})"
     )
     if answer.is_stock:
-        told = as_against(answer.outcome.iteration_s, answer.iteration_s)
+        change = as_against(answer.outcome.iteration_s, answer.iteration_s)
         took = duration(answer.outcome.iteration_s)
-        yield f"The same layout on this package's runtime: {took} ({told})"
+        yield f"The same layout on this package's runtime: {took} ({change})"
 
 
 def _stock(answer: "Answer") -> Iterator[str]:
@@ -122,7 +122,7 @@ def _stock(answer: "Answer") -> Iterator[str]:
 
 def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None") -> Iterator[str]:
     is_even = even is not None and best.iteration_s >= even.iteration_s
-    told = as_against(best.iteration_s, answer.iteration_s)
+    change = as_against(best.iteration_s, answer.iteration_s)
     texts = []
     for on_best, on_even in ((True, True), (False, True), (False, False)):
         more = ", an even one" if is_even else ", none of the even ones fits"
@@ -131,7 +131,7 @@ def _best_stock(answer: "Answer", best: "StockLayout", even: "StockLayout | None
                 f", {duration(even.iteration_s)}{_on(answer, even) * on_even} in its best even one"
             )
         start = f"{duration(best.iteration_s)} in its best layout{_on(answer, best) * on_best}"
-        texts.append(f"Stock Megatron: {start} ({told}){more}")
+        texts.append(f"Stock Megatron: {start} ({change}){more}")
     yield _shortest(*texts)
     if answer.recommends_stock:
         faster = best.iteration_s / answer.iteration_s - 1

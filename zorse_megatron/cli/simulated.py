@@ -136,7 +136,7 @@ _MAX_ROWS_PER_GROUP = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _RankRow:
-    """Ranks of a group that cannot be told apart in the table."""
+    """Ranks of a group that show the same in the table."""
 
     group: int
     ranks: tuple[int, ...]

@@ -50,7 +50,7 @@ class Workload:
     """Whether the model is known, but not how long its samples are: a config.json has a limit."""
     notes: tuple[str, ...] = ()
     """For people: of the training command, or of the model's file."""
-    wished_tensor_parallel: int = 1
+    requested_tensor_parallel: int = 1
     """Ranks of a tensor-parallel set, if the command says so; a plan may have others."""
     file_flags: tuple[str, ...] | None = None
     """Megatron's flags for the model of a config.json, () where none can build it; None: it is of
@@ -148,14 +148,14 @@ def _from_flags(
     """Everything from the flags; options may say the same once more, but nothing else."""
     command = read_command(flags)
     problems, notes = check(command)
-    wished = getattr(command.args, "tensor_model_parallel_size", None) or 1
+    requested = getattr(command.args, "tensor_model_parallel_size", None) or 1
     try:
-        shape = shape_from_flags(flags, tensor_parallel=wished)
+        shape = shape_from_flags(flags, tensor_parallel=requested)
     except ModelError as error:
         if not problems:
             raise
-        told = {problem.where for problem in problems}
-        problems += [each for each in error.problems if each.where not in told]
+        known = {problem.where for problem in problems}
+        problems += [each for each in error.problems if each.where not in known]
     if problems:
         raise FlagError("the training command does not go with a plan", problems)
     _refuse_absurd(shape)
@@ -166,7 +166,7 @@ def _from_flags(
         global_batch_size=batch if batch_in_flags is None else batch_in_flags,
         computing=computing_from_flags(command.args),
         notes=tuple(notes),
-        wished_tensor_parallel=wished,
+        requested_tensor_parallel=requested,
         barring_sets=tuple(barring_sets(command.args)),
     )
     pairs = (

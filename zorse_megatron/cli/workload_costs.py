@@ -72,7 +72,7 @@ class SetOptions:
         is_asked = self.is_asked and not workload.barring_sets
         return {
             "max_tensor_parallel": 1 if workload.barring_sets else self.most,
-            "wished_tensor_parallel": workload.wished_tensor_parallel if is_asked else 1,
+            "wished_tensor_parallel": workload.requested_tensor_parallel if is_asked else 1,
             "barring_sets": workload.barring_sets,
             "sets_across_nodes": self.across_nodes,
             "unequal_parts": self.unequal_parts,

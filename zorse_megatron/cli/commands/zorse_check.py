@@ -33,16 +33,16 @@ from zorse_megatron.cli.workload import dtype_named, model_or_flags
 from zorse_megatron.errors import ZorseError
 from zorse_megatron.schema.plan.plan import Plan
 
+Files = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="[FILE]...", help="Plans, clusters, models, profiles, in any order."),
+]
+
 
 @with_bundles
 def check(
     *,
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[FILE]...", help="Plans, clusters, models, profiles, in any order."
-        ),
-    ] = None,
+    paths: Files = None,
     cluster: Annotated[
         Path | None, typer.Option("--cluster", metavar="YAML", help="A cluster file, as FILE.")
     ] = None,

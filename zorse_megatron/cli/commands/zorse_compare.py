@@ -83,17 +83,20 @@ class ComparisonOptions:
         return [strategy_named(name) for name in named or STRATEGIES]
 
 
+ComparisonDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Directory for the table, the figures and the page. Needed without --simulated.",
+    ),
+]
+
+
 @with_bundles
 def compare(
     *,
     cluster: ClusterFile,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory for the table, the figures and the page. Needed without --simulated.",
-        ),
-    ] = None,
+    out: ComparisonDirectory = None,
     given: PlannedWorkload,
     margin: Margin = DEFAULT_MARGIN,
     comparison: ComparisonOptions,

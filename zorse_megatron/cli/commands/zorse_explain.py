@@ -49,6 +49,16 @@ if TYPE_CHECKING:
     from zorse_megatron.simulate.result import SimulationResult
 
 
+Search = Annotated[
+    bool,
+    typer.Option(
+        "--search",
+        help="Search, too: for a better plan, for plans with one more GPU of each kind, and for "
+        "stock Megatron's best layout.",
+    ),
+]
+
+
 @with_bundles
 def explain(
     *,
@@ -56,14 +66,7 @@ def explain(
     cluster: ClusterFile,
     given: WorkloadOptions,
     margin: Margin = DEFAULT_MARGIN,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search",
-            help="Search, too: for a better plan, for plans with one more GPU of each kind, and "
-            "for stock Megatron's best layout.",
-        ),
-    ] = False,
+    search: Search = False,
     pictures: Pictures,
     slow: SlowMachines,
     as_json: AsJson = False,

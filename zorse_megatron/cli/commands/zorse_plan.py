@@ -212,7 +212,7 @@ def _tell(
         print_json(answer_as_json(answer) | run_as_json | failure_as_json(lost))
     else:
         print_answer(answer, verbose=shown.verbose)
-        for line in run.told(move) if run is not None and move is not None else ():
+        for line in run.lines(move) if run is not None and move is not None else ():
             print_plain(line)
     if lost is None:
         return

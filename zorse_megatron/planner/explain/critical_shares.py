@@ -25,7 +25,7 @@ _NAMES = {
         "copies to and from the host",
     ),
 }
-_MAX_LISTED = 6
+_MAX_LISTED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,4 +78,4 @@ def critical_sentences(plan: Plan, shares: CriticalShares, iteration_s: float) -
 def _listed(seconds: Mapping[str, float], iteration_s: float) -> str:
     shares = [(name, took_s / iteration_s) for name, took_s in seconds.items()]
     listed = [f"{name} {percent(share)}" for name, share in shares[:_MAX_LISTED] if share > 0.0005]
-    return ", ".join(listed) + ", ..." * (len(shares) > _MAX_LISTED)
+    return ", ".join(listed)
