@@ -62,13 +62,3 @@ def only_problem(value: Any) -> Problem:
     """Return the one problem of JSON values; fails if there are none or more."""
     (problem,) = problems(value)
     return problem
-
-
-def spoil(path: list[Any], value: Any) -> dict[str, Any]:
-    """The good plan with one value replaced; path items are keys and places."""
-    plan = good()
-    owner: Any = plan
-    for item in path[:-1]:
-        owner = owner[item]
-    owner[path[-1]] = value
-    return plan

@@ -1,11 +1,7 @@
 """A small good profile, and ways to spoil it."""
 
 import copy
-import json
 from typing import Any
-
-from zorse_megatron.errors import ProfileError
-from zorse_megatron.schema.profile.profile_json import parse_profile
 
 GOOD: dict[str, Any] = {
     "schema_version": 1,
@@ -84,13 +80,3 @@ def spoil(path: list[Any], value: Any) -> dict[str, Any]:
         owner = owner[item]
     owner[path[-1]] = value
     return profile
-
-
-def problems(value: Any) -> tuple[Any, ...]:
-    """Return the problems of a profile."""
-    data = value if isinstance(value, bytes) else json.dumps(value).encode()
-    try:
-        parse_profile(data, source="p.json")
-    except ProfileError as error:
-        return error.problems
-    return ()

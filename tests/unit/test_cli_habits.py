@@ -73,23 +73,6 @@ def test_options_that_cannot_be_read_are_json_too(words, run):
     assert not run(*words, "--no-such-option", "--", "--json").stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("launch", "none.json", "--cluster", "cluster.yaml", "--torchrun"),
-        ("profile", "show", "none.json"),
-        ("profile", "measure", "--cluster", "cluster.yaml"),
-        ("discover", "--out", "/proc/x"),
-    ],
-    ids=lambda arguments: " ".join(arguments[:2]),
-)
-def test_problems_are_json(arguments, run):
-    result = run(*arguments, "--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["problems"]
-    assert not result.stderr
-
-
 def test_launch_answers_in_json(run):
     given = ("launch", "plan.json", "--cluster", "cluster.yaml", "--json")
     lines = json.loads(run(*given, "--torchrun", "--", *FLAGS).stdout)

@@ -1,4 +1,4 @@
-"""Hierarchical groups: rules of the plan, communicators, price, memory, order of launches."""
+"""Hierarchical groups: communicators, price, memory, order of launches."""
 
 import dataclasses
 
@@ -6,7 +6,6 @@ import pytest
 
 from scripts.launch_order.check import LIMITS, WAYS, Launched, random_plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from tests.unit.plan_samples import good, only_problem, problems
 from tests.unit.simulation import run
 from tests.unit.test_schedules import even_plan
 from tests.unit.test_simulate_times import B, F, one_group
@@ -38,57 +37,6 @@ def hierarchical(plan: Plan, regions: str) -> Plan:
         )
         groups.append(dataclasses.replace(group, replicas=replicas, hierarchical=True))
     return dataclasses.replace(plan, groups=tuple(groups))
-
-
-# Rules of the plan.
-
-
-def sample(*regions, **options):
-    plan = good()
-    group = plan["groups"][0]
-    for replica, region in zip(group["replicas"], regions, strict=True):
-        replica.update({"region": region} if region else {})
-    group.update({"hierarchical": True}, **options)
-    return plan
-
-
-def test_two_regions_are_enough():
-    assert problems(sample("east", "west")) == ()
-    assert problems(sample("east", "east", hierarchical=False)) == ()
-
-
-def test_replicas_without_a_region():
-    problem = only_problem(sample("east", None))
-    assert problem.where == "plan.json: groups[0].replicas[1].region"
-    assert problem.found == "nothing, in a hierarchical group (1 such replicas)"
-
-
-def test_one_region_alone():
-    problem = only_problem(sample("east", "east"))
-    assert problem.found == "true, with all replicas in region east"
-
-
-def test_16_bit_gradients():
-    problem = only_problem(sample("east", "west", gradient_wire="bf16"))
-    assert problem.where == "plan.json: groups[0].gradient_wire"
-
-
-def test_ranks_of_two_regions_in_turn():
-    plan = sample("east", "west")
-    plan["groups"][0]["replicas"][0]["num_microbatches"] = 3
-    plan["groups"][0]["replicas"].append(
-        {"ranks": [5], "micro_batch_size": 4, "num_microbatches": 1, "shard_weight": 1.0}
-        | {"region": "east"}
-    )
-    problem = only_problem(plan)
-    assert "rank 1 is between ranks 0 and 5" in problem.found
-
-
-def test_replicas_of_unequal_sets():
-    plan = sample("east", "west")
-    plan["groups"][0]["replicas"][1]["ranks"] = [1, 5]
-    problem = only_problem(plan)
-    assert problem.found == "true, with replicas that cut their layers differently"
 
 
 # Communicators.

@@ -16,11 +16,13 @@ from zorse_megatron.schema.cluster.cluster_file import ClusterFile
 from zorse_megatron.schema.cluster.cluster_yaml import parse_cluster
 from zorse_megatron.schema.gpus.gpu_presets import GPU_KINDS, canonical_kind
 from zorse_megatron.schema.model.model_presets import MODELS
+from zorse_megatron.schema.plan.plan import Plan
+from zorse_megatron.schema.plan.plan_json import parse_plan
 from zorse_megatron.schema.profile.profile import Profile
 from zorse_megatron.schema.profile.profile_json import parse_profile
 
 DOCS = Path(__file__).parents[2] / "docs"
-ROOTS = {"cluster-file.md": ClusterFile, "profile-file.md": Profile}
+ROOTS = {"cluster-file.md": ClusterFile, "profile-file.md": Profile, "plan-file.md": Plan}
 LINKS = {"nvswitch": "NVSwitch", "nvlink": "NVLink", "pcie": "PCIe"}
 
 
@@ -42,10 +44,26 @@ def test_profile_examples_load(text):
     assert parse_profile(text.encode()).gpu_kinds() == ("L4",)
 
 
+@pytest.mark.parametrize("text", blocks("plan-file.md", "json"))
+def test_plan_examples_load(text):
+    parse_plan(text.encode())
+
+
 def test_there_are_examples():
-    languages = dict(zip(ROOTS, ("yaml", "json"), strict=True))
+    languages = dict(zip(ROOTS, ("yaml", "json", "json"), strict=True))
     counts = [len(blocks(name, kind)) for name, kind in languages.items()]
-    assert counts == [3, 1]
+    assert counts == [3, 1, 2]
+
+
+def test_outputs_of_check_are_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good, *_ = blocks("plan-file.md", "json")
+    spoilt = good.replace("[6, 9]", "[6, 8]")
+    spoilt = spoilt.replace('"num_microbatches": 8', '"num_microbatches": 7')
+    shown = re.findall(r"```\n(plan\.json.*?)```", text_of("plan-file.md"), re.DOTALL)
+    for text, output in zip((good, spoilt), shown, strict=True):
+        Path("plan.json").write_text(text, encoding="utf-8")
+        assert CliRunner().invoke(app, ["check", "plan.json"]).stdout == output
 
 
 def test_what_the_example_says_of_ranks():
@@ -65,8 +83,9 @@ def documented_fields(name):
     """The names in the first column of the table under each heading, and whether required."""
     tables = {}
     for section in re.split(r"^### ", text_of(name), flags=re.MULTILINE)[1:]:
-        heading = section.splitlines()[0].strip("`")
-        tables[heading] = re.findall(r"^\| `(\w+)` \|.*?\| (yes|no) \|", section, re.MULTILINE)
+        heading = section.splitlines()[0]
+        fields = re.findall(r"^\| `(\w+)` \|.*?\| (yes|no) \|", section, re.MULTILINE)
+        tables |= dict.fromkeys(re.findall(r"`(.+?)`", heading) or [heading], fields)
     return tables
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from tests.examples import examples
 from tests.strategies import lowerable_plans
 from tests.unit.fake_costs import FakeComm, FakeCompute, FakeMemory
-from tests.unit.plan_samples import good, problems
 from tests.unit.simulation import run
 from tests.unit.test_simulate_times import one_group
 from zorse_megatron.errors import PlanError
@@ -22,11 +21,6 @@ from zorse_megatron.simulate.host_memory import host_bytes
 
 FULL, SELECTIVE = Recompute(mode="full"), Recompute(mode="selective")
 STATE = Offload(optimizer_state=True)
-
-
-def only_problem(plan):
-    (problem,) = problems(plan)
-    return problem
 
 
 def told(plan, *own, **of_group):
@@ -51,14 +45,6 @@ def test_a_replica_overrides_its_group():
 
 
 # Rules.
-
-
-def test_number_of_recomputed_layers_needs_mode_full_in_a_replica_too():
-    plan = good()
-    plan["groups"][0]["replicas"][1]["recompute"] = {"mode": "selective", "num_layers": 1}
-    assert only_problem(plan).where == ("plan.json: groups[0].replicas[1].recompute.num_layers")
-    plan["groups"][0]["replicas"][1]["recompute"]["mode"] = "full"
-    assert problems(plan) == ()
 
 
 def test_what_is_refused_names_the_place_that_says_it():

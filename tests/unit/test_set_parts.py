@@ -5,14 +5,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_sequence_slices import plan_with
 from tests.unit.test_tensor_parts import elements, held
 from zorse_megatron.costs.interface import RankPart
-from zorse_megatron.errors import PlanError
 from zorse_megatron.flags.check import check_arguments
 from zorse_megatron.schedules.communicators import communicators_of
 from zorse_megatron.schedules.lower import lower_plan
@@ -151,23 +149,6 @@ def test_unlike_parts_are_no_twins() -> None:
     assert holds_equal_parts(replace(plan.groups[0], replicas=(uneven, twin)))
     even = replace(twin, parts=None)
     assert not holds_equal_parts(replace(plan.groups[0], replicas=(uneven, even)))
-
-
-@pytest.mark.parametrize(
-    ("parts", "model", "message"),
-    [
-        (Parts(kv_groups=(3,)), {}, "parts.kv_groups: found 1 entries; expected 2"),
-        (Parts(kv_groups=(3, 2)), {"num_query_groups": 4}, r"found \[3, 2\], 5 in all; expected 4"),
-        (Parts(mlp_columns=(8, 7)), {"ffn_hidden_size": 16}, "15 in all; expected 16"),
-        (Parts(vocabulary_rows=(9, 8)), {"vocab_size": 16}, "17 in all; expected 16"),
-        (Parts(mlp_columns=(0, 0)), {}, "0 in all; expected more than 0"),
-    ],
-)
-def test_parts_that_are_not_the_whole_are_refused(
-    parts: Parts, model: dict[str, int], message: str
-) -> None:
-    with pytest.raises(PlanError, match=message):
-        parse_plan(dump_plan(plan_of_parts(parts, **model)).encode())
 
 
 def test_intervals_follow_one_another() -> None:
