@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from zorse_megatron.flags.flag_handling import is_refused, refusable
 
 from tests.megatron import tiny_gpt
 from tests.megatron.preloaded import run_megatron_ranks
 from tests.megatron.tiny_gpt import Setup
-from zorse_megatron.flags.flag_handling import is_refused, refusable
 
 WEIGHTS = ((3, 1, 0), (1, 1, 1), (0, 1, 0))
 

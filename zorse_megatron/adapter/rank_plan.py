@@ -17,7 +17,7 @@ from zorse_megatron.adapter.groups.process_groups import (
 )
 from zorse_megatron.adapter.groups.stock_stages import StockStages, stock_stages_of
 from zorse_megatron.adapter.loss.loss_divisor import loss_divisor
-from zorse_megatron.flags.types import compute_dtypes, is_mixed
+from zorse_megatron.flags.computing_flags import compute_dtypes, is_mixed
 from zorse_megatron.runtime.set_place import SetPlace
 from zorse_megatron.schedules.actions import Action, ActionLists
 from zorse_megatron.schedules.communicators import Communicator
