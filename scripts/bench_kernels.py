@@ -7,7 +7,7 @@ many bytes, its speed against the fastest of several sequences of torch's operat
 the fastest of them under torch.compile. Exit status 1 where a target is missed, 2 without a GPU.
 
 `--dry`: the same code at small sizes on the CPU, "compiled" by the backend that compiles nothing;
-its figures mean nothing. What to expect is in docs/kernels.md.
+its figures mean nothing. What to expect is in docs/performance.md.
 """
 
 import argparse

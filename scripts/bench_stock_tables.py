@@ -88,41 +88,44 @@ def medians(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _losses(rows: Sequence[Row]) -> str:
-    head = ["Cluster, simulated", "System", *LOSSES, "Fullest GPU"]
-    cells = [
-        [row["name"] if system == "best" else "", SYSTEMS[system], *_loss_cells(row[system])]
-        for row in rows
-        for system in ("best", "ours")
-    ]
-    return "Shares of each iteration that are lost:\n\n" + _table(head, cells)
+    head = ["Lost, median of the clusters, simulated", *LOSSES, "Fullest GPU"]
+    cells = [[SYSTEMS[system], *_loss_cells(rows, system)] for system in ("best", "ours")]
+    return _table(head, cells)
 
 
-def _loss_cells(found: Row) -> list[str]:
-    whole_s = found["iteration_s"]
-    if whole_s is None:
+def _loss_cells(rows: Sequence[Row], system: str) -> list[str]:
+    """Medians over the clusters on which the system's layout fits."""
+    found = [row[system] for row in rows if row[system]["iteration_s"] is not None]
+    if not found:
         return ["-"] * (len(LOSSES) + 1)
-    shares = [*(found["lost_s"][name] / whole_s for name in LOSSES), found["fullest"]]
+    lost = [[each["lost_s"][name] / each["iteration_s"] for each in found] for name in LOSSES]
+    shares = map(statistics.median, (*lost, [each["fullest"] for each in found]))
     return [f"{100 * share:.1f} %".replace("-0.0", "0.0") for share in shares]
 
 
 def _emulations(rows: Sequence[Row]) -> str:
-    head = [
-        "Cluster",
-        "System",
-        "Emulated on CPU, s",
-        "Against stock's best layout",
-        "Simulator, time",
-        "Simulator, peak of a rank",
+    """What training on the emulated clusters shows, in a sentence."""
+    runs = [found for row in rows for found in row["emulated"].values()]
+    gains = [
+        _ratio(row["emulated"]["best"]["iteration_s"], row["emulated"]["ours"]["iteration_s"])
+        for row in rows
+        if row["emulated"].keys() >= {"best", "ours"}
     ]
-    cells = []
-    for row in rows:
-        for system, found in row["emulated"].items():
-            errors = [_said(found.get(f"{each}_error"), "{:+.2%}") for each in ("time", "memory")]
-            emulated_s = _said(found["iteration_s"], "{:.4g}", "out of memory")
-            best_s = row["emulated"].get("best", found)["iteration_s"]
-            speed = _said(_ratio(best_s, found["iteration_s"]), "{:.3f}")
-            cells.append([row["name"], SYSTEMS[system], emulated_s, speed, *errors])
-    return "Emulated, and how far the simulator is off:\n\n" + _table(head, cells)
+    known = sorted(each for each in gains if each is not None)
+    ours = (
+        f"our plan against stock's best layout {statistics.median(known):.2f} "
+        f"({known[0]:.2f} to {known[-1]:.2f}); "
+        if known
+        else ""
+    )
+    time, memory = (
+        max((abs(each[f"{what}_error"]) for each in runs if f"{what}_error" in each), default=0.0)
+        for what in ("time", "memory")
+    )
+    return (
+        f"Emulated on CPU, {len(rows)} of the clusters: {ours}the simulator is off by at most "
+        f"{100 * time:.2f} % of an iteration and {100 * memory:.2f} % of a rank's peak."
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:

@@ -1,4 +1,4 @@
-"""All checks, and those of whether plans train as stock does; docs/doctor.md says what each proves.
+"""All checks, and those of whether plans train as stock does; docs/gpus.md says what each proves.
 
 A check gets the run and returns its finding. Whatever one of them raises, the others are made.
 """
@@ -31,7 +31,7 @@ from zorse_megatron.schema.gpus.compute_capability import BF16_FROM, TRITON_FROM
 
 _SAVED = CASES[0]
 _MIN_SHARE_OF_COPY = 0.85
-"""The target of docs/kernels.md."""
+"""The target of docs/performance.md."""
 
 
 def communicators(run: DoctorRun) -> Finding:
