@@ -77,7 +77,7 @@ FLAGS = (
 NODES = "nodes:\n  - {{name: new, gpus: {}, nics: 100 Gb/s}}\n"
 UNEQUAL = NODES.format("[1 x A6000, 1 x V100-16]")
 CLUSTERS = {
-    "docs/discover.md": NODES.format("2 x A100-80"),
+    "docs/profile-file.md": NODES.format("2 x A100-80"),
     "docs/elastic.md": NODES.format("1 x A6000")
     + "  - {name: old, gpus: 1 x V100-16, nics: 100 Gb/s}\n",
 }
