@@ -30,7 +30,6 @@ WITH_THEIR_OWN_TEST = {
 NOT_RUN = {
     "make demo": "minutes, most for the installation; tests/megatron/test_demo.py runs the demo",
     "make test": "these are the tests",
-    "make check": "these are some of the tests",
     "torchrun --nproc-per-node 5 -m zorse_megatron.pretrain": "tests/megatron/test_readme.py",
     "torchrun --nnodes": "two nodes; tests/slurm and tests/megatron/test_readme.py",
     "torchrun --nproc-per-node 8 --nnodes 4": "four nodes; tests/megatron/test_measure.py",
@@ -45,7 +44,6 @@ NOT_RUN = {
     "nodes; tests/unit/test_elastic_slurm.py",
     "zorse launch plan.json --cluster cluster.yaml --torchrun --elastic": "the same; "
     "tests/unit/test_elastic_torchrun.py",
-    "zorse launch stock.json --stock": "flags of another model; tests/unit/test_launch_stock.py",
     "zorse profile measure --out": "five minutes on a CPU; tests/megatron/test_measure.py",
     "zorse profile correct ": "a run with --zorse-status; tests/unit/test_from_status.py",
     "zorse doctor": "a minute; tests/megatron/test_doctor.py runs it",
