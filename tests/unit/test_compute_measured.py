@@ -1,4 +1,4 @@
-"""How far the compute model is off, on public times. docs/cost-models.md states these errors."""
+"""How far the compute model is off, on public times. docs/simulator.md states these errors."""
 
 import dataclasses
 from collections import defaultdict

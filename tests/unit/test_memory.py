@@ -121,7 +121,7 @@ def _deviation(entry, profile):
 def test_against_the_activations_that_sailor_counted():
     """OPT's layers are plain Megatron; GPT-Neo and Llama keep more in PyTorch without fusion.
 
-    docs/cost-models.md states these errors.
+    docs/simulator.md states these errors.
     """
     profile = imported().profile
     errors = {

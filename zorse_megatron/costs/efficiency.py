@@ -4,7 +4,7 @@ A layer's pass takes operations / (peak x share) + bytes / memory bandwidth. The
 were fitted to the layer times that the authors of Zorse published (MLSys 2026, MIT licence; sums of
 kernel times of Llama and GPT layers, PyTorch without fused element-wise kernels), least mean
 relative error by kind of GPU, type of number and pass. The traffic factors were fitted to all of
-them together. What is left of the error is in docs/cost-models.md. A share above 1 says that
+them together. What is left of the error is in docs/simulator.md. A share above 1 says that
 the GPU clocks higher than its data sheet assumes.
 """
 

@@ -3,7 +3,7 @@
 A layer of another shape or sequence length is scaled from its closest measured relative: the time
 measured at the same number of tokens, times the ratio of the two analytic times. On the public
 times this is off by 5 % in the mean where the analytic model alone is off by 6 % and the plain
-ratio of operations by 6 % (docs/cost-models.md).
+ratio of operations by 6 % (docs/simulator.md).
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """How far a predicted iteration may be off, from what the cost models and the simulator were off.
 
 Layer times: what nine of ten public measurements were off by at most, for the GPUs' basis
-(docs/cost-models.md). The simulation of an iteration from measured layers: the largest error over
+(docs/simulator.md). The simulation of an iteration from measured layers: the largest error over
 Sailor's runs (docs/simulator.md), 19 with a pipeline and 6 without. The two are taken to be
 independent. No run of this project's own on GPUs is in it.
 """
