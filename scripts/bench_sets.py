@@ -1,4 +1,4 @@
-"""Tables of docs/tensor-parallelism.md: plans with and without tensor-parallel sets.
+"""Tables of docs/planner.md: plans with and without tensor-parallel sets.
 
     python -m scripts.bench_sets [--emulate] [--measured DIR] [--json OUT]
 

@@ -7,7 +7,7 @@ from zorse_megatron.planner.inputs.search_inputs import Inputs
 from zorse_megatron.planner.planner_errors import PlannerInputError
 
 MAX_GPUS = 10_000
-"""As many took 638 s on two cores with other work beside it (docs/planner.md)."""
+"""As many took 369 s on two cores with other work beside it (docs/planner.md)."""
 MAX_LAYERS = 512
 """Partitioning a device order grows with the square of the layers; 200 on 8 GPUs take 25 s."""
 
