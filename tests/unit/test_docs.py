@@ -330,8 +330,8 @@ def test_the_actions_of_a_plan_are_as_shown():
 
 def test_messages_are_those_of_the_code():
     sources = "\n".join(p.read_text(encoding="utf-8") for p in ROOT.glob("zorse_megatron/**/*.py"))
-    messages = re.findall(r"^### `(.+)`$", text_of("docs/troubleshooting.md"), re.MULTILINE)
-    assert len(messages) > 10
+    messages = re.findall(r"^- `(.+?)`: ", text_of("docs/troubleshooting.md"), re.MULTILINE)
+    assert len(messages) > 40
     assert [message for message in messages if message not in sources] == []
 
 
