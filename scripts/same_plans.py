@@ -22,6 +22,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from zorse_megatron.cli.main import app
+from zorse_megatron.flags.turned_off import WITHOUT_DROPOUT
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 KINDS = ("A100-40", "A6000", "V100-16", "T4", "A10G", "L4", "H100-NVL")
@@ -122,7 +123,7 @@ def flags_of(draw: random.Random, model: dict[str, Any], batch: int) -> list[str
     flags += [] if model["tied_embeddings"] else ["--untie-embeddings-and-output-weights"]
     flags += ["--swiglu"] if model["activation"] == "swiglu" else []
     flags += [] if model["linear_bias"] else ["--disable-bias-linear"]
-    flags += _maybe(draw, 0.5, "--attention-dropout", "0", "--hidden-dropout", "0")
+    flags += _maybe(draw, 0.5, *WITHOUT_DROPOUT)
     flags += _maybe(draw, 0.2, "--transformer-impl", "local")
     flags += _maybe(draw, 0.7, "--accumulate-allreduce-grads-in-fp32")
     flags += _maybe(draw, 0.8, "--no-gradient-accumulation-fusion")
